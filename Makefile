@@ -1,0 +1,42 @@
+# make setup   .venv with the engine and everything its tests need
+# make demo    the default pair, plain and speculative, with both speeds
+# make test    lint and the test suite
+# make verify  every claim at full size; writes docs/results.md
+#
+# On Linux PyPI's torch is the CUDA build (gigabytes). For the CPU build:
+#   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
+
+.PHONY: setup demo test lint verify clean
+
+setup: $(STAMP)
+
+# dflash is only the tests' oracle and pins packages its model code never imports, hence --no-deps.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e '.[test]'
+	$(PIP_INSTALL) --no-deps dflash
+	touch $@
+
+demo: setup
+	$(BIN)/slipstream demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+verify: setup
+	$(BIN)/python -m tests.verify
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measuring: plain decoding against speculation over a file of prompts."""

@@ -1,0 +1,82 @@
+"""Page bookkeeping: which pages are free, how many hold each one, and whether a remembered page is still the same.
+
+A page id names one stretch of tokens in every pool at once (target keys and values, draft context), so nothing can
+bring one without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slipstream.errors import IntegrityError
+
+
+class OutOfPages(Exception):
+    """Not enough free pages; the caller evicts or waits."""
+
+
+class PageTable:
+    """Reference counts over a fixed number of pages."""
+
+    def __init__(self, pages: int) -> None:
+        self.total = pages
+        self._holders = [0] * pages
+        self._epochs = [0] * pages
+        self._used = bytearray(pages)  # one byte a page, so that a free stretch is found by a substring search
+
+    @property
+    def free(self) -> int:
+        return self._used.count(0)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def epoch(self, page: int) -> int:
+        """Changes whenever the page is handed out anew; a remembered page is valid only at its own epoch."""
+        return self._epochs[page]
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Takes pages, neighbouring ones where possible (attention reads neighbours in one call)."""
+        if count > self.free:
+            raise OutOfPages(f"{count} pages wanted, {self.free} free")
+        chosen: list[int] = []
+        if after is not None:
+            following = after + 1
+            if self._used[following : following + count] == bytes(count) and following + count <= self.total:
+                chosen = list(range(following, following + count))
+        if not chosen:
+            start = self._used.find(bytes(count)) if count else 0
+            if start >= 0:
+                chosen = list(range(start, start + count))
+            else:
+                chosen = [page for page in range(self.total) if not self._used[page]][:count]
+        for page in chosen:
+            self._used[page] = 1
+            self._holders[page] = 1
+            self._epochs[page] += 1
+        return chosen
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if not self._used[page]:
+                raise IntegrityError(f"page {page} is shared after it was freed")
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if self._holders[page] <= 0:
+                raise IntegrityError(f"page {page} is released twice")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._used[page] = 0
+
+    def check(self, held: Iterable[int]) -> None:
+        """Asserts that the pages named by every holder, repeats included, are exactly the pages in use."""
+        counts = [0] * self.total
+        for page in held:
+            counts[page] += 1
+        for page in range(self.total):
+            if counts[page] != self._holders[page] or bool(counts[page]) != bool(self._used[page]):
+                raise IntegrityError(
+                    f"page {page} has {self._holders[page]} holders on record and {counts[page]} in fact"
+                )

@@ -1,0 +1,45 @@
+"""The memory behind the pages: target keys and values per layer, and draft context for all draft layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Layers, heads and head size of one kind of cache."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * torch.float32.itemsize
+
+
+class KvPools:
+    """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens."""
+
+    def __init__(self, pages: int, page_tokens: int, target: PoolShape, draft: PoolShape | None) -> None:
+        # zeroed: a masked slot still enters a sum as 0 * value, and uninitialised memory may hold NaN
+        self.target: list[tuple[Tensor, Tensor]] = [
+            (_pool(pages, page_tokens, target), _pool(pages, page_tokens, target)) for _ in range(target.layers)
+        ]
+        shape = (draft.layers, pages, draft.kv_heads, page_tokens, draft.head_dim) if draft else (0,)
+        self.draft_keys = torch.zeros(shape)
+        self.draft_values = torch.zeros(shape)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        for keys, values in self.target:
+            keys[destination] = keys[source]
+            values[destination] = values[source]
+        if self.draft_keys.numel():
+            self.draft_keys[:, destination] = self.draft_keys[:, source]
+            self.draft_values[:, destination] = self.draft_values[:, source]
+
+
+def _pool(pages: int, page_tokens: int, shape: PoolShape) -> Tensor:
+    return torch.zeros(pages, shape.kv_heads, page_tokens, shape.head_dim)

@@ -1,0 +1,128 @@
+"""A tree of full pages by their tokens: a prompt that begins like an earlier one takes its pages over.
+
+A page remembers which drafter's context it carries; a drafting request takes only pages with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.cache.pages import PageTable
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    parent: _Node | None
+    tokens: tuple[int, ...]
+    page: int
+    epoch: int
+    draft_key: str | None
+    last_used: int
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Holds one reference on every page it remembers; evicts the least recently used leaves."""
+
+    def __init__(self, table: PageTable, page_tokens: int) -> None:
+        self._table = table
+        self._page_tokens = page_tokens
+        self._root = _Node(None, (), -1, 0, None, 0)
+        self._nodes: set[_Node] = set()
+        self._clock = 0
+        self.hits = 0
+        self.failed_restores = 0
+
+    def take(self, tokens: Sequence[int], draft_key: str | None) -> list[int]:
+        """Pages of the longest usable prefix, shared for the caller; at least one token is always left to run."""
+        node, pages = self._root, []
+        self._clock += 1
+        for chunk in self._chunks(tokens, (len(tokens) - 1) // self._page_tokens):
+            child = node.children.get(chunk)
+            if child is None or (draft_key is not None and child.draft_key != draft_key):
+                break
+            if self._table.epoch(child.page) != child.epoch or not self._table.holders(child.page):
+                # the page was handed out to somebody else: forget it and let the prompt be computed again
+                self.failed_restores += 1
+                self._forget_branch(child)
+                break
+            child.last_used = self._clock
+            pages.append(child.page)
+            node = child
+        self._table.share(pages)
+        self.hits += bool(pages)
+        return pages
+
+    def put(self, tokens: Sequence[int], pages: Sequence[int], draft_key: str | None) -> None:
+        """Remembers the full pages of `tokens`; `draft_key` names the drafter whose context they carry."""
+        node = self._root
+        self._clock += 1
+        for chunk, page in zip(self._chunks(tokens, len(tokens) // self._page_tokens), pages, strict=False):
+            child = node.children.get(chunk)
+            if child is None:
+                child = _Node(node, chunk, page, self._table.epoch(page), draft_key, self._clock)
+                self._table.share([page])
+                node.children[chunk] = child
+                self._nodes.add(child)
+            elif child.draft_key is None and draft_key is not None:
+                # the same tokens, now with draft context: the richer page replaces the poorer one
+                self._table.share([page])
+                self._table.release([child.page])
+                child.page, child.epoch, child.draft_key = page, self._table.epoch(page), draft_key
+            child.last_used = self._clock
+            node = child
+
+    def evict(self, pages_wanted: int) -> int:
+        """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
+        freed = 0
+        while freed < pages_wanted:
+            leaves = [n for n in self._nodes if not n.children and self._table.holders(n.page) == 1]
+            if not leaves:
+                break
+            leaves.sort(key=lambda n: n.last_used)
+            for leaf in leaves[: pages_wanted - freed]:
+                self._forget_branch(leaf)
+                freed += 1
+        return freed
+
+    def evictable(self) -> int:
+        """Pages eviction could free: a node counts when it and everything below it is held by the cache alone."""
+        return sum(self._removable(child) for child in self._root.children.values())
+
+    def held(self) -> list[int]:
+        return [node.page for node in self._nodes]
+
+    def clear(self) -> None:
+        for child in list(self._root.children.values()):
+            self._forget_branch(child)
+
+    def _chunks(self, tokens: Sequence[int], count: int) -> list[tuple[int, ...]]:
+        size = self._page_tokens
+        return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count)]
+
+    def _forget_branch(self, node: _Node) -> None:
+        stack = [node]
+        if node.parent is not None:
+            del node.parent.children[node.tokens]
+        while stack:
+            gone = stack.pop()
+            stack += gone.children.values()
+            self._nodes.discard(gone)
+            if self._table.epoch(gone.page) == gone.epoch and self._table.holders(gone.page):
+                self._table.release([gone.page])
+
+    def _removable(self, top: _Node) -> int:
+        order, stack = [], [top]
+        while stack:
+            node = stack.pop()
+            order.append(node)
+            stack += node.children.values()
+        kept: set[int] = set()
+        count = 0
+        for node in reversed(order):
+            if self._table.holders(node.page) > 1 or any(id(child) in kept for child in node.children.values()):
+                kept.add(id(node))
+            else:
+                count += 1
+        return count

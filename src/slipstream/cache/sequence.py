@@ -1,0 +1,101 @@
+"""The one owner of a sequence: its tokens, pages and lengths move together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slipstream.cache.pages import PageTable
+from slipstream.errors import IntegrityError
+
+CopyPage = Callable[[int, int], None]
+
+
+class SequenceState:
+    """Tokens and the pages that hold their target keys and draft context.
+
+    `length` positions have been through the target; tokens beyond it are prompt still to be prefilled, or the
+    anchor. `draft_length` positions have draft context; for a drafting sequence both lengths are always equal.
+    """
+
+    def __init__(self, table: PageTable, page_tokens: int, copy_page: CopyPage, drafting: bool) -> None:
+        self._table = table
+        self._copy_page = copy_page
+        self.page_tokens = page_tokens
+        self.drafting = drafting
+        self.tokens: list[int] = []
+        self.pages: list[int] = []
+        self.length = 0
+        self.draft_length = 0
+
+    @property
+    def capacity(self) -> int:
+        return len(self.pages) * self.page_tokens
+
+    def start(self, tokens: Sequence[int], cached_pages: Sequence[int]) -> None:
+        """Begins with a prompt and the (already shared) pages of a cached prefix, which bring their draft context."""
+        if self.tokens or self.pages:
+            raise IntegrityError("a sequence is started twice")
+        self.tokens = list(tokens)
+        self.pages = list(cached_pages)
+        self.length = len(cached_pages) * self.page_tokens
+        self.draft_length = self.length if self.drafting else 0
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for `positions` positions in all; OutOfPages leaves the sequence as it was."""
+        missing = -(-positions // self.page_tokens) - len(self.pages)
+        if missing > 0:
+            self.pages += self._table.allocate(missing, self.pages[-1] if self.pages else None)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Page id and offset of a position."""
+        return self.pages[position // self.page_tokens], position % self.page_tokens
+
+    def commit(self, rows: int, new_tokens: Sequence[int], context_rows: int) -> None:
+        """Keeps the first `rows` rows the target just ran, and appends tokens that have not run yet.
+
+        `context_rows` is how many of those rows got their draft context.
+        """
+        self.length += rows
+        self.draft_length += context_rows
+        self.tokens += new_tokens
+        self.check()
+
+    def truncate(self, length: int) -> None:
+        """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages."""
+        if not 0 <= length <= self.length:
+            raise IntegrityError(f"cannot truncate a sequence of {self.length} positions to {length}")
+        del self.tokens[length:]
+        self.length = length
+        self.draft_length = length if self.drafting else 0
+        keep = -(-length // self.page_tokens)
+        self._table.release(self.pages[keep:])
+        del self.pages[keep:]
+
+    def fork(self) -> SequenceState:
+        """An independent copy: full pages are shared, the page still being written is copied."""
+        twin = SequenceState(self._table, self.page_tokens, self._copy_page, self.drafting)
+        full = self.length // self.page_tokens
+        partial = self.length % self.page_tokens > 0
+        fresh = self._table.allocate(1) if partial else []
+        self._table.share(self.pages[:full])
+        twin.pages = self.pages[:full] + fresh
+        if partial:
+            self._copy_page(self.pages[full], fresh[0])
+        twin.tokens = list(self.tokens)
+        twin.length, twin.draft_length = self.length, self.draft_length
+        return twin
+
+    def release(self) -> None:
+        self._table.release(self.pages)
+        self.pages = []
+        self.tokens = []
+        self.length = self.draft_length = 0
+
+    def check(self) -> None:
+        """All parts stand at the same position."""
+        if self.drafting and self.draft_length != self.length:
+            raise IntegrityError(f"draft context stands at {self.draft_length}, the target at {self.length}")
+        if self.length > len(self.tokens):
+            raise IntegrityError(f"{self.length} positions computed for {len(self.tokens)} tokens")
+        if self.length > self.capacity:
+            raise IntegrityError(f"{self.length} positions in room for {self.capacity}")

@@ -1,0 +1,186 @@
+"""`slipstream chat`: a conversation on the terminal, with drafted tokens tinted and the speed-up under each answer.
+
+`slipstream chat --temperature 0.7`, or piped: `echo "Hello!" | slipstream chat --json`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.chat_session import COMMANDS, ChatSession, Quit
+from slipstream.cli.tint import Tint
+from slipstream.cli.ui import DRAFTED_STYLE, Ui, footer
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.types import Mode, RequestStats, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+_PROMPT = "> "
+_PROBE_PROMPT = "Once upon a time"
+_PROBE_TOKENS = 24
+
+
+def command(
+    target: o.Target = "smollm2",
+    draft: o.Draft = "auto",
+    system: Annotated[str, typer.Option(help="System prompt.", show_default="the template's own")] = "",
+    max_tokens: o.MaxTokens = 512,
+    mode: o.ModeName = None,
+    temperature: o.Temperature = 0.0,
+    seed: o.Seed = 0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    dtype: o.Dtype = "auto",
+    threads: o.Threads = 0,
+    max_context: o.MaxContext = 0,
+    draft_window: o.DraftWindow = None,
+    json_output: o.JsonOutput = False,
+) -> None:
+    """Talk to a model; /help lists the commands inside."""
+    ui = Ui(json_output)
+    sampling = SamplingParams(
+        temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    chosen = None if mode is None else Mode.parse(mode)
+    llm = o.load(ui, target, draft, o.engine_config(dtype, threads, max_context, draft_window))
+    try:
+        session = ChatSession(
+            has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,
+            mode=chosen or Mode("chain" if llm.has_draft else "plain"),
+        )
+        chat = Chat(ui, llm, session, interactive=sys.stdin.isatty())
+        if not chat.run():
+            raise typer.Exit(2)
+    finally:
+        llm.close()
+
+
+class Chat:
+    """Reads lines, runs commands and shows answers until the input ends."""
+
+    def __init__(self, ui: Ui, llm: LLM, session: ChatSession, interactive: bool) -> None:
+        self.ui, self.llm, self.session, self.interactive = ui, llm, session, interactive
+        self.plain_speed = self._measure_plain()
+
+    def run(self) -> bool:
+        """False if the input was piped and something in it went wrong: a script must be able to tell."""
+        if self.interactive:
+            self.ui.note(f"{self._greeting()} /help lists the commands, Ctrl-D leaves.")
+        good = True
+        try:
+            for line in self._lines():
+                good &= self._handle(line)
+        except Quit:
+            pass
+        return good or self.interactive
+
+    def _measure_plain(self) -> float:
+        """Plain decoding's speed here and now, the yardstick for every answer; 0 where nothing is to be compared."""
+        if not self.llm.has_draft:
+            return 0.0
+        speed = 0.0
+        for _ in range(2):  # the first run also pays for one-off work; keep the better one
+            messages = [{"role": "user", "content": _PROBE_PROMPT}]
+            done = self.llm.chat(messages, max_tokens=_PROBE_TOKENS, mode="plain", ignore_eos=True, cache_prompt=False)
+            speed = max(speed, done.stats.tokens_per_second)
+        return speed
+
+    def _greeting(self) -> str:
+        about = self.llm.describe()
+        if not self.llm.has_draft:
+            return f"{about['target']} without a drafter."
+        return f"{about['target']} with {about['draft']}; plain decoding runs at {self.plain_speed:.1f} tok/s here."
+
+    def _lines(self) -> Iterator[str]:
+        if not self.interactive:
+            yield from (line.rstrip("\r\n") for line in sys.stdin)
+            return
+        import readline  # gives input() editing and history
+
+        readline.set_completer_delims(" ")
+        readline.set_completer(_complete)
+        readline.parse_and_bind("tab: complete")
+        while True:
+            try:
+                yield input(_PROMPT)
+            except EOFError:
+                self.ui.write("\n")
+                return
+            except KeyboardInterrupt:
+                self.ui.note("\n/quit or Ctrl-D leaves.")
+
+    def _handle(self, line: str) -> bool:
+        try:
+            if line.startswith("/"):
+                self.ui.note(self.session.run(line))
+            elif line.strip():
+                self._turn(line)
+        except SlipstreamError as error:
+            self.ui.warn(str(error))
+            return False
+        return True
+
+    def _turn(self, question: str) -> None:
+        self.session.ask(question)
+        answer = Answer()
+        try:
+            self._stream(answer)
+        except SlipstreamError:
+            self.session.take_back()
+            raise
+        self.session.answered(answer.text, answer.stats)
+        if self.ui.json_output:
+            self.ui.print_json(answer.to_json())
+            return
+        self.ui.write("\n")
+        self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
+
+    def _stream(self, answer: Answer) -> None:
+        """Shows the answer as it comes. Ctrl-C ends it, not the program: what was written so far is the answer."""
+        from slipstream.text.detokenize import IncrementalDetokenizer
+
+        tint = Tint(IncrementalDetokenizer(self.llm.tokenizer))
+        events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
+        try:
+            for event in events:
+                if event.error:
+                    raise RequestError(event.error)
+                answer.text += event.text
+                answer.token_ids += [token.id for token in event.tokens]
+                answer.finish_reason = event.finish_reason or answer.finish_reason
+                answer.stats = event.stats or answer.stats
+                for text, drafted in tint.spans(event.tokens, event.text):
+                    if not self.ui.json_output:
+                        self.ui.write(text, DRAFTED_STYLE if drafted else None)
+        except KeyboardInterrupt:
+            answer.finish_reason = "cancelled"
+            del events  # an abandoned iterator cancels its request
+
+
+class Answer:
+    """One answer as it grows."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason = "cancelled"
+        self.stats: RequestStats | None = None
+
+    def to_json(self) -> dict[str, object]:
+        stats = self.stats.to_json() if self.stats else None
+        return {
+            "text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason, "stats": stats
+        }
+
+
+def _complete(text: str, state: int) -> str | None:
+    matches = [f"/{name}" for name in COMMANDS if f"/{name}".startswith(text)] if text.startswith("/") else []
+    return matches[state] if state < len(matches) else None

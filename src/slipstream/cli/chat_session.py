@@ -1,0 +1,164 @@
+"""A conversation and its settings, and the slash commands that change them; nothing here draws or generates."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from slipstream.errors import RequestError, SourceError
+from slipstream.types import Mode, RequestStats, SamplingParams
+
+Message = dict[str, str]
+N = TypeVar("N", int, float)
+
+
+class Quit(Exception):
+    """The user wants to leave."""
+
+
+@dataclass(slots=True)
+class ChatSession:
+    """Messages so far, what the next answer will be made with, and the sum of what all answers cost."""
+
+    has_draft: bool
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    mode: Mode = field(default_factory=Mode)
+    max_tokens: int = 512
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    total: RequestStats = field(default_factory=RequestStats)
+
+    def __post_init__(self) -> None:
+        self._check_mode(self.mode)
+        self._check_max_tokens(self.max_tokens)
+
+    def messages(self) -> list[Message]:
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + self.turns
+
+    def settings(self) -> dict[str, object]:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        sampling = {name: getattr(self.sampling, name) for name in names}
+        return {**sampling, "mode": str(self.mode), "max_tokens": self.max_tokens}
+
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answered(self, text: str, stats: RequestStats | None) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+        if stats:
+            self.total.add(stats)
+
+    def take_back(self) -> None:
+        """Drops a question that got no answer."""
+        self.turns.pop()
+
+    def run(self, line: str) -> str:
+        """Runs a line that begins with a slash and returns what to tell the user."""
+        name, _, rest = line[1:].partition(" ")
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            raise RequestError(f"unknown command /{name}", f"did you mean /{near[0]}?" if near else "try /help")
+        return COMMANDS[name].action(self, rest.strip())
+
+    def _check_mode(self, mode: Mode) -> None:
+        if mode.kind != "plain" and not self.has_draft:
+            raise RequestError(f"mode {mode} needs a drafter", "start chat with --draft")
+
+    @staticmethod
+    def _check_max_tokens(value: int) -> None:
+        if value < 1:
+            raise RequestError(f"max-tokens is {value}", "it must be 1 or more")
+
+    def _help(self, rest: str) -> str:
+        width = max(len(command.usage) for command in COMMANDS.values())
+        return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in COMMANDS.values())
+
+    def _reset(self, rest: str) -> str:
+        self.turns.clear()
+        return "A new conversation."
+
+    def _mode(self, rest: str) -> str:
+        if rest:
+            mode = Mode.parse(rest)
+            self._check_mode(mode)
+            self.mode = mode
+        return f"mode {self.mode}"
+
+    def _temperature(self, rest: str) -> str:
+        if rest:
+            self.sampling = replace(self.sampling, temperature=_number(rest, float))
+        return f"temperature {self.sampling.temperature:g}"
+
+    def _seed(self, rest: str) -> str:
+        if rest:
+            self.sampling = replace(self.sampling, seed=_number(rest, int))
+        return f"seed {self.sampling.seed}"
+
+    def _max_tokens(self, rest: str) -> str:
+        if rest:
+            value = _number(rest, int)
+            self._check_max_tokens(value)
+            self.max_tokens = value
+        return f"max-tokens {self.max_tokens}"
+
+    def _system(self, rest: str) -> str:
+        self.system = rest
+        return f"system prompt: {rest}" if rest else "The template's own system prompt."
+
+    def _undo(self, rest: str) -> str:
+        if not self.turns:
+            raise RequestError("there is nothing to undo")
+        del self.turns[-2:]
+        return "The last question and its answer are forgotten."
+
+    def _stats(self, rest: str) -> str:
+        numbers = self.total.to_json()
+        names = ("completion_tokens", "steps", "tau", "tau_novel", "accept_rate", "cached_tokens", "tokens_per_second")
+        return "\n".join(f"{name:<18} {numbers[name]}" for name in names)
+
+    def _save(self, rest: str) -> str:
+        if not rest:
+            raise RequestError("/save needs a file name")
+        state = {"messages": self.messages(), "settings": self.settings(), "stats": self.total.to_json()}
+        try:
+            Path(rest).expanduser().write_text(json.dumps(state, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SourceError(f"cannot write {rest}: {error.strerror}") from error
+        return f"Saved to {rest}."
+
+    def _quit(self, rest: str) -> str:
+        raise Quit
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    usage: str
+    help: str
+    action: Callable[[ChatSession, str], str]
+
+
+COMMANDS: dict[str, Command] = {
+    "help": Command("/help", "show this", ChatSession._help),
+    "reset": Command("/reset", "forget the conversation", ChatSession._reset),
+    "undo": Command("/undo", "forget the last question and answer", ChatSession._undo),
+    "mode": Command("/mode [NAME]", "plain, chain or chain:ROWS", ChatSession._mode),
+    "temperature": Command("/temperature [X]", "0 is greedy", ChatSession._temperature),
+    "seed": Command("/seed [N]", "the same seed gives the same text", ChatSession._seed),
+    "max-tokens": Command("/max-tokens [N]", "longest answer", ChatSession._max_tokens),
+    "system": Command("/system [TEXT]", "set the system prompt, or go back to the template's own", ChatSession._system),
+    "stats": Command("/stats", "numbers over all answers so far", ChatSession._stats),
+    "save": Command("/save FILE", "write the conversation as JSON", ChatSession._save),
+    "quit": Command("/quit", "leave", ChatSession._quit),
+}
+
+
+def _number(text: str, kind: Callable[[str], N]) -> N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RequestError(f"'{text}' is not a number") from None

@@ -1,0 +1,123 @@
+"""`slipstream generate`: one prompt in, one text out.
+
+`slipstream generate --prompt "The capital of France is" --max-tokens 32 --json`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.ui import Ui, footer
+from slipstream.errors import RequestError, SlipstreamError, SourceError
+from slipstream.types import GenEvent, RequestStats, SamplingParams, TokenOut
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+
+def command(
+    target: o.Target = "smollm2",
+    draft: o.Draft = "auto",
+    prompt: Annotated[str | None, typer.Option(help="The prompt, raw text unless --chat.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template.")] = False,
+    max_tokens: o.MaxTokens = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end token.")] = False,
+    mode: o.ModeName = None,
+    plain: Annotated[bool, typer.Option("--plain", help="The same as --mode plain.")] = False,
+    temperature: o.Temperature = 0.0,
+    seed: o.Seed = 0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report each token's log-probability and the N likeliest (with --json).")
+    ] = None,
+    dtype: o.Dtype = "auto",
+    threads: o.Threads = 0,
+    max_context: o.MaxContext = 0,
+    draft_window: o.DraftWindow = None,
+    json_output: o.JsonOutput = False,
+) -> None:
+    """Continue a prompt, or answer it with --chat."""
+    ui = Ui(json_output)
+    text = read_prompt(prompt, prompt_file)
+    if logprobs is not None and not json_output:
+        raise RequestError("--logprobs has nowhere to go", "add --json")
+    sampling = {
+        "temperature": temperature, "seed": seed, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "logprobs": logprobs,
+    }
+    SamplingParams(**sampling)  # type: ignore[arg-type]  # refuses bad values before a model is loaded for nothing
+    settings: dict[str, object] = {
+        **sampling, **o.mode_settings(mode, plain),
+        "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
+    }
+    llm = o.load(ui, target, draft, o.engine_config(dtype, threads, max_context, draft_window))
+    try:
+        (_print_object if json_output else _print_stream)(ui, llm, text, chat, settings)
+    finally:
+        llm.close()
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise RequestError("the prompt must come from exactly one place", "give --prompt or --prompt-file")
+    if prompt is not None:
+        return prompt
+    try:
+        if prompt_file == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        with open(str(prompt_file), encoding="utf-8", newline="") as file:
+            return file.read()
+    except OSError as error:
+        raise SourceError(f"cannot read the prompt file {prompt_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt in {prompt_file} is not UTF-8 text", "save it as UTF-8") from error
+
+
+def _events(llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> Iterator[GenEvent]:
+    for event in llm.stream(text, chat=chat, **settings):
+        if event.error:
+            raise SlipstreamError(event.error)
+        yield event
+
+
+def _print_object(ui: Ui, llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> None:
+    events = list(_events(llm, text, chat, settings))
+    tokens = [token for event in events for token in event.tokens]
+    stats = events[-1].stats or RequestStats()
+    result: dict[str, object] = {
+        "text": "".join(event.text for event in events), "token_ids": [token.id for token in tokens],
+        "finish_reason": events[-1].finish_reason, "stats": stats.to_json(),
+    }
+    if settings["logprobs"] is not None:
+        result["logprobs"] = [_logprob(token) for token in tokens]
+    ui.print_json(result)
+
+
+def _logprob(token: TokenOut) -> dict[str, object]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs]
+    return {"token_id": token.id, "logprob": token.logprob, "top_logprobs": top}
+
+
+def _print_stream(ui: Ui, llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> None:
+    try:
+        for event in _events(llm, text, chat, settings):
+            ui.write(event.text)
+            if event.finish_reason and event.stats:
+                ui.write("\n")
+                ui.note(footer(event.stats))
+    except KeyboardInterrupt:
+        ui.write("\n")
+        raise

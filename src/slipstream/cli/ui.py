@@ -1,0 +1,141 @@
+"""Everything drawn on a terminal: streamed and tinted text, footers, tables and progress bars.
+
+Results go to stdout, everything else to stderr; bars are drawn only where stderr is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from slipstream.types import RequestStats
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LoadProgress = Callable[[str, int, int], None]
+DRAFTED_STYLE = "cyan"
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+class Ui:
+    """The two streams of one command; with `json_output` stdout belongs to `print_json` alone."""
+
+    def __init__(self, json_output: bool = False) -> None:
+        self.json_output = json_output
+        self.out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def print_json(self, value: Mapping[str, object]) -> None:
+        # ASCII, so that the object survives any locale of the terminal or pipe.
+        print(json.dumps(value), flush=True)
+
+    def write(self, text: str, style: str | None = None) -> None:
+        """Text as it comes, without a line end, markup or wrapping."""
+        self.out.out(text, style=style, end="", highlight=False)
+        self.out.file.flush()
+
+    def line(self, text: str = "") -> None:
+        """One line of a result."""
+        self.out.print(escape(text))
+
+    def note(self, text: str) -> None:
+        """A remark beside the result."""
+        self.err.print(escape(text), style="dim")
+
+    def warn(self, text: str) -> None:
+        self.err.print(escape(text), style="yellow")
+
+    def table(self, title: str, table: Table) -> None:
+        # Printed apart: a table breaks its own title to the table's width.
+        self.out.print(escape(title), style="bold")
+        self.out.print(table, soft_wrap=False)
+
+    @contextmanager
+    def loading(self) -> Iterator[LoadProgress | None]:
+        """A bar per label for an engine that reports (label, done, total); None where nobody watches."""
+        if not self.err.is_terminal:
+            yield None
+            return
+        tasks: dict[str, object] = {}
+        with _progress(self.err) as progress:
+            def report(label: str, done: int, total: int) -> None:
+                if label not in tasks:
+                    tasks[label] = progress.add_task(escape(label), total=total or None)
+                progress.update(tasks[label], completed=done, total=total or None)  # type: ignore[arg-type]
+
+            yield report
+
+    @contextmanager
+    def counting(self, label: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar over `total` pieces of work, advanced by calling what this yields."""
+        if not self.err.is_terminal:
+            yield lambda: None
+            return
+        with _progress(self.err) as progress:
+            task = progress.add_task(escape(label), total=total)
+            yield lambda: progress.advance(task)
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+        console=console, transient=True,
+    )
+
+
+def footer(stats: RequestStats, plain_speed: float = 0.0) -> str:
+    """One line about one answer; `plain_speed` is plain decoding's tokens a second on this machine, where known."""
+    parts = [f"{stats.completion_tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s"]
+    if stats.drafted:
+        parts += [f"tau {stats.tau:.2f}", f"{stats.accept_rate:.0%} of drafts accepted"]
+        if plain_speed and stats.tokens_per_second:
+            parts.append(f"{stats.tokens_per_second / plain_speed:.2f}x plain decoding")
+    else:
+        parts.append(f"first token after {stats.ttft_ms:.0f} ms")
+    if stats.cached_tokens:
+        parts.append(f"{stats.cached_tokens} prompt tokens from the cache")
+    return " · ".join(parts)
+
+
+def bars(shares: Sequence[float]) -> str:
+    """Shares between 0 and 1 as one character each."""
+    return "".join(_LEVELS[min(len(_LEVELS) - 1, max(0, round(share * (len(_LEVELS) - 1))))] for share in shares)
+
+
+def size(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def key_value_table(rows: Mapping[str, object], width: int = 100) -> Table:
+    """Two columns; long values are cut at `width` characters."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan")
+    table.add_column(overflow="fold")
+    for key, value in rows.items():
+        text = str(value).replace("\n", "\\n")
+        table.add_row(escape(key), escape(text if len(text) <= width else f"{text[: width - 1]}…"))
+    return table
+
+
+def columns_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column names the row and whose other columns hold numbers."""
+    table = Table()
+    for index, head in enumerate(heads):
+        table.add_column(escape(head), justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[escape(cell) for cell in row])
+    return table

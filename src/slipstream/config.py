@@ -1,0 +1,42 @@
+"""One place for every default of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.errors import ConfigError
+
+WeightFormat = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
+PAGE_TOKENS = 64
+DRAFT_WINDOW_LIMIT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine; a request cannot change them."""
+
+    weight_format: WeightFormat = "auto"
+    max_context: int = 0  # tokens a sequence may hold; 0: what the target's config allows
+    max_sequences: int = 8
+    cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0: chosen from free memory
+    prefill_chunk: int = 256
+    step_rows: int = 512  # rows of one target forward over all sequences
+    max_waiting: int = 1024
+    draft_window: int | None = None  # None: the drafter's own safe default; 0: unlimited
+    prefix_cache: bool = True
+    check_integrity: bool = False
+    threads: int = 0  # 0: the cores this process may use
+
+    def __post_init__(self) -> None:
+        if self.weight_format not in WEIGHT_FORMATS:
+            raise ConfigError(f"unknown dtype '{self.weight_format}'", f"use one of {', '.join(WEIGHT_FORMATS)}")
+        for name in ("max_sequences", "prefill_chunk", "step_rows", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "it must be 1 or more")
+        for name in ("max_context", "cache_tokens", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "it must be 0 (automatic) or more")
+        if self.draft_window is not None and self.draft_window < 0:
+            raise ConfigError(f"draft_window is {self.draft_window}", "it must be 0 (unlimited) or more")

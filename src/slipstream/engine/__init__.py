@@ -1,0 +1,1 @@
+"""Plans, runs and commits steps for any number of sequences; `llm.py` is the public Python API."""

@@ -1,0 +1,270 @@
+"""The public Python API: load a pair, generate, chat, stream."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal, overload
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import KvPools, PoolShape
+from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.engine import Engine
+from slipstream.engine.memory import pool_pages
+from slipstream.engine.runner import Runner
+from slipstream.errors import RequestError
+from slipstream.formats.sources import pair_draft, resolve
+from slipstream.kernels.machine import prepare_torch, read_bandwidth
+from slipstream.models.dflash import DFlashDrafter, load_drafter
+from slipstream.models.loading import load_target
+from slipstream.models.pair import check_pair
+from slipstream.speculative.draft import BlockDrafter
+from slipstream.text.chat_template import render
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import MAX_SEED, FinishReason, GenEvent, Mode, Request, RequestStats, SamplingParams, TokenOut
+
+Progress = Callable[[str, int, int], None]
+Messages = Sequence[Mapping[str, object]]
+_SAMPLING = tuple(f.name for f in fields(SamplingParams))
+_OTHER = ("max_tokens", "stop", "mode", "share_noise", "cache_prompt", "ignore_eos")
+# int4 and int8 sum every row in one fixed order; torch's dense GEMMs may not
+_ROW_INVARIANT = ("int4", "int8")
+
+
+@dataclass(slots=True)
+class Completion:
+    """The whole answer to one prompt."""
+
+    text: str
+    token_ids: list[int]
+    tokens: list[TokenOut]
+    finish_reason: FinishReason
+    stats: RequestStats
+    step_sizes: list[int]
+
+
+class LLM:
+    """A target and, where there is one, its drafter, ready to generate.
+
+    >>> llm = LLM("smollm2")
+    >>> llm.generate("The capital of France is", max_tokens=8).text
+    """
+
+    def __init__(
+        self,
+        target: str = "smollm2",
+        draft: str | None = "auto",
+        *,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.threads = prepare_torch(self.config.threads)
+        self.target_source = resolve(target, progress=progress)
+        loaded = load_target(self.target_source.path, self.config.weight_format, progress)
+        self._target, self.format_choice = loaded.model, loaded.format_reason
+        self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
+        self._drafter = self._load_drafter(target, draft, progress)
+        self.max_context = self.config.max_context or self._target.config.max_positions
+        self._engine = self._build_engine()
+        self._ids = itertools.count()
+
+    def _load_drafter(self, target: str, draft: str | None, progress: Progress | None) -> DFlashDrafter | None:
+        wanted = pair_draft(target) if draft == "auto" else draft
+        self.draft_label: str | None = None
+        if wanted is None or wanted == "none":
+            return None
+        source = resolve(wanted, progress=progress)
+        drafter = load_drafter(source.path, self._draft_format(), progress)
+        check_pair(self._target.config, drafter)
+        self.draft_label = source.label
+        self._draft_key = _fingerprint(source.path)
+        return drafter
+
+    def _draft_format(self) -> WeightFormat:
+        """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
+        return "int8" if self._target.weight_format in _ROW_INVARIANT else self._target.weight_format
+
+    def _build_engine(self) -> Engine:
+        shape = self._target.config
+        target_pool = PoolShape(shape.layers, shape.kv_heads, shape.head_dim)
+        draft_pool = None
+        if self._drafter is not None:
+            draft = self._drafter.config
+            draft_pool = PoolShape(draft.layers, draft.kv_heads, draft.head_dim)
+        per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
+        pages = pool_pages(self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token)
+        pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
+        block_drafter = None
+        if self._drafter is not None:
+            block_drafter = BlockDrafter(self._target, self._drafter, pools, PAGE_TOKENS, self.draft_window)
+        return Engine(
+            Runner(self._target, pools, PAGE_TOKENS, block_drafter), pools, PageTable(pages), self.tokenizer,
+            self.config, self.max_context, self._draft_key if self._drafter else None, self.exact,
+        )
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def has_draft(self) -> bool:
+        return self._drafter is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether speculative text equals plain text to the bit; otherwise near-ties may differ."""
+        return self._target.weight_format in _ROW_INVARIANT
+
+    @property
+    def draft_window(self) -> int:
+        """How far back the drafter looks: as asked, or no further than it was trained to (0: no limit)."""
+        if self.config.draft_window is not None:
+            return self.config.draft_window
+        trained = self._drafter.config.trained_length if self._drafter else 0
+        return min(trained or DRAFT_WINDOW_LIMIT, DRAFT_WINDOW_LIMIT)
+
+    def describe(self) -> dict[str, object]:
+        """What was loaded and how, and the floor under a step: every weight read once at this machine's bandwidth."""
+        bandwidth = read_bandwidth()
+        return {
+            "target": self.target_source.label,
+            "draft": self.draft_label,
+            "weight_format": self._target.weight_format,
+            "format_choice": self.format_choice,
+            "exact": self.exact,
+            "threads": self.threads,
+            "max_context": self.max_context,
+            "block_size": self._drafter.config.block_size if self._drafter else None,
+            "draft_window": self.draft_window if self._drafter else None,
+            "weight_bytes": self._target.step_bytes,
+            "draft_bytes": self._drafter.step_bytes if self._drafter else 0,
+            "bandwidth_gbs": round(bandwidth / 1e9, 2),
+            "floor_ms": round(1e3 * self._target.step_bytes / bandwidth, 3),
+        }
+
+    @overload
+    def generate(self, prompts: str, *, chat: bool = False, **settings: object) -> Completion: ...
+    @overload
+    def generate(self, prompts: Sequence[str], *, chat: bool = False, **settings: object) -> list[Completion]: ...
+    def generate(
+        self, prompts: str | Sequence[str], *, chat: bool = False, **settings: object
+    ) -> Completion | list[Completion]:
+        """Completes one prompt, or several at once; `chat` wraps each as a user message."""
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [self.request(self.prompt_ids(prompt, chat=chat), **settings) for prompt in many]
+        completions = self.run(requests)
+        return completions[0] if isinstance(prompts, str) else completions
+
+    def chat(self, messages: Messages, **settings: object) -> Completion:
+        return self.run([self.request(self.prompt_ids(messages, chat=True), **settings)])[0]
+
+    def stream(self, prompt: str | Messages, *, chat: bool = False, **settings: object) -> Iterator[GenEvent]:
+        """Yields an event per step; closing the iterator cancels the request."""
+        request = self.request(self.prompt_ids(prompt, chat=chat or not isinstance(prompt, str)), **settings)
+        self._engine.add(request)
+        return self._stream(request.id)
+
+    def _stream(self, request_id: str) -> Iterator[GenEvent]:
+        finished = False
+        try:
+            while not finished:
+                for event in self._engine.step():
+                    if event.request_id == request_id:
+                        finished = event.finish_reason is not None
+                        yield event
+        finally:
+            if not finished and self._engine.cancel(request_id):
+                self._engine.step()
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Runs prepared requests together and returns their completions in order."""
+        gathered = {request.id: Completion("", [], [], "error", RequestStats(), []) for request in requests}
+        left = set(gathered)
+        try:
+            for request in requests:
+                self._engine.add(request)
+            while left:
+                for event in self._engine.step():
+                    if event.request_id in left:
+                        _collect(gathered[event.request_id], event)
+                        if event.finish_reason is not None:
+                            left.discard(event.request_id)
+        finally:
+            if any([self._engine.cancel(request_id) for request_id in left]):
+                self._engine.step()
+        return [gathered[request.id] for request in requests]
+
+    def prompt_ids(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
+        """Token ids of raw text, or of messages through the chat template."""
+        if chat:
+            messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = render(
+                self.tokenizer.chat_template, messages,
+                bos_token=self.tokenizer.bos_token, eos_token=self.tokenizer.eos_token,
+            )
+            return self.tokenizer.encode(text, add_bos=False)
+        if not isinstance(prompt, str):
+            raise RequestError("messages were given where raw text is expected", "use chat=True or chat()")
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            # an empty prompt still needs one token for the target to speak after
+            start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else min(self.tokenizer.eos_ids, default=None)
+            if start is None:
+                raise RequestError("the prompt is empty and this tokenizer has no BOS token", "give some text")
+            ids = [start]
+        return ids
+
+    def request(self, prompt_ids: Sequence[int], **settings: object) -> Request:
+        """A request from keyword settings; an unknown or impossible setting is refused."""
+        unknown = [name for name in settings if name not in (*_SAMPLING, *_OTHER)]
+        if unknown:
+            raise RequestError(f"unknown setting '{unknown[0]}'", f"known: {', '.join((*_SAMPLING, *_OTHER))}")
+        sampling = {name: settings[name] for name in _SAMPLING if name in settings}
+        if sampling.get("seed") is None:
+            sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
+        mode = settings.get("mode")
+        stop = settings.get("stop", ())
+        base = Request(
+            id=f"request-{next(self._ids)}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+            mode=Mode.parse(str(mode)) if mode is not None else Mode("chain" if self.has_draft else "plain"),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),  # type: ignore[arg-type]
+            stop_token_ids=frozenset() if settings.get("ignore_eos") else self.tokenizer.eos_ids,
+        )
+        rest = {name: settings[name] for name in ("max_tokens", "share_noise", "cache_prompt") if name in settings}
+        return replace(base, **rest)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Drops models and caches; the object cannot be used afterwards."""
+        del self._engine, self._target, self._drafter
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> Literal[False]:
+        self.close()
+        return False
+
+
+def _collect(completion: Completion, event: GenEvent) -> None:
+    if completion.tokens:
+        completion.step_sizes.append(len(event.tokens))
+    completion.text += event.text
+    completion.tokens += event.tokens
+    completion.token_ids += [token.id for token in event.tokens]
+    if event.finish_reason is not None:
+        completion.finish_reason = event.finish_reason
+    if event.stats is not None:
+        completion.stats = event.stats
+
+
+def _fingerprint(path: Path) -> str:
+    """Names the weights behind a draft context, so that another drafter never reads it."""
+    stat = path.stat()
+    return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]

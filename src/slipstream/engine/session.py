@@ -1,0 +1,79 @@
+"""The host side of one running request: its sampler, its text so far, its stop rules and its numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from slipstream.engine.scheduler import Ticket
+from slipstream.speculative.novel import novel_steps
+from slipstream.speculative.sampling import RowSampler
+from slipstream.text.detokenize import IncrementalDetokenizer
+from slipstream.text.stops import StopMatcher
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import FinishReason, GenEvent, RequestStats, TokenOut
+
+
+class Session:
+    """Takes committed tokens one at a time, so that a text ends at the same token however many came at once."""
+
+    def __init__(self, ticket: Ticket, sampler: RowSampler, tokenizer: Tokenizer) -> None:
+        self.ticket = ticket
+        self.sampler = sampler
+        self.stats = RequestStats(prompt_tokens=len(ticket.request.prompt_ids))
+        self.finish_reason: FinishReason | None = None
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopMatcher(ticket.request.stop)
+        self._added_at = time.perf_counter()
+        self._first_token_at = 0.0
+        self._token_ids: list[int] = []
+        self._step_sizes: list[int] = []
+
+    def absorb(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
+        """Takes tokens until one of them ends the request; returns how many were taken and the text to show."""
+        text = ""
+        for count, token in enumerate(tokens, start=1):
+            self._token_ids.append(token.id)
+            self.ticket.generated += 1
+            self.sampler.observe([token.id])
+            shown, stopped = self._stops.push(self._detokenizer.push([token.id]))
+            text += shown
+            if stopped or token.id in self.ticket.request.stop_token_ids:
+                self.finish_reason = "stop"
+            elif self.ticket.generated >= self.ticket.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return count, text if stopped else text + self._leftover_text()
+        return len(tokens), text
+
+    def _leftover_text(self) -> str:
+        """What was held back in case it became a stop string or the rest of a character."""
+        shown, stopped = self._stops.push(self._detokenizer.flush())
+        return shown if stopped else shown + self._stops.flush()
+
+    def first_token(self) -> None:
+        self._first_token_at = time.perf_counter()
+        self.stats.ttft_ms = (self._first_token_at - self._added_at) * 1e3
+        self.stats.cached_tokens = self.ticket.cached_tokens
+
+    def record_step(self, proposed: int, accepted: int, committed: int, draft_s: float, verify_s: float) -> None:
+        self.stats.record_step(proposed, accepted, committed)
+        self.stats.draft_ms += draft_s * 1e3
+        self.stats.verify_ms += verify_s * 1e3
+        self._step_sizes.append(committed)
+
+    def close(self, reason: FinishReason) -> RequestStats:
+        """Settles the numbers once the request is over."""
+        self.finish_reason = reason
+        stats = self.stats
+        stats.completion_tokens = len(self._token_ids)
+        if self._first_token_at:
+            stats.decode_ms = (time.perf_counter() - self._first_token_at) * 1e3
+            stats.other_ms = max(0.0, stats.decode_ms - stats.draft_ms - stats.verify_ms)
+        stats.novel_steps, stats.novel_committed = novel_steps(self._token_ids, self._step_sizes)
+        return stats
+
+    def event(self, tokens: Sequence[TokenOut], text: str) -> GenEvent:
+        reason = self.finish_reason
+        stats = self.close(reason) if reason is not None else None
+        return GenEvent(self.ticket.request.id, list(tokens), text, reason, stats)

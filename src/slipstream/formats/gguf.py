@@ -1,0 +1,224 @@
+"""A GGUF header parser that trusts nothing: every count and length is checked against the file before it is used."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import FormatError
+from slipstream.formats.layout import MAX_ELEMENTS, TensorEntry, map_file, refuse_overlaps, refuse_truncation
+from slipstream.formats.quants import GGML_TYPES
+
+MAGIC = b"GGUF"
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 2**20
+MAX_DIMS = 4
+MAX_ARRAY = 2**24
+MAX_ARRAY_DEPTH = 4
+MAX_NAME = 2**16
+
+_DAMAGED = "the file is damaged: fetch it again"
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+# GGUF value type -> the numpy type of its bytes, which also reads arrays in one go
+_SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
+    5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+# The fewest bytes a key-value pair, a tensor description or an array element can take: bounds a claimed count.
+_LEAST_PAIR, _LEAST_TENSOR, _LEAST_STRING, _LEAST_ARRAY = 13, 32, 8, 12
+
+
+@dataclass(slots=True)
+class GgufHeader:
+    """Everything a GGUF file says before its tensor data."""
+
+    version: int = 0
+    metadata: dict[str, object] = field(default_factory=dict)
+    tensors: list[TensorEntry] = field(default_factory=list)
+    data_offset: int = 0
+    file_size: int = 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes the file lacks of what its tensors need; 0 for a whole file."""
+        return max(0, max((entry.end for entry in self.tensors), default=0) - self.file_size)
+
+
+class TruncatedHeader(FormatError):
+    """The file ends before its header does; `header` holds what could be read, `missing` what is lacking at least."""
+
+    def __init__(self, message: str, header: GgufHeader, missing: int) -> None:
+        super().__init__(message, _DAMAGED)
+        self.header = header
+        self.missing = missing
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Reads a header and checks that the whole of its data is there."""
+    mapped = map_file(path)
+    try:
+        header = parse_header(mapped, path.name)
+    finally:
+        mapped.close()
+    refuse_truncation(header.tensors, header.file_size, path.name)
+    return header
+
+
+def parse_header(data: bytes | mmap.mmap, file_name: str) -> GgufHeader:
+    """Parses a header; data that is missing after it is left for the caller to judge by `missing_bytes`."""
+    return _Parser(data, file_name).parse()
+
+
+class _Parser:
+    """A cursor over the file's bytes that refuses to read past their end."""
+
+    def __init__(self, data: bytes | mmap.mmap, file_name: str) -> None:
+        self.data = data
+        self.name = file_name
+        self.position = 0
+        self.header = GgufHeader(file_size=len(data))
+
+    def parse(self) -> GgufHeader:
+        if self.data[:4] != MAGIC:
+            raise FormatError(f"{self.name} is not a GGUF file", "its first four bytes must be GGUF")
+        self.position = 4
+        self.header.version = self._version()
+        tensor_count, pair_count = self._u64(), self._u64()
+        self._claim(pair_count, _LEAST_PAIR, "metadata keys")
+        for _ in range(pair_count):
+            self._pair()
+        self._claim(tensor_count, _LEAST_TENSOR, "tensors")
+        described = [self._tensor() for _ in range(tensor_count)]
+        self._place(described)
+        return self.header
+
+    def _version(self) -> int:
+        version = self._u32()
+        if version & 0xFFFF == 0 and version:
+            raise FormatError(f"{self.name} is a big-endian GGUF file", "convert it to little endian")
+        if version not in (2, 3):
+            raise FormatError(f"{self.name} is GGUF version {version}", "versions 2 and 3 are read")
+        return version
+
+    def _pair(self) -> None:
+        key = self._string("a metadata key", MAX_NAME)
+        if key in self.header.metadata:
+            raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
+        self.header.metadata[key] = self._value(self._u32(), key, 0)
+
+    def _value(self, kind: int, key: str, depth: int) -> object:
+        if kind == _STRING:
+            return self._string(f"the metadata value '{key}'")
+        if kind == _ARRAY:
+            return self._array(key, depth + 1)
+        if kind not in _SCALARS:
+            raise FormatError(f"the metadata key '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
+        value = self._numbers(kind, 1)[0]
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, key: str, depth: int) -> list[object]:
+        if depth > MAX_ARRAY_DEPTH:
+            raise FormatError(f"the metadata key '{key}' of {self.name} nests arrays too deeply", _DAMAGED)
+        kind, count = self._u32(), self._u64()
+        what = f"elements of '{key}'"
+        if count > MAX_ARRAY:
+            raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY} are read")
+        if kind == _STRING:
+            self._claim(count, _LEAST_STRING, what)
+            what = f"the metadata value '{key}'"
+            return [self._string(what) for _ in range(count)]
+        if kind == _ARRAY:
+            self._claim(count, _LEAST_ARRAY, what)
+            return [self._array(key, depth + 1) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise FormatError(f"the array '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
+        values = self._numbers(kind, count)
+        return [bool(value) for value in values] if kind == _BOOL else values
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string("a tensor name", MAX_NAME)
+        if not name:
+            raise FormatError(f"a tensor of {self.name} has no name", _DAMAGED)
+        dims = self._u32()
+        if not 1 <= dims <= MAX_DIMS:
+            raise FormatError(f"tensor '{name}' of {self.name} has {dims} dimensions", f"1 to {MAX_DIMS} are possible")
+        shape = tuple(self._u64() for _ in range(dims))
+        return name, shape[::-1], self._u32(), self._u64()
+
+    def _place(self, described: list[tuple[str, tuple[int, ...], int, int]]) -> None:
+        alignment = self._alignment()
+        self.header.data_offset = (self.position + alignment - 1) // alignment * alignment
+        names: set[str] = set()
+        for name, shape, kind, offset in described:
+            if name in names:
+                raise FormatError(f"tensor '{name}' of {self.name} appears twice", _DAMAGED)
+            names.add(name)
+            if offset % alignment:
+                raise FormatError(f"tensor '{name}' of {self.name} is not aligned to {alignment} bytes", _DAMAGED)
+            self.header.tensors.append(self._entry(name, shape, kind, self.header.data_offset + offset))
+        refuse_overlaps(self.header.tensors, self.name)
+
+    def _entry(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
+        if kind not in GGML_TYPES:
+            raise FormatError(f"tensor '{name}' of {self.name} has the unknown type {kind}", "convert the file")
+        type_name, block, block_bytes = GGML_TYPES[kind]
+        elements = 1
+        for size in shape:
+            elements *= size
+            if not 0 < elements <= MAX_ELEMENTS:
+                raise FormatError(f"tensor '{name}' of {self.name} has the impossible shape {list(shape)}", _DAMAGED)
+        if shape[-1] % block:
+            raise FormatError(
+                f"tensor '{name}' of {self.name} has rows of {shape[-1]} elements, which {type_name} cannot have",
+                _DAMAGED,
+            )
+        return TensorEntry(name, type_name, shape, block, block_bytes, offset, elements // block * block_bytes)
+
+    def _alignment(self) -> int:
+        value = self.header.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+            raise FormatError(f"{self.name} declares the alignment {value}", "it must be a power of two")
+        return value
+
+    def _claim(self, count: int, least_bytes: int, what: str) -> None:
+        remaining = len(self.data) - self.position
+        if (missing := count * least_bytes - remaining) > 0:
+            message = f"{self.name} claims {count} {what} but has only {remaining} bytes left"
+            raise TruncatedHeader(message, self.header, missing)
+
+    def _take(self, count: int) -> int:
+        """Moves past `count` bytes and returns where they start."""
+        start = self.position
+        if (missing := count - (len(self.data) - start)) > 0:
+            raise TruncatedHeader(f"{self.name} ends inside its header: truncated", self.header, missing)
+        self.position = start + count
+        return start
+
+    def _u32(self) -> int:
+        return int(struct.unpack_from("<I", self.data, self._take(4))[0])
+
+    def _u64(self) -> int:
+        return int(struct.unpack_from("<Q", self.data, self._take(8))[0])
+
+    def _string(self, what: str, limit: int | None = None) -> str:
+        length = self._u64()
+        if limit is not None and length > limit:
+            raise FormatError(f"{what} of {self.name} claims {length} bytes", _DAMAGED)
+        start = self._take(length)
+        try:
+            return self.data[start : start + length].decode("utf-8")
+        except UnicodeDecodeError:
+            raise FormatError(f"{what} of {self.name} is not valid UTF-8", _DAMAGED) from None
+
+    def _numbers(self, kind: int, count: int) -> list[object]:
+        dtype = _SCALARS[kind]
+        start = self._take(count * dtype.itemsize)
+        # A copy of the bytes, so that no array keeps the map from closing.
+        values: list[object] = np.frombuffer(self.data[start : self.position], dtype).tolist()
+        return values

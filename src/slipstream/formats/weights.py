@@ -1,0 +1,186 @@
+"""Model weights as the models see them: named tensors read lazily from mapped GGUF or safetensors files."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.errors import FormatError, IntegrityError, SourceError
+from slipstream.formats import gguf, safetensors
+from slipstream.formats.layout import TensorEntry, map_file, read_json_object
+from slipstream.formats.quants import Q4_BLOCK, Q4_TYPES, Bytes, decode_rows, unpack_q4
+
+# Elements unpacked at a time: keeps the temporaries of a large tensor small without slowing the unpacking down.
+CHUNK_ELEMENTS = 2**20
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class WeightTensor:
+    """One tensor of a file; nothing is read before `dense` or `q4_groups` is called."""
+
+    def __init__(self, entry: TensorEntry, mapped: mmap.mmap, index: torch.Tensor | None = None) -> None:
+        self._entry = entry
+        self._mapped = mapped
+        self._index = index
+        self.name = entry.name
+        self.type_name = entry.type_name
+        self.shape = entry.shape if index is None else (index.numel(), *entry.shape[1:])
+        self.nbytes = entry.nbytes if index is None else entry.nbytes // max(entry.shape[0], 1) * index.numel()
+
+    def __repr__(self) -> str:
+        return f"WeightTensor({self.name!r}, {list(self.shape)}, {self.type_name})"
+
+    def dense(self) -> torch.Tensor:
+        """The whole tensor as float32 in memory of its own."""
+        result = torch.empty(self.shape, dtype=torch.float32)
+        if result.numel():
+            flat = result.view(self._row_count(), -1).numpy()
+            for start, raw in self._chunks():
+                flat[start : start + len(raw)] = decode_rows(raw, self.type_name)
+        return result
+
+    def q4_groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Nibbles, scales and minima of a 4-bit tensor, value = q * scale + minimum per group of 32; else None."""
+        if self.type_name not in Q4_TYPES:
+            return None
+        groups = (*self.shape[:-1], self.shape[-1] // Q4_BLOCK)
+        nibbles = torch.empty(self.shape, dtype=torch.uint8)
+        scale, minimum = torch.empty(groups, dtype=torch.float32), torch.empty(groups, dtype=torch.float32)
+        if nibbles.numel():
+            outputs = [tensor.view(self._row_count(), -1).numpy() for tensor in (nibbles, scale, minimum)]
+            for start, raw in self._chunks():
+                for output, part in zip(outputs, unpack_q4(raw, self.type_name), strict=True):
+                    output[start : start + len(raw)] = part
+        return nibbles, scale, minimum
+
+    def rows(self, index: torch.Tensor) -> WeightTensor:
+        """The same tensor with its first dimension selected or permuted by `index`; still lazy."""
+        if not self.shape or (len(self.shape) == 1 and self._entry.block > 1):
+            raise IntegrityError(f"tensor '{self.name}' has no rows to select")
+        index = index.detach().to(device="cpu", dtype=torch.int64)
+        if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
+            raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
+        return WeightTensor(self._entry, self._mapped, index if self._index is None else self._index[index])
+
+    def _row_count(self) -> int:
+        """Rows that can be read on their own: the first dimension, unless blocks span it."""
+        return self.shape[0] if self.shape and (len(self.shape) > 1 or self._entry.block == 1) else 1
+
+    def _chunks(self) -> Iterator[tuple[int, Bytes]]:
+        entry = self._entry
+        try:
+            stored = np.frombuffer(self._mapped, np.uint8, entry.nbytes, entry.offset)
+        except ValueError:
+            raise IntegrityError(f"tensor '{self.name}' is read after its file was closed") from None
+        count = self._row_count()
+        stored = stored.reshape(entry.shape[0] if self._index is not None else count, -1)
+        step = max(1, CHUNK_ELEMENTS * count // max(1, int(np.prod(self.shape, dtype=np.int64))))
+        selected = None if self._index is None else self._index.numpy()
+        for start in range(0, count, step):
+            yield start, stored[start : start + step] if selected is None else stored[selected[start : start + step]]
+
+
+class WeightFile:
+    """The tensors of one model, whichever files they lie in; `metadata` holds the GGUF keys, {} for safetensors."""
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[TensorEntry, mmap.mmap]], metadata: dict[str, object]
+    ) -> None:
+        self.path = path
+        self.metadata = metadata
+        self._tensors = dict(tensors)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> WeightTensor:
+        if name not in self._tensors:
+            raise FormatError(f"{self.path.name} has no tensor '{name}'", "it may be a model of another kind")
+        return WeightTensor(*self._tensors[name])
+
+    def close(self) -> None:
+        """Unmaps the files; tensors handed out before can no longer be read, what they returned stays valid."""
+        for mapped in {id(mapped): mapped for _, mapped in self._tensors.values()}.values():
+            # A reader still at work elsewhere holds its bytes: the map then goes when that reader does.
+            with suppress(BufferError):
+                mapped.close()
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Opens a GGUF or safetensors file, or the one model in a folder."""
+    if path.is_dir():
+        if (path / SINGLE).is_file():
+            return _open_safetensors(path / SINGLE)
+        if (path / INDEX).is_file():
+            return _open_sharded(path / INDEX)
+        return _open_gguf(find_gguf(path))
+    if path.name.endswith(".safetensors.index.json"):
+        return _open_sharded(path)
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_gguf(path)
+
+
+def read_config(path: Path) -> dict[str, object] | None:
+    """The config.json of a model folder (or beside a safetensors file); None where there is none, as with GGUF."""
+    if path.suffix == ".gguf" and path.is_file():
+        return None
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    return read_json_object(config) if config.is_file() else None
+
+
+def find_gguf(folder: Path) -> Path:
+    """The only GGUF file of a folder."""
+    found = sorted(folder.glob("*.gguf"))
+    if not found:
+        raise SourceError(f"{folder} holds no model", f"expected {SINGLE}, {INDEX} or one .gguf file")
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:8])
+        raise SourceError(f"{folder} holds {len(found)} GGUF files", f"name one of them: {names}")
+    return found[0]
+
+
+def _open_gguf(path: Path) -> WeightFile:
+    header = gguf.read_gguf(path)
+    parts = header.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise FormatError(f"{path.name} is one of {parts} parts of a split model", "join them with gguf-split --merge")
+    mapped = map_file(path)
+    return WeightFile(path, {entry.name: (entry, mapped) for entry in header.tensors}, header.metadata)
+
+
+def _open_safetensors(path: Path) -> WeightFile:
+    mapped = map_file(path)
+    entries = safetensors.read_entries(mapped, path.name)
+    return WeightFile(path, {entry.name: (entry, mapped) for entry in entries}, {})
+
+
+def _open_sharded(index: Path) -> WeightFile:
+    weight_map = safetensors.read_index(index)
+    shards: dict[str, tuple[mmap.mmap, dict[str, TensorEntry]]] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = index.parent / shard
+        if not path.is_file():
+            raise FormatError(f"the shard {shard} that {index.name} names is missing", "fetch the model again")
+        mapped = map_file(path)
+        shards[shard] = mapped, {entry.name: entry for entry in safetensors.read_entries(mapped, shard)}
+    tensors: dict[str, tuple[TensorEntry, mmap.mmap]] = {}
+    for name, shard in weight_map.items():
+        mapped, entries = shards[shard]
+        if name not in entries:
+            raise FormatError(f"the shard {shard} lacks tensor '{name}', which its index promises", "fetch it again")
+        tensors[name] = entries[name], mapped
+    return WeightFile(index.parent, tensors, {})

@@ -1,0 +1,145 @@
+"""What this machine can do: usable cores, instruction sets that crash, memory bandwidth, the fastest weight format."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from slipstream.config import WeightFormat
+from slipstream.kernels.matmul import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
+from slipstream.paths import user_cache
+
+# Some cloud machines advertise AMX and then kill the process that uses it; this is the next best instruction set.
+_SAFE_ISA = "AVX512_CORE_FP16"
+_PROBE = """
+import torch
+x = torch.randn(32, 128)
+w = torch.randn(64, 128)
+torch.nn.functional.linear(x.bfloat16(), w.bfloat16())
+torch.nn.functional.linear(x.half(), w.half())
+torch._int_mm(x.to(torch.int8), w.to(torch.int8).t())
+"""
+_MEASURED_ROWS = (1, 16)
+
+
+def usable_cores() -> int:
+    """Cores this process may really use: affinity and the container's quota, not what the board has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, _, period = quota.read_text().partition(" ")
+        if limit.isdecimal() and period.strip().isdecimal():
+            cores = min(cores, max(1, math.ceil(int(limit) / int(period))))
+    return cores
+
+
+def prepare_torch(threads: int) -> int:
+    """Makes torch safe and sized for this machine; call before the first torch operation. Returns the threads used."""
+    if _advertises_amx() and "ONEDNN_MAX_CPU_ISA" not in os.environ and not _amx_survives():
+        os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA
+    count = threads or usable_cores()
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    return count
+
+
+def _cpu_info() -> str:
+    info = Path("/proc/cpuinfo")
+    return info.read_text() if info.is_file() else ""
+
+
+def _advertises_amx() -> bool:
+    return "amx_tile" in _cpu_info()
+
+
+def _cpu_name() -> str:
+    for line in _cpu_info().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _amx_survives() -> bool:
+    """Whether low-precision matmuls live through their first call here; asked once per machine and torch version."""
+    remembered = user_cache() / "machine.json"
+    key = f"{_cpu_name()} | {platform.node()} | torch {torch.__version__}"
+    known: dict[str, bool] = {}
+    if remembered.is_file():
+        try:
+            known = json.loads(remembered.read_text())
+        except (OSError, ValueError):
+            known = {}
+    if key not in known:
+        probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120, check=False)
+        known[key] = probe.returncode == 0
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        scratch = remembered.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(known))
+        scratch.replace(remembered)
+    return bool(known[key])
+
+
+@functools.cache
+def read_bandwidth() -> float:
+    """Bytes per second this process reads from memory, all threads together; the floor under every step time."""
+    data = torch.ones(64 * 1024 * 1024)  # 256 MB: larger than most caches
+    data.sum()
+    best = min(_timed(data.sum) for _ in range(3))
+    return data.nbytes / best
+
+
+def measure_formats(candidates: list[WeightFormat], outputs: int, inputs: int) -> dict[WeightFormat, tuple[float, float]]:
+    """Milliseconds for 1 and for 16 rows through a few matrices of this shape, per format that works here."""
+    copies = max(2, min(16, (64 << 20) // (outputs * inputs * 4)))
+    measured: dict[WeightFormat, tuple[float, float]] = {}
+    for candidate in candidates:
+        try:
+            matrices = [_random_matrix(candidate, outputs, inputs) for _ in range(copies)]
+            one, many = (_pass_time(matrices, rows) / copies for rows in _MEASURED_ROWS)
+        except (RuntimeError, NotImplementedError):
+            continue  # a format torch has no kernel for on this CPU is not a candidate
+        measured[candidate] = (one * 1e3, many * 1e3)
+    return measured
+
+
+def pick_format(measured: dict[WeightFormat, tuple[float, float]]) -> WeightFormat:
+    """The format with the fastest single row; among near-equals (10 %) the one with the fastest sixteen."""
+    best = min(one for one, _ in measured.values())
+    close = [name for name, (one, _) in measured.items() if one <= 1.1 * best]
+    return min(close, key=lambda name: measured[name][1])
+
+
+def _random_matrix(weight_format: WeightFormat, outputs: int, inputs: int) -> Matrix:
+    if weight_format in DENSE_DTYPES:
+        return DenseMatrix(torch.randn(outputs, inputs), DENSE_DTYPES[weight_format])
+    if weight_format == "int8":
+        return Int8Matrix(torch.randn(outputs, inputs))
+    groups = torch.rand(outputs, inputs // INT4_GROUP)
+    return Int4Matrix(torch.randint(0, 16, (outputs, inputs)), groups, groups)
+
+
+def _pass_time(matrices: list[Matrix], rows: int) -> float:
+    x = torch.randn(rows, matrices[0].in_features)
+
+    def once() -> None:
+        for matrix in matrices:
+            matrix(x)
+
+    once()
+    return min(_timed(once) for _ in range(4))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

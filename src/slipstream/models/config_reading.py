@@ -1,0 +1,71 @@
+"""Strict reading of model configurations: a missing or nonsensical value is an error, never a silent default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.errors import ConfigError
+
+_MISSING = object()
+
+
+class ConfigReader:
+    """Reads typed values from a config, naming the key and the model in every complaint."""
+
+    def __init__(self, values: Mapping[str, object], label: str) -> None:
+        self.values = values
+        self.label = label
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a whole number")
+        if value < least:
+            raise ConfigError(f"{self.label}: '{key}' is {value}, it must be at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not text")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        value = self._get(key, None)
+        if not isinstance(value, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a list of whole numbers")
+        return list(value)
+
+    def section(self, key: str) -> ConfigReader:
+        """A nested object; null, absent or anything else reads as empty."""
+        value = self.values.get(key)
+        return ConfigReader(value if isinstance(value, Mapping) else {}, f"{self.label}: {key}")
+
+    def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
+        """Refuses a config that asks for behaviour we would get wrong; absent and null are fine."""
+        value = self.values.get(key)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key, _MISSING)
+        if value is _MISSING or value is None:
+            if default is None:
+                raise ConfigError(f"{self.label}: the config has no '{key}'", "the file is incomplete or not this kind")
+            return default
+        return value

@@ -1,0 +1,173 @@
+"""The DFlash drafter: turns target taps into draft context, and one block of masks into proposals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.config import WeightFormat
+from slipstream.errors import ConfigError
+from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.reference import rms_norm, rotate, row_attention, write_rows
+from slipstream.kernels.rows import RowBatch
+from slipstream.models import dflash_config
+from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.llama import GGUF_LAYER
+from slipstream.models.rope import RotaryTable
+from slipstream.models.weights import Progress, Weights
+
+_GGUF_NAMES = {"hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
+# The taps reach 24,000 where the stream has attention sinks; half precision overflows in this one projection.
+_FC_FORMAT: WeightFormat = "fp32"
+
+
+class DraftLayer:
+    """One Qwen3-style layer of the drafter, for the rows of the block; context comes in through the pool."""
+
+    def __init__(self, weights: Weights, config: DFlashConfig, index: int) -> None:
+        self.config = config
+        self.pattern = config.patterns[index]
+        prefix, hidden, dim = f"layers.{index}.", config.hidden_size, config.head_dim
+        attention = prefix + "self_attn."
+        outputs = {"q_proj": config.heads * dim, "k_proj": config.kv_heads * dim, "v_proj": config.kv_heads * dim}
+        self.sources = {name: weights.source(f"{attention}{name}.weight", (n, hidden)) for name, n in outputs.items()}
+        self.biases = {
+            name: weights.vector(f"{attention}{name}.bias", n) for name, n in outputs.items() if config.attention_bias
+        }
+        self.qkv = weights.matrix(list(self.sources.values()))
+        self.qkv_bias = torch.cat(list(self.biases.values())) if self.biases else None
+        self.output = weights.matrix([weights.source(attention + "o_proj.weight", (hidden, config.heads * dim))])
+        self.output_bias = weights.vector(attention + "o_proj.bias", hidden) if config.attention_bias else None
+        self.q_norm = weights.vector(attention + "q_norm.weight", dim)
+        self.k_norm = weights.vector(attention + "k_norm.weight", dim)
+        self.input_norm = weights.vector(prefix + "input_layernorm.weight", hidden)
+        self.post_norm = weights.vector(prefix + "post_attention_layernorm.weight", hidden)
+        inner = config.intermediate_size
+        self.gate_up = weights.matrix(
+            [weights.source(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+        )
+        self.down = weights.matrix([weights.source(prefix + "mlp.down_proj.weight", (hidden, inner))])
+
+    def __call__(
+        self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+    ) -> Tensor:
+        config = self.config
+        heads, turning = config.heads, config.heads + config.kv_heads
+        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_eps))
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias
+        qkv = qkv.view(x.shape[0], turning + config.kv_heads, config.head_dim)
+        queries = rms_norm(qkv[:, :heads], self.q_norm, config.rms_eps)
+        block_keys = rms_norm(qkv[:, heads:turning], self.k_norm, config.rms_eps)
+        turned = rotate(torch.cat((queries, block_keys), dim=1), *rotary)
+        # the block stands behind the context in the pool for the length of this pass; verify overwrites it
+        write_rows(keys, batch.pages, batch.offsets, turned[:, heads:])
+        write_rows(values, batch.pages, batch.offsets, qkv[:, turning:])
+        mixed = self.output(
+            row_attention(turned[:, :heads], keys, values, batch.groups[self.pattern], config.head_dim**-0.5)
+        )
+        x = x + (mixed if self.output_bias is None else mixed + self.output_bias)
+        gate, up = self.gate_up(rms_norm(x, self.post_norm, config.rms_eps)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class DFlashDrafter:
+    """A drafter without embedding table and head of its own unless the checkpoint brings them."""
+
+    def __init__(self, config: DFlashConfig, weights: Weights) -> None:
+        self.config = config
+        fc = weights.file.tensor(_file_name(weights.file, "fc.weight"))
+        taps = len(config.target_layer_ids)
+        if len(fc.shape) != 2 or fc.shape[1] % taps:
+            raise ConfigError(
+                f"{config.label}: fc.weight {list(fc.shape)} does not divide into {taps} taps",
+                "target_layer_ids does not belong to these weights",
+            )
+        self.tap_width = fc.shape[1]
+        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], _FC_FORMAT)
+        self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
+        self.layers = [DraftLayer(weights, config, index) for index in range(config.layers)]
+        self.norm = weights.vector("norm.weight", config.hidden_size)
+        self.context_kv = weights.matrix(
+            [layer.sources[name] for layer in self.layers for name in ("k_proj", "v_proj")]
+        )
+        self.context_bias = torch.cat(
+            [layer.biases[name] for layer in self.layers for name in ("k_proj", "v_proj")]
+        ) if config.attention_bias else None
+        self.context_k_norm = torch.stack([layer.k_norm for layer in self.layers])[:, None]
+        self.embed = (
+            weights.embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
+            if weights.has("embed_tokens.weight") else None
+        )
+        self.head: Matrix | None = (
+            weights.matrix([weights.source("lm_head.weight", (config.vocab_size, config.hidden_size))])
+            if weights.has("lm_head.weight") else None
+        )
+        self.step_bytes = weights.step_bytes
+        self.rotary = RotaryTable(config.rope)
+        weights.finish(lambda name: False)
+
+    def write_context(
+        self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Projects the taps of committed rows into every layer's keys and values [layers, pages, heads, tokens, dim]."""
+        config = self.config
+        context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
+        projected = self.context_kv(context)
+        if self.context_bias is not None:
+            projected = projected + self.context_bias
+        projected = projected.view(-1, config.layers, 2, config.kv_heads, config.head_dim)
+        # broadcasting over layers keeps one call for all of them
+        normed = rms_norm(projected[:, :, 0], torch.ones(config.head_dim), config.rms_eps) * self.context_k_norm
+        cos, sin = self.rotary.rows(positions, end)
+        keys[:, pages, :, offsets] = rotate(normed, cos[:, None], sin[:, None])
+        values[:, pages, :, offsets] = projected[:, :, 1]
+
+    def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
+        """Hidden rows of the blocks after the final norm; row j of a block predicts position start + j."""
+        rotary = self.rotary.rows(batch.positions, batch.end)
+        x = embedded
+        if self.config.input_embedding_scale is not None:
+            x = x * self.config.input_embedding_scale
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, rotary, keys[index], values[index])
+        return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """The drafter's own multiplier and softcap on logits of the shared head."""
+        config = self.config
+        if config.output_multiplier != 1.0:
+            logits = logits * config.output_multiplier
+        if config.final_logit_softcapping > 0:
+            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+        return logits
+
+
+def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> DFlashDrafter:
+    """The drafter at `path`, a folder with config.json or a GGUF file."""
+    file = open_weights(path)
+    config = read_config(path)
+    if config is not None:
+        read = dflash_config.read_hf(config, path.name)
+    else:
+        arch = file.metadata.get("general.architecture")
+        if arch != "dflash":
+            raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
+        read = dflash_config.read_gguf(file.metadata, file.path.name, None)
+    weights = Weights(file, weight_format, lambda name: _file_name(file, name), progress)
+    return DFlashDrafter(read, weights)
+
+
+def _file_name(file: WeightFile, name: str) -> str:
+    """How this file spells a drafter tensor: plain, under `model.`, or GGUF."""
+    if "general.architecture" in file.metadata:
+        if not name.startswith("layers."):
+            return _GGUF_NAMES.get(name, name)
+        _, index, rest = name.split(".", 2)
+        module, _, kind = rest.rpartition(".")
+        return f"blk.{index}.{GGUF_LAYER[module]}.{kind}"
+    return f"model.{name}" if f"model.{name}" in file else name

@@ -1,0 +1,75 @@
+"""Opens a model folder or file, finds out what it is, chooses its weight format by measurement, and builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from slipstream.config import WeightFormat
+from slipstream.errors import ConfigError
+from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.kernels.machine import measure_formats, pick_format
+from slipstream.models import llama, qwen3
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.decoder import Decoder
+from slipstream.models.weights import Progress, Weights, keep_name
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target, the metadata its file carries, and why its weights are in the format they are."""
+
+    model: Decoder
+    metadata: dict[str, object]
+    format_reason: str
+
+
+def load_target(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> LoadedTarget:
+    """Builds the target that lies at `path`."""
+    file = open_weights(path)
+    config = read_config(path)
+    if config is not None:
+        reader = ConfigReader(config, path.name)
+        model_type = reader.text("model_type")
+    else:
+        reader = ConfigReader(file.metadata, file.path.name)
+        model_type = reader.text("general.architecture")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{reader.label}: model type '{model_type}' is not a supported target",
+            f"supported: {', '.join(sorted(FAMILIES))}",
+        )
+    weights = Weights(file, "fp32", keep_name, progress)
+    family = FAMILIES[model_type]
+    decoder_config, names = family.read_hf(reader) if config is not None else family.read_gguf(reader, weights)
+    chosen, reason = choose_format(
+        file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
+    )
+    model = Decoder(decoder_config, Weights(file, chosen, names.file_name, progress), names)
+    return LoadedTarget(model, file.metadata, reason)
+
+
+def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
+    """The asked format, or the fastest measured here among those that keep the file's precision."""
+    kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) == 2}
+    four_bit = bool(kinds & {"Q4_0", "Q4_1"})
+    if asked == "int4" and not four_bit:
+        raise ConfigError(f"{file.path.name} has no Q4_0 or Q4_1 weights to run as int4", "use --dtype int8 or auto")
+    if asked != "auto":
+        return asked, "asked for"
+    candidates: list[WeightFormat]
+    if kinds <= {"F32", "F64"}:
+        return "fp32", "the file's own precision"
+    if kinds <= {"F32", "F16"}:
+        candidates = ["fp32", "fp16"]
+    elif kinds <= {"F32", "BF16"}:
+        candidates = ["fp32", "bf16"]
+    else:
+        candidates = ["fp32", "bf16", "int8", *(["int4"] if four_bit else [])]  # type: ignore[list-item]
+    measured = measure_formats(candidates, outputs, inputs)
+    chosen = pick_format(measured)
+    times = ", ".join(f"{name} {one:.2f}/{many:.2f}" for name, (one, many) in measured.items())
+    return chosen, f"fastest of (ms for 1/16 rows of one {outputs}x{inputs} matrix): {times}"

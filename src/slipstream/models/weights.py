@@ -1,0 +1,91 @@
+"""Takes tensors out of a model file by their Hugging Face names, checks every shape, and refuses leftovers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.config import WeightFormat
+from slipstream.errors import ConfigError
+from slipstream.formats.weights import WeightFile, WeightTensor
+from slipstream.kernels.matmul import Matrix, make_matrix
+
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Progress = Callable[[str, int, int], None]
+
+
+def keep_name(name: str) -> str:
+    return name
+
+
+class Embedding:
+    """A token table: float tables stay in memory as stored, quantised ones are read row by row from the file."""
+
+    def __init__(self, source: WeightTensor) -> None:
+        self._source = source
+        dtype = FLOAT_TYPES.get(source.type_name)
+        self._table = source.dense().to(dtype) if dtype is not None else None
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._table is not None:
+            return self._table[token_ids].float()
+        return self._source.rows(token_ids).dense()
+
+
+class Weights:
+    """The tensors of one model in one weight format; remembers what was taken."""
+
+    def __init__(
+        self,
+        file: WeightFile,
+        weight_format: WeightFormat,
+        file_name: Callable[[str], str] = keep_name,
+        progress: Progress | None = None,
+    ) -> None:
+        self.file = file
+        self.weight_format = weight_format
+        self.step_bytes = 0  # bytes of matrices every step reads: the floor under its time
+        self._file_name = file_name
+        self._progress = progress
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return self._file_name(name) in self.file
+
+    def source(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
+        """One tensor, shape checked; the config and the file must agree."""
+        file_name = self._file_name(name)
+        tensor = self.file.tensor(file_name)
+        self._taken.add(file_name)
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"tensor '{file_name}' has shape {list(tensor.shape)} where the config implies {list(shape)}",
+                "the config does not belong to these weights",
+            )
+        if self._progress is not None:
+            self._progress("loading weights", len(self._taken), len(self.file.names()))
+        return tensor
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self.source(name, (size,)).dense()
+
+    def optional_vector(self, name: str, size: int) -> Tensor | None:
+        return self.vector(name, size) if self.has(name) else None
+
+    def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
+        return Embedding(self.source(name, (vocab, hidden)))
+
+    def matrix(self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None) -> Matrix:
+        """Stacks tensors along the outputs into one matrix."""
+        matrix = make_matrix(list(sources), weight_format or self.weight_format)
+        self.step_bytes += matrix.nbytes
+        return matrix
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Fails when the file holds tensors this model does not know: something would silently not be computed."""
+        left = [name for name in self.file.names() if name not in self._taken and not ignored(name)]
+        if left:
+            shown = ", ".join(sorted(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            raise ConfigError(f"unknown tensors in {self.file.path.name}: {shown}", "this model needs a newer slipstream")

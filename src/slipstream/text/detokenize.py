@@ -1,0 +1,40 @@
+"""Turning a growing run of token ids into text as it comes, never emitting half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from slipstream.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Emits text piece by piece; all pieces together are exactly `tokenizer.decode` of all ids.
+
+    Only the bytes of an unfinished character are kept, so that a step costs the same however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, continues: bool = False) -> None:
+        """`continues`: the ids carry on a text before them, so that a leading space is the model's own and stays."""
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._leading = 0 if continues else tokenizer.leading_spaces
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain after these ids."""
+        kept = self._tokenizer.visible(ids) if self._skip_special else ids
+        return self._strip(self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, kept))))
+
+    def flush(self) -> str:
+        """The rest: an unfinished character comes out as U+FFFD."""
+        return self._strip(self._decoder.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        while self._leading and text:
+            if text[0] != " ":
+                self._leading = 0
+            else:
+                self._leading -= 1
+                text = text[1:]
+        return text

@@ -1,0 +1,68 @@
+"""The bytes a vocabulary entry stands for, whichever of the two byte-faithful notations the vocabulary uses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+SPACE_MARK = "\u2581"  # how SentencePiece vocabularies write a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNotation:
+    """How token text turns into bytes, and how many leading spaces of a whole text are an artefact of encoding."""
+
+    byte_level: bool
+    leading_spaces: int = 0
+
+    @classmethod
+    def of(cls, decoder: Any) -> TokenNotation:
+        """Reads the notation off a tokenizers decoder; decoders that are not byte-faithful are refused."""
+        parts = list(_parts(json.loads(decoder.__getstate__()))) if decoder is not None else []
+        kinds = {part.get("type") for part in parts}
+        if "ByteLevel" in kinds:
+            return cls(byte_level=True)
+        if kinds & {"Metaspace", "ByteFallback"}:
+            return cls(byte_level=False, leading_spaces=max(map(_stripped, parts)))
+        raise ConfigError(
+            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds))) or 'none'}) is not supported",
+            "byte-level and SentencePiece tokenizers are",
+        )
+
+    def to_bytes(self, token: str) -> bytes:
+        """The bytes of an ordinary (not added) token."""
+        if self.byte_level:
+            mapped = [_BYTE_OF.get(char) for char in token]
+            return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(SPACE_MARK, " ").encode()
+
+
+def _parts(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield state
+    for part in state.get("decoders", ()):
+        yield from _parts(part)
+
+
+def _stripped(part: dict[str, Any]) -> int:
+    """Leading spaces one part of a decoder takes off."""
+    if part.get("type") == "Metaspace":
+        return int(part.get("prepend_scheme") != "never")
+    return int(part["start"]) if part.get("type") == "Strip" and part.get("content") == " " else 0
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,192 @@
+"""The tokenizer of a model, from a tokenizer.json folder or GGUF metadata, behind one small interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from slipstream.errors import ConfigError, FormatError, RequestError
+from slipstream.text import gguf_vocab
+from slipstream.text.token_bytes import TokenNotation
+
+# Special tokens that end a turn wherever they exist, whatever a model's own list forgets.
+TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
+    "<|end_of_turn|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]",
+)
+
+
+class Tokenizer:
+    """Text to token ids and back; safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """The first of `eos_ids` is the one templates call eos; `add_bos` None leaves BOS to the backend itself."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._literal: Backend | None = None
+        self._add_bos = add_bos
+        self._notation = TokenNotation.of(backend.decoder)
+        added = backend.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self._special = frozenset(index for index, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        self.bos_id = bos_id
+        ends = {index for index in self._special if self._added[index] in TURN_ENDS}
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) | ends
+        self.chat_template = chat_template
+        self._first_eos = eos_ids[0] if eos_ids else None
+
+    @classmethod
+    def load(cls, path: Path, metadata: Mapping[str, object] | None = None) -> Tokenizer:
+        """Loads from a folder with a tokenizer.json, else from the metadata of the model's GGUF file."""
+        folder = path if path.is_dir() else path.parent
+        if (folder / "tokenizer.json").is_file() and not (path.is_file() and metadata):
+            return cls._from_folder(folder)
+        if metadata:
+            return cls.from_gguf(metadata)
+        raise ConfigError(f"{path} has no tokenizer", "put the model's tokenizer.json beside its weights")
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        vocab = gguf_vocab.build(metadata)
+        return cls(
+            vocab.backend,
+            bos_id=vocab.bos_id,
+            eos_ids=vocab.eos_ids,
+            add_bos=vocab.add_bos,
+            chat_template=vocab.chat_template,
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
+        try:
+            backend = Backend.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises bare exceptions
+            raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {error}", "fetch it again") from None
+        config = _read_object(folder / "tokenizer_config.json")
+        names = _read_object(folder / "special_tokens_map.json") | config
+        eos_ids = _id_list(_named_id(backend, names.get("eos_token")))
+        for file in ("generation_config.json", "config.json"):
+            eos_ids += _id_list(_read_object(folder / file).get("eos_token_id"))
+        return cls(
+            backend,
+            bos_id=_named_id(backend, names.get("bos_token")),
+            eos_ids=eos_ids,
+            chat_template=_folder_template(folder, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included; the model's own table may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_token(self) -> str:
+        return "" if self.bos_id is None else self.token_text(self.bos_id)
+
+    @property
+    def eos_token(self) -> str:
+        return "" if self._first_eos is None else self.token_text(self._first_eos)
+
+    @property
+    def leading_spaces(self) -> int:
+        """Spaces at the start of a decoded text that only encoding put there, and decoding takes off."""
+        return self._notation.leading_spaces
+
+    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
+        """Token ids of a text; `add_bos` None does as the model says, `parse_special` False takes `<|...|>` as text."""
+        backend = self._backend if parse_special else self._literal_backend()
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_bos is None and self._add_bos is None).ids
+        except (TypeError, UnicodeError):
+            raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
+        wanted = self._add_bos if add_bos is None else add_bos
+        return [self.bos_id, *ids] if wanted and self.bos_id is not None else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        text = b"".join(map(self.token_bytes, self.visible(ids) if skip_special else ids)).decode("utf-8", "replace")
+        return text[self.count_leading(text) :]
+
+    def count_leading(self, text: str) -> int:
+        """How many spaces at the start of a whole text are to be taken off."""
+        count = 0
+        while count < self.leading_spaces and text.startswith(" ", count):
+            count += 1
+        return count
+
+    def visible(self, ids: Iterable[int]) -> list[int]:
+        return [index for index in ids if index not in self._special]
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes a token stands for; none for an id outside the vocabulary, as padded models can produce."""
+        known = self._bytes.get(index)
+        if known is None:
+            added = self._added.get(index)
+            token = self._backend.id_to_token(index) if added is None and index >= 0 else None
+            known = added.encode() if added is not None else b"" if token is None else self._notation.to_bytes(token)
+            self._bytes[index] = known
+        return known
+
+    def token_text(self, index: int) -> str:
+        """One token as text on its own, for display."""
+        return self.token_bytes(index).decode("utf-8", "replace")
+
+    def is_special(self, index: int) -> bool:
+        return index in self._special
+
+    def _literal_backend(self) -> Backend:
+        # A second copy: the switch is a property of the backend, and flipping it would race with other threads.
+        if self._literal is None:
+            literal = Backend.from_str(self._backend.to_str())
+            literal.encode_special_tokens = True
+            self._literal = literal
+        return self._literal
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be read: {error}", "fetch it again") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} is not a JSON object", "fetch it again")
+    return value
+
+
+def _named_id(backend: Backend, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(text) if isinstance(text, str) else None
+
+
+def _id_list(value: Any) -> list[int]:
+    return [index for index in (value if isinstance(value, list) else [value]) if type(index) is int]
+
+
+def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{file} cannot be read: {error}", "fetch it again") from None
+    template = config.get("chat_template") or _read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) and template else None

@@ -1,0 +1,72 @@
+"""Rules of every test run: a skipped or expected-to-fail test fails the run unless its reason is listed here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# reason of a skip -> why it may stand
+ALLOWED_SKIPS = {
+    "no GPU": "tests of CUDA kernels need a CUDA device",
+}
+
+# Set before torch is imported. The tests' models are tiny: more threads than this only fight each other.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
+
+_NOT_ALLOWED = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_NOT_ALLOWED] = []
+    config.pluginmanager.register(_SkipWatch(config.stash[_NOT_ALLOWED]), "skip-watch")
+
+
+class _SkipWatch:
+    """Collects every outcome that hides a test: skips at run or collection time, xfail and xpass."""
+
+    def __init__(self, found: list[str]) -> None:
+        self.found = found
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if hasattr(report, "wasxfail"):
+            self.found.append(f"{report.nodeid}: marked xfail ({report.wasxfail or 'no reason'})")
+        else:
+            self._check(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._check(report)
+
+    def _check(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped:
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if reason not in ALLOWED_SKIPS:
+            self.found.append(f"{report.nodeid}: skipped ({reason})")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    if session.config.stash[_NOT_ALLOWED] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if found := config.stash[_NOT_ALLOWED]:
+        terminalreporter.section("tests that did not run and may not be left out", red=True)
+        for line in found:
+            terminalreporter.write_line(line)

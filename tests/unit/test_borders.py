@@ -1,0 +1,174 @@
+"""Who may import whom inside the package, read from the syntax trees; and the size limits that keep files readable."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+PACKAGE = "slipstream"
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 70
+
+BASE = {"errors", "types", "config", "paths", "version"}
+ENGINE_API = {"engine", "engine.llm"}
+SURFACE = BASE | ENGINE_API | {"", "text", "tools", "formats.sources"}
+
+# What the modules of each part may import, as dotted prefixes below the package; its own part is always allowed.
+# The empty name is the package itself, whose lazy exports are the engine's public API.
+ALLOWED: dict[str, set[str]] = {
+    "": BASE | ENGINE_API,
+    "version": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "paths": {"errors"},
+    "types": {"errors", "config"},
+    "text": BASE,
+    "formats": BASE,
+    "kernels": BASE,
+    "cache": BASE | {"kernels"},
+    "models": BASE | {"kernels", "formats"},
+    "speculative": BASE | {"kernels", "models", "cache"},
+    "engine": BASE | {"text", "formats", "kernels", "cache", "models", "speculative"},
+    "tools": BASE | ENGINE_API | {"", "text", "formats", "models"},
+    "bench": SURFACE,
+    "cli": SURFACE | {"bench"},
+}
+EXACT = ENGINE_API | {""}  # these name one module, not everything below it
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name below the package ('' is the package itself)."""
+    found = {}
+    for path in sorted((SRC / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(SRC / PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(tree: ast.AST, name: str, is_package: bool, known: set[str]) -> set[str]:
+    """Full dotted names of all modules imported anywhere in a module, relative imports resolved."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                here = [PACKAGE, *(name.split(".") if name else [])]
+                keep = len(here) - node.level + is_package
+                source = ".".join([*here[:keep], *([node.module] if node.module else [])])
+            for alias in node.names:
+                # `from package import module` imports the module, `from module import thing` does not
+                below = f"{source}.{alias.name}"
+                found.add(below if below.removeprefix(f"{PACKAGE}.") in known else source)
+    return found
+
+
+def ours(imported: set[str]) -> set[str]:
+    inside = {name for name in imported if name == PACKAGE or name.startswith(f"{PACKAGE}.")}
+    return {name.removeprefix(PACKAGE).removeprefix(".") for name in inside}
+
+
+def part_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def permitted(importer: str, imported: str) -> bool:
+    part = part_of(importer)
+    if part and part_of(imported) == part:
+        return True
+    return any(
+        imported == prefix or (prefix not in EXACT and imported.startswith(f"{prefix}.")) for prefix in ALLOWED[part]
+    )
+
+
+def breaches(sources: dict[str, ast.Module], packages: set[str]) -> list[str]:
+    known = set(sources)
+    return [
+        f"{PACKAGE}.{name} imports {PACKAGE}.{other}"
+        for name, tree in sources.items()
+        for other in sorted(ours(imports(tree, name, name in packages, known)))
+        if not permitted(name, other)
+    ]
+
+
+@cache
+def parsed() -> tuple[dict[str, ast.Module], set[str]]:
+    found = modules()
+    return {name: parse(path) for name, path in found.items()}, {n for n, p in found.items() if p.stem == "__init__"}
+
+
+def test_every_part_has_its_rule() -> None:
+    unruled = {part_of(name) for name in modules()} - set(ALLOWED)
+    assert not unruled, f"say in ALLOWED what these may import: {sorted(unruled)}"
+
+
+def test_imports_respect_the_borders() -> None:
+    assert not breaches(*parsed())
+
+
+@pytest.mark.parametrize(
+    ("importer", "line", "wrong"),
+    [
+        ("cli.chat", "from slipstream.models import llama", True),
+        ("cli.chat", "import slipstream.kernels.reference", True),
+        ("cli.chat", "from slipstream.engine.scheduler import Scheduler", True),
+        ("cli.chat", "from slipstream.engine.llm import LLM", False),
+        ("cli.chat", "from slipstream import LLM", False),
+        ("cli.chat", "from slipstream.formats import sources", False),
+        ("cli.chat", "from slipstream.formats.gguf import read", True),
+        ("models.llama", "from ..cache import pages", True),
+        ("models.llama", "from . import layers", False),
+        ("models.llama", "def f():\n    from slipstream.engine import runner", True),
+        ("speculative.accept", "from slipstream.engine import llm", True),
+        ("config", "from slipstream.types import Mode", True),
+        ("kernels.native", "from slipstream.formats.gguf import read", True),
+    ],
+)
+def test_the_rule_sees_a_breach(importer: str, line: str, wrong: bool) -> None:
+    known = ("cli.chat", "models.llama", "models.layers", "cache.pages", "engine.runner", "engine.llm",
+             "formats.sources", "speculative.accept")
+    sources = {name: ast.Module([], []) for name in known}
+    sources[importer] = ast.parse(line)
+    assert bool(breaches(sources, {"models", "cache", "engine"})) is wrong
+
+
+def test_the_scheduler_never_reaches_torch() -> None:
+    sources, packages = parsed()
+    known, todo, seen = set(sources), ["engine.scheduler"], set[str]()
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in sources:
+            continue
+        seen.add(name)
+        imported = imports(sources[name], name, name in packages, known)
+        assert not {n for n in imported if n.split(".")[0] == "torch"}, f"{PACKAGE}.{name} imports torch"
+        # Importing a.b.c runs a, a.b and a.b.c; the package's own __init__ is lazy about the engine and left out.
+        for other in ours(imported) | {name}:
+            pieces = other.split(".")
+            todo += [".".join(pieces[:i]) for i in range(1, len(pieces) + 1)]
+    assert "engine.scheduler" in seen
+
+
+def test_importing_the_package_does_not_import_torch_or_the_engine() -> None:
+    sources, packages = parsed()
+    top_level = ast.Module([n for n in sources[""].body if not isinstance(n, ast.If | ast.FunctionDef)], [])
+    assert ours(imports(top_level, "", "" in packages, set(sources))) <= BASE
+
+
+@pytest.mark.parametrize("path", modules().values(), ids=lambda path: str(path.relative_to(SRC / PACKAGE)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{lines} lines"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"

@@ -1,0 +1,78 @@
+"""Help, version and typos answer at once and without loading the engine; bad input is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+VERBS = ("generate", "chat", "bench", "inspect", "demo")
+HEAVY = ("torch", "transformers", "numpy", "slipstream.engine.llm")
+PROBE = f"""
+import sys
+from slipstream.cli.main import run
+try:
+    run()
+finally:
+    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+
+
+def start(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60
+    )
+    return done, time.perf_counter() - began
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS], ["--version"], []])
+def test_help_is_instant(arguments: list[str]) -> None:
+    fastest = 9.0
+    for _ in range(3):  # a busy machine may slow one start down, not the best of three
+        done, seconds = start(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.strip() == "[]"
+        fastest = min(fastest, seconds)
+        if fastest < 1:
+            break
+    assert fastest < 1
+
+
+def test_help_lists_every_verb() -> None:
+    done, _ = start("--help")
+    assert all(f" {verb} " in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["genrate"], "Did you mean 'generate'"),
+        (["generate", "--max-tokns", "3"], "--max-tokens"),
+        (["generate", "--prompt", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "--prompt", "x", "--dtype", "fp7"], "--dtype"),
+        (["generate"], "--prompt-file"),
+        (["generate", "--prompt", "x", "--prompt-file", "y"], "exactly one"),
+        (["generate", "--prompt-file", "/no/such/file"], "/no/such/file"),
+        (["generate", "--prompt", "x", "--plain", "--mode", "chain"], "contradicts"),
+        (["generate", "--prompt", "x", "--mode", "warp"], "warp"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "--prompt", "x", "--logprobs", "2"], "--json"),
+        (["generate", "--prompt", "x", "--threads", "-2", "--json"], "threads"),
+        (["bench"], "--prompts"),
+        (["bench", "--prompts", "no-such-set"], "humaneval"),
+        (["bench", "--prompts", "gsm8k", "--mode", "plain"], "plain"),
+        (["bench", "--prompts", "gsm8k", "--max-tokens", "1"], "max_tokens"),
+        (["bench", "--prompts", "gsm8k", "--turns", "some"], "--turns"),
+        (["inspect"], "FILE"),
+    ],
+)
+def test_bad_input_is_one_sentence(cli: Any, arguments: list[str], said: str) -> None:
+    done = cli(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert said.lower() in done.err.lower()
+    assert done.err.startswith("slipstream: ") and done.err.count("\n") == 1
