@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -66,6 +67,10 @@ class FakeLLM:
     @property
     def has_draft(self) -> bool:
         return self.draft is not None
+
+    @property
+    def target_source(self) -> SimpleNamespace:
+        return SimpleNamespace(path=Path(self.target), label=self.target)
 
     def describe(self) -> dict[str, object]:
         return {

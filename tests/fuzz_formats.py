@@ -1,4 +1,4 @@
-"""Damaged and hostile model files: every one must load or be refused with our own error, quickly and in little memory."""
+"""Damaged and hostile model files: each must load or be refused with our own error, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -122,7 +123,7 @@ def _seeds(folder: Path) -> list[tuple[str, bytes]]:
 def _write_sentencepiece(path: Path) -> None:
     """A SentencePiece vocabulary, and tensors of every type that can only be read, filled with random bytes."""
     writer = gguf.GGUFWriter(path, "llama")
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "h", "e", "l", "he", "\u2581he"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "e", "l", "he", "▁he"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(rank) for rank in range(len(tokens))])
@@ -170,8 +171,8 @@ def truncate(chooser: random.Random, data: bytes) -> bytes:
 def put_integers(chooser: random.Random, data: bytes) -> bytes:
     damaged = bytearray(data)
     for _ in range(chooser.randint(1, 3)):
-        wide = chooser.random() < 0.6
-        value = struct.pack("<Q", chooser.choice(HOSTILE_U64)) if wide else struct.pack("<I", chooser.choice(HOSTILE_U32))
+        pattern, values = ("<Q", HOSTILE_U64) if chooser.random() < 0.6 else ("<I", HOSTILE_U32)
+        value = struct.pack(pattern, chooser.choice(values))
         position = chooser.randrange(len(data) - 8)
         damaged[position : position + len(value)] = value
     return bytes(damaged)
@@ -199,14 +200,37 @@ def damage_vocabulary(chooser: random.Random, data: bytes) -> bytes:
     return bytes(damaged)
 
 
+def change_words(chooser: random.Random, data: bytes) -> bytes:
+    """Changes letters of the vocabulary's merges or tokens: every length still fits, the words no longer do."""
+    start = data.find(chooser.choice((b"tokenizer.ggml.merges", b"tokenizer.ggml.tokens")))
+    if start < 0:
+        return flip_bits(chooser, data)
+    damaged = bytearray(data)
+    letters = [place for place in range(start + 40, min(start + 4000, len(data))) if 0x61 <= data[place] <= 0x7A]
+    for place in chooser.sample(letters, chooser.randint(1, 4)):
+        damaged[place] = chooser.choice(b"abcxyz ")
+    return bytes(damaged)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def head(tensors: int, pairs: int, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs)
+
+
+def tensor(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+
+
 def hostile_gguf(chooser: random.Random, _: bytes) -> bytes:
     """A header written to do harm: impossible counts, lengths, nesting, shapes and offsets."""
     huge = chooser.choice(HOSTILE_U64[2:])
-    text = lambda value: struct.pack("<Q", len(value)) + value  # noqa: E731
-    head = lambda tensors, pairs: b"GGUF" + struct.pack("<IQQ", chooser.choice((2, 3)), tensors, pairs)  # noqa: E731
-    tensor = lambda name, dims, kind, offset: (  # noqa: E731
-        text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
-    )
     align = text(b"general.alignment") + struct.pack("<II", 4, chooser.choice((0, 3, 2**31, 1)))
     nested = text(b"deep") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 500
     variants = [
@@ -224,6 +248,7 @@ def hostile_gguf(chooser: random.Random, _: bytes) -> bytes:
         head(1, 0) + tensor(b"t", [8], chooser.choice(HOSTILE_U32), 0) + bytes(64),
         head(2, 0) + tensor(b"t", [8], 0, 0) + tensor(b"t", [8], 0, 32) + bytes(128),
         head(2, 0) + tensor(b"t", [8], 0, 0) + tensor(b"u", [8], 0, 0) + bytes(128),
+        head(400, 0) + b"".join(tensor(b"%d" % number, [4096]) for number in range(400)) + bytes(20_000),
         head(0, 2) + (text(b"key") + struct.pack("<II", 4, 1)) * 2,
         head(1, 1) + align + tensor(b"t", [8], 0, 0) + bytes(64),
         head(0, 1) + text(b"\xff\xfe") + struct.pack("<II", 4, 1),
@@ -234,31 +259,33 @@ def hostile_gguf(chooser: random.Random, _: bytes) -> bytes:
 
 def hostile_safetensors(chooser: random.Random, _: bytes) -> bytes:
     huge = chooser.choice(HOSTILE_U64[2:])
-    one = lambda **changes: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes  # noqa: E731
     depth = chooser.choice((100, 5_000, 200_000))
     variants = [
         safetensors_bytes(b"{}", b"", length=huge),
-        safetensors_bytes({"t": one(shape=[huge, huge])}, bytes(8)),
-        safetensors_bytes({"t": one(shape=[0, huge], data_offsets=[0, 0])}, bytes(8)),
-        safetensors_bytes({"t": one(shape=[1] * 100_000, data_offsets=[0, 4])}, bytes(8)),
-        safetensors_bytes({"t": one(shape=[-2])}, bytes(8)),
-        safetensors_bytes({"t": one(shape=[True, 2.0])}, bytes(8)),
-        safetensors_bytes({"t": one(data_offsets=[huge, huge + 8])}, bytes(8)),
-        safetensors_bytes({"t": one(data_offsets=[8, 0])}, bytes(8)),
-        safetensors_bytes({"t": one(), "u": one(data_offsets=[4, 12])}, bytes(12)),
-        safetensors_bytes({"t": one(dtype=chooser.choice(["F99", 7, None, "Q4_0"]))}, bytes(8)),
+        safetensors_bytes({"t": described(shape=[huge, huge])}, bytes(8)),
+        safetensors_bytes({"t": described(shape=[0, huge], data_offsets=[0, 0])}, bytes(8)),
+        safetensors_bytes({"t": described(shape=[1] * 100_000, data_offsets=[0, 4])}, bytes(8)),
+        safetensors_bytes({"t": described(shape=[-2])}, bytes(8)),
+        safetensors_bytes({"t": described(shape=[True, 2.0])}, bytes(8)),
+        safetensors_bytes({"t": described(data_offsets=[huge, huge + 8])}, bytes(8)),
+        safetensors_bytes({"t": described(data_offsets=[8, 0])}, bytes(8)),
+        safetensors_bytes({"t": described(), "u": described(data_offsets=[4, 12])}, bytes(12)),
+        safetensors_bytes(
+            {str(number): described(shape=[4096], data_offsets=[0, 16384]) for number in range(400)}, bytes(16384)
+        ),
+        safetensors_bytes({"t": described(dtype=chooser.choice(["F99", 7, None, "Q4_0"]))}, bytes(8)),
         safetensors_bytes(b'{"t": {}, "t": {}}', bytes(8)),
         safetensors_bytes(b"[" * depth + b"]" * depth, b""),
         safetensors_bytes(b'{"t":' + b'{"a":' * depth + b"1" + b"}" * (depth + 1), b""),
         safetensors_bytes(b'{"t": 1' + b"0" * 10_000 + b"}", b""),
         safetensors_bytes(b'{"t": [1, 2]}', b""),
         safetensors_bytes(b"\xff\xfe{}", b""),
-        safetensors_bytes({"t": one(), "__metadata__": [1]}, bytes(8)),
+        safetensors_bytes({"t": described(), "__metadata__": [1]}, bytes(8)),
     ]
     return chooser.choice(variants)
 
 
 Damage = Callable[[random.Random, bytes], bytes]
 _SHARED: list[Damage] = [flip_bits, flip_bits, truncate, put_integers, put_integers, move_pieces]
-_GGUF_DAMAGE: list[Damage] = [*_SHARED, damage_vocabulary, hostile_gguf, hostile_gguf]
+_GGUF_DAMAGE: list[Damage] = [*_SHARED, damage_vocabulary, change_words, hostile_gguf, hostile_gguf]
 _SAFETENSORS_DAMAGE: list[Damage] = [*_SHARED, hostile_safetensors, hostile_safetensors]

@@ -1,4 +1,4 @@
-"""Real and tiny model files for the tests: the public SmolLM2 target, and small GGUF and safetensors files made here."""
+"""Model files for the tests: the public SmolLM2 target, and small GGUF and safetensors files made here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 from slipstream.formats.sources import resolve
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

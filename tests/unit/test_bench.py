@@ -86,19 +86,19 @@ def test_a_differing_text_is_explained_or_counted(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def explain_difference(target: str, prompt_ids: Any, a: Any, b: Any, sampling: SamplingParams) -> SimpleNamespace:
-        asked.append((target, prompt_ids, a, b, sampling))
+    def explain_difference(*arguments: Any) -> SimpleNamespace:
+        asked.append(arguments)
         return SimpleNamespace(is_near_tie=len(asked) == 1)
 
-    module = ModuleType("slipstream.bench.near_tie")
+    module = ModuleType("slipstream.tools.near_tie")
     module.explain_difference = explain_difference  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slipstream.bench.near_tie", module)
+    monkeypatch.setitem(sys.modules, "slipstream.tools.near_tie", module)
     fake_engine.spoil = "!"
     result = compare(FakeLLM("t"), "t", [("a",), ("b",)], Plan())  # type: ignore[arg-type]
     assert (result.same, result.answers, result.near_ties) == (0, 2, 1)
     assert result.plain.text_hash != result.speculative.text_hash
-    target, prompt_ids, plain, speculative, sampling = asked[0]
-    assert (target, prompt_ids, sampling) == ("t", [ord("a")], SamplingParams())
+    path, prompt_ids, plain, speculative, sampling, weight_format = asked[0]
+    assert (path, prompt_ids, sampling, weight_format) == (Path("t"), [ord("a")], SamplingParams(), "int4")
     assert [*plain, ord("!")] == speculative
 
 

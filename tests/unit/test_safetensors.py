@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from slipstream.errors import FormatError
 from slipstream.formats.safetensors import parse_header
 from slipstream.formats.weights import open_weights, read_config
+from tests.fuzz_formats import described
 from tests.helpers_models import safetensors_bytes
 
 DTYPES = [
@@ -25,10 +25,6 @@ def samples() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     found = {f"t.{str(dtype).split('.')[-1]}": (torch.randn(5, 7) * 10).to(dtype) for dtype in DTYPES}
     return found | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "cube": torch.randn(2, 3, 4)}
-
-
-def one(**changes: Any) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
 
 
 def test_every_type_equals_torch(tmp_path: Path) -> None:
@@ -87,15 +83,15 @@ def test_an_index_cannot_point_elsewhere(tmp_path: Path, shard: object) -> None:
         (safetensors_bytes(b"[" * 200_000, b""), "nested too deeply"),
         (safetensors_bytes(b'{"t": {}, "t": {}}', b""), "'t' appears twice"),
         (safetensors_bytes(b'{"t": 1}', b""), "'t' of x has no description"),
-        (safetensors_bytes({"t": one(dtype="Q7")}, bytes(8)), "unknown type 'Q7'"),
-        (safetensors_bytes({"t": one(shape=[-1])}, bytes(8)), "'t' of x has an impossible shape"),
-        (safetensors_bytes({"t": one(shape=[2.0])}, bytes(8)), "impossible shape"),
-        (safetensors_bytes({"t": one(shape=[2**40, 2**40])}, bytes(8)), "impossible shape"),
-        (safetensors_bytes({"t": one(shape=[1] * 9)}, bytes(8)), "impossible shape"),
-        (safetensors_bytes({"t": one(data_offsets=[8, 0])}, bytes(8)), "impossible offsets"),
-        (safetensors_bytes({"t": one(data_offsets=[0])}, bytes(8)), "impossible offsets"),
-        (safetensors_bytes({"t": one(shape=[3])}, bytes(12)), "'t' of x needs 12 bytes and has 8"),
-        (safetensors_bytes({"t": one(), "u": one(data_offsets=[4, 12])}, bytes(12)), "'t' and 'u' of x overlap"),
+        (safetensors_bytes({"t": described(dtype="Q7")}, bytes(8)), "unknown type 'Q7'"),
+        (safetensors_bytes({"t": described(shape=[-1])}, bytes(8)), "'t' of x has an impossible shape"),
+        (safetensors_bytes({"t": described(shape=[2.0])}, bytes(8)), "impossible shape"),
+        (safetensors_bytes({"t": described(shape=[2**40, 2**40])}, bytes(8)), "impossible shape"),
+        (safetensors_bytes({"t": described(shape=[1] * 9)}, bytes(8)), "impossible shape"),
+        (safetensors_bytes({"t": described(data_offsets=[8, 0])}, bytes(8)), "impossible offsets"),
+        (safetensors_bytes({"t": described(data_offsets=[0])}, bytes(8)), "impossible offsets"),
+        (safetensors_bytes({"t": described(shape=[3])}, bytes(12)), "'t' of x needs 12 bytes and has 8"),
+        (safetensors_bytes({"t": described(), "u": described(data_offsets=[4, 12])}, b""), "'t' and 'u' of x overlap"),
     ],
 )
 def test_wrong_claims_are_refused(data: bytes, said: str) -> None:
@@ -105,7 +101,7 @@ def test_wrong_claims_are_refused(data: bytes, said: str) -> None:
 
 def test_a_truncated_file_says_how_much_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(safetensors_bytes({"t": one()}, bytes(8))[:-3])
+    path.write_bytes(safetensors_bytes({"t": described()}, bytes(8))[:-3])
     with pytest.raises(FormatError, match="ends 3 bytes early: truncated"):
         open_weights(path)
 

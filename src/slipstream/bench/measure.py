@@ -121,7 +121,7 @@ def compare(
             result.speculative.add(pair.speculative)
             result.answers += 1
             result.same += pair.same
-            result.near_ties += not pair.same and _is_near_tie(llm, target, history, pair, plan)
+            result.near_ties += not pair.same and _is_near_tie(llm, history, pair, plan)
             on_pair(pair)
     return result
 
@@ -157,11 +157,16 @@ def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str) -> Completi
     return done
 
 
-def _is_near_tie(llm: LLM, target: str, history: list[Message], pair: Pair, plan: Plan) -> bool:
-    from slipstream.bench.near_tie import explain_difference
+def _is_near_tie(llm: LLM, history: list[Message], pair: Pair, plan: Plan) -> bool:
+    # Imported here: texts hardly ever differ.
+    from slipstream.tools.near_tie import explain_difference
 
-    prompt_ids = llm.prompt_ids(history, chat=True)
     tie = explain_difference(
-        target, prompt_ids, pair.plain.token_ids, pair.speculative.token_ids, sampling=plan.sampling
+        llm.target_source.path,
+        llm.prompt_ids(history, chat=True),
+        pair.plain.token_ids,
+        pair.speculative.token_ids,
+        plan.sampling,
+        str(llm.describe()["weight_format"]),
     )
     return tie.is_near_tie

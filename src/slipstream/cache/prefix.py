@@ -80,10 +80,9 @@ class PrefixCache:
             leaves = [n for n in self._nodes if not n.children and self._table.holders(n.page) == 1]
             if not leaves:
                 break
-            leaves.sort(key=lambda n: n.last_used)
-            for leaf in leaves[: pages_wanted - freed]:
-                self._forget_branch(leaf)
-                freed += 1
+            # one at a time: a parent that becomes a leaf may be older than the leaves still there
+            self._forget_branch(min(leaves, key=lambda n: n.last_used))
+            freed += 1
         return freed
 
     def evictable(self) -> int:

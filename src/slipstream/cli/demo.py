@@ -38,8 +38,8 @@ def command(
     try:
         describe = llm.describe()
         if not json_output:
-            ui.line(f"{describe['target']} with {describe['draft']}, {describe['weight_format']} weights, "
-                    f"{describe['threads']} threads. {describe['format_choice']}")
+            ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")
+            ui.line(f"Weights in {describe['weight_format']}: {describe['format_choice']}")
             ui.line("Coloured text was drafted and accepted; the rest is the target's own.")
         result = compare(
             llm, _TARGET, conversations, plan, lambda pair: None if json_output else _show(ui, llm, pair)
@@ -68,7 +68,7 @@ def _show(ui: Ui, llm: LLM, pair: Pair) -> None:
         ui.write(text, DRAFTED_STYLE if drafted else None)
     ui.write(" …\n" if len(pair.speculative.text) > _SHOWN_CHARACTERS else "\n")
     plain, speculative = pair.plain.stats, pair.speculative.stats
-    ui.note(
+    ui.line(
         f"plain {plain.tokens_per_second:.1f} tok/s · speculative {speculative.tokens_per_second:.1f} tok/s · "
         f"tau {speculative.tau:.2f} · {'same text' if pair.same else 'different text'}"
     )

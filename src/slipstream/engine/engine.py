@@ -13,11 +13,11 @@ from slipstream.cache.pools import KvPools
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.runner import ForwardResult, Runner, RowWork
+from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.scheduler import Scheduler, StepPlan, Ticket
 from slipstream.engine.session import Session
 from slipstream.errors import RequestError
-from slipstream.speculative.accept import accept_chain, cut_verdict
+from slipstream.speculative.accept import accept_chain
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.text.tokenizer import Tokenizer
@@ -208,8 +208,7 @@ class Engine:
     ) -> tuple[Ticket, int, list[TokenOut], str]:
         session = self._session(ticket)
         proposed = sampled.proposed[item]
-        whole = accept_chain(proposed, sampled.chosen[item])
-        verdict, _ = cut_verdict(whole, ticket.request.stop_token_ids, ticket.max_tokens - ticket.generated)
+        verdict = accept_chain(proposed, sampled.chosen[item])
         tokens = self._token_outs(ticket, item, verdict.tokens, verdict.accepted, result, sampled)
         taken, text = session.absorb(tokens)
         session.record_step(len(proposed), min(verdict.accepted, taken), taken, *seconds)

@@ -148,7 +148,7 @@ class LLM:
         }
 
     @overload
-    def generate(self, prompts: str, *, chat: bool = False, **settings: object) -> Completion: ...
+    def generate(self, prompts: str, *, chat: bool = False, **settings: object) -> Completion: ...  # type: ignore[overload-overlap]
     @overload
     def generate(self, prompts: Sequence[str], *, chat: bool = False, **settings: object) -> list[Completion]: ...
     def generate(
@@ -195,7 +195,8 @@ class LLM:
                         if event.finish_reason is not None:
                             left.discard(event.request_id)
         finally:
-            if any([self._engine.cancel(request_id) for request_id in left]):
+            cancelled = [self._engine.cancel(request_id) for request_id in left]
+            if any(cancelled):
                 self._engine.step()
         return [gathered[request.id] for request in requests]
 
@@ -213,10 +214,10 @@ class LLM:
         ids = self.tokenizer.encode(prompt)
         if not ids:
             # an empty prompt still needs one token for the target to speak after
-            start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else min(self.tokenizer.eos_ids, default=None)
-            if start is None:
+            starts = [self.tokenizer.bos_id] if self.tokenizer.bos_id is not None else sorted(self.tokenizer.eos_ids)
+            if not starts:
                 raise RequestError("the prompt is empty and this tokenizer has no BOS token", "give some text")
-            ids = [start]
+            ids = starts[:1]
         return ids
 
     def request(self, prompt_ids: Sequence[int], **settings: object) -> Request:

@@ -70,7 +70,8 @@ def make_group(
     last_page = -(-positions.stop // page_tokens)
     keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
     queries = torch.arange(positions.start, positions.stop)[:, None]
-    visible = (keys >= earliest) & (keys <= (queries if pattern.causal else torch.full_like(queries, positions.stop - 1)))
+    last_visible = queries if pattern.causal else torch.full_like(queries, positions.stop - 1)
+    visible = (keys >= earliest) & (keys <= last_visible)
     if pattern.window:
         visible &= queries - keys < pattern.window
         if not pattern.causal:

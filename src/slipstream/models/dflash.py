@@ -114,7 +114,7 @@ class DFlashDrafter:
     def write_context(
         self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """Projects the taps of committed rows into every layer's keys and values [layers, pages, heads, tokens, dim]."""
+        """Projects the taps of committed rows into all layers' keys and values [layers, pages, heads, tokens, dim]."""
         config = self.config
         context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
         projected = self.context_kv(context)

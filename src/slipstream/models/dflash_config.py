@@ -95,7 +95,8 @@ def _refuse_other_drafters(reader: ConfigReader, nested: ConfigReader) -> None:
     for section in (reader, nested):
         for key in ("markov_rank", "selector_rank", "conv_kernel_size", "draft_vocab_size", "transformer_layer_config"):
             if section.has(key) and section.values[key] != 0:
-                raise ConfigError(f"{reader.label}: drafters with '{key}' are not supported", "use a plain DFlash drafter")
+                message = f"{reader.label}: drafters with '{key}' are not supported"
+                raise ConfigError(message, "use a plain DFlash drafter")
         section.require("sample_from_anchor", (False,), "a block that samples from the anchor")
 
 
@@ -135,9 +136,9 @@ def read_gguf(metadata: Mapping[str, object], label: str, vocab_size: int | None
     layers = reader.integer("dflash.block_count")
     reader.require("dflash.sample_from_anchor", (False,), "a block that samples from the anchor")
     if not reader.has("dflash.target_layers"):
-        raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; taps cannot be guessed safely")
+        raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; a guess costs acceptance")
     if not reader.has("dflash.rope.freq_base"):
-        raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; theta cannot be guessed safely")
+        raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; a guess costs acceptance")
     return DFlashConfig(
         label=label,
         hidden_size=hidden,

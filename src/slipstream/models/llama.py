@@ -90,7 +90,7 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool
     if config.integer(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
     if not config.has(f"{arch}.rope.freq_base"):
-        raise ConfigError(f"{config.label}: no '{arch}.rope.freq_base'", "convert the model again; a guess would be wrong")
+        raise ConfigError(f"{config.label}: no '{arch}.rope.freq_base'", "convert the model again with a newer tool")
     scaling = config.text(f"{arch}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ConfigError(f"{config.label}: rope scaling '{scaling}' in a GGUF target is not supported")

@@ -58,7 +58,8 @@ def read_rope(config: ConfigReader, dim: int, max_positions: int) -> RopeConfig:
         )
     if kind == "yarn":
         return _read_yarn(scaling, theta, dim, original, max_positions)
-    raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", "supported: default, linear, llama3, yarn")
+    supported = "supported: default, linear, llama3, yarn"
+    raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", supported)
 
 
 def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max_positions: int) -> RopeConfig:

@@ -88,4 +88,5 @@ class Weights:
         left = [name for name in self.file.names() if name not in self._taken and not ignored(name)]
         if left:
             shown = ", ".join(sorted(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-            raise ConfigError(f"unknown tensors in {self.file.path.name}: {shown}", "this model needs a newer slipstream")
+            message = f"unknown tensors in {self.file.path.name}: {shown}"
+            raise ConfigError(message, "the model has parts this version does not compute")

@@ -1,0 +1,194 @@
+"""The promises about text and acceptance as functions of their size: `make test` runs a sample, `make verify` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from slipstream.bench.workloads import BUILT_IN, read_prompts
+from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.llm import LLM, Completion
+from slipstream.tools.near_tie import explain_difference
+from slipstream.types import Request, RequestStats
+
+GREEDY: dict[str, object] = {}
+SAMPLED: dict[str, object] = {"temperature": 0.8, "seed": 7}
+EVERYTHING: dict[str, object] = {
+    "temperature": 0.8, "seed": 11, "top_p": 0.95, "top_k": 200, "min_p": 0.01, "repetition_penalty": 1.1,
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logprobs": 3,
+}
+GREEDY_PENALISED: dict[str, object] = {"repetition_penalty": 1.2, "frequency_penalty": 0.1}
+
+
+@cache
+def real_pair(weight_format: WeightFormat = "int4", prefill_chunk: int = 256, draft: str = "auto") -> LLM:
+    """The default pair, loaded once per setting and checked after every step."""
+    return LLM(
+        "smollm2", draft,
+        config=EngineConfig(weight_format=weight_format, prefill_chunk=prefill_chunk, check_integrity=True),
+    )
+
+
+def eval_prompts(count: int) -> list[str]:
+    """First turns of the evaluation sets, taken in turn so that every count has some of each."""
+    sets = [[turns[0] for turns in read_prompts(name)] for name in BUILT_IN]
+    mixed = [group[i] for i in range(max(map(len, sets))) for group in sets if i < len(group)]
+    return mixed[:count]
+
+
+@dataclass(slots=True)
+class Identity:
+    """Texts compared with and without speculation, and what speculation did meanwhile."""
+
+    same: int = 0
+    of: int = 0
+    near_ties: int = 0
+    tokens: int = 0
+    plain: RequestStats = field(default_factory=RequestStats)
+    speculative: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def ok(self) -> bool:
+        """All texts equal but for proven near-ties, which are rarer than one in 20,000 tokens; drafts accepted."""
+        allowed = self.tokens / 20_000
+        explained = self.same + self.near_ties == self.of
+        return explained and self.near_ties <= allowed and self.speculative.accepted > 0.5 * self.of
+
+    def row(self) -> str:
+        return (
+            f"{self.same}/{self.of} same, {self.near_ties} near-ties, {self.tokens} tokens, "
+            f"drafted {self.speculative.drafted}, accepted {self.speculative.accepted}, tau {self.speculative.tau:.2f}"
+        )
+
+
+def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completion]]) -> Identity:
+    """Counts equal texts (log-probabilities included where asked for) and proves the rest to be near-ties or not."""
+    result = Identity()
+    for request, plain, speculative in pairs:
+        result.of += 1
+        result.tokens += len(plain.token_ids)
+        result.plain.add(plain.stats)
+        result.speculative.add(speculative.stats)
+        if plain.token_ids == speculative.token_ids:
+            ours = [(t.logprob, t.top_logprobs) for t in plain.tokens]
+            same_logprobs = not llm.exact or ours == [(t.logprob, t.top_logprobs) for t in speculative.tokens]
+            result.same += plain.text == speculative.text and same_logprobs
+        else:
+            weight_format = str(llm.describe()["weight_format"])
+            tie = explain_difference(
+                llm.target_source.path, request.prompt_ids, plain.token_ids, speculative.token_ids, request.sampling,
+                weight_format,
+            )
+            result.near_ties += tie.is_near_tie
+    return result
+
+
+def identity(
+    llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], mode: str = "chain", batch: int = 1,
+    chat: bool = True,
+) -> Identity:
+    """Every prompt plain and speculative, `batch` at a time, cold."""
+    base = {"max_tokens": tokens, "cache_prompt": False, **settings}
+    pairs: list[tuple[Request, Completion, Completion]] = []
+    for start in range(0, len(prompts), batch):
+        ids = [llm.prompt_ids(prompt, chat=chat) for prompt in prompts[start : start + batch]]
+        plain = [llm.request(prompt, mode="plain", **base) for prompt in ids]
+        fast = [llm.request(prompt, mode=mode, **base) for prompt in ids]
+        pairs += zip(plain, llm.run(plain), llm.run(fast), strict=True)
+    return compare_pairs(llm, pairs)
+
+
+MIXED: tuple[tuple[str, dict[str, object]], ...] = (
+    ("chain", {"max_tokens": 1.0}),
+    ("chain", {"max_tokens": 0.75, "temperature": 0.8, "seed": 3}),
+    ("chain:8", {"max_tokens": 1.0, "temperature": 1.0, "seed": 5, "top_p": 0.9}),
+    ("plain", {"max_tokens": 0.5}),
+    ("chain:4", {"max_tokens": 0.25, "repetition_penalty": 1.2}),
+    ("chain", {"max_tokens": 1.0, "temperature": 0.6, "seed": 9, "logprobs": 2}),
+    ("plain", {"max_tokens": 0.6, "temperature": 0.9, "seed": 4, "min_p": 0.05}),
+    ("chain:2", {"max_tokens": 0.4, "stop": ("\n\n",)}),
+)
+
+
+def mixed_batches(llm: LLM, prompts: Sequence[str], tokens: int) -> Identity:
+    """Eight requests at once, no two with the same settings, against each alone in plain mode."""
+    pairs: list[tuple[Request, Completion, Completion]] = []
+    for start in range(0, len(prompts), len(MIXED)):
+        alone, together = [], []
+        for prompt, (mode, changes) in zip(prompts[start : start + len(MIXED)], MIXED, strict=False):
+            settings = {**changes, "max_tokens": max(2, int(tokens * float(str(changes["max_tokens"]))))}
+            ids = llm.prompt_ids(prompt, chat=True)
+            alone.append(llm.request(ids, mode="plain", cache_prompt=False, **settings))
+            together.append(llm.request(ids, mode=mode, cache_prompt=False, **settings))
+        plain = [llm.run([request])[0] for request in alone]
+        pairs += zip(alone, plain, llm.run(together), strict=True)
+    return compare_pairs(llm, pairs)
+
+
+@dataclass(slots=True)
+class HitReport:
+    """The same prompts cold and after a prefix hit, speculative, and the plain text beside them."""
+
+    texts: Identity
+    cold: RequestStats
+    warm: RequestStats
+    cached_share: float
+
+    @property
+    def tau_ratio(self) -> float:
+        return self.warm.tau / self.cold.tau
+
+
+def prefix_hits(llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object]) -> HitReport:
+    """Runs each prompt twice with the prompt cache on; the second must be a hit and lose nothing."""
+    assert llm.engine.prefix is not None
+    cold, warm = RequestStats(), RequestStats()
+    pairs: list[tuple[Request, Completion, Completion]] = []
+    for prompt in prompts:
+        llm.engine.prefix.clear()
+        ids = _padded(llm, prompt)
+        plain = llm.request(ids, mode="plain", max_tokens=tokens, cache_prompt=False, **settings)
+        requests = [llm.request(ids, mode="chain", max_tokens=tokens, **settings) for _ in range(2)]
+        text, first, second = (llm.run([request])[0] for request in (plain, *requests))
+        cold.add(first.stats)
+        warm.add(second.stats)
+        pairs.append((plain, text, second))
+    share = warm.cached_tokens / warm.prompt_tokens
+    return HitReport(compare_pairs(llm, pairs), cold, warm, share)
+
+
+def _padded(llm: LLM, prompt: str) -> list[int]:
+    """A prompt long enough to fill at least two pages, so that there is something to hit."""
+    text = prompt
+    while len(ids := llm.prompt_ids(text, chat=True)) < 2 * PAGE_TOKENS + 5:
+        text = f"{text}\n\n{prompt}"
+    return ids
+
+
+def page_edge_prompts(llm: LLM, prompts: Sequence[str]) -> list[list[int]]:
+    """Prompts whose length is a page's multiple, one below it and one above it."""
+    edges = []
+    for index, prompt in enumerate(prompts):
+        ids = _padded(llm, prompt)
+        edges.append(ids[: 2 * PAGE_TOKENS + (index % 3 - 1)])
+    return edges
+
+
+def edge_identity(llm: LLM, prompt_ids: Sequence[Sequence[int]], tokens: int, settings: dict[str, object]) -> Identity:
+    """Given token ids plain and speculative, cold."""
+    pairs = []
+    for ids in prompt_ids:
+        plain = llm.request(ids, mode="plain", max_tokens=tokens, cache_prompt=False, ignore_eos=True, **settings)
+        fast = llm.request(ids, mode="chain", max_tokens=tokens, cache_prompt=False, ignore_eos=True, **settings)
+        pairs.append((plain, llm.run([plain])[0], llm.run([fast])[0]))
+    return compare_pairs(llm, pairs)
+
+
+def total_tau(llm: LLM, prompts: Sequence[str], tokens: int, **settings: object) -> RequestStats:
+    """Acceptance over prompts, each alone."""
+    total = RequestStats()
+    for prompt in prompts:
+        done = llm.generate(prompt, chat=True, max_tokens=tokens, **{"cache_prompt": False, "mode": "chain", **settings})
+        total.add(done.stats)
+    return total

@@ -1,0 +1,95 @@
+"""Text is the same with and without speculation, and speculation was really at work, on the real pair."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import checks
+
+pytestmark = pytest.mark.e2e
+PROMPTS, TOKENS = 3, 64
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [checks.GREEDY, checks.SAMPLED, checks.EVERYTHING, checks.GREEDY_PENALISED],
+    ids=["greedy", "sampled", "everything", "greedy-penalised"],
+)
+def test_alone(settings: dict[str, object]) -> None:
+    report = checks.identity(checks.real_pair(), checks.eval_prompts(PROMPTS), TOKENS, settings)
+    assert report.ok, report.row()
+
+
+@pytest.mark.parametrize("mode", ["chain:2", "chain:8"])
+def test_narrower_widths(mode: str) -> None:
+    report = checks.identity(checks.real_pair(), checks.eval_prompts(2), TOKENS, checks.SAMPLED, mode=mode)
+    assert report.ok, report.row()
+    assert len(report.speculative.verified_at) == int(mode[6:]) - 1
+
+
+def test_batch_of_eight_mixed_requests() -> None:
+    report = checks.mixed_batches(checks.real_pair(), checks.eval_prompts(8), TOKENS)
+    assert report.ok, report.row()
+
+
+def test_prefill_in_chunks_of_64() -> None:
+    chunked, whole = checks.real_pair(prefill_chunk=64), checks.real_pair()
+    prompts = checks.eval_prompts(PROMPTS)
+    report = checks.identity(chunked, prompts, TOKENS, checks.GREEDY)
+    assert report.ok, report.row()
+    assert report.speculative.tau == checks.total_tau(whole, prompts, TOKENS).tau
+
+
+def test_after_a_prefix_hit() -> None:
+    report = checks.prefix_hits(checks.real_pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.SAMPLED)
+    assert report.texts.ok, report.texts.row()
+    assert report.cold.cached_tokens == 0
+    assert report.cached_share > 0.5
+    assert report.tau_ratio == pytest.approx(1.0, abs=0.02)
+
+
+def test_prompts_that_end_on_a_page() -> None:
+    llm = checks.real_pair()
+    edges = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
+    assert [len(ids) % 64 for ids in edges] == [63, 0, 1]
+    report = checks.edge_identity(llm, edges, TOKENS, checks.GREEDY)
+    assert report.ok, report.row()
+
+
+@pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
+def test_empty_prompt(settings: dict[str, object]) -> None:
+    llm = checks.real_pair()
+    report = checks.edge_identity(llm, [llm.prompt_ids("")], TOKENS, settings)
+    assert report.ok, report.row()
+
+
+def test_dense_fp32_differs_at_most_in_near_ties() -> None:
+    report = checks.identity(checks.real_pair("fp32"), checks.eval_prompts(2), TOKENS, checks.GREEDY)
+    assert report.ok, report.row()
+
+
+def test_one_target_forward_per_step_whatever_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = checks.real_pair()
+    target = llm.engine._runner.target
+    calls: list[int] = []
+    forward = target.forward
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return forward(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "forward", counted)
+    for prompt in checks.eval_prompts(4):
+        llm.engine.add(llm.request(llm.prompt_ids(prompt, chat=True), max_tokens=24, cache_prompt=False))
+    steps = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        steps += 1
+    assert len(calls) == steps
+
+
+def test_shared_noise_accepts_more_than_greedy_drafts() -> None:
+    llm, prompts = checks.real_pair(), checks.eval_prompts(6)
+    shared = checks.total_tau(llm, prompts, TOKENS, **checks.SAMPLED)
+    greedy = checks.total_tau(llm, prompts, TOKENS, share_noise=False, **checks.SAMPLED)
+    assert shared.tau > 1.03 * greedy.tau

@@ -1,0 +1,288 @@
+"""Every known way in which speculation breaks while the text stays right: acceptance is asserted, then the fault is
+put back in and the same assertion must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.bench.workloads import read_prompts
+from slipstream.cache.prefix import PrefixCache
+from slipstream.config import EngineConfig
+from slipstream.engine.llm import LLM
+from slipstream.engine.runner import ForwardResult, Runner
+from slipstream.kernels.reference import rms_norm
+from slipstream.kernels.rows import RowBatch, RowGroup, make_group
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.rope import RotaryTable
+from slipstream.speculative import draft as draft_module
+from slipstream.types import RequestStats
+from tests import checks
+
+pytestmark = pytest.mark.e2e
+TOKENS = 64
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return checks.real_pair()
+
+
+@pytest.fixture(scope="module")
+def healthy_tau() -> float:
+    tau = measured_tau(checks.real_pair())
+    assert tau > 3.0
+    return tau
+
+
+def code_prompts() -> list[str]:
+    return [turns[0] for turns in read_prompts("humaneval", 3)]
+
+
+def measured_tau(llm: LLM) -> float:
+    return checks.total_tau(llm, code_prompts(), TOKENS).tau
+
+
+def drafter_of(llm: LLM) -> DFlashDrafter:
+    block = llm.engine._runner.drafter
+    assert block is not None
+    return block.drafter
+
+
+def assert_collapsed(tau: float, healthy: float) -> None:
+    """The acceptance check of a healthy run would fail."""
+    assert tau < 0.9 * healthy, f"the fault costs nothing: {tau:.2f} of {healthy:.2f}"
+
+
+def long_prompt(llm: LLM, length: int) -> list[int]:
+    """A chat prompt of about this many tokens: a long document, then a question about code."""
+    document = "\n\n".join(turn for turns in read_prompts("mt-bench") for turn in turns) * 3
+    question = code_prompts()[0]
+    ids = llm.prompt_ids(question, chat=True)
+    filler = llm.tokenizer.encode(document)[: length - len(ids)]
+    return [*llm.prompt_ids("", chat=True)[:-4], *filler, *ids]
+
+
+def run_ids(llm: LLM, ids: Sequence[int], tokens: int = TOKENS, **settings: object) -> RequestStats:
+    request = llm.request(ids, max_tokens=tokens, **{"cache_prompt": False, "mode": "chain", **settings})
+    return llm.run([request])[0].stats
+
+
+def test_1_prefix_restored_without_its_draft_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = checks.eval_prompts(3)
+    report = checks.prefix_hits(llm, prompts, TOKENS, checks.GREEDY)
+    assert report.cached_share > 0.5
+    assert report.tau_ratio == pytest.approx(1.0, abs=0.02)
+
+    take = PrefixCache.take
+
+    def forgetful(self: PrefixCache, tokens: Sequence[int], draft_key: str | None) -> list[int]:
+        pages = take(self, tokens, draft_key)
+        llm.engine._pools.draft_keys[:, pages] = 0
+        llm.engine._pools.draft_values[:, pages] = 0
+        return pages
+
+    monkeypatch.setattr(PrefixCache, "take", forgetful)
+    assert_collapsed(checks.prefix_hits(llm, prompts, TOKENS, checks.GREEDY).tau_ratio, 1.0)
+
+
+def test_1b_pages_of_a_plain_request_are_no_hit_for_a_drafting_one(llm: LLM) -> None:
+    assert llm.engine.prefix is not None
+    llm.engine.prefix.clear()
+    ids = long_prompt(llm, 300)
+    cold = run_ids(llm, ids)
+    run_ids(llm, ids, mode="plain", cache_prompt=True)
+    after_plain = run_ids(llm, ids, cache_prompt=True)
+    assert (after_plain.cached_tokens, after_plain.accepted) == (0, cold.accepted)
+    enriched = run_ids(llm, ids, cache_prompt=True)
+    assert enriched.cached_tokens > 200
+    assert enriched.accepted == cold.accepted
+    assert run_ids(llm, ids, mode="plain", cache_prompt=True).cached_tokens > 200
+
+
+def test_2_taps_kept_only_for_the_last_prefill_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = checks.real_pair(prefill_chunk=64)
+    ids = long_prompt(llm, 300)
+    healthy = run_ids(llm, ids).tau
+    assert healthy == run_ids(checks.real_pair(), ids).tau
+
+    write = Runner.write_context
+
+    def last_chunk_only(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
+        if result.logits[0].shape[0]:
+            write(self, result, kept)
+
+    llm.engine._pools.draft_keys.zero_()
+    llm.engine._pools.draft_values.zero_()
+    monkeypatch.setattr(Runner, "write_context", last_chunk_only)
+    assert_collapsed(run_ids(llm, ids).tau, healthy)
+
+
+def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = code_prompts()
+    alone = [checks.total_tau(llm, [prompt], TOKENS).accepted for prompt in prompts]
+
+    def together() -> list[int]:
+        done = llm.generate(prompts, chat=True, max_tokens=TOKENS, mode="chain", cache_prompt=False)
+        return [completion.stats.accepted for completion in done]
+
+    assert together() == alone
+
+    write = Runner.write_context
+
+    def first_rows_for_all(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
+        if result.taps is not None:
+            taps = result.taps.clone()
+            for item, count in kept:
+                start = result.starts[item]
+                taps[start : start + count] = result.taps[:count]
+            result = dataclasses.replace(result, taps=taps)
+        write(self, result, kept)
+
+    monkeypatch.setattr(Runner, "write_context", first_rows_for_all)
+    assert_collapsed(sum(together()), sum(alone))
+
+
+def test_4_rollback_that_forgets_the_draft_context(
+    llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measured_tau(llm) == healthy_tau
+    write = Runner.write_context
+
+    def prefill_only(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
+        if result.batch.token_ids.shape[0] > 16:
+            write(self, result, kept)  # decoding leaves the rejected block's own keys behind
+
+    monkeypatch.setattr(Runner, "write_context", prefill_only)
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = long_prompt(llm, 4097 + 40)
+    assert len(ids) > 4096
+    healthy = run_ids(llm, ids).tau
+    assert healthy > 0.9 * run_ids(llm, ids[-1000:]).tau
+
+    write = draft_module.BlockDrafter.write_context
+
+    def wrapped(self: draft_module.BlockDrafter, taps: Tensor, batch: RowBatch, rows: Tensor) -> None:
+        beyond = batch.positions >= 4096
+        pages = torch.where(beyond, batch.pages[0] * 0, batch.pages)
+        write(self, taps, dataclasses.replace(batch, pages=pages), rows)
+
+    llm.engine._pools.draft_keys.zero_()
+    llm.engine._pools.draft_values.zero_()
+    monkeypatch.setattr(draft_module.BlockDrafter, "write_context", wrapped)
+    assert_collapsed(run_ids(llm, ids).tau, healthy)
+
+
+def test_6_drafter_sees_no_more_context_than_it_was_trained_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.draft_window == 480
+    ids = long_prompt(llm, 2500)
+    healthy = run_ids(llm, ids).tau
+    block = llm.engine._runner.drafter
+    monkeypatch.setattr(block, "window", 0)
+    assert_collapsed(run_ids(llm, ids).tau, healthy)
+
+
+def test_7_wrong_rope_theta(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafter_of(llm)
+    assert drafter.config.rope.theta == 100_000
+    wrong = dataclasses.replace(drafter.config.rope, theta=1_000_000.0)
+    monkeypatch.setattr(drafter, "rotary", RotaryTable(wrong))
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_7_scaled_embedding(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafter_of(llm)
+    monkeypatch.setattr(drafter, "config", dataclasses.replace(drafter.config, input_embedding_scale=24.0))
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_7_context_normed_per_layer(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafter_of(llm)
+    project = drafter.context_kv
+
+    def renormed(context: Tensor) -> Tensor:
+        norms = [layer.input_norm for layer in drafter.layers]
+        outputs = [project(rms_norm(context, norm, drafter.config.rms_eps)) for norm in norms]
+        size = outputs[0].shape[1] // len(norms)
+        return torch.cat([out[:, i * size : (i + 1) * size] for i, out in enumerate(outputs)], dim=1)
+
+    monkeypatch.setattr(drafter, "context_kv", renormed)
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_7_taps_off_by_one(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    drafter = drafter_of(llm)
+    taps = tuple(layer + shift for layer in drafter.config.target_layer_ids)
+    monkeypatch.setattr(drafter, "config", dataclasses.replace(drafter.config, target_layer_ids=taps))
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_7_causal_block_where_the_drafter_is_bidirectional(
+    llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def causal(*args: object, **kwargs: object) -> RowGroup:
+        group = make_group(*args, **kwargs)  # type: ignore[arg-type]
+        rows, keys = group.mask.shape
+        positions = args[1]
+        assert isinstance(positions, range)
+        first = keys - (-(-positions.stop // 64) * 64 - positions.start)
+        future = torch.arange(keys)[None] > first + torch.arange(rows)[:, None]
+        return dataclasses.replace(group, mask=group.mask.masked_fill(future, float("-inf")))
+
+    monkeypatch.setattr(draft_module, "make_group", causal)
+    assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_9_sums_that_depend_on_the_row_count(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = checks.eval_prompts(3)
+    assert checks.identity(llm, prompts, TOKENS, checks.GREEDY).ok
+    for layer in llm.engine._runner.target.layers:
+        monkeypatch.setattr(layer, "down", _uneven(layer.down))
+    assert not checks.identity(llm, prompts, TOKENS, checks.GREEDY).same == len(prompts)
+
+
+def _uneven(matrix: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """bf16-sized differences between one row and several, as split-K kernels have them."""
+
+    def product(rows: Tensor) -> Tensor:
+        out = matrix(rows)
+        return out if rows.shape[0] == 1 else out * (1 + 2.0**-7)
+
+    return product
+
+
+def test_10_a_reader_that_goes_away_harms_nobody(llm: LLM, healthy_tau: float) -> None:
+    stream = llm.stream(code_prompts()[0], chat=True, max_tokens=TOKENS)
+    next(stream)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check()
+    assert measured_tau(llm) == healthy_tau
+
+
+def test_12_state_left_over_from_the_last_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = code_prompts()
+
+    def second_after_first() -> int:
+        run_ids(llm, long_prompt(llm, 600))
+        return checks.total_tau(llm, prompts[1:], TOKENS).accepted
+
+    fresh = LLM("smollm2", config=EngineConfig(weight_format=llm.engine._runner.target.weight_format))
+    alone = checks.total_tau(fresh, prompts[1:], TOKENS).accepted
+    assert second_after_first() == alone
+
+    def unmasked(*args: object, **kwargs: object) -> RowGroup:
+        group = make_group(*args, **kwargs)  # type: ignore[arg-type]
+        return dataclasses.replace(group, mask=torch.zeros_like(group.mask))
+
+    monkeypatch.setattr(draft_module, "make_group", unmasked)
+    assert_collapsed(second_after_first(), alone)

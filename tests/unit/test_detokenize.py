@@ -1,0 +1,96 @@
+"""Streaming text: whatever the cuts, the pieces add up to the whole, and no piece holds half a character."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.text.detokenize import IncrementalDetokenizer
+from slipstream.text.tokenizer import Tokenizer
+from tests.helpers_models import smollm2_metadata
+from tests.unit.test_tokenizer import metadata, sentencepiece, smollm2
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip)
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [*pieces, detokenizer.flush()]
+
+
+cut_lists = st.lists(st.integers(0, 40), max_size=12)
+
+
+@given(st.lists(st.integers(0, 49200), max_size=40), cut_lists, st.booleans())
+@settings(deadline=None)
+def test_pieces_add_up_on_the_real_vocabulary(ids: list[int], cuts: list[int], skip: bool) -> None:
+    assert "".join(stream(smollm2(), ids, cuts, skip)) == smollm2().decode(ids, skip_special=skip)
+
+
+@given(st.lists(st.integers(0, 262), max_size=40), cut_lists, st.booleans())
+@settings(deadline=None)
+def test_pieces_add_up_on_raw_bytes(ids: list[int], cuts: list[int], skip: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata())
+    assert "".join(stream(tokenizer, ids, cuts, skip)) == tokenizer.decode(ids, skip_special=skip)
+
+
+@given(st.lists(st.integers(0, 300), max_size=40), cut_lists, st.booleans())
+@settings(deadline=None)
+def test_pieces_add_up_on_sentencepiece(ids: list[int], cuts: list[int], skip: bool) -> None:
+    tokenizer = sentencepiece()
+    assert "".join(stream(tokenizer, ids, cuts, skip)) == tokenizer.decode(ids, skip_special=skip)
+
+
+@given(st.text(min_size=1, max_size=30))
+@settings(deadline=None)
+def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
+    text = text.replace("\ufffd", "")
+    tokenizer = Tokenizer.from_gguf(metadata())
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push([index]) for index in tokenizer.encode(text, parse_special=False)]
+    assert "".join(pieces) == text
+    assert detokenizer.flush() == ""
+
+
+def test_a_split_character_waits_for_its_last_byte() -> None:
+    tokenizer = Tokenizer.from_gguf(metadata())
+    ids = tokenizer.encode("👩")
+    assert len(ids) == 4
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.push([index]) for index in ids] == ["", "", "", "👩"]
+    assert detokenizer.push(ids[:2]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_are_left_out_on_request() -> None:
+    ids = smollm2().encode("<|im_start|>hi<|im_end|>")
+    assert IncrementalDetokenizer(smollm2()).push(ids) == "hi"
+    assert IncrementalDetokenizer(smollm2(), skip_special=False).push(ids) == "<|im_start|>hi<|im_end|>"
+
+
+@pytest.mark.parametrize(("continues", "expected"), [(False, "the there"), (True, " the there")])
+def test_a_continuation_keeps_its_leading_space(continues: bool, expected: str) -> None:
+    tokenizer = sentencepiece()
+    detokenizer = IncrementalDetokenizer(tokenizer, continues=continues)
+    assert "".join(detokenizer.push([index]) for index in tokenizer.encode("the there", add_bos=False)) == expected
+
+
+def test_cost_does_not_grow_with_the_text() -> None:
+    assert smollm2_metadata()
+    detokenizer = IncrementalDetokenizer(smollm2())
+    ids = smollm2().encode("The quick brown fox jumps over the lazy dog. ")
+
+    def seconds(repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            for index in ids:
+                detokenizer.push([index])
+        return time.perf_counter() - start
+
+    seconds(50)
+    early = min(seconds(200) for _ in range(3))
+    seconds(5000)
+    assert min(seconds(200) for _ in range(3)) < 5 * early

@@ -1,0 +1,233 @@
+"""The prefix cache: what is found again, what it may serve, what goes first, and that no page is ever lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.prefix import PrefixCache
+
+PAGE = 4
+
+
+def make(pages: int = 32) -> tuple[PageTable, PrefixCache]:
+    table = PageTable(pages)
+    return table, PrefixCache(table, PAGE)
+
+
+def put(table: PageTable, cache: PrefixCache, tokens: list[int], key: str | None = None) -> list[int]:
+    """Computes `tokens` into pages of their own, remembers them, and lets go of them as a finished request does."""
+    pages = table.allocate(-(-len(tokens) // PAGE))
+    cache.put(tokens, pages, key)
+    table.release(pages)
+    return pages
+
+
+def found(table: PageTable, cache: PrefixCache, tokens: list[int], key: str | None = None) -> list[int]:
+    pages = cache.take(tokens, key)
+    table.release(pages)
+    return pages
+
+
+def test_the_longest_common_prefix_in_whole_pages_is_taken() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(14)))
+    assert len(cache.held()) == 3, "the half-filled last page is not remembered"
+    assert found(table, cache, list(range(20))) == pages[:3]
+    assert found(table, cache, [*range(9), 77, 78, 79, 80]) == pages[:2]
+    assert found(table, cache, [9, *range(1, 20)]) == []
+    assert cache.hits == 2
+
+
+def test_branches_share_their_stem() -> None:
+    table, cache = make()
+    stem = put(table, cache, [1] * 4 + [2] * 4)
+    branch = put(table, cache, [1] * 4 + [3] * 4)
+    assert found(table, cache, [1] * 4 + [3] * 4 + [0]) == [stem[0], branch[1]]
+    assert sorted(cache.held()) == sorted([*stem, branch[1]])
+    assert table.free == table.total - 3, "the second copy of the stem came free"
+
+
+@pytest.mark.parametrize(("length", "pages"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
+def test_one_token_is_always_left_to_run(length: int, pages: int) -> None:
+    table, cache = make()
+    put(table, cache, list(range(12)))
+    assert len(found(table, cache, list(range(length)))) == pages
+
+
+def test_a_taken_page_is_held_for_the_taker() -> None:
+    table, cache = make()
+    page = put(table, cache, [1, 2, 3, 4])[0]
+    taken = cache.take([1, 2, 3, 4, 5], None)
+    assert taken == [page] and table.holders(page) == 2
+    table.check([*cache.held(), *taken])
+
+
+def test_a_page_without_draft_context_serves_plain_requests_only() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(8)), None)
+    assert found(table, cache, list(range(9)), "drafter") == []
+    assert cache.hits == 0
+    assert found(table, cache, list(range(9)), None) == pages
+
+
+def test_a_page_with_draft_context_serves_its_own_drafter_and_plain_requests() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(8)), "drafter")
+    assert found(table, cache, list(range(9)), "drafter") == pages
+    assert found(table, cache, list(range(9)), None) == pages
+    assert found(table, cache, list(range(9)), "another") == []
+
+
+def test_a_drafting_hit_ends_where_draft_context_ends() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(4)), "drafter")
+    put(table, cache, list(range(8)), None)
+    assert found(table, cache, list(range(9)), "drafter") == pages
+    assert len(found(table, cache, list(range(9)), None)) == 2
+
+
+def test_the_richer_page_replaces_the_poorer_and_never_the_other_way_round() -> None:
+    table, cache = make()
+    plain = table.allocate(1)
+    cache.put([1, 2, 3, 4], plain, None)
+    table.release(plain)
+    rich = table.allocate(1)
+    assert rich != plain
+    cache.put([1, 2, 3, 4], rich, "drafter")
+    table.release(rich)
+    assert cache.held() == rich and table.holders(plain[0]) == 0
+    assert found(table, cache, [1, 2, 3, 4, 5], "drafter") == rich
+    put(table, cache, [1, 2, 3, 4], None)
+    assert cache.held() == rich
+    assert table.free == table.total - 1
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    table, cache = make()
+    owners = {put(table, cache, [letter] * 4)[0]: letter for letter in (1, 2, 3)}
+    found(table, cache, [1] * 5)
+    order = []
+    while cache.held():
+        before = set(cache.held())
+        assert cache.evict(1) == 1
+        order += [owners[page] for page in before - set(cache.held())]
+    assert order == [2, 3, 1]
+    assert table.free == table.total
+
+
+def test_leaves_go_before_the_pages_they_hang_on() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(12)))
+    for left in (2, 1, 0):
+        assert cache.evict(1) == 1
+        assert sorted(cache.held()) == pages[:left]
+    assert cache.evict(1) == 0
+
+
+def test_an_old_chain_goes_whole_before_a_page_used_since() -> None:
+    table, cache = make()
+    put(table, cache, [1] * 12)
+    recent = put(table, cache, [2] * 4)
+    assert cache.evict(3) == 3
+    assert cache.held() == recent
+
+
+def test_held_pages_are_never_evicted() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(12)))
+    taken = cache.take(list(range(9)), None)
+    assert taken == pages[:2]
+    assert cache.evictable() == 1
+    assert cache.evict(3) == 1, "only the page nobody reads may go"
+    assert cache.evict(3) == 0
+    table.check([*cache.held(), *taken])
+    table.release(taken)
+    assert cache.evictable() == 2
+    assert cache.evict(9) == 2
+    assert table.free == table.total
+
+
+def test_a_page_below_a_held_one_counts_and_one_above_does_not() -> None:
+    table, cache = make()
+    pages = put(table, cache, list(range(12)))
+    table.share([pages[1]])
+    assert cache.evictable() == 1, "pages[0] leads to a held page, pages[2] hangs below it"
+    assert cache.evict(3) == 1
+
+
+def test_a_page_handed_to_somebody_else_is_a_failed_restore_and_its_branch_is_forgotten() -> None:
+    table, cache = make(3)
+    pages = put(table, cache, list(range(12)))
+    table.release([pages[1]])  # the fault: the cache's own reference is given away
+    assert table.allocate(1) == [pages[1]]
+    assert cache.take(list(range(13)), None) == [pages[0]]
+    assert cache.failed_restores == 1
+    assert cache.held() == [pages[0]]
+    assert table.holders(pages[1]) == 1, "the new owner keeps its page"
+    assert table.holders(pages[2]) == 0, "what hung below is let go"
+    assert cache.take(list(range(13)), None) == [pages[0]]
+    assert cache.failed_restores == 1, "counted once"
+
+
+def test_a_page_that_lies_free_is_a_failed_restore_too() -> None:
+    table, cache = make(3)
+    pages = put(table, cache, list(range(8)))
+    table.release([pages[0]])
+    assert cache.take(list(range(9)), None) == []
+    assert (cache.failed_restores, cache.hits, cache.held()) == (1, 0, [])
+    assert table.free == table.total
+
+
+def test_clear_lets_go_of_everything() -> None:
+    table, cache = make()
+    for letter in range(4):
+        put(table, cache, [7] * 4 + [letter] * 8)
+    cache.clear()
+    assert cache.held() == [] and table.free == table.total
+    assert found(table, cache, [7] * 5) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    table, cache = make(24)
+    known: dict[int, tuple[tuple[int, ...], str | None]] = {}  # page -> what was last written into it
+    live: list[list[int]] = []
+    for _ in range(1000):
+        move = rng.random()
+        if move < 0.6:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4)) for _ in range(PAGE)] + [9] * rng.randrange(3)
+            key = rng.choice([None, "drafter"])
+            pages = cache.take(tokens, key)
+            assert len(pages) * PAGE < len(tokens)
+            for index, page in enumerate(pages):
+                written, context = known[page]
+                assert written == tuple(tokens[: (index + 1) * PAGE]), "a page of another text"
+                assert key is None or context == key, "a page without the draft context"
+            missing = -(-len(tokens) // PAGE) - len(pages)
+            cache.evict(missing - table.free)
+            if table.free < missing:
+                table.release(pages)
+                continue
+            fresh = table.allocate(missing)
+            for index, page in enumerate(fresh, start=len(pages)):
+                known[page] = (tuple(tokens[: (index + 1) * PAGE]), key)
+            cache.put(tokens, pages + fresh, key)
+            live.append(pages + fresh)
+        elif move < 0.9 and live:
+            table.release(live.pop(rng.randrange(len(live))))
+        else:
+            could = cache.evictable()
+            wanted = rng.randrange(5)
+            assert cache.evict(wanted) == min(wanted, could)
+        if len(live) > 4:
+            table.release(live.pop(0))
+        table.check([*cache.held(), *(page for pages in live for page in pages)])
+    assert cache.hits > 100 and cache.failed_restores == 0
+    for pages in live:
+        table.release(pages)
+    cache.clear()
+    assert table.free == table.total

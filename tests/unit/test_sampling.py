@@ -1,0 +1,210 @@
+"""Penalties and filters against plain loops, and the promise that a row's token is its own whatever the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.noise import gumbel_rows
+from slipstream.speculative.sampling import RowSampler, filter_logits, log_probabilities
+from slipstream.types import SamplingParams
+
+EVERYTHING = SamplingParams(
+    temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.4,
+    frequency_penalty=0.2, seed=11,
+)
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def penalised_row(row: Tensor, prompt: list[int], generated: list[int], params: SamplingParams) -> list[float]:
+    """One row, one token at a time."""
+    result = []
+    for token, value in enumerate(row.tolist()):
+        if token in prompt or token in generated:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        count = generated.count(token)
+        result.append(value - params.frequency_penalty * count - params.presence_penalty * (count > 0))
+    return result
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(repetition_penalty=0.7),
+        SamplingParams(presence_penalty=1.5),
+        SamplingParams(frequency_penalty=0.9),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.5),
+    ],
+    ids=str,
+)
+def test_penalties_count_the_prompt_the_answer_and_the_proposals_before_each_row(params: SamplingParams) -> None:
+    vocab, prompt, answer, proposed = 12, [1, 1, 5], [2, 2, 5], [3, 3, 2, 7]
+    for seed in range(20):
+        logits = random_logits(5, vocab, seed, spread=1.0)
+        sampler = RowSampler(params, vocab, prompt, share_noise=True)
+        sampler.observe(answer[:2])
+        sampler.observe(answer[2:])
+        chosen = sampler.choose(logits, 10, torch.tensor(proposed))
+        for row in range(5):
+            expected = penalised_row(logits[row], prompt, answer + proposed[:row], params)
+            assert int(chosen[row]) == max(range(vocab), key=expected.__getitem__)
+
+
+def test_proposals_leave_no_trace_unless_they_are_committed() -> None:
+    params, logits = SamplingParams(presence_penalty=2.0), torch.tensor([[1.0, 0.9, 0.0]])
+    sampler = RowSampler(params, 3, [2], share_noise=True)
+    sampler.choose(logits.expand(3, -1), 0, torch.tensor([0, 0]))
+    nothing = torch.empty(0, dtype=torch.long)
+    assert sampler.choose(logits, 0, nothing).tolist() == [0]
+    sampler.observe([0])
+    assert sampler.choose(logits, 0, nothing).tolist() == [1]
+
+
+def kept_by_hand(row: list[float], params: SamplingParams) -> set[int]:
+    """min-p, then top-k, then top-p over what is left, in fp64; no two values of the row are equal."""
+    left = sorted(range(len(row)), key=lambda token: -row[token])
+    if params.min_p > 0:
+        left = [token for token in left if row[token] >= row[left[0]] + math.log(params.min_p)]
+    if params.top_k:
+        left = left[: params.top_k]
+    total = math.fsum(math.exp(row[token]) for token in left)
+    mass, kept = 0.0, set()
+    for token in left:
+        kept.add(token)
+        mass += math.exp(row[token]) / total
+        if mass >= params.top_p:
+            break
+    return kept
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=1), SamplingParams(top_k=7), SamplingParams(top_k=500), SamplingParams(min_p=0.05),
+        SamplingParams(min_p=1.0), SamplingParams(top_p=0.5), SamplingParams(top_p=0.95),
+        SamplingParams(top_p=1e-6), SamplingParams(top_k=20, top_p=0.8), SamplingParams(min_p=0.1, top_p=0.7),
+        SamplingParams(top_k=9, top_p=0.9, min_p=0.2), SamplingParams(),
+    ],
+    ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}",
+)
+def test_filters_keep_what_a_plain_loop_keeps(params: SamplingParams) -> None:
+    logits = random_logits(6, 300, seed=5)
+    filtered = filter_logits(logits, params)
+    for row in range(6):
+        kept = set(filtered[row].isfinite().nonzero().flatten().tolist())
+        assert kept == kept_by_hand(logits[row].tolist(), params)
+        assert torch.equal(filtered[row][list(kept)], logits[row][list(kept)]), "what is kept is not changed"
+
+
+def test_a_nucleus_larger_than_the_first_guess() -> None:
+    logits = random_logits(3, 5000, seed=6, spread=0.1)
+    logits[1, 17] = 30.0  # a row whose nucleus is one token, in the company of flat ones
+    filtered = filter_logits(logits, SamplingParams(top_p=0.9))
+    sizes = filtered.isfinite().sum(dim=-1).tolist()
+    assert sizes[1] == 1
+    for row in (0, 2):
+        expected = kept_by_hand(logits[row].tolist(), SamplingParams(top_p=0.9))
+        assert len(expected) > 4000
+        different = set(filtered[row].isfinite().nonzero().flatten().tolist()) ^ expected
+        assert len(different) <= 2, "thousands of fp32 terms may move the edge by a token"
+
+
+def test_a_filter_never_hides_every_token() -> None:
+    for logits in (torch.zeros(2, 3000), random_logits(2, 3000)):
+        for params in (SamplingParams(top_p=1e-9, top_k=1, min_p=1.0), SamplingParams(top_p=0.999999)):
+            assert bool(filter_logits(logits, params).isfinite().any(dim=-1).all())
+
+
+@pytest.mark.parametrize("vocab", [50, 5000, 49152])
+@pytest.mark.parametrize(
+    "params", [EVERYTHING, SamplingParams(top_p=0.9), SamplingParams(top_p=0.3, min_p=0.001)], ids=["all", "p", "pm"]
+)
+def test_filtered_rows_of_a_batch_equal_single_rows_bit_for_bit(vocab: int, params: SamplingParams) -> None:
+    logits = random_logits(16, vocab, seed=7) / 0.8
+    together = filter_logits(logits, params)
+    for row in range(16):
+        assert torch.equal(filter_logits(logits[row : row + 1], params)[0], together[row])
+
+
+def choices(params: SamplingParams, logits: Tensor, text: list[int], widths: list[int]) -> list[int]:
+    """Samples `text`'s successors in groups of rows: each group is an anchor and the right proposals behind it."""
+    sampler = RowSampler(params, logits.shape[1], [1, 2, 3], share_noise=True)
+    chosen: list[int] = []
+    for width in widths:
+        start = len(chosen)
+        proposed = torch.tensor(text[start : start + width - 1], dtype=torch.long)
+        chosen += sampler.choose(logits[start : start + width], 100 + start, proposed).tolist()
+        sampler.observe(chosen[start : start + width])
+    return chosen
+
+
+@pytest.mark.parametrize("vocab", [60, 5000])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 5.0])
+def test_a_seed_gives_the_same_tokens_however_rows_are_grouped(vocab: int, temperature: float) -> None:
+    params = SamplingParams(
+        temperature=temperature, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, seed=5
+    )
+    logits = random_logits(24, vocab, seed=8, spread=1.0)
+    plain = choices(params, logits, [], [1] * 24)
+    for widths in ([24], [16, 8], [5, 1, 7, 11], [2] * 12):
+        assert choices(params, logits, plain, widths) == plain
+    if temperature:
+        other = SamplingParams(temperature=temperature, top_p=0.95, seed=6)
+        assert choices(other, logits, [], [1] * 24) != plain
+
+
+def test_the_token_is_the_largest_scaled_logit_with_its_noise() -> None:
+    params = SamplingParams(temperature=0.7, seed=3)
+    logits = random_logits(4, 40)
+    chosen = RowSampler(params, 40, [0], share_noise=True).choose(logits, 9, torch.tensor([1, 2, 3]))
+    assert torch.equal(chosen, (logits / 0.7 + gumbel_rows(3, range(9, 13), 40)).argmax(dim=-1))
+
+
+def test_a_draft_shares_the_targets_noise_when_asked() -> None:
+    params, logits = SamplingParams(temperature=1.0, seed=3), random_logits(50, 40, spread=0.5)
+    sharing, greedy = (RowSampler(params, 40, [0], share_noise=share) for share in (True, False))
+    target = sharing.choose(logits, 9, torch.zeros(49, dtype=torch.long))
+    assert torch.equal(sharing.choose_draft(logits, 9), target), "the same logits must be accepted whole"
+    assert torch.equal(greedy.choose_draft(logits, 9), logits.argmax(dim=-1))
+    assert not torch.equal(greedy.choose_draft(logits, 9), target)
+    assert torch.equal(greedy.choose(logits, 9, torch.zeros(49, dtype=torch.long)), target), "drafting changes no text"
+
+
+def test_sampling_follows_the_filtered_softmax() -> None:
+    params = SamplingParams(temperature=1.5, top_k=5, seed=21)
+    row = torch.tensor([2.0, 1.0, 0.0, 1.5, -1.0, -9.0, -8.0])
+    sampler = RowSampler(params, 7, [0], share_noise=True)
+    chosen = sampler.choose(row.expand(20_000, -1), 0, torch.empty(0, dtype=torch.long))
+    counts = torch.bincount(chosen, minlength=7).double()
+    expected = filter_logits(row[None].double() / 1.5, params).softmax(dim=-1)[0] * 20_000
+    assert counts[5:].sum() == 0
+    assert ((counts - expected) ** 2 / expected)[:5].sum().item() < 18.5, "4 degrees of freedom, one in a thousand"
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+def test_log_probabilities_are_those_of_the_unmodified_target(top: int) -> None:
+    logits = random_logits(6, 30)
+    tokens = torch.tensor([0, 5, 29, 3, 3, 7])
+    chosen, values, ids = log_probabilities(logits, tokens, top)
+    for row in range(6):
+        table = [value - math.log(math.fsum(map(math.exp, logits[row].tolist()))) for value in logits[row].tolist()]
+        best = sorted(range(30), key=lambda token: -table[token])[:top]  # noqa: B023
+        assert chosen[row].item() == pytest.approx(table[int(tokens[row])], abs=1e-5)
+        assert ids[row].tolist() == best
+        assert values[row].tolist() == pytest.approx([table[token] for token in best], abs=1e-5)
+
+
+def test_log_probabilities_of_a_row_do_not_depend_on_the_batch() -> None:
+    logits = random_logits(16, 49152)
+    tokens = logits.argmax(dim=-1)
+    together = log_probabilities(logits, tokens, 3)
+    for row in (0, 7, 15):
+        alone = log_probabilities(logits[row : row + 1], tokens[row : row + 1], 3)
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))

@@ -1,0 +1,252 @@
+"""Who runs and when: admission by pages, first come first served, chunks on a fixed grid, and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.prefix import PrefixCache
+from slipstream.cache.sequence import SequenceState
+from slipstream.engine.scheduler import Scheduler, StepPlan, Ticket
+from slipstream.errors import IntegrityError, RequestError
+from slipstream.types import Request
+
+PAGE = 4
+
+
+class Bench:
+    """A scheduler with small pages, and a stand-in for the engine's commit."""
+
+    def __init__(
+        self, pages: int = 32, sequences: int = 4, waiting: int = 8, chunk: int = 8, rows: int = 16, cache: bool = False
+    ) -> None:
+        self.table = PageTable(pages)
+        self.prefix = PrefixCache(self.table, PAGE) if cache else None
+        self.scheduler = Scheduler(self.table, self.prefix, PAGE, sequences, waiting, chunk, rows)
+
+    def add(
+        self, name: str, prompt: int | list[int], max_tokens: int = 4, width: int = 1, *, cached: bool = True
+    ) -> Ticket:
+        tokens = tuple(range(prompt) if isinstance(prompt, int) else prompt)
+        state = SequenceState(self.table, PAGE, lambda source, destination: None, drafting=width > 1)
+        request = Request(id=name, prompt_ids=tokens, max_tokens=max_tokens, cache_prompt=cached)
+        ticket = Ticket(
+            request, state, len(tokens) + max_tokens + width, "drafter" if width > 1 else None, width, max_tokens
+        )
+        self.scheduler.add(ticket)
+        return ticket
+
+    def step(self) -> StepPlan:
+        """Admits, plans, and commits the plan with one new token for whoever gets one."""
+        self.scheduler.admit()
+        plan = self.scheduler.plan()
+        for chunk in plan.prefill:
+            rows, first_token = chunk.stop - chunk.start, int(chunk.last)
+            chunk.ticket.state.commit(rows, [0] * first_token, rows * chunk.ticket.state.drafting)
+            chunk.ticket.generated += first_token
+        for ticket in plan.decode:
+            ticket.state.commit(1, [0], int(ticket.state.drafting))
+            ticket.generated += 1
+        self.scheduler.check()
+        for ticket in list(self.scheduler.running):
+            if ticket.generated >= ticket.max_tokens:
+                self.scheduler.finish(ticket)
+        return plan
+
+
+def spans(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(chunk.ticket.request.id, chunk.start, chunk.stop) for chunk in plan.prefill]
+
+
+def names(tickets: list[Ticket]) -> list[str]:
+    return [ticket.request.id for ticket in tickets]
+
+
+def test_pages_for_the_whole_way_are_reserved_at_admission() -> None:
+    bench = Bench(pages=10)
+    ticket = bench.add("a", 10, max_tokens=5, width=4)
+    bench.scheduler.admit()
+    assert len(ticket.state.pages) == 5 and bench.table.free == 5, "19 positions are 5 pages of 4"
+
+
+def test_admission_stops_at_the_first_request_that_does_not_fit() -> None:
+    bench = Bench(pages=8)
+    bench.add("large", 19)
+    second = bench.add("second", 11)
+    bench.add("small", 3)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["large"]
+    assert names(list(bench.scheduler.waiting)) == ["second", "small"], "the small one does not overtake"
+    assert second.state.pages == [] and bench.table.free == 2
+    bench.scheduler.finish(bench.scheduler.running[0])
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["second", "small"]
+
+
+def test_admission_stops_at_the_number_of_sequences() -> None:
+    bench = Bench(sequences=2)
+    for name in "abc":
+        bench.add(name, 3)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["a", "b"]
+
+
+def test_chunk_borders_lie_on_an_absolute_grid() -> None:
+    bench = Bench(chunk=8)
+    bench.add("a", 21, max_tokens=1)
+    assert [spans(bench.step()) for _ in range(3)] == [[("a", 0, 8)], [("a", 8, 16)], [("a", 16, 21)]]
+
+
+def test_a_hit_in_the_middle_of_the_grid_runs_to_the_next_border() -> None:
+    bench = Bench(chunk=8, cache=True)
+    assert bench.prefix is not None
+    pages = bench.table.allocate(3)
+    bench.prefix.put(range(12), pages, None)
+    bench.table.release(pages)
+    ticket = bench.add("a", 21, max_tokens=1)
+    assert [spans(bench.step()) for _ in range(2)] == [[("a", 12, 16)], [("a", 16, 21)]]
+    assert ticket.cached_tokens == 12
+    assert bench.prefix.hits == 1
+
+
+def test_a_request_may_keep_out_of_the_cache() -> None:
+    bench = Bench(cache=True)
+    assert bench.prefix is not None
+    pages = bench.table.allocate(2)
+    bench.prefix.put(range(8), pages, None)
+    ticket = bench.add("a", 12, cached=False)
+    bench.scheduler.admit()
+    assert ticket.cached_tokens == 0 and not set(ticket.state.pages) & set(pages)
+
+
+def test_admission_evicts_what_it_needs_and_no_more() -> None:
+    bench = Bench(pages=8, cache=True)
+    assert bench.prefix is not None
+    for letter in (50, 60, 70):
+        pages = bench.table.allocate(2)
+        bench.prefix.put([letter] * 8, pages, None)
+        bench.table.release(pages)
+    bench.add("a", 11, max_tokens=4)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["a"]
+    assert len(bench.prefix.held()) == 4 and bench.table.free == 0
+    bench.scheduler.check()
+
+
+def test_a_hit_that_cannot_be_admitted_gives_its_pages_back() -> None:
+    bench = Bench(pages=8, cache=True)
+    assert bench.prefix is not None
+    pages = bench.table.allocate(2)
+    bench.prefix.put(range(8), pages, None)
+    bench.table.release(pages)
+    bench.add("running", [90] * 11, max_tokens=4)
+    bench.add("waiting", 20, max_tokens=4)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["running"]
+    bench.scheduler.check()
+
+
+def test_every_step_has_at_least_one_chunk_and_every_decoder() -> None:
+    bench = Bench(chunk=8, rows=2)
+    for name in "abc":
+        bench.add(name, 8, max_tokens=5)
+    assert spans(bench.step()) == [("a", 0, 8)], "a chunk larger than the step still runs"
+    second = bench.step()
+    assert (spans(second), names(second.decode)) == ([("b", 0, 8)], ["a"])
+    third = bench.step()
+    assert (spans(third), names(third.decode)) == ([("c", 0, 8)], ["a", "b"])
+    assert names(bench.step().decode) == ["a", "b", "c"]
+
+
+def test_chunks_fill_the_step_after_the_decoders_rows() -> None:
+    bench = Bench(chunk=8, rows=20)
+    bench.add("decoder", 4, max_tokens=20, width=4)
+    bench.step()
+    for name in "abc":
+        bench.add(name, 8, max_tokens=9)
+    plan = bench.step()
+    assert names(plan.decode) == ["decoder"]
+    assert spans(plan) == [("a", 0, 8), ("b", 0, 8)], "4 + 8 + 8 rows fill 20"
+
+
+def test_a_later_prompt_does_not_slip_past_one_that_did_not_fit() -> None:
+    bench = Bench(chunk=8, rows=12)
+    bench.add("a", 8)
+    bench.add("b", 8)
+    bench.add("c", 2)
+    assert spans(bench.step()) == [("a", 0, 8)]
+
+
+def test_a_step_never_verifies_more_rows_than_tokens_may_follow() -> None:
+    bench = Bench()
+    ticket = bench.add("a", 4, max_tokens=6, width=4)
+    widths = []
+    for generated in range(1, 6):
+        ticket.generated = generated
+        widths.append(ticket.step_width)
+    assert widths == [4, 4, 3, 2, 1]
+
+
+def test_cancelled_requests_leave_from_either_queue_with_their_pages() -> None:
+    bench = Bench(sequences=1)
+    running, waiting, stays = (bench.add(name, 6) for name in "abc")
+    bench.step()
+    assert bench.scheduler.find("b") is waiting and bench.scheduler.find("nobody") is None
+    running.cancelled = waiting.cancelled = True
+    assert names(bench.scheduler.drop_cancelled()) == ["a", "b"]
+    assert bench.table.free == bench.table.total
+    assert list(bench.scheduler.waiting) == [stays] and bench.scheduler.running == []
+    assert bench.scheduler.drop_cancelled() == []
+
+
+def test_a_request_that_could_never_run_is_refused_with_a_hint() -> None:
+    bench = Bench(pages=8)
+    with pytest.raises(RequestError, match="needs 33 cached positions, the cache holds 32") as refused:
+        bench.add("a", 28, max_tokens=4)
+    assert "lower max_tokens" in refused.value.hint
+    assert not bench.scheduler.waiting
+    bench.add("b", 27, max_tokens=4)
+
+
+def test_a_full_queue_is_refused() -> None:
+    bench = Bench(waiting=2)
+    bench.add("a", 3)
+    bench.add("b", 3)
+    with pytest.raises(RequestError, match="2 requests are waiting already"):
+        bench.add("c", 3)
+    bench.scheduler.admit()
+    bench.add("c", 3)
+
+
+def test_check_finds_a_leaked_page_and_a_page_of_nobody() -> None:
+    bench = Bench()
+    ticket = bench.add("a", 6)
+    bench.step()
+    bench.scheduler.check()
+    leaked = bench.table.allocate(1)
+    with pytest.raises(IntegrityError):
+        bench.scheduler.check()
+    bench.table.release(leaked)
+    bench.scheduler.check()
+    bench.table.release(ticket.state.pages[-1:])
+    with pytest.raises(IntegrityError):
+        bench.scheduler.check()
+
+
+def test_everybody_finishes_and_every_page_comes_back() -> None:
+    bench = Bench(pages=12, sequences=3, rows=8)
+    for index in range(8):
+        bench.add(f"r{index}", 3 + 5 * (index % 4), max_tokens=1 + index % 3, width=1 + index % 2)
+    for _ in range(60):
+        bench.step()
+    assert not bench.scheduler.running and not bench.scheduler.waiting
+    assert bench.table.free == bench.table.total
+
+
+def test_the_scheduler_imports_no_torch() -> None:
+    code = "import sys, slipstream.engine.scheduler; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
