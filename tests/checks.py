@@ -189,6 +189,6 @@ def total_tau(llm: LLM, prompts: Sequence[str], tokens: int, **settings: object)
     """Acceptance over prompts, each alone."""
     total = RequestStats()
     for prompt in prompts:
-        done = llm.generate(prompt, chat=True, max_tokens=tokens, **{"cache_prompt": False, "mode": "chain", **settings})
-        total.add(done.stats)
+        chosen = {"max_tokens": tokens, "cache_prompt": False, "mode": "chain", **settings}
+        total.add(llm.generate(prompt, chat=True, **chosen).stats)
     return total

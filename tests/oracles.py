@@ -42,7 +42,7 @@ from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.llm import Completion
-from slipstream.engine.runner import Runner, RowWork
+from slipstream.engine.runner import RowWork, Runner
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.draft import BlockDrafter, DraftJob
@@ -217,7 +217,8 @@ def our_target(
     """
     shape = model.config
     pages = sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts)
-    pools, table = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None), PageTable(pages)
+    table = PageTable(pages)
+    pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None)
     tapped: Any = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(target_layer_ids=tuple(taps))))
     runner = Runner(model, pools, PAGE_TOKENS, tapped if taps else None)
     states = [SequenceState(table, PAGE_TOKENS, pools.copy_page, bool(taps)) for _ in prompts]
@@ -410,7 +411,8 @@ class Loop:
 
 
 def their_loop(
-    target: PreTrainedModel, drafter: authors.DFlashDraftModel, ids: Sequence[int], tokens: int, stop: Sequence[int] = ()
+    target: PreTrainedModel, drafter: authors.DFlashDraftModel, ids: Sequence[int], tokens: int,
+    stop: Sequence[int] = (),
 ) -> Loop:
     """The authors' own generation, greedy."""
     with _clock_without_a_gpu():
@@ -434,8 +436,19 @@ def full_block_steps(loop: Loop | Completion, tokens: int, block: int) -> list[i
     return sizes
 
 
+def predictable_target(family: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny target of few words whose next word depends mostly on the last one: a drafter can learn some of it."""
+    target = tiny_target(family, seed)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.5)
+            layer.mlp.down_proj.weight.mul_(0.5)
+        target.lm_head.weight[3:23].mul_(3.0)
+    return target
+
+
 def train_drafter(
-    drafter: authors.DFlashDraftModel, target: PreTrainedModel, seed: int = 0, steps: int = 150
+    drafter: authors.DFlashDraftModel, target: PreTrainedModel, seed: int = 0, steps: int = 120
 ) -> authors.DFlashDraftModel:
     """A few seconds of training on the target's own greedy text, so that some drafts are right and some are not."""
     torch.manual_seed(seed)
@@ -480,7 +493,10 @@ def smollm2_oracle() -> PreTrainedModel:
 @cache
 def smollm2_fp32() -> LLM:
     """The real pair in our engine, in fp32 and with a drafter that looks as far back as the authors'."""
-    return LLM("smollm2", config=EngineConfig(weight_format="fp32", draft_window=0, cache_tokens=4096, max_context=2048))
+    config = EngineConfig(
+        weight_format="fp32", draft_window=0, cache_tokens=4096, max_context=2048, threads=torch.get_num_threads()
+    )
+    return LLM("smollm2", config=config)
 
 
 def real_prompts(count: int) -> list[str]:

@@ -102,9 +102,10 @@ def _layer(prefix: str, generator: torch.Generator, strength: float) -> dict[str
         "self_attn.o_proj": (HIDDEN, queries), "mlp.gate_proj": (_INNER, HIDDEN), "mlp.up_proj": (_INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, _INNER),
     }
-    tensors = {f"{prefix}{name}.weight": 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        tensors[f"{prefix}{name}.weight"] *= strength / 0.2
+    tensors = {}
+    for name, shape in shapes.items():
+        size = strength if name in ("self_attn.o_proj", "mlp.down_proj") else 0.2
+        tensors[f"{prefix}{name}.weight"] = size * torch.randn(shape, generator=generator)
     for name in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"{prefix}{name}.weight"] = torch.ones(HIDDEN)
     return tensors
@@ -203,7 +204,8 @@ class _Driver:
 
     def _add(self) -> None:
         rng = self.rng
-        prompt = rng.choice(self.shared)[: rng.randrange(1, 210)] + [rng.randrange(256) for _ in range(rng.randrange(6))]
+        prompt = rng.choice(self.shared)[: rng.randrange(1, 210)]
+        prompt += [rng.randrange(256) for _ in range(rng.randrange(6))]
         sampling = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 0.8]), seed=rng.randrange(1000), top_p=rng.choice([1.0, 0.9]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]), logprobs=rng.choice([None, None, 2]),

@@ -60,10 +60,10 @@ class Mode:
     @classmethod
     def parse(cls, name: str) -> Mode:
         """Reads `plain`, `chain` or `chain:ROWS`."""
-        kind, _, size = name.partition(":")
-        if kind == "plain" and not size:
+        kind, colon, size = name.partition(":")
+        if kind == "plain" and not colon:
             return cls("plain")
-        if kind == "chain" and (not size or (size.isdecimal() and int(size) >= 2)):
+        if kind == "chain" and (not colon or (size.isascii() and size.isdecimal() and int(size) >= 2)):
             return cls("chain", int(size) if size else 0)
         raise RequestError(f"unknown mode '{name}'", "use plain, chain or chain:ROWS with at least 2 rows")
 

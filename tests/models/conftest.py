@@ -1,4 +1,4 @@
-"""Tiny models run on one thread: sharing their work out costs more than the work."""
+"""One thread: sharing out the work of tiny models costs more than it saves, and others may be using the cores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    if request.node.get_closest_marker("e2e") is None:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -48,10 +48,11 @@ def test_pages_follow_their_predecessor_where_they_can() -> None:
     table = PageTable(10)
     assert table.allocate(2) == [0, 1]
     assert table.allocate(3) == [2, 3, 4]
-    assert table.allocate(2, after=4) == [5, 6]
-    table.release([2, 3])
-    assert table.allocate(1, after=0) == [2], "page 1 is taken: the first free stretch serves"
+    table.release([0, 1])
+    assert table.allocate(2, after=4) == [5, 6], "the earlier free stretch is passed over"
+    assert table.allocate(1, after=2) == [0], "page 3 is taken: the first free stretch serves"
     assert table.allocate(2, after=9) == [7, 8], "nothing follows the last page"
+    assert table.allocate(2, after=8) == [1, 9], "one page follows, two are wanted"
 
 
 def test_a_stretch_is_preferred_over_scattered_pages() -> None:

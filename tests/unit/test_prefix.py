@@ -199,7 +199,7 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
     for _ in range(1000):
         move = rng.random()
         if move < 0.6:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4)) for _ in range(PAGE)] + [9] * rng.randrange(3)
+            tokens = [rng.randrange(2) for _ in range(PAGE * rng.randrange(1, 4))] + [9] * rng.randrange(3)
             key = rng.choice([None, "drafter"])
             pages = cache.take(tokens, key)
             assert len(pages) * PAGE < len(tokens)

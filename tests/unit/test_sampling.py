@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -133,6 +134,29 @@ def test_filtered_rows_of_a_batch_equal_single_rows_bit_for_bit(vocab: int, para
         assert torch.equal(filter_logits(logits[row : row + 1], params)[0], together[row])
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch splits some sums over its threads; one thread would hide it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_edge_of_a_nucleus_does_not_depend_on_the_batch() -> None:
+    """top_p is put exactly on a token's cumulated mass, where a difference in the last bit shows."""
+    for seed in range(6):
+        logits = random_logits(16, 49152, seed)
+        total = torch.log_softmax(logits, dim=-1).amax(dim=-1) - logits.amax(dim=-1)
+        mass = (logits.topk(64, dim=-1).values + total[:, None]).exp().cumsum(dim=-1)
+        for row in range(16):
+            params = SamplingParams(top_p=float(mass[row, 40]))
+            together = filter_logits(logits[[row, row - 1]], params)[0].isfinite()
+            alone = filter_logits(logits[row : row + 1], params)[0].isfinite()
+            assert torch.equal(alone, together)
+
+
 def choices(params: SamplingParams, logits: Tensor, text: list[int], widths: list[int]) -> list[int]:
     """Samples `text`'s successors in groups of rows: each group is an anchor and the right proposals behind it."""
     sampler = RowSampler(params, logits.shape[1], [1, 2, 3], share_noise=True)
@@ -195,7 +219,7 @@ def test_log_probabilities_are_those_of_the_unmodified_target(top: int) -> None:
     chosen, values, ids = log_probabilities(logits, tokens, top)
     for row in range(6):
         table = [value - math.log(math.fsum(map(math.exp, logits[row].tolist()))) for value in logits[row].tolist()]
-        best = sorted(range(30), key=lambda token: -table[token])[:top]  # noqa: B023
+        best = sorted(range(30), key=lambda token: -table[token])[:top]
         assert chosen[row].item() == pytest.approx(table[int(tokens[row])], abs=1e-5)
         assert ids[row].tolist() == best
         assert values[row].tolist() == pytest.approx([table[token] for token in best], abs=1e-5)

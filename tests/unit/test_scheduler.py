@@ -136,6 +136,24 @@ def test_admission_evicts_what_it_needs_and_no_more() -> None:
     bench.scheduler.check()
 
 
+def test_a_request_that_cannot_start_yet_evicts_nothing() -> None:
+    bench = Bench(pages=10, cache=True)
+    assert bench.prefix is not None
+    for letter in (50, 60):
+        pages = bench.table.allocate(2)
+        bench.prefix.put([letter] * 8, pages, None)
+        bench.table.release(pages)
+    bench.add("running", [90] * 15, max_tokens=4)
+    bench.add("waiting", [91] * 30, max_tokens=4)
+    for _ in range(3):
+        bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["running"]
+    assert len(bench.prefix.held()) == 4, "pages it could not use anyway stay for others"
+    bench.scheduler.finish(bench.scheduler.running[0])
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["waiting"]
+
+
 def test_a_hit_that_cannot_be_admitted_gives_its_pages_back() -> None:
     bench = Bench(pages=8, cache=True)
     assert bench.prefix is not None

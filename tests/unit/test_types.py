@@ -57,14 +57,16 @@ def test_greedy_and_penalised_say_what_they_mean() -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("plain", Mode("plain")), ("chain", Mode("chain", 0)), ("chain:2", Mode("chain", 2)), ("chain:16", Mode("chain", 16))],
+    [("plain", Mode("plain")), ("chain", Mode()), ("chain:2", Mode("chain", 2)), ("chain:16", Mode("chain", 16))],
 )
 def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
     assert Mode.parse(name) == mode
     assert str(mode) == name
 
 
-@pytest.mark.parametrize("name", ["", "tree", "chain:1", "chain:0", "chain:-4", "chain:x", "plain:4", "Chain", "chain:4:4"])
+@pytest.mark.parametrize(
+    "name", ["", "tree", "chain:1", "chain:-4", "chain:x", "plain:4", "Chain", "chain:2:2", "chain:", "plain:"]
+)
 def test_an_unknown_mode_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="unknown mode") as refused:
         Mode.parse(name)

@@ -74,6 +74,8 @@ class PageTable:
         """Asserts that the pages named by every holder, repeats included, are exactly the pages in use."""
         counts = [0] * self.total
         for page in held:
+            if not 0 <= page < self.total:
+                raise IntegrityError(f"page {page} does not exist")
             counts[page] += 1
         for page in range(self.total):
             if counts[page] != self._holders[page] or bool(counts[page]) != bool(self._used[page]):

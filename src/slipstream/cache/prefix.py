@@ -54,6 +54,11 @@ class PrefixCache:
         self.hits += bool(pages)
         return pages
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Undoes a take whose request could not start after all."""
+        self._table.release(pages)
+        self.hits -= bool(pages)
+
     def put(self, tokens: Sequence[int], pages: Sequence[int], draft_key: str | None) -> None:
         """Remembers the full pages of `tokens`; `draft_key` names the drafter whose context they carry."""
         node = self._root

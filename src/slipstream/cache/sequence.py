@@ -68,6 +68,12 @@ class SequenceState:
         self.length = length
         self.draft_length = length if self.drafting else 0
         keep = -(-length // self.page_tokens)
+        if length % self.page_tokens and self._table.holders(self.pages[keep - 1]) > 1:
+            # the page will be written again, and somebody else still reads what it holds
+            own = self._table.allocate(1)[0]
+            self._copy_page(self.pages[keep - 1], own)
+            self._table.release([self.pages[keep - 1]])
+            self.pages[keep - 1] = own
         self._table.release(self.pages[keep:])
         del self.pages[keep:]
 

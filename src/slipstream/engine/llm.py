@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ class LLM:
         self.max_context = self.config.max_context or self._target.config.max_positions
         self._engine = self._build_engine()
         self._ids = itertools.count()
+        self._inbox: dict[str, deque[GenEvent]] = {}
 
     def _load_drafter(self, target: str, draft: str | None, progress: Progress | None) -> DFlashDrafter | None:
         wanted = pair_draft(target) if draft == "auto" else draft
@@ -163,42 +165,54 @@ class LLM:
     def chat(self, messages: Messages, **settings: object) -> Completion:
         return self.run([self.request(self.prompt_ids(messages, chat=True), **settings)])[0]
 
-    def stream(self, prompt: str | Messages, *, chat: bool = False, **settings: object) -> Iterator[GenEvent]:
-        """Yields an event per step; closing the iterator cancels the request."""
+    def stream(self, prompt: str | Messages, *, chat: bool = False, **settings: object) -> EventStream:
+        """An iterator over events, one per step; closing it cancels the request."""
         request = self.request(self.prompt_ids(prompt, chat=chat or not isinstance(prompt, str)), **settings)
-        self._engine.add(request)
-        return self._stream(request.id)
+        self._start(request)
+        return EventStream(self, request.id)
 
-    def _stream(self, request_id: str) -> Iterator[GenEvent]:
-        finished = False
-        try:
-            while not finished:
-                for event in self._engine.step():
-                    if event.request_id == request_id:
-                        finished = event.finish_reason is not None
-                        yield event
-        finally:
-            if not finished and self._engine.cancel(request_id):
-                self._engine.step()
+    def _start(self, request: Request) -> None:
+        self._engine.add(request)
+        self._inbox[request.id] = deque()
+
+    def next_event(self, request_id: str) -> GenEvent:
+        """The next event of a started request; steps the engine until there is one, for everybody."""
+        inbox = self._inbox[request_id]
+        while not inbox:
+            for event in self._engine.step():
+                waiting = self._inbox.get(event.request_id)
+                if waiting is not None:
+                    waiting.append(event)
+        event = inbox.popleft()
+        if event.finish_reason is not None:
+            del self._inbox[request_id]
+        return event
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a started request and forgets what it had still to say; a finished one is left alone."""
+        if self._engine.cancel(request_id):
+            while self.next_event(request_id).finish_reason is None:
+                pass
+        self._inbox.pop(request_id, None)
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs prepared requests together and returns their completions in order."""
-        gathered = {request.id: Completion("", [], [], "error", RequestStats(), []) for request in requests}
-        left = set(gathered)
         try:
             for request in requests:
-                self._engine.add(request)
-            while left:
-                for event in self._engine.step():
-                    if event.request_id in left:
-                        _collect(gathered[event.request_id], event)
-                        if event.finish_reason is not None:
-                            left.discard(event.request_id)
+                self._start(request)
+            return [self._gather(request.id) for request in requests]
         finally:
-            cancelled = [self._engine.cancel(request_id) for request_id in left]
-            if any(cancelled):
-                self._engine.step()
-        return [gathered[request.id] for request in requests]
+            for request in requests:
+                self.cancel(request.id)
+
+    def _gather(self, request_id: str) -> Completion:
+        completion = Completion("", [], [], "error", RequestStats(), [])
+        finished = False
+        while not finished:
+            event = self.next_event(request_id)
+            _collect(completion, event)
+            finished = event.finish_reason is not None
+        return completion
 
     def prompt_ids(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
         """Token ids of raw text, or of messages through the chat template."""
@@ -251,6 +265,33 @@ class LLM:
     def __exit__(self, *exc: object) -> Literal[False]:
         self.close()
         return False
+
+
+class EventStream(Iterator[GenEvent]):
+    """The events of one request as they come; closing it early cancels the request."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._open = True
+
+    def __next__(self) -> GenEvent:
+        if not self._open:
+            raise StopIteration
+        event = self._llm.next_event(self._request_id)
+        self._open = event.finish_reason is None
+        return event
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._llm.cancel(self._request_id)
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _collect(completion: Completion, event: GenEvent) -> None:

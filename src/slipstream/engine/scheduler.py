@@ -112,9 +112,14 @@ class Scheduler:
             cached = self._prefix.take(tokens, ticket.draft_key)
         missing = -(-ticket.positions // self._page_tokens) - len(cached)
         short = missing - self._table.free
-        if short > 0 and (self._prefix is None or self._prefix.evict(short) < short):
-            self._table.release(cached)
-            return False
+        # asked first: a request that cannot start yet must not cost others their cached pages
+        if short > 0:
+            if self._prefix is None:
+                return False
+            if self._prefix.evictable() < short:
+                self._prefix.give_back(cached)
+                return False
+            self._prefix.evict(short)
         ticket.state.start(tokens, cached)
         ticket.state.reserve(ticket.positions)
         ticket.cached_tokens = ticket.state.length

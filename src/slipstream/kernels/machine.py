@@ -81,8 +81,11 @@ def _amx_survives() -> bool:
         except (OSError, ValueError):
             known = {}
     if key not in known:
-        probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120, check=False)
-        known[key] = probe.returncode == 0
+        try:
+            probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120, check=False)
+            known[key] = probe.returncode == 0
+        except subprocess.TimeoutExpired:
+            known[key] = False
         remembered.parent.mkdir(parents=True, exist_ok=True)
         scratch = remembered.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(known))
@@ -109,8 +112,8 @@ def measure_formats(
     copies = max(2, min(16, (64 << 20) // (outputs * inputs * 4)))
     passes: dict[WeightFormat, list[Callable[[], None]]] = {}
     for candidate in candidates:
-        matrices = [_random_matrix(candidate, outputs, inputs) for _ in range(copies)]
         try:
+            matrices = [_random_matrix(candidate, outputs, inputs) for _ in range(copies)]
             ready = [_row_pass(matrices, rows) for rows in _MEASURED_ROWS]
             for once in ready:
                 once()

@@ -134,7 +134,11 @@ class Decoder:
         self.layers = [DecoderLayer(weights, config, names, index) for index in range(config.layers)]
         self.norm = weights.vector("model.norm.weight", config.hidden_size)
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
-        self.head = weights.matrix([weights.source(head, (config.vocab_size, config.hidden_size))])
+        # int4 products come out in bf16, too coarse to rank a vocabulary by
+        self.head = weights.matrix(
+            [weights.source(head, (config.vocab_size, config.hidden_size))],
+            "int8" if weights.weight_format == "int4" else None,
+        )
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         weights.finish(names.ignored)

@@ -64,6 +64,9 @@ def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bo
     config.require("hidden_act", ("silu", "swish"), "this activation")
     config.require("pretraining_tp", (1,), "tensor-parallel pretraining")
     config.require("use_sliding_window", (False,), "a sliding window in this family")
+    kinds = config.values.get("layer_types")
+    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+        raise ConfigError(f"{config.label}: sliding or other special layers are not supported for this family")
     return DecoderConfig(
         family=family,
         hidden_size=hidden,

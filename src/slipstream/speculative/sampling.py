@@ -39,7 +39,8 @@ def filter_logits(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 def _nucleus_edge(scaled: Tensor, top_p: float) -> Tensor:
     """The smallest logit inside the nucleus of each row: the fewest tokens whose probability reaches top_p."""
-    total = scaled.logsumexp(dim=-1, keepdim=True)
+    # not logsumexp: torch splits the sum of a single long row over its threads, so its last bit depends on the batch
+    total = scaled.amax(dim=-1, keepdim=True) - torch.log_softmax(scaled, dim=-1).amax(dim=-1, keepdim=True)
     size = min(_NUCLEUS_GUESS, scaled.shape[-1])
     while True:
         ranked = scaled.topk(size, dim=-1).values

@@ -1,0 +1,200 @@
+"""Attention over pages against dense fp64 attention, and the bitwise promise that text identity rests on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.reference import row_attention, write_rows
+from slipstream.kernels.rows import AttentionPattern, make_group, page_runs
+
+PAGE = 64
+CAUSAL = AttentionPattern()
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Sequence:
+    """Keys, values and queries of one sequence by position."""
+
+    def __init__(self, length: int, heads: int, kv_heads: int, dim: int, seed: int = 0) -> None:
+        source = generator(seed)
+        self.length = length
+        self.keys = torch.randn(length, kv_heads, dim, generator=source)
+        self.values = torch.randn(length, kv_heads, dim, generator=source)
+        self.queries = torch.randn(length, heads, dim, generator=source)
+        self.scale = dim**-0.5
+
+    def store(self, pools: tuple[Tensor, Tensor], pages: list[int], page: int = PAGE) -> None:
+        positions = torch.arange(self.length)
+        where = torch.tensor(pages)[positions // page]
+        write_rows(pools[0], where, positions % page, self.keys)
+        write_rows(pools[1], where, positions % page, self.values)
+
+
+def empty_pools(pages: int, kv_heads: int, dim: int, page: int = PAGE, filler: float = 0.0) -> tuple[Tensor, Tensor]:
+    return torch.full((pages, kv_heads, page, dim), filler), torch.full((pages, kv_heads, page, dim), filler)
+
+
+def attend(
+    sequence: Sequence, positions: range, pages: list[int], pools: tuple[Tensor, Tensor],
+    pattern: AttentionPattern = CAUSAL, earliest: int = 0, page: int = PAGE,
+) -> Tensor:
+    group = make_group(0, positions, pages, page, pattern, earliest)
+    queries = sequence.queries[positions.start : positions.stop]
+    return row_attention(queries, *pools, [group], sequence.scale)
+
+
+def dense(sequence: Sequence, positions: range, pattern: AttentionPattern, earliest: int) -> Tensor:
+    """One row, one head at a time in fp64, what it sees said in words of positions."""
+    heads, kv_heads = sequence.queries.shape[1], sequence.keys.shape[1]
+    rows = []
+    for q in positions:
+        seen = [
+            k for k in range(earliest, positions.stop)
+            if (not pattern.causal or k <= q) and (not pattern.window or abs(q - k) < pattern.window)
+        ]
+        keys, values = sequence.keys[seen].double(), sequence.values[seen].double()
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            weights = (keys[:, shared] @ sequence.queries[q, head].double() * sequence.scale).softmax(dim=0)
+            rows.append(weights @ values[:, shared])
+    return torch.cat(rows).view(len(positions), -1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("pattern", "earliest"),
+    [
+        (AttentionPattern(), 0), (AttentionPattern(causal=False), 0), (AttentionPattern(window=9), 0),
+        (AttentionPattern(window=9, causal=False), 0), (AttentionPattern(causal=False), 21),
+        (AttentionPattern(window=30), 21), (AttentionPattern(window=1), 0),
+    ],
+    ids=str,
+)
+def test_scattered_pages_match_dense_attention(
+    heads: int, kv_heads: int, pattern: AttentionPattern, earliest: int
+) -> None:
+    page, pages = 8, [5, 6, 2, 9, 0, 1]
+    sequence = Sequence(45, heads, kv_heads, 16)
+    pools = empty_pools(10, kv_heads, 16, page, filler=1e4)  # what lies in foreign slots must not matter
+    sequence.store(pools, pages, page)
+    for positions in (range(44, 45), range(37, 45), range(32, 45), range(40, 45)):
+        expected = dense(sequence, positions, pattern, earliest)
+        seen = attend(sequence, positions, pages, pools, pattern, earliest, page)
+        assert torch.allclose(seen.double(), expected, atol=2e-6), positions
+    if earliest == 0:
+        first = range(45)
+        seen = attend(sequence, first, pages, pools, pattern, 0, page)
+        assert torch.allclose(seen.double(), dense(sequence, first, pattern, 0), atol=2e-6)
+
+
+def test_a_batch_of_sequences_is_each_sequence_on_its_own() -> None:
+    pools = empty_pools(12, 2, 16)
+    sequences = [Sequence(length, 4, 2, 16, seed) for seed, length in enumerate((70, 5, 200, 64))]
+    pages = [[3, 1], [0], [7, 8, 2, 11], [5]]
+    spans = [range(60, 70), range(4, 5), range(183, 200), range(64)]
+    groups, queries, start = [], [], 0
+    for sequence, own, span in zip(sequences, pages, spans, strict=True):
+        sequence.store(pools, own)
+        groups.append(make_group(start, span, own, PAGE, CAUSAL))
+        queries.append(sequence.queries[span.start : span.stop])
+        start += len(span)
+    together = row_attention(torch.cat(queries), *pools, groups, sequences[0].scale)
+    for sequence, own, span, group in zip(sequences, pages, spans, groups, strict=True):
+        part = together[group.start : group.stop]
+        assert torch.equal(part, attend(sequence, span, own, pools)), "to the last bit"
+        assert torch.allclose(part.double(), dense(sequence, span, CAUSAL, 0), atol=2e-6)
+
+
+SHAPES = [(9, 3, 64), (4, 4, 16), (8, 2, 64), (32, 8, 128)]
+ENDS = [1, 17, 60, 64, 65, 130, 1100]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("length", ENDS)
+def test_a_row_is_the_same_to_the_bit_in_any_number_of_rows(heads: int, kv_heads: int, dim: int, length: int) -> None:
+    """Row `length` alone (plain decoding), and as first, middle or last of 2 to 17 rows (verify)."""
+    total = length + 17
+    sequence = Sequence(total, heads, kv_heads, dim)
+    pages = list(range(math.ceil(total / PAGE)))
+    pools = empty_pools(len(pages), kv_heads, dim)
+    sequence.store(pools, pages)
+    alone = attend(sequence, range(length, length + 1), pages, pools)[0]
+    for rows in range(2, 18):
+        for index in {0, rows // 2, rows - 1}:
+            start = length - index
+            if start < 0:
+                continue
+            several = attend(sequence, range(start, start + rows), pages, pools)
+            assert torch.equal(several[index], alone), (rows, index)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES[:3])
+def test_a_prefill_chunk_sums_like_single_rows(heads: int, kv_heads: int, dim: int) -> None:
+    sequence = Sequence(300, heads, kv_heads, dim)
+    pages = list(range(5))
+    pools = empty_pools(5, kv_heads, dim)
+    sequence.store(pools, pages)
+    chunk = attend(sequence, range(44, 300), pages, pools)
+    for position in range(44, 300, 17):
+        assert torch.equal(chunk[position - 44], attend(sequence, range(position, position + 1), pages, pools)[0])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_a_row_is_the_same_to_the_bit_wherever_its_pages_lie(heads: int, kv_heads: int, dim: int) -> None:
+    sequence = Sequence(330, heads, kv_heads, dim)
+    results = []
+    for pages in ([0, 1, 2, 3, 4, 5], [9, 7, 5, 3, 1, 0], [4, 5, 6, 0, 1, 9], [3, 8, 4, 9, 5, 0]):
+        pools = empty_pools(10, kv_heads, dim, filler=7.0)
+        sequence.store(pools, pages)
+        results.append([attend(sequence, span, pages, pools) for span in (range(329, 330), range(313, 330))])
+    for single, several in results[1:]:
+        assert torch.equal(single, results[0][0]) and torch.equal(several, results[0][1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_does_not_depend_on_rejected_rows_behind_it(threads: int) -> None:
+    """Slots behind the row hold an earlier proposal's keys; they are masked, and must leave no trace."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        sequence = Sequence(100, 9, 3, 64)
+        results = []
+        for filler in (0.0, -3.0, 1e6):
+            pools = empty_pools(2, 3, 64, filler=filler)
+            sequence.store(pools, [0, 1])
+            results.append(attend(sequence, range(90, 100), [0, 1], pools))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pages_out_of_sight_are_not_read() -> None:
+    group = make_group(0, range(500, 504), list(range(20, 28)), PAGE, AttentionPattern(window=70))
+    assert group.runs == ((26, 28),) and group.mask.shape == (4, 128), "positions 431 to 503 lie on pages 6 and 7"
+    assert make_group(0, range(500, 504), list(range(20, 30)), PAGE, CAUSAL).runs == ((20, 28),), "nor those ahead"
+    assert make_group(3, range(500, 504), list(range(20, 28)), PAGE, CAUSAL, earliest=128).runs == ((22, 28),)
+
+
+def test_page_runs_join_neighbours_in_order() -> None:
+    assert page_runs([4, 5, 6, 2, 3, 9, 8]) == ((4, 7), (2, 4), (9, 10), (8, 9))
+    assert page_runs([]) == ()
+    for pages in itertools.permutations(range(5)):
+        assert [p for first, last in page_runs(pages) for p in range(first, last)] == list(pages)
+
+
+def test_written_rows_land_in_their_slots_only() -> None:
+    pool = torch.zeros(3, 2, 4, 5)
+    values = torch.randn(3, 2, 5, generator=generator(1))
+    write_rows(pool, torch.tensor([2, 0, 2]), torch.tensor([3, 1, 0]), values)
+    for row, (page, offset) in enumerate([(2, 3), (0, 1), (2, 0)]):
+        assert torch.equal(pool[page, :, offset], values[row])
+        pool[page, :, offset] = 0.0
+    assert pool.count_nonzero() == 0
