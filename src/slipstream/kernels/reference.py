@@ -15,11 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves paired (NeoX style); x [..., heads, dim], cos and sin broadcast over the heads."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotary embedding, halves paired (NeoX style); cos and sin broadcast over the heads of x [..., heads, dim].
+
+    The sine of the first half comes negated, so that exchanging the halves is all that is left to do.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
 def write_rows(pool: Tensor, pages: Tensor, offsets: Tensor, values: Tensor) -> None:
@@ -52,7 +53,7 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         mask = torch.cat((mask, mask[-1:].expand(padded - rows, -1)))
     # query heads that share a kv head become extra rows of it, so keys are never repeated
     grouped = queries.view(padded, kv_heads, share, dim).permute(1, 0, 2, 3).reshape(kv_heads, padded * share, dim)
-    scores = torch.cat([_run_scores(grouped, keys[first:last]) for first, last in group.runs])
+    scores = _joined([_run_scores(grouped, keys[first:last]) for first, last in group.runs])
     pages = scores.shape[0]
     flat = scores.permute(1, 2, 0, 3).reshape(kv_heads, padded, share, pages * page_tokens)
     weights = torch.softmax(flat.add_(mask[None, :, None, :]), dim=-1)
@@ -62,8 +63,12 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         span = paged[done : done + last - first].reshape(-1, padded * share, page_tokens)
         parts.append(torch.bmm(span, values[first:last].reshape(-1, page_tokens, dim)))
         done += last - first
-    total = torch.cat(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
+    total = _joined(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
     return total.permute(1, 0, 2, 3).reshape(padded, heads * dim)[:rows]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _run_scores(grouped: Tensor, keys: Tensor) -> Tensor:

@@ -116,12 +116,12 @@ class RotaryTable:
         self._sin = torch.empty(0, rope.dim)
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [rows, 1, dim] for positions below `end`."""
+        """cos, and sin with its first half negated, [rows, 1, dim] for positions below `end`."""
         if end > self._cos.shape[0]:
             self._grow(max(end, 2 * self._cos.shape[0], _FIRST_TABLE))
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
     def _grow(self, size: int) -> None:
         angles = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        self._cos, self._sin = both.cos() * self._scale, both.sin() * self._scale
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        self._cos, self._sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
