@@ -117,6 +117,15 @@ def test_truncate_cuts_tokens_pages_and_draft_context_together() -> None:
     assert (state.pages, state.tokens, table.free) == ([], [], 16)
 
 
+def test_truncate_into_a_shared_page_leaves_it_to_the_other_holder() -> None:
+    state, table, copies = make(2 * PAGE)
+    twin = state.fork()
+    twin.truncate(PAGE + 1)
+    assert twin.pages[0] == state.pages[0] and twin.pages[1] != state.pages[1]
+    assert copies == [(state.pages[1], twin.pages[1])]
+    assert [table.holders(page) for page in state.pages] == [2, 1]
+
+
 @pytest.mark.parametrize("length", [-1, 6])
 def test_truncate_cannot_go_forward_or_below_zero(length: int) -> None:
     state, _, _ = make(5)

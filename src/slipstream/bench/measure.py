@@ -126,6 +126,14 @@ def compare(
     return result
 
 
+def fastest_mode(llm: LLM, conversation: Conversation, modes: Sequence[str], max_tokens: int) -> str:
+    """The mode that decodes this prompt fastest here: which verify width pays is a property of the machine."""
+    _answer(llm, [_user(_WARM_UP)], Plan(max_tokens=_WARM_UP_TOKENS), modes[0])
+    plan = Plan(max_tokens=max_tokens)
+    speeds = {mode: _answer(llm, [_user(conversation[0])], plan, mode).stats.tokens_per_second for mode in modes}
+    return max(speeds, key=speeds.__getitem__)
+
+
 def turns_of(conversations: Sequence[Conversation], plan: Plan) -> int:
     """How many pairs of answers a run makes."""
     return sum(len(conversation) if plan.all_turns else 1 for conversation in conversations)

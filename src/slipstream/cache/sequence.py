@@ -61,12 +61,12 @@ class SequenceState:
         self.check()
 
     def truncate(self, length: int) -> None:
-        """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages."""
+        """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages.
+
+        OutOfPages, possible when a page shared with others must be copied, leaves the sequence as it was.
+        """
         if not 0 <= length <= self.length:
             raise IntegrityError(f"cannot truncate a sequence of {self.length} positions to {length}")
-        del self.tokens[length:]
-        self.length = length
-        self.draft_length = length if self.drafting else 0
         keep = -(-length // self.page_tokens)
         if length % self.page_tokens and self._table.holders(self.pages[keep - 1]) > 1:
             # the page will be written again, and somebody else still reads what it holds
@@ -76,6 +76,9 @@ class SequenceState:
             self.pages[keep - 1] = own
         self._table.release(self.pages[keep:])
         del self.pages[keep:]
+        del self.tokens[length:]
+        self.length = length
+        self.draft_length = length if self.drafting else 0
 
     def fork(self) -> SequenceState:
         """An independent copy: full pages are shared, the page still being written is copied."""

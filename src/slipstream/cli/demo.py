@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _TARGET = "smollm2"
 _SHOWN_CHARACTERS = 400
+_MODES = ("chain", "chain:8", "chain:4")
 
 
 def command(
@@ -28,18 +29,21 @@ def command(
     json_output: o.JsonOutput = False,
 ) -> None:
     """See the default pair write the same text with and without its drafter."""
-    from slipstream.bench.measure import Plan, compare
+    from slipstream.bench.measure import Plan, compare, fastest_mode
     from slipstream.bench.workloads import BUILT_IN, read_prompts
 
     ui = Ui(json_output)
-    plan = Plan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in BUILT_IN]
     llm = o.load(ui, _TARGET, "auto", o.engine_config("auto", threads, 0, None))
     try:
         describe = llm.describe()
+        with ui.counting("choosing the verify width", 0):
+            mode = fastest_mode(llm, conversations[0], _MODES, max_tokens)
+        plan = Plan(max_tokens=max_tokens, mode=mode)
         if not json_output:
             ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")
             ui.line(f"Weights in {describe['weight_format']}: {describe['format_choice']}")
+            ui.line(f"Speculating in mode {mode}, the fastest here of {', '.join(_MODES)}")
             ui.line("Coloured text was drafted and accepted; the rest is the target's own.")
         result = compare(
             llm, _TARGET, conversations, plan, lambda pair: None if json_output else _show(ui, llm, pair)
@@ -48,7 +52,7 @@ def command(
         llm.close()
     if json_output:
         ui.print_json({
-            "target": _TARGET, "draft": describe["draft"], "max_tokens": max_tokens,
+            "target": _TARGET, "draft": describe["draft"], "max_tokens": max_tokens, "mode": mode,
             **result.to_json(), "describe": describe,
         })
     else:

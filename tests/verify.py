@@ -1,0 +1,228 @@
+"""Every promise at full size: runs the sections below and writes docs/results.md.
+
+    python -m tests.verify               everything
+    python -m tests.verify --only NAME   some sections (repeatable), results printed instead of written
+
+Sections that measure no time run side by side, one thread each; the timed ones run alone afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.kernels.machine import usable_cores
+from tests import checks
+
+PROMPTS, TOKENS = 104, 256
+RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One line of the report: what was promised, what was seen, and whether it holds."""
+
+    promise: str
+    seen: str
+    ok: bool
+
+
+@dataclass(slots=True)
+class Report:
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def add(self, promise: str, seen: str, ok: bool) -> None:
+        self.outcomes.append(Outcome(promise, seen, ok))
+
+
+def pair(prefill_chunk: int = 256) -> checks.LLM:
+    return checks.real_pair(prefill_chunk=prefill_chunk, threads=1)
+
+
+def greedy_alone(report: Report) -> None:
+    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY)
+    report.add("greedy text, one request at a time", seen.row(), seen.ok)
+
+
+def sampled_alone(report: Report) -> None:
+    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.EVERYTHING)
+    report.add("T 0.8, seed, penalties, top-k, top-p, min-p, logprobs, one request at a time", seen.row(), seen.ok)
+
+
+def sampled_plainly(report: Report) -> None:
+    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.SAMPLED, batch=8)
+    report.add("T 0.8 with a seed, eight at a time", seen.row(), seen.ok)
+
+
+def mixed_batches(report: Report) -> None:
+    seen = checks.mixed_batches(pair(), checks.eval_prompts(PROMPTS), TOKENS)
+    report.add("eight different requests in one batch, each against itself alone and plain", seen.row(), seen.ok)
+
+
+def chunked_prefill(report: Report) -> None:
+    seen = checks.identity(pair(64), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY, batch=8)
+    report.add("prefill in chunks of 64 tokens", seen.row(), seen.ok)
+
+
+def prefix_hits(report: Report) -> None:
+    seen = checks.prefix_hits(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY)
+    hit = f"{seen.texts.row()}; {seen.cached_share:.0%} of prompt tokens cached, tau {seen.tau_ratio:.4f} of cold"
+    ok = seen.texts.ok and seen.cached_share > 0.5 and abs(seen.tau_ratio - 1) <= 0.02 and not seen.cold.cached_tokens
+    report.add("text and acceptance after a prefix hit", hit, ok)
+
+
+def edges(report: Report) -> None:
+    llm = pair()
+    prompts = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
+    seen = checks.edge_identity(llm, prompts, TOKENS, checks.GREEDY)
+    report.add("prompts that end on a page, one before and one after", seen.row(), seen.ok)
+    for name, settings in (("greedy", checks.GREEDY), ("T 0.8", checks.SAMPLED)):
+        seen = checks.edge_identity(llm, [llm.prompt_ids("")], TOKENS, settings)
+        report.add(f"the empty prompt, {name}", seen.row(), seen.ok)
+
+
+def oracles(report: Report) -> None:
+    import torch
+
+    from tests.oracles import compare_greedy, compare_loop
+
+    torch.set_num_threads(1)
+    for promise, seen in (
+        ("SmolLM2 in fp32 writes what transformers writes from the same file", compare_greedy(20, 64)),
+        ("the whole loop commits what the authors' loop commits, step by step", compare_loop(12, 64)),
+    ):
+        gaps = ", ".join(f"prompt {d.prompt} at {d.position}: logits {d.gap:.1e} apart" for d in seen.differences)
+        text = f"{seen.same}/{seen.of} same, {seen.tokens} tokens" + (f"; {gaps}" if gaps else "")
+        report.add(promise, text, seen.same == seen.of)
+
+
+def operations(report: Report) -> None:
+    from tests.tiny import random_operations
+
+    for seed in range(3):
+        seen = random_operations(1000, seed)
+        text = f"seed {seed}: {seen.free} of {seen.total} pages free at the end, {seen.accepted} drafts accepted"
+        report.add("1,000 random add/cancel/finish/fork operations leak no page", text, seen.free == seen.total)
+
+
+def fuzz(report: Report) -> None:
+    from tests.fuzz_formats import run
+
+    seen = run(2000, seed=1)
+    text = (
+        f"{seen.cases} files: {seen.loaded} loaded, {seen.refused} refused, slowest {seen.slowest:.2f} s, "
+        f"largest allocation {seen.largest_allocation / 1e6:.1f} MB"
+    )
+    report.add("damaged model files give a clear error", text, not seen.failures)
+
+
+def noise(report: Report) -> None:
+    llm, prompts = pair(), checks.eval_prompts(24)
+    shared = checks.total_tau(llm, prompts, 128, **checks.SAMPLED)
+    greedy = checks.total_tau(llm, prompts, 128, share_noise=False, **checks.SAMPLED)
+    text = f"tau {shared.tau:.3f} with shared noise, {greedy.tau:.3f} with greedy drafts"
+    report.add("shared noise accepts more at T 0.8", text, shared.tau > greedy.tau)
+
+
+def speed(report: Report) -> None:
+    """Ratios of one interleaved run per prompt set, all cores."""
+    for name in ("humaneval", "gsm8k", "mt-bench"):
+        for temperature in ("0", "0.8"):
+            command = [
+                "slipstream", "bench", "--prompts", name, "--limit", "8", "--max-tokens", "128",
+                "--temperature", temperature, "--seed", "1", "--json",
+            ]
+            program = str(Path(sys.executable).parent / command[0])
+            done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=True)
+            seen = json.loads(done.stdout)
+            plain, fast, same = seen["plain"], seen["speculative"], seen["identical"]
+            text = (
+                f"plain {plain['tokens_per_second']:.0f} tok/s, chain {fast['tokens_per_second']:.0f} tok/s "
+                f"({seen['speedup']:.2f}x), tau {fast['tau']:.2f}, novel {fast['tau_novel']:.2f}, "
+                f"{same['same']}/{same['of']} texts same; floor {seen['describe']['floor_ms']:.1f} ms a token "
+                f"({seen['describe']['weight_format']})"
+            )
+            report.add(f"`{' '.join(command)}`", text, same["same"] + same["near_ties"] == same["of"])
+
+
+Section = Callable[[Report], None]
+SIDE_BY_SIDE: tuple[Section, ...] = (
+    sampled_alone, greedy_alone, mixed_batches, edges, prefix_hits, sampled_plainly, chunked_prefill, oracles, noise,
+    operations, fuzz,
+)
+TIMED: tuple[Section, ...] = (speed,)
+
+
+def run_section(section: Section) -> tuple[list[Outcome], float]:
+    """Runs one section in a process of its own, so that none inherits another's threads or caches."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "tests.verify", "--child", section.__name__, out.name]
+        code = subprocess.run(command, check=False).returncode
+        seconds = time.monotonic() - began
+        if code:
+            return [Outcome(section.__name__, f"the section broke off with exit code {code}", False)], seconds
+        outcomes = [Outcome(**row) for row in json.loads(Path(out.name).read_text())]
+    print(f"{section.__name__}: {'ok' if all(o.ok for o in outcomes) else 'FAILED'} in {seconds:.0f} s", flush=True)
+    return outcomes, seconds
+
+
+def child(name: str, out: Path) -> None:
+    report = Report()
+    next(section for section in (*SIDE_BY_SIDE, *TIMED) if section.__name__ == name)(report)
+    rows = [{"promise": o.promise, "seen": o.seen, "ok": o.ok} for o in report.outcomes]
+    out.write_text(json.dumps(rows))
+
+
+def page(results: dict[str, tuple[list[Outcome], float]]) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Written by `make verify`; every line is a check at full size, and a failed one says so. Absolute speeds are",
+        "this machine's and mean little elsewhere: read the ratios, which come from interleaved runs.",
+        "",
+        f"Machine: {platform.processor() or platform.machine()}, {usable_cores()} usable cores, "
+        f"Python {platform.python_version()}.",
+        "",
+        "| check | seen | |",
+        "| --- | --- | --- |",
+    ]
+    for outcomes, _ in results.values():
+        lines += [f"| {o.promise} | {o.seen} | {'ok' if o.ok else '**failed**'} |" for o in outcomes]
+    minutes = sum(seconds for _, seconds in results.values()) / 60
+    return "\n".join([*lines, "", f"Process time over all sections: {minutes:.0f} minutes.", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], choices=[s.__name__ for s in (*SIDE_BY_SIDE, *TIMED)])
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child[0], Path(options.child[1]))
+        return
+    wanted = [s for s in SIDE_BY_SIDE if not options.only or s.__name__ in options.only]
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        results = dict(zip([s.__name__ for s in wanted], pool.map(run_section, wanted), strict=True))
+    for section in TIMED:
+        if not options.only or section.__name__ in options.only:
+            results[section.__name__] = run_section(section)
+    text = page(results)
+    if options.only:
+        print(text)
+    else:
+        RESULTS.write_text(text)
+    sys.exit(0 if all(o.ok for outcomes, _ in results.values() for o in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()
