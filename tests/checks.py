@@ -77,10 +77,9 @@ def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completio
             same_logprobs = not llm.exact or ours == [(t.logprob, t.top_logprobs) for t in speculative.tokens]
             result.same += plain.text == speculative.text and same_logprobs
         else:
-            weight_format = str(llm.describe()["weight_format"])
             tie = explain_difference(
                 llm.target_source.path, request.prompt_ids, plain.token_ids, speculative.token_ids, request.sampling,
-                weight_format,
+                str(llm.describe()["weight_format"]), llm.exact,
             )
             result.near_ties += tie.is_near_tie
     return result

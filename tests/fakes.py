@@ -74,7 +74,8 @@ class FakeLLM:
 
     def describe(self) -> dict[str, object]:
         return {
-            "target": self.target, "draft": self.draft, "weight_format": "int4", "threads": 2, "block_size": 16,
+            "target": self.target, "draft": self.draft, "weight_format": "int4", "exact": True, "threads": 2,
+            "block_size": 16,
             "weight_bytes": 90_000_000, "floor_ms": 3.0, "bandwidth_gbs": 30.0, "format_choice": "int4 was fastest.",
         }
 

@@ -97,7 +97,8 @@ def test_a_differing_text_is_explained_or_counted(
     result = compare(FakeLLM("t"), "t", [("a",), ("b",)], Plan())  # type: ignore[arg-type]
     assert (result.same, result.answers, result.near_ties) == (0, 2, 1)
     assert result.plain.text_hash != result.speculative.text_hash
-    path, prompt_ids, plain, speculative, sampling, weight_format = asked[0]
+    path, prompt_ids, plain, speculative, sampling, weight_format, exact = asked[0]
+    assert exact is True
     assert (path, prompt_ids, sampling, weight_format) == (Path("t"), [ord("a")], SamplingParams(), "int4")
     assert [*plain, ord("!")] == speculative
 

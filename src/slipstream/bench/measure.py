@@ -169,12 +169,14 @@ def _is_near_tie(llm: LLM, history: list[Message], pair: Pair, plan: Plan) -> bo
     # Imported here: texts hardly ever differ.
     from slipstream.tools.near_tie import explain_difference
 
+    about = llm.describe()
     tie = explain_difference(
         llm.target_source.path,
         llm.prompt_ids(history, chat=True),
         pair.plain.token_ids,
         pair.speculative.token_ids,
         plan.sampling,
-        str(llm.describe()["weight_format"]),
+        str(about["weight_format"]),
+        bool(about["exact"]),
     )
     return tie.is_near_tie

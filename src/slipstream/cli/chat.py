@@ -162,7 +162,7 @@ class Chat:
                         self.ui.write(text, DRAFTED_STYLE if drafted else None)
         except KeyboardInterrupt:
             answer.finish_reason = "cancelled"
-            del events  # an abandoned iterator cancels its request
+            events.close()
 
 
 class Answer:

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, overload
 
@@ -19,6 +20,7 @@ from slipstream.engine.memory import pool_pages
 from slipstream.engine.runner import Runner
 from slipstream.errors import RequestError
 from slipstream.formats.sources import pair_draft, resolve
+from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.machine import prepare_torch, read_bandwidth
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.loading import load_target
@@ -32,8 +34,6 @@ Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
 _SAMPLING = tuple(f.name for f in fields(SamplingParams))
 _OTHER = ("max_tokens", "stop", "mode", "share_noise", "cache_prompt", "ignore_eos")
-# int4 and int8 sum every row in one fixed order; torch's dense GEMMs may not
-_ROW_INVARIANT = ("int4", "int8")
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class LLM:
 
     def _draft_format(self) -> WeightFormat:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
-        return "int8" if self._target.weight_format in _ROW_INVARIANT else self._target.weight_format
+        return "int8" if self._target.weight_format in ROW_INVARIANT_FORMATS else self._target.weight_format
 
     def _build_engine(self) -> Engine:
         shape = self._target.config
@@ -117,10 +117,15 @@ class LLM:
     def has_draft(self) -> bool:
         return self._drafter is not None
 
-    @property
+    @cached_property
     def exact(self) -> bool:
-        """Whether speculative text equals plain text to the bit; otherwise near-ties may differ."""
-        return self._target.weight_format in _ROW_INVARIANT
+        """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
+        shape, layer = self._target.config, self._target.layers[0]
+        return (
+            self._target.weight_format in ROW_INVARIANT_FORMATS
+            and all(map(matrix_is_exact, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+            and attention_is_exact(shape.heads, shape.kv_heads, shape.head_dim, PAGE_TOKENS)
+        )
 
     @property
     def draft_window(self) -> int:

@@ -18,9 +18,8 @@ from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.types import SamplingParams
 
 Array = NDArray[np.float64]
-# How far two logits may lie apart and still trade places through rounding alone; formats that are not listed sum
-# every row in one fixed order and have no excuse.
-TOLERANCE = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 0.25}
+# How far two logits may lie apart and still trade places through rounding alone, per weight format.
+TOLERANCE = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 0.25, "int8": 0.1, "int4": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,15 @@ def explain_difference(
     second: Sequence[int],
     sampling: SamplingParams,
     weight_format: str,
+    exact: bool,
 ) -> NearTie:
-    """Measures the margin at the first token in which two completions of one prompt differ."""
+    """Measures the margin at the first token in which two completions of one prompt differ.
+
+    Where sums are `exact`, rounding is no excuse and only a true tie passes.
+    """
     pairs = enumerate(zip(first, second, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), None)
-    tolerance = TOLERANCE.get(weight_format, 0.0)
+    tolerance = 0.0 if exact else TOLERANCE[weight_format]
     if index is None:
         # one text is a beginning of the other: no choice between two tokens explains that
         return NearTie(min(len(first), len(second)), (-1, -1), math.inf, tolerance)

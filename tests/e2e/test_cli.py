@@ -1,0 +1,94 @@
+"""The command line as scripts use it, on the real pair, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
+STATS = {
+    "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "tau", "tau_novel",
+    "accept_rate", "accepted_per_position", "ttft_ms", "decode_ms", "tokens_per_second",
+}
+
+
+def slipstream(*arguments: str, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([SLIPSTREAM, *arguments], input=stdin, capture_output=True, text=True, timeout=250)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def as_json(*arguments: str, stdin: str = "") -> Any:
+    return json.loads(slipstream(*arguments, "--json", stdin=stdin).stdout)
+
+
+def test_generate_prints_one_object_and_the_same_text_in_every_mode() -> None:
+    common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "40")
+    fast, plain = as_json(*common), as_json(*common, "--plain")
+    assert set(fast) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(fast["stats"]) >= STATS
+    assert (fast["text"], fast["token_ids"]) == (plain["text"], plain["token_ids"])
+    assert fast["stats"]["accepted"] > 0 == plain["stats"]["drafted"]
+    assert fast["stats"]["steps"] < plain["stats"]["steps"] == plain["stats"]["completion_tokens"] - 1
+    assert fast["stats"]["tau"] > 1 == plain["stats"]["tau"]
+
+
+def test_generate_reads_a_prompt_file_as_raw_text(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("The capital of France is")
+    done = as_json("generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "5", "--dtype", "int8")
+    assert "Paris" in done["text"]
+    assert done["stats"]["prompt_tokens"] == 5
+
+
+def test_bench_compares_both_sides(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["Add 17 and 25.", "Now double it."]}\n{"turns": ["Name three colours."]}\n')
+    done = as_json("bench", "--prompts", str(prompts), "--max-tokens", "24", "--turns", "all")
+    assert done["identical"] == {"same": 3, "of": 3, "near_ties": 0}
+    assert done["text_hash"]["plain"] == done["text_hash"]["speculative"]
+    assert set(done["plain"]) >= STATS and set(done["speculative"]) >= STATS
+    assert done["speculative"]["accepted"] > 0 and done["speedup"] > 0
+    assert len(done["speculative"]["accepted_per_position"]) == 15, "full-block chain"
+
+
+def test_chat_keeps_the_conversation() -> None:
+    lines = slipstream("chat", "--max-tokens", "16", "--json", stdin="My name is Ada.\nWhat is my name?\n").stdout
+    first, second = map(json.loads, lines.splitlines())
+    assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"] + 16
+    assert second["stats"]["drafted"] > 0
+
+
+def test_inspect_describes_target_and_drafter() -> None:
+    target = as_json("inspect", "smollm2")
+    assert (target["architecture"], target["complete"], len(target["tensors"])) == ("llama", True, 272)
+    drafter = as_json("inspect", "smollm2-dflash")
+    assert drafter["architecture"] == "dflash"
+    assert drafter["totals"]["Q8_0"]["count"] == 36
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "--target", "no/such/folder/here", "--prompt", "x"), "no/such/folder/here"),
+        (("generate", "--target", "smolm2", "--prompt", "x"), "did you mean smollm2"),
+        (("generate", "--prompt", "x", "--draft", "smollm2"), "not a DFlash drafter"),
+        (("generate", "--prompt", "x", "--draft", "none", "--mode", "chain"), "drafter"),
+        (("generate", "--prompt", "x", "--mode", "chain:99"), "wider than the drafter's block"),
+        (("generate", "--prompt", "x", "--mode", "tree:9"), "unknown mode"),
+        (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", "--prompt", "x", "--max-tokens", "0"), "max_tokens"),
+        (("bench", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("generate", "--target", "smollm2-dflash", "--prompt", "x"), "not a supported target"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...], complaint: str) -> None:
+    done = slipstream(*arguments, code=2)
+    assert complaint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    assert not done.stdout
