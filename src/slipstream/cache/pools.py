@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,11 @@ class KvPools:
     """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens."""
 
     def __init__(self, pages: int, page_tokens: int, target: PoolShape, draft: PoolShape | None) -> None:
-        # zeroed: a masked slot still enters a sum as 0 * value, and uninitialised memory may hold NaN
-        self.target: list[tuple[Tensor, Tensor]] = [
-            (_pool(pages, page_tokens, target), _pool(pages, page_tokens, target)) for _ in range(target.layers)
-        ]
-        shape = (draft.layers, pages, draft.kv_heads, page_tokens, draft.head_dim) if draft else (0,)
-        self.draft_keys = torch.zeros(shape)
-        self.draft_values = torch.zeros(shape)
+        shape = (pages, target.kv_heads, page_tokens, target.head_dim)
+        self.target: list[tuple[Tensor, Tensor]] = [(_zeros(*shape), _zeros(*shape)) for _ in range(target.layers)]
+        shapes = (draft.layers, pages, draft.kv_heads, page_tokens, draft.head_dim) if draft else (0,)
+        self.draft_keys = _zeros(*shapes)
+        self.draft_values = _zeros(*shapes)
 
     def copy_page(self, source: int, destination: int) -> None:
         for keys, values in self.target:
@@ -41,5 +40,9 @@ class KvPools:
             self.draft_values[:, destination] = self.draft_values[:, source]
 
 
-def _pool(pages: int, page_tokens: int, shape: PoolShape) -> Tensor:
-    return torch.zeros(pages, shape.kv_heads, page_tokens, shape.head_dim)
+def _zeros(*shape: int) -> Tensor:
+    """Zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN.
+
+    numpy takes zero pages from the system and touches none of them, so a pool costs memory only as it fills.
+    """
+    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
