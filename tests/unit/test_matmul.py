@@ -118,7 +118,7 @@ def test_int4_is_exact_up_to_the_rounding_of_its_result() -> None:
     assert torch.equal(Int4Matrix(codes, scale, minimum)(rows), expected.bfloat16().float())
 
 
-def row_invariant(matrix: Matrix, rows: Tensor) -> None:
+def assert_row_invariant(matrix: Matrix, rows: Tensor) -> None:
     """Every row is the same to the bit alone, in 2 to 17 rows, and in a long chunk."""
     alone = torch.cat([matrix(rows[index : index + 1]) for index in range(rows.shape[0])])
     for count in [*range(2, 18), 32, 64, rows.shape[0]]:
@@ -137,14 +137,14 @@ def test_int4_rows_do_not_depend_on_their_number(outputs: int, inputs: int, thre
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        row_invariant(Int4Matrix(codes, scale, minimum), randn(70, inputs, seed=1))
+        assert_row_invariant(Int4Matrix(codes, scale, minimum), randn(70, inputs, seed=1))
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (33, 100), (960, 576)])
 def test_int8_rows_do_not_depend_on_their_number(outputs: int, inputs: int) -> None:
-    row_invariant(Int8Matrix(randn(outputs, inputs)), randn(70, inputs, seed=1))
+    assert_row_invariant(Int8Matrix(randn(outputs, inputs)), randn(70, inputs, seed=1))
 
 
 @pytest.mark.parametrize("outputs", [8, 24, 40])

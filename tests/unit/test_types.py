@@ -44,8 +44,9 @@ def test_a_sampling_setting_out_of_range_is_refused_by_name(settings: dict[str, 
 
 
 def test_the_borders_of_every_range_are_allowed() -> None:
-    SamplingParams(top_p=1.0, min_p=1.0, presence_penalty=-2, frequency_penalty=2, seed=MAX_SEED, logprobs=64)
-    SamplingParams(min_p=0.0, seed=0, logprobs=0)
+    upper = SamplingParams(top_p=1.0, min_p=1.0, presence_penalty=-2, frequency_penalty=2, seed=MAX_SEED, logprobs=64)
+    assert (upper.seed, upper.logprobs) == (MAX_SEED, 64)
+    assert SamplingParams(min_p=0.0, seed=0, logprobs=0).logprobs == 0
 
 
 def test_greedy_and_penalised_say_what_they_mean() -> None:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import rms_norm, rotate, row_attention, write_rows
+from slipstream.kernels.reference import rms_norm, rotate
 from slipstream.kernels.rows import RowBatch
 from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.layers import TransformerLayer, biased
 from slipstream.models.llama import GGUF_LAYER
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Progress, Weights
@@ -23,56 +23,6 @@ from slipstream.models.weights import Progress, Weights
 _GGUF_NAMES = {"hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
 # The taps reach 24,000 where the stream has attention sinks; half precision overflows in this one projection.
 _FC_FORMAT: WeightFormat = "fp32"
-
-
-class DraftLayer:
-    """One Qwen3-style layer of the drafter, for the rows of the block; context comes in through the pool."""
-
-    def __init__(self, weights: Weights, config: DFlashConfig, index: int) -> None:
-        self.config = config
-        self.pattern = config.patterns[index]
-        prefix, hidden, dim = f"layers.{index}.", config.hidden_size, config.head_dim
-        attention = prefix + "self_attn."
-        outputs = {"q_proj": config.heads * dim, "k_proj": config.kv_heads * dim, "v_proj": config.kv_heads * dim}
-        self.sources = {name: weights.source(f"{attention}{name}.weight", (n, hidden)) for name, n in outputs.items()}
-        self.biases = {
-            name: weights.vector(f"{attention}{name}.bias", n) for name, n in outputs.items() if config.attention_bias
-        }
-        self.qkv = weights.matrix(list(self.sources.values()))
-        self.qkv_bias = torch.cat(list(self.biases.values())) if self.biases else None
-        self.output = weights.matrix([weights.source(attention + "o_proj.weight", (hidden, config.heads * dim))])
-        self.output_bias = weights.vector(attention + "o_proj.bias", hidden) if config.attention_bias else None
-        self.q_norm = weights.vector(attention + "q_norm.weight", dim)
-        self.k_norm = weights.vector(attention + "k_norm.weight", dim)
-        self.input_norm = weights.vector(prefix + "input_layernorm.weight", hidden)
-        self.post_norm = weights.vector(prefix + "post_attention_layernorm.weight", hidden)
-        inner = config.intermediate_size
-        self.gate_up = weights.matrix(
-            [weights.source(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-        )
-        self.down = weights.matrix([weights.source(prefix + "mlp.down_proj.weight", (hidden, inner))])
-
-    def __call__(
-        self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
-    ) -> Tensor:
-        config = self.config
-        heads, turning = config.heads, config.heads + config.kv_heads
-        qkv = self.qkv(rms_norm(x, self.input_norm, config.rms_eps))
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias
-        qkv = qkv.view(x.shape[0], turning + config.kv_heads, config.head_dim)
-        queries = rms_norm(qkv[:, :heads], self.q_norm, config.rms_eps)
-        block_keys = rms_norm(qkv[:, heads:turning], self.k_norm, config.rms_eps)
-        turned = rotate(torch.cat((queries, block_keys), dim=1), *rotary)
-        # the block stands behind the context in the pool for the length of this pass; verify overwrites it
-        write_rows(keys, batch.pages, batch.offsets, turned[:, heads:])
-        write_rows(values, batch.pages, batch.offsets, qkv[:, turning:])
-        mixed = self.output(
-            row_attention(turned[:, :heads], keys, values, batch.groups[self.pattern], config.head_dim**-0.5)
-        )
-        x = x + (mixed if self.output_bias is None else mixed + self.output_bias)
-        gate, up = self.gate_up(rms_norm(x, self.post_norm, config.rms_eps)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
 
 
 class DFlashDrafter:
@@ -90,15 +40,15 @@ class DFlashDrafter:
         self.tap_width = fc.shape[1]
         self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], _FC_FORMAT)
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
-        self.layers = [DraftLayer(weights, config, index) for index in range(config.layers)]
+        self.layers = [
+            TransformerLayer(weights, config, f"layers.{index}.", pattern)
+            for index, pattern in enumerate(config.patterns)
+        ]
         self.norm = weights.vector("norm.weight", config.hidden_size)
-        self.context_kv = weights.matrix(
-            [layer.sources[name] for layer in self.layers for name in ("k_proj", "v_proj")]
-        )
-        self.context_bias = torch.cat(
-            [layer.biases[name] for layer in self.layers for name in ("k_proj", "v_proj")]
-        ) if config.attention_bias else None
-        self.context_k_norm = torch.stack([layer.k_norm for layer in self.layers])[:, None]
+        self.context_kv = weights.matrix([layer.projections[name] for layer in self.layers for name in ("k", "v")])
+        biases = [layer.biases[name] for layer in self.layers for name in ("k", "v") if layer.biases]
+        self.context_bias = torch.cat(biases) if biases else None
+        self.context_k_norm = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])[:, None]
         self.embed = (
             weights.embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
             if weights.has("embed_tokens.weight") else None
@@ -117,9 +67,7 @@ class DFlashDrafter:
         """Projects the taps of committed rows into all layers' keys and values [layers, pages, heads, tokens, dim]."""
         config = self.config
         context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
-        projected = self.context_kv(context)
-        if self.context_bias is not None:
-            projected = projected + self.context_bias
+        projected = biased(self.context_kv(context), self.context_bias)
         projected = projected.view(-1, config.layers, 2, config.kv_heads, config.head_dim)
         # broadcasting over layers keeps one call for all of them
         normed = rms_norm(projected[:, :, 0], torch.ones(config.head_dim), config.rms_eps) * self.context_k_norm
@@ -133,6 +81,7 @@ class DFlashDrafter:
         x = embedded
         if self.config.input_embedding_scale is not None:
             x = x * self.config.input_embedding_scale
+        # the block stands behind the context in the pools for the length of this pass
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, rotary, keys[index], values[index])
         return rms_norm(x, self.norm, self.config.rms_eps)

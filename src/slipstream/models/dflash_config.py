@@ -35,6 +35,8 @@ class DFlashConfig:
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
+    qk_norm: bool = True
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
