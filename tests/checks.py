@@ -86,18 +86,11 @@ def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completio
 
 
 def identity(
-    llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], mode: str = "chain", batch: int = 1,
-    chat: bool = True,
+    llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], mode: str = "chain", batch: int = 1
 ) -> Identity:
     """Every prompt plain and speculative, `batch` at a time, cold."""
-    base = {"max_tokens": tokens, "cache_prompt": False, **settings}
-    pairs: list[tuple[Request, Completion, Completion]] = []
-    for start in range(0, len(prompts), batch):
-        ids = [llm.prompt_ids(prompt, chat=chat) for prompt in prompts[start : start + batch]]
-        plain = [llm.request(prompt, mode="plain", **base) for prompt in ids]
-        fast = [llm.request(prompt, mode=mode, **base) for prompt in ids]
-        pairs += zip(plain, llm.run(plain), llm.run(fast), strict=True)
-    return compare_pairs(llm, pairs)
+    ids = [llm.prompt_ids(prompt, chat=True) for prompt in prompts]
+    return ids_identity(llm, ids, {"max_tokens": tokens, **settings}, mode, batch)
 
 
 MIXED: tuple[tuple[str, dict[str, object]], ...] = (
@@ -141,20 +134,26 @@ class HitReport:
         return self.warm.tau / self.cold.tau
 
 
-def prefix_hits(llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object]) -> HitReport:
+def prefix_hits(
+    llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], batch: int = 1
+) -> HitReport:
     """Runs each prompt twice with the prompt cache on; the second must be a hit and lose nothing."""
     assert llm.engine.prefix is not None
     cold, warm = RequestStats(), RequestStats()
     pairs: list[tuple[Request, Completion, Completion]] = []
-    for prompt in prompts:
+    for start in range(0, len(prompts), batch):
         llm.engine.prefix.clear()
-        ids = _padded(llm, prompt)
-        plain = llm.request(ids, mode="plain", max_tokens=tokens, cache_prompt=False, **settings)
-        requests = [llm.request(ids, mode="chain", max_tokens=tokens, **settings) for _ in range(2)]
-        text, first, second = (llm.run([request])[0] for request in (plain, *requests))
-        cold.add(first.stats)
-        warm.add(second.stats)
-        pairs.append((plain, text, second))
+        group = [_padded(llm, prompt) for prompt in prompts[start : start + batch]]
+        plain = [llm.request(ids, mode="plain", max_tokens=tokens, cache_prompt=False, **settings) for ids in group]
+        texts = llm.run(plain)
+        first, second = (
+            llm.run([llm.request(ids, mode="chain", max_tokens=tokens, **settings) for ids in group]) for _ in range(2)
+        )
+        for done in first:
+            cold.add(done.stats)
+        for done in second:
+            warm.add(done.stats)
+        pairs += zip(plain, texts, second, strict=True)
     share = warm.cached_tokens / warm.prompt_tokens
     return HitReport(compare_pairs(llm, pairs), cold, warm, share)
 
@@ -176,13 +175,16 @@ def page_edge_prompts(llm: LLM, prompts: Sequence[str]) -> list[list[int]]:
     return edges
 
 
-def edge_identity(llm: LLM, prompt_ids: Sequence[Sequence[int]], tokens: int, settings: dict[str, object]) -> Identity:
-    """Given token ids plain and speculative, cold."""
-    pairs = []
-    for ids in prompt_ids:
-        plain = llm.request(ids, mode="plain", max_tokens=tokens, cache_prompt=False, ignore_eos=True, **settings)
-        fast = llm.request(ids, mode="chain", max_tokens=tokens, cache_prompt=False, ignore_eos=True, **settings)
-        pairs.append((plain, llm.run([plain])[0], llm.run([fast])[0]))
+def ids_identity(
+    llm: LLM, prompt_ids: Sequence[Sequence[int]], settings: dict[str, object], mode: str = "chain", batch: int = 1
+) -> Identity:
+    """Given token ids plain and speculative, `batch` at a time, cold."""
+    pairs: list[tuple[Request, Completion, Completion]] = []
+    for start in range(0, len(prompt_ids), batch):
+        group = prompt_ids[start : start + batch]
+        plain = [llm.request(ids, mode="plain", cache_prompt=False, **settings) for ids in group]
+        fast = [llm.request(ids, mode=mode, cache_prompt=False, **settings) for ids in group]
+        pairs += zip(plain, llm.run(plain), llm.run(fast), strict=True)
     return compare_pairs(llm, pairs)
 
 

@@ -74,7 +74,7 @@ def chunked_prefill(report: Report) -> None:
 
 
 def prefix_hits(report: Report) -> None:
-    seen = checks.prefix_hits(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY)
+    seen = checks.prefix_hits(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY, batch=8)
     hit = f"{seen.texts.row()}; {seen.cached_share:.0%} of prompt tokens cached, tau {seen.tau_ratio:.4f} of cold"
     ok = seen.texts.ok and seen.cached_share > 0.5 and abs(seen.tau_ratio - 1) <= 0.02 and not seen.cold.cached_tokens
     report.add("text and acceptance after a prefix hit", hit, ok)
@@ -83,10 +83,11 @@ def prefix_hits(report: Report) -> None:
 def edges(report: Report) -> None:
     llm = pair()
     prompts = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
-    seen = checks.edge_identity(llm, prompts, TOKENS, checks.GREEDY)
+    settings = {"max_tokens": TOKENS, "ignore_eos": True}
+    seen = checks.ids_identity(llm, prompts, settings, batch=8)
     report.add("prompts that end on a page, one before and one after", seen.row(), seen.ok)
-    for name, settings in (("greedy", checks.GREEDY), ("T 0.8", checks.SAMPLED)):
-        seen = checks.edge_identity(llm, [llm.prompt_ids("")], TOKENS, settings)
+    for name, changes in (("greedy", checks.GREEDY), ("T 0.8", checks.SAMPLED)):
+        seen = checks.ids_identity(llm, [llm.prompt_ids("")], {**settings, **changes})
         report.add(f"the empty prompt, {name}", seen.row(), seen.ok)
 
 

@@ -52,14 +52,14 @@ def test_prompts_that_end_on_a_page() -> None:
     llm = checks.real_pair()
     edges = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
     assert [len(ids) % 64 for ids in edges] == [63, 0, 1]
-    report = checks.edge_identity(llm, edges, TOKENS, checks.GREEDY)
+    report = checks.ids_identity(llm, edges, {"max_tokens": TOKENS, "ignore_eos": True})
     assert report.ok, report.row()
 
 
 @pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
 def test_empty_prompt(settings: dict[str, object]) -> None:
     llm = checks.real_pair()
-    report = checks.edge_identity(llm, [llm.prompt_ids("")], TOKENS, settings)
+    report = checks.ids_identity(llm, [llm.prompt_ids("")], {"max_tokens": TOKENS, "ignore_eos": True, **settings})
     assert report.ok, report.row()
 
 
