@@ -1,7 +1,7 @@
 """Every promise at full size: runs the sections below and writes docs/results.md.
 
     python -m tests.verify               everything
-    python -m tests.verify --only NAME   some sections (repeatable), results printed instead of written
+    python -m tests.verify --only NAME   some sections (repeatable); the others keep their last results
 
 Sections that measure no time run side by side, one thread each; the timed ones run alone afterwards.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.kernels.machine import usable_cores
+from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
 
 PROMPTS, TOKENS = 104, 256
-RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results.md"
+STORE = ROOT / "build" / "verify"
 
 
 @dataclass(slots=True)
@@ -161,68 +163,85 @@ SIDE_BY_SIDE: tuple[Section, ...] = (
     operations, fuzz,
 )
 TIMED: tuple[Section, ...] = (speed,)
+SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 
-def run_section(section: Section) -> tuple[list[Outcome], float]:
+def run_section(section: Section) -> bool:
     """Runs one section in a process of its own, so that none inherits another's threads or caches."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        began = time.monotonic()
-        command = [sys.executable, "-m", "tests.verify", "--child", section.__name__, out.name]
-        code = subprocess.run(command, check=False).returncode
-        seconds = time.monotonic() - began
-        if code:
-            return [Outcome(section.__name__, f"the section broke off with exit code {code}", False)], seconds
-        outcomes = [Outcome(**row) for row in json.loads(Path(out.name).read_text())]
-    print(f"{section.__name__}: {'ok' if all(o.ok for o in outcomes) else 'FAILED'} in {seconds:.0f} s", flush=True)
-    return outcomes, seconds
+    began = time.monotonic()
+    code = subprocess.run([sys.executable, "-m", "tests.verify", "--child", section.__name__], check=False).returncode
+    seconds = time.monotonic() - began
+    if code:
+        store(section, [Outcome(section.__name__, f"the section broke off with exit code {code}", False)])
+    good = all(row["ok"] for row in json.loads(stored(section).read_text())["rows"])
+    print(f"{section.__name__}: {'ok' if good else 'FAILED'} in {seconds:.0f} s", flush=True)
+    return good
 
 
-def child(name: str, out: Path) -> None:
+def stored(section: Section) -> Path:
+    return STORE / f"{section.__name__}.json"
+
+
+def store(section: Section, outcomes: list[Outcome]) -> None:
+    """Keeps a section's rows with the commit they belong to, so that sections can be run one at a time."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    STORE.mkdir(parents=True, exist_ok=True)
+    rows = [{"promise": o.promise, "seen": o.seen, "ok": o.ok} for o in outcomes]
+    stored(section).write_text(json.dumps({"commit": commit or "unknown", "rows": rows}))
+
+
+def child(name: str) -> None:
+    section = next(section for section in SECTIONS if section.__name__ == name)
     report = Report()
-    next(section for section in (*SIDE_BY_SIDE, *TIMED) if section.__name__ == name)(report)
-    rows = [{"promise": o.promise, "seen": o.seen, "ok": o.ok} for o in report.outcomes]
-    out.write_text(json.dumps(rows))
+    section(report)
+    store(section, report.outcomes)
 
 
-def page(results: dict[str, tuple[list[Outcome], float]]) -> str:
+def page() -> str:
     lines = [
         "# Results",
         "",
-        "Written by `make verify`; every line is a check at full size, and a failed one says so. Absolute speeds are",
-        "this machine's and mean little elsewhere: read the ratios, which come from interleaved runs.",
+        "Written by `make verify`; every line is a check at full size, and a failed one says so. One section alone:",
+        "`python -m tests.verify --only NAME`. Absolute speeds are this machine's and mean little elsewhere: read the",
+        "ratios, which come from interleaved runs.",
         "",
-        f"Machine: {platform.processor() or platform.machine()}, {usable_cores()} usable cores, "
-        f"Python {platform.python_version()}.",
+        f"Machine: {cpu_name()}, {usable_cores()} usable cores, Python {platform.python_version()}.",
         "",
-        "| check | seen | |",
-        "| --- | --- | --- |",
+        "| section | check | seen | | commit |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for outcomes, _ in results.values():
-        lines += [f"| {o.promise} | {o.seen} | {'ok' if o.ok else '**failed**'} |" for o in outcomes]
-    minutes = sum(seconds for _, seconds in results.values()) / 60
-    return "\n".join([*lines, "", f"Process time over all sections: {minutes:.0f} minutes.", ""])
+    for section in SECTIONS:
+        if stored(section).is_file():
+            result = json.loads(stored(section).read_text())
+            for row in result["rows"]:
+                verdict = "ok" if row["ok"] else "**failed**"
+                lines.append(
+                    f"| {section.__name__} | {row['promise']} | {row['seen']} | {verdict} | {result['commit']} |"
+                )
+        else:
+            lines.append(f"| {section.__name__} | | not run | **failed** | |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], choices=[s.__name__ for s in (*SIDE_BY_SIDE, *TIMED)])
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", action="append", default=[], choices=[s.__name__ for s in SECTIONS])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child[0], Path(options.child[1]))
+        child(options.child)
         return
-    wanted = [s for s in SIDE_BY_SIDE if not options.only or s.__name__ in options.only]
+    if not options.only:
+        shutil.rmtree(STORE, ignore_errors=True)
+    wanted = [section for section in SECTIONS if not options.only or section.__name__ in options.only]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        results = dict(zip([s.__name__ for s in wanted], pool.map(run_section, wanted), strict=True))
-    for section in TIMED:
-        if not options.only or section.__name__ in options.only:
-            results[section.__name__] = run_section(section)
-    text = page(results)
-    if options.only:
-        print(text)
-    else:
-        RESULTS.write_text(text)
-    sys.exit(0 if all(o.ok for outcomes, _ in results.values() for o in outcomes) else 1)
+        good = all(list(pool.map(run_section, [section for section in wanted if section not in TIMED])))
+    for section in wanted:
+        if section in TIMED:
+            good &= run_section(section)
+    RESULTS.write_text(page())
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(monkeypatch: p
 def test_amx_is_read_from_the_cpu_flags(monkeypatch: pytest.MonkeyPatch, text: str, amx: bool) -> None:
     monkeypatch.setattr(machine, "_cpu_info", lambda: f"model name\t: Some CPU @ 2GHz\n{text}\n")
     assert machine._advertises_amx() is amx
-    assert machine._cpu_name() == "Some CPU @ 2GHz"
+    assert machine.cpu_name() == "Some CPU @ 2GHz"
 
 
 @pytest.mark.parametrize(

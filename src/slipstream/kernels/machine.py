@@ -63,7 +63,7 @@ def _advertises_amx() -> bool:
     return "amx_tile" in _cpu_info()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     for line in _cpu_info().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -73,7 +73,7 @@ def _cpu_name() -> str:
 def _amx_survives() -> bool:
     """Whether low-precision matmuls live through their first call here; asked once per machine and torch version."""
     remembered = user_cache() / "machine.json"
-    key = f"{_cpu_name()} | {platform.node()} | torch {torch.__version__}"
+    key = f"{cpu_name()} | {platform.node()} | torch {torch.__version__}"
     known: dict[str, bool] = {}
     if remembered.is_file():
         try:
