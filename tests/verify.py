@@ -60,11 +60,6 @@ def sampled_alone(report: Report) -> None:
     report.add("T 0.8, seed, penalties, top-k, top-p, min-p, logprobs, one request at a time", seen.row(), seen.ok)
 
 
-def sampled_plainly(report: Report) -> None:
-    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.SAMPLED, batch=8)
-    report.add("T 0.8 with a seed, eight at a time", seen.row(), seen.ok)
-
-
 def mixed_batches(report: Report) -> None:
     seen = checks.mixed_batches(pair(), checks.eval_prompts(PROMPTS), TOKENS)
     report.add("eight different requests in one batch, each against itself alone and plain", seen.row(), seen.ok)
@@ -129,9 +124,9 @@ def fuzz(report: Report) -> None:
 
 
 def noise(report: Report) -> None:
-    llm, prompts = pair(), checks.eval_prompts(24)
-    shared = checks.total_tau(llm, prompts, 128, **checks.SAMPLED)
-    greedy = checks.total_tau(llm, prompts, 128, share_noise=False, **checks.SAMPLED)
+    llm, prompts = pair(), checks.eval_prompts(18)
+    shared = checks.total_tau(llm, prompts, 96, **checks.SAMPLED)
+    greedy = checks.total_tau(llm, prompts, 96, share_noise=False, **checks.SAMPLED)
     text = f"tau {shared.tau:.3f} with shared noise, {greedy.tau:.3f} with greedy drafts"
     report.add("shared noise accepts more at T 0.8", text, shared.tau > greedy.tau)
 
@@ -159,7 +154,7 @@ def speed(report: Report) -> None:
 
 Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
-    sampled_alone, greedy_alone, mixed_batches, edges, prefix_hits, sampled_plainly, chunked_prefill, oracles, noise,
+    sampled_alone, greedy_alone, mixed_batches, edges, prefix_hits, chunked_prefill, oracles, noise,
     operations, fuzz,
 )
 TIMED: tuple[Section, ...] = (speed,)
