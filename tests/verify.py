@@ -2,6 +2,7 @@
 
     python -m tests.verify               everything
     python -m tests.verify --only NAME   some sections (repeatable); the others keep their last results
+    python -m tests.verify --tokens 64   shorter answers; the rows say how many tokens they stand for
 
 Sections that measure no time run side by side, one thread each; the timed ones run alone afterwards.
 """
@@ -40,6 +41,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Report:
+    tokens: int  # of each answer in the checks of text
     outcomes: list[Outcome] = field(default_factory=list)
 
     def add(self, promise: str, seen: str, ok: bool) -> None:
@@ -51,12 +53,12 @@ def pair(prefill_chunk: int = 256) -> checks.LLM:
 
 
 def greedy_alone(report: Report) -> None:
-    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY)
+    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), report.tokens, checks.GREEDY)
     report.add("greedy text, one request at a time", seen.row(), seen.ok)
 
 
 def sampled_alone(report: Report) -> None:
-    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.EVERYTHING)
+    seen = checks.identity(pair(), checks.eval_prompts(PROMPTS), report.tokens, checks.EVERYTHING)
     report.add("T 0.8, seed, penalties, top-k, top-p, min-p, logprobs, one request at a time", seen.row(), seen.ok)
 
 
@@ -66,12 +68,12 @@ def mixed_batches(report: Report) -> None:
 
 
 def chunked_prefill(report: Report) -> None:
-    seen = checks.identity(pair(64), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY, batch=8)
+    seen = checks.identity(pair(64), checks.eval_prompts(PROMPTS), report.tokens, checks.GREEDY, batch=8)
     report.add("prefill in chunks of 64 tokens", seen.row(), seen.ok)
 
 
 def prefix_hits(report: Report) -> None:
-    seen = checks.prefix_hits(pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY, batch=8)
+    seen = checks.prefix_hits(pair(), checks.eval_prompts(PROMPTS), report.tokens, checks.GREEDY, batch=8)
     hit = f"{seen.texts.row()}; {seen.cached_share:.0%} of prompt tokens cached, tau {seen.tau_ratio:.4f} of cold"
     ok = seen.texts.ok and seen.cached_share > 0.5 and abs(seen.tau_ratio - 1) <= 0.02 and not seen.cold.cached_tokens
     report.add("text and acceptance after a prefix hit", hit, ok)
@@ -80,7 +82,7 @@ def prefix_hits(report: Report) -> None:
 def edges(report: Report) -> None:
     llm = pair()
     prompts = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
-    settings = {"max_tokens": TOKENS, "ignore_eos": True}
+    settings = {"max_tokens": report.tokens, "ignore_eos": True}
     seen = checks.ids_identity(llm, prompts, settings, batch=8)
     report.add("prompts that end on a page, one before and one after", seen.row(), seen.ok)
     for name, changes in (("greedy", checks.GREEDY), ("T 0.8", checks.SAMPLED)):
@@ -161,10 +163,11 @@ TIMED: tuple[Section, ...] = (speed,)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 
-def run_section(section: Section) -> bool:
+def run_section(section: Section, tokens: int) -> bool:
     """Runs one section in a process of its own, so that none inherits another's threads or caches."""
     began = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", "tests.verify", "--child", section.__name__], check=False).returncode
+    command = [sys.executable, "-m", "tests.verify", "--child", section.__name__, "--tokens", str(tokens)]
+    code = subprocess.run(command, check=False).returncode
     seconds = time.monotonic() - began
     if code:
         store(section, [Outcome(section.__name__, f"the section broke off with exit code {code}", False)])
@@ -186,9 +189,9 @@ def store(section: Section, outcomes: list[Outcome]) -> None:
     stored(section).write_text(json.dumps({"commit": commit or "unknown", "rows": rows}))
 
 
-def child(name: str) -> None:
+def child(name: str, tokens: int) -> None:
     section = next(section for section in SECTIONS if section.__name__ == name)
-    report = Report()
+    report = Report(tokens)
     section(report)
     store(section, report.outcomes)
 
@@ -222,19 +225,21 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], choices=[s.__name__ for s in SECTIONS])
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child)
+        child(options.child, options.tokens)
         return
     if not options.only:
         shutil.rmtree(STORE, ignore_errors=True)
     wanted = [section for section in SECTIONS if not options.only or section.__name__ in options.only]
     with ThreadPoolExecutor(usable_cores()) as pool:
-        good = all(list(pool.map(run_section, [section for section in wanted if section not in TIMED])))
+        untimed = [section for section in wanted if section not in TIMED]
+        good = all(list(pool.map(run_section, untimed, [options.tokens] * len(untimed))))
     for section in wanted:
         if section in TIMED:
-            good &= run_section(section)
+            good &= run_section(section, options.tokens)
     RESULTS.write_text(page())
     sys.exit(0 if good else 1)
 
