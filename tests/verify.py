@@ -63,7 +63,7 @@ def sampled_alone(report: Report) -> None:
 
 
 def mixed_batches(report: Report) -> None:
-    seen = checks.mixed_batches(pair(), checks.eval_prompts(PROMPTS), TOKENS)
+    seen = checks.mixed_batches(pair(), checks.eval_prompts(PROMPTS), report.tokens)
     report.add("eight different requests in one batch, each against itself alone and plain", seen.row(), seen.ok)
 
 
