@@ -200,9 +200,10 @@ def page() -> str:
     lines = [
         "# Results",
         "",
-        "Written by `make verify`; every line is a check at full size, and a failed one says so. One section alone:",
-        "`python -m tests.verify --only NAME`. Absolute speeds are this machine's and mean little elsewhere: read the",
-        "ratios, which come from interleaved runs.",
+        "Written by `make verify` (104 prompts, answers of up to 256 tokens) or, section by section, by",
+        "`python -m tests.verify --only NAME [--tokens N]` with shorter answers: every row says how many tokens it",
+        "stands for and at which commit. A failed check says so. Absolute speeds are this machine's and mean little",
+        "elsewhere: read the ratios, which come from interleaved runs.",
         "",
         f"Machine: {cpu_name()}, {usable_cores()} usable cores, Python {platform.python_version()}.",
         "",
