@@ -219,7 +219,7 @@ def page() -> str:
                     f"| {section.__name__} | {row['promise']} | {row['seen']} | {verdict} | {result['commit']} |"
                 )
         else:
-            lines.append(f"| {section.__name__} | | not run | **failed** | |")
+            lines.append(f"| {section.__name__} | | | **not run** | |")
     return "\n".join([*lines, ""])
 
 
