@@ -10,6 +10,11 @@ from slipstream.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**63 - 1
+MAX_TREE_ROWS = 256
+GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
+    "off": (), "entropy": ("floor", "hard", "patience"), "ema": ("margin", "sustain", "warmup"),
+    "auto": ("margin", "probe"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +57,85 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a request is decoded: plain, or a chain verified at a width in rows (the anchor counted; 0: full block)."""
+    """What a request's steps verify: nothing (plain), a chain, a tree, or whatever pays most (auto).
 
-    kind: Literal["plain", "chain"] = "chain"
+    `width` counts rows, the anchor included (0: the full block). A seeded tree holds the likeliest chain first.
+    """
+
+    kind: Literal["plain", "chain", "tree", "auto"] = "auto"
     width: int = 0
+    seeded: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Reads `plain`, `chain` or `chain:ROWS`."""
-        kind, colon, size = name.partition(":")
-        if kind == "plain" and not colon:
-            return cls("plain")
-        if kind == "chain" and (not colon or (size.isascii() and size.isdecimal() and int(size) >= 2)):
-            return cls("chain", int(size) if size else 0)
-        raise RequestError(f"unknown mode '{name}'", "use plain, chain or chain:ROWS with at least 2 rows")
+        """Reads `plain`, `chain`, `chain:ROWS`, `tree:ROWS`, `tree:ROWS:seed` or `auto`."""
+        kind, *rest = name.split(":")
+        if kind in ("plain", "chain", "auto") and not rest:
+            return cls(kind)  # type: ignore[arg-type]
+        rows = rest[0] if rest else ""
+        if kind in ("chain", "tree") and rows.isascii() and rows.isdecimal() and 2 <= int(rows) <= MAX_TREE_ROWS:
+            if len(rest) == 1:
+                return cls(kind, int(rows))  # type: ignore[arg-type]
+            if kind == "tree" and rest[1:] == ["seed"]:
+                return cls("tree", int(rows), seeded=True)
+        raise RequestError(
+            f"unknown mode '{name}'",
+            f"use plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto, with 2 to {MAX_TREE_ROWS} rows",
+        )
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.width}" if self.width else self.kind
+        return ":".join([self.kind, *([str(self.width)] if self.width else []), *(["seed"] if self.seeded else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """When a request stops speculating; every kind reads only its own thresholds.
+
+    `ema` gives up when the average of committed * plain time / step time stays under `margin`; `entropy` when the
+    target's top-1 probability stays under `floor` or falls under `hard`; `auto` weighs expected tokens against
+    measured milliseconds before every step and tries again after `probe` plain tokens, then twice as many.
+    """
+
+    kind: Literal["off", "entropy", "ema", "auto"] = "off"
+    margin: float = 1.0
+    sustain: int = 3
+    warmup: int = 2
+    floor: float = 0.90
+    hard: float = 0.45
+    patience: int = 2
+    probe: int = 16
+
+    @classmethod
+    def parse(cls, name: str) -> Gate:
+        """Reads `KIND` or `KIND:threshold=value,threshold=value`."""
+        kind, _, rest = name.partition(":")
+        if kind not in GATE_THRESHOLDS:
+            raise RequestError(f"unknown gate '{name}'", f"use one of {', '.join(GATE_THRESHOLDS)}")
+        known = GATE_THRESHOLDS[kind]
+        values: dict[str, float] = {}
+        for part in filter(None, rest.split(",")):
+            key, _, text = part.partition("=")
+            if key not in known:
+                hint = f"it knows {', '.join(known)}" if known else "it has none"
+                raise RequestError(f"gate '{kind}' has no threshold '{key}'", hint)
+            try:
+                values[key] = float(text) if key in ("margin", "floor", "hard") else int(text)
+            except ValueError:
+                raise RequestError(f"threshold '{key}' of gate '{kind}' is '{text}'", "give a number") from None
+        return cls(kind, **values)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.margin) and self.margin > 0, "margin", self.margin, "above 0")
+        for name in ("floor", "hard"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+        for name in ("sustain", "patience", "probe"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.warmup >= 0, "warmup", self.warmup, "0 or more")
+
+    def __str__(self) -> str:
+        default = Gate()
+        names = [name for name in GATE_THRESHOLDS[self.kind] if getattr(self, name) != getattr(default, name)]
+        return ":".join([self.kind, *([",".join(f"{n}={getattr(self, n)}" for n in names)] if names else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +146,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: Mode = field(default_factory=Mode)
+    gate: Gate = field(default_factory=lambda: Gate("auto"))
+    min_confidence: float = 0.0  # a chain is cut before the first slot the confidence head trusts less; 0 is off
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -87,6 +156,11 @@ class Request:
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(0 <= self.min_confidence <= 1, "min_confidence", self.min_confidence, "between 0 and 1")
+        if self.mode.kind == "auto" and self.gate.kind != "auto":
+            raise RequestError(f"mode auto contradicts gate '{self.gate}'", "name a mode, such as chain or tree:32")
+        if self.mode.kind == "plain" and self.gate.kind != "off":
+            raise RequestError(f"plain decoding has nothing to gate with '{self.gate}'", "leave the gate out")
         if not self.prompt_ids:
             raise RequestError("the prompt has no tokens", "give at least one token, such as the model's BOS")
         if any(not text for text in self.stop):
@@ -113,14 +187,126 @@ class GenEvent:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     error: str | None = None
+    step: StepRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Rows to verify: row 0 is the anchor, every other row a drafted token behind its parent row."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # parents[0] is -1; a parent always comes before its children
+    chances: tuple[float, ...] = ()  # the drafter's own probability of each token given its parent, for learning
+
+    @property
+    def nodes(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def branching(self) -> bool:
+        return any(parent != row - 1 for row, parent in enumerate(self.parents))
+
+    @property
+    def depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of verifying one proposal: drafted tokens kept, then the target's own next token."""
+    """The outcome of verifying one proposal: the rows kept, then the target's own next token.
 
-    accepted: int
+    `tokens` are the drafted tokens of the path and the bonus; a target that could not choose leaves the bonus out.
+    """
+
+    path: tuple[int, ...]  # rows from the anchor to the last accepted one
     tokens: tuple[int, ...]
+    failed: bool = False
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy chose for one sequence in one step, and the estimate behind it."""
+
+    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS as verified
+    reason: str = ""
+    expected_tokens: float | None = None  # committed tokens, for this sequence
+    expected_ms: float | None = None  # the whole step, for everybody in it
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "choice": self.choice, "reason": self.reason,
+            "expected_tokens": None if self.expected_tokens is None else round(self.expected_tokens, 4),
+            "expected_ms": None if self.expected_ms is None else round(self.expected_ms, 4),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One decoding step of one request, for traces and drawings."""
+
+    position: int  # where the anchor stands
+    proposal: Proposal
+    verdict: Verdict
+    decision: Decision
+    draft_ms: float
+    verify_ms: float
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "position": self.position,
+            "proposal": {"tokens": list(self.proposal.tokens), "parents": list(self.proposal.parents)},
+            "verdict": {
+                "path": list(self.verdict.path), "tokens": list(self.verdict.tokens),
+                "accepted": self.verdict.accepted, "failed": self.verdict.failed,
+            },
+            "policy": self.decision.to_json(),
+            "times_ms": {"draft": round(self.draft_ms, 4), "verify": round(self.verify_ms, 4)},
+        }
+
+
+@dataclass(slots=True)
+class PolicyStats:
+    """What a policy chose how often, what it expected, and what came of it."""
+
+    choices: dict[str, int] = field(default_factory=dict)
+    expected_tokens: float = 0.0
+    expected_ms: float = 0.0
+    estimated_steps: int = 0
+    estimated_tokens: int = 0  # what the estimated steps really committed
+    last_reason: str = ""
+
+    def record(self, decision: Decision, committed: int) -> None:
+        self.choices[decision.choice] = self.choices.get(decision.choice, 0) + 1
+        self.last_reason = decision.reason or self.last_reason
+        if decision.expected_tokens is not None and decision.expected_ms is not None:
+            self.expected_tokens += decision.expected_tokens
+            self.expected_ms += decision.expected_ms
+            self.estimated_steps += 1
+            self.estimated_tokens += committed
+
+    def add(self, other: PolicyStats) -> None:
+        for choice, count in other.choices.items():
+            self.choices[choice] = self.choices.get(choice, 0) + count
+        for name in ("expected_tokens", "expected_ms", "estimated_steps", "estimated_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.last_reason = other.last_reason or self.last_reason
+
+    def to_json(self) -> dict[str, object]:
+        steps = max(1, self.estimated_steps)
+        return {
+            "choices": dict(sorted(self.choices.items(), key=lambda item: -item[1])),
+            "expected_tokens_per_step": round(self.expected_tokens / steps, 4),
+            "committed_tokens_per_step": round(self.estimated_tokens / steps, 4),
+            "expected_ms_per_step": round(self.expected_ms / steps, 4),
+            "last_reason": self.last_reason,
+        }
 
 
 @dataclass(slots=True)
@@ -147,18 +333,20 @@ class RequestStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
+    bad_drafts: int = 0  # steps that ran plain because the drafter's numbers were not finite
+    policy: PolicyStats = field(default_factory=PolicyStats)
 
-    def record_step(self, proposed: int, accepted: int, committed: int) -> None:
-        """Counts one verify step of `proposed` drafted tokens of which the first `accepted` were kept."""
+    def record_step(self, proposed: int, depth: int, accepted: int, committed: int) -> None:
+        """Counts one verify step of `proposed` drafted tokens up to `depth` deep, `accepted` of them kept."""
         self.steps += 1
         self.drafted += proposed
         self.accepted += accepted
         self.committed += committed
-        missing = proposed - len(self.verified_at)
+        missing = depth - len(self.verified_at)
         if missing > 0:
             self.verified_at += [0] * missing
             self.accepted_at += [0] * missing
-        for slot in range(proposed):
+        for slot in range(depth):
             self.verified_at[slot] += 1
             self.accepted_at[slot] += slot < accepted
 
@@ -171,6 +359,7 @@ class RequestStats:
             setattr(self, name, [a + b for a, b in zip(padded, [*theirs, *[0] * (longest - len(theirs))], strict=True)])
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.policy.add(other.policy)
 
     @property
     def tau(self) -> float:
@@ -208,12 +397,14 @@ class RequestStats:
             "time_split_ms": {
                 "draft": round(self.draft_ms, 3), "verify": round(self.verify_ms, 3), "other": round(self.other_ms, 3),
             },
+            "bad_drafts": self.bad_drafts,
+            "policy": self.policy.to_json(),
         }
 
 
 _SUMMED = (
     "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "committed",
-    "novel_steps", "novel_committed", "ttft_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms",
+    "novel_steps", "novel_committed", "ttft_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms", "bad_drafts",
 )
 
 
