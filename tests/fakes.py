@@ -16,9 +16,21 @@ import pytest
 
 from slipstream.errors import RequestError
 from slipstream.speculative.novel import novel_steps
-from slipstream.types import GenEvent, Mode, RequestStats, SamplingParams, TokenOut
+from slipstream.types import (
+    Decision,
+    Gate,
+    GenEvent,
+    Mode,
+    Proposal,
+    RequestStats,
+    SamplingParams,
+    StepRecord,
+    TokenOut,
+    Verdict,
+)
 
 STEP = 4  # tokens a speculative step of the fake commits
+BLOCK = 16  # rows of the fake's chain; a tree has a second guess beside the first drafted token
 
 
 @dataclass
@@ -28,12 +40,18 @@ class FakeCompletion:
     tokens: list[TokenOut]
     finish_reason: str
     stats: RequestStats
-    step_sizes: list[int]
+    steps: list[StepRecord]
 
 
 class FakeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
+
+    def token_text(self, index: int) -> str:
+        return chr(index)
+
+    def token_bytes(self, index: int) -> bytes:
+        return chr(index).encode()
 
 
 class FakeDetokenizer:
@@ -59,6 +77,7 @@ class FakeLLM:
     made: ClassVar[list[FakeLLM]] = []
     spoil: ClassVar[str] = ""  # appended to speculative answers, to make them differ
     speculative_ms: ClassVar[float] = 2.0  # of one speculative step; a plain step takes 1 ms
+    mode_ms: ClassVar[dict[str, float]] = {}  # of one step in a certain mode, where it is not that
     fail: ClassVar[str] = ""  # an error every request ends with
 
     def __post_init__(self) -> None:
@@ -88,13 +107,14 @@ class FakeLLM:
         messages = [{"role": "user" if chat else "raw", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         done = self._complete(messages, settings)  # type: ignore[arg-type]
         position = 0
-        for size in [1, *done.step_sizes]:
+        for step in [None, *done.steps]:
+            size = len(step.verdict.tokens) if step else 1
             tokens = done.tokens[position : position + size]
             position += size
             last = position >= len(done.tokens)
             yield GenEvent(
-                "fake", tokens, "".join(chr(token.id) for token in tokens),
-                done.finish_reason if last else None, done.stats if last else None,  # type: ignore[arg-type]
+                f"fake-{len(self.requests)}", tokens, "".join(chr(token.id) for token in tokens),
+                done.finish_reason if last else None, done.stats if last else None, step=step,  # type: ignore[arg-type]
             )
 
     def prompt_ids(self, messages: Sequence[dict[str, str]], *, chat: bool) -> list[int]:
@@ -107,25 +127,32 @@ class FakeLLM:
         self.requests.append({"messages": [dict(message) for message in messages], **settings})
         if self.fail:
             raise RequestError(self.fail)
-        mode = Mode.parse(settings.get("mode", "chain" if self.has_draft else "plain"))
-        if mode.kind == "chain" and not self.has_draft:
-            raise RequestError("mode chain needs a drafter")
+        mode = Mode.parse(settings.get("mode", "auto" if self.has_draft else "plain"))
+        if mode.kind != "plain" and not self.has_draft:
+            raise RequestError(f"mode {mode} needs a drafter")
+        Gate.parse(settings.get("gate", "off"))
         SamplingParams(temperature=settings.get("temperature", 0.0))
         text = f"You said {messages[-1]['content']}, the {len(messages)}th message."
-        if mode.kind == "chain" and not self.closed:
+        if mode.kind != "plain" and not self.closed:
             text += self.spoil
-        return _completion(text[: settings.get("max_tokens", 256)], mode, self.speculative_ms)
+        step_ms = self.mode_ms.get(str(mode), 1.0 if mode.kind == "plain" else self.speculative_ms)
+        return _completion(text[: settings.get("max_tokens", 256)], mode, step_ms)
 
 
-def _completion(text: str, mode: Mode, speculative_ms: float) -> FakeCompletion:
+def _completion(text: str, mode: Mode, step_ms: float) -> FakeCompletion:
     ids = [ord(letter) for letter in text]
-    step = STEP if mode.kind == "chain" else 1
-    sizes = [min(step, len(ids) - start) for start in range(1, len(ids), step)]
+    stride = 1 if mode.kind == "plain" else STEP
+    sizes = [min(stride, len(ids) - start) for start in range(1, len(ids), stride)]
     stats = RequestStats(prompt_tokens=7, completion_tokens=len(ids), ttft_ms=5.0)
-    drafted = [False]
+    steps, position, drafted = [], 1, [False]
     for size in sizes:
-        stats.record_step(15 if step > 1 else 0, size - 1, size)
-        stats.decode_ms += speculative_ms if step > 1 else 1.0
+        step = _step(ids, position, size, mode, step_ms)
+        proposal, accepted = step.proposal, step.verdict.accepted
+        stats.record_step(proposal.nodes, max(proposal.depths), accepted, size)
+        stats.policy.record(step.decision, size)
+        stats.decode_ms += step_ms
+        steps.append(step)
+        position += size
         drafted += [True] * (size - 1) + [False]
     stats.verify_ms = stats.decode_ms
     stats.novel_steps, stats.novel_committed = novel_steps(ids, sizes)
@@ -133,7 +160,22 @@ def _completion(text: str, mode: Mode, speculative_ms: float) -> FakeCompletion:
         TokenOut(token_id, was_drafted, -0.5, ((token_id, -0.5),))
         for token_id, was_drafted in zip(ids, drafted, strict=True)
     ]
-    return FakeCompletion(text, ids, tokens, "stop", stats, sizes)
+    return FakeCompletion(text, ids, tokens, "stop", stats, steps)
+
+
+def _step(ids: list[int], position: int, size: int, mode: Mode, step_ms: float) -> StepRecord:
+    """One step that commits `size` tokens: the drafts are right up to the last of them, which is the bonus."""
+    anchor, committed = ids[position - 1], tuple(ids[position : position + size])
+    if mode.kind == "plain":
+        proposal = Proposal((anchor,), (-1,))
+    else:
+        wrong = ord("?")
+        rows = (anchor, *committed[:-1], *[wrong] * (BLOCK - size))
+        parents = tuple(range(-1, BLOCK - 1))
+        proposal = Proposal((*rows, wrong), (*parents, 0)) if mode.kind == "tree" else Proposal(rows, parents)
+    choice = f"chain:{BLOCK}" if mode.kind in ("chain", "auto") else str(mode)
+    decision = Decision(choice, "the fake's choice", 3.5, step_ms) if mode.kind == "auto" else Decision(choice)
+    return StepRecord(position, proposal, Verdict(tuple(range(size)), committed), decision, 0.0, step_ms)
 
 
 @pytest.fixture
@@ -146,7 +188,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     text.IncrementalDetokenizer = FakeDetokenizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slipstream.text.detokenize", text)
     monkeypatch.setattr(FakeLLM, "made", [])
-    for name, value in (("spoil", ""), ("speculative_ms", 2.0), ("fail", "")):
+    for name, value in (("spoil", ""), ("speculative_ms", 2.0), ("mode_ms", {}), ("fail", "")):
         monkeypatch.setattr(FakeLLM, name, value)
     return FakeLLM
 

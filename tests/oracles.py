@@ -221,7 +221,7 @@ def our_target(
     pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None)
     tapped: Any = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(target_layer_ids=tuple(taps))))
     runner = Runner(model, pools, PAGE_TOKENS, tapped if taps else None)
-    states = [SequenceState(table, PAGE_TOKENS, pools.copy_page, bool(taps)) for _ in prompts]
+    states = [SequenceState(table, PAGE_TOKENS, pools, bool(taps)) for _ in prompts]
     for state, ids in zip(states, prompts, strict=True):
         state.start(ids, [])
     logits: list[list[Tensor]] = [[] for _ in prompts]
@@ -232,14 +232,14 @@ def our_target(
             state = states[index]
             known = state.tokens[state.length : state.length + chunk]
             state.reserve(state.length + len(known))
-            works.append(RowWork(state, state.length, known, torch.empty(0, dtype=torch.long), len(known)))
+            works.append(RowWork(state, state.length, known, len(known)))
         result = runner.forward(works)
         for item, index in enumerate(running):
             rows = works[item].rows
             logits[index].append(result.logits[item])
             if result.taps is not None:
                 recorded[index].append(result.taps[result.starts[item] : result.starts[item] + rows])
-            states[index].commit(rows, [], rows if taps else 0)
+            states[index].commit(range(rows), [], rows if taps else 0)
     none = torch.empty(0)
     return [(torch.cat(a), torch.cat(b) if b else none) for a, b in zip(logits, recorded, strict=True)]
 
@@ -346,7 +346,7 @@ class OurDrafts:
         self._table = PageTable(pages)
         target: Any = SimpleNamespace(embed=lambda ids: embedding[ids], logits=lambda hidden: hidden)
         self._blocks = BlockDrafter(target, drafter, self.pools, PAGE_TOKENS, window)
-        self._size = config.block_size
+        self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []
         forward = drafter.forward
 
@@ -357,7 +357,7 @@ class OurDrafts:
         drafter.forward = recording  # type: ignore[method-assign]
 
     def sequence(self) -> SequenceState:
-        return SequenceState(self._table, PAGE_TOKENS, self.pools.copy_page, True)
+        return SequenceState(self._table, PAGE_TOKENS, self.pools, True)
 
     @torch.inference_mode()
     def add(self, state: SequenceState, taps: Tensor) -> None:
@@ -369,7 +369,7 @@ class OurDrafts:
             taps, torch.arange(start, stop), stop, where[:, 0], where[:, 1], self.pools.draft_keys,
             self.pools.draft_values,
         )
-        state.commit(stop - start, [0] * (stop - start), stop - start)
+        state.commit(range(stop - start), [0] * (stop - start), stop - start)
 
     @torch.inference_mode()
     def blocks(self, states: Sequence[SequenceState], anchors: Sequence[int]) -> list[Tensor]:
@@ -377,8 +377,8 @@ class OurDrafts:
         jobs = []
         for state, anchor in zip(states, anchors, strict=True):
             state.tokens = [*state.tokens[: state.length], anchor]
-            jobs.append(DraftJob(state, RowSampler(SamplingParams(), 8, [], True), self._size - 1))
-        self._blocks.propose(jobs)
+            jobs.append(DraftJob(state, RowSampler(SamplingParams(), 8, [], True), self._slots, candidates=1))
+        self._blocks.draft(jobs)
         for state in states:
             del state.tokens[state.length :]
         return list(self._seen[-1].split(self._size))

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,14 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
-from slipstream.types import GenEvent, Mode, Request, SamplingParams
+from slipstream.types import Gate, GenEvent, Mode, Request, SamplingParams
 
 VOCAB = 272
 EOS = 256
 MASK = 257
 BLOCK = 8
 HIDDEN = 32
+MODES = ("plain", "chain", "chain:2", "chain:5", "tree:2", "tree:16", "tree:40", "tree:5:seed", "tree:24:seed", "auto")
 LIKELY = (65, 66, 67, 68)  # tokens both models prefer, so that drafts are accepted now and then
 _LAYERS, _HEADS, _KV_HEADS, _DIM, _INNER = 2, 4, 2, 8, 48
 
@@ -82,8 +83,52 @@ def keep_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def gate_for(mode: Mode) -> Gate:
+    """The gate a mode has when nobody asks for one."""
+    return Gate("auto" if mode.kind == "auto" else "off")
+
+
 def page_table(engine: Engine) -> PageTable:
     return engine._table
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def ask(
+    name: str, ids: tuple[int, ...], sampling: SamplingParams | None = None, mode: str = "chain", max_tokens: int = 30
+) -> Request:
+    """A request in a named mode, ungated unless the mode is auto."""
+    parsed = Mode.parse(mode)
+    return Request(name, ids, sampling or SamplingParams(), parsed, gate_for(parsed), max_tokens=max_tokens)
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing runs, and once the prefix cache lets go every page is free."""
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check()
+    if llm.engine.prefix is not None:
+        llm.engine.prefix.clear()
+    assert page_table(llm.engine).free == page_table(llm.engine).total
+
+
+def mixed_requests(mode: str) -> list[Request]:
+    """Eight requests, each with settings of its own, some on page and chunk borders."""
+    greedy, sampled = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, seed=7)
+    shaped = SamplingParams(temperature=1.2, repetition_penalty=1.1, presence_penalty=0.2, seed=3, logprobs=2)
+    requests = [
+        Request("a", prompt(3, 1), greedy, max_tokens=30),
+        Request("b", prompt(PAGE_TOKENS, 2), sampled, max_tokens=40),
+        Request("c", prompt(PAGE_TOKENS + 1, 3), shaped, max_tokens=33),
+        Request("d", prompt(2 * PAGE_TOKENS, 4), greedy, max_tokens=25),
+        Request("e", prompt(150, 5), sampled, max_tokens=50, stop_token_ids=frozenset({EOS})),
+        Request("f", prompt(1, 6), sampled, max_tokens=PAGE_TOKENS + 5, stop=("CCCC",)),
+        Request("g", prompt(40, 7), shaped, max_tokens=1),
+        Request("h", prompt(40, 8), SamplingParams(frequency_penalty=0.5), max_tokens=20),
+    ]
+    parsed = Mode.parse(mode)
+    return [replace(request, mode=parsed, gate=gate_for(parsed)) for request in requests]
 
 
 def _byte_tokenizer() -> Tokenizer:
@@ -143,6 +188,7 @@ class Operations:
 
     done: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+    branched: int = 0  # steps that verified more than a chain
     drafted: int = 0
     accepted: int = 0
     cached_tokens: int = 0
@@ -156,7 +202,8 @@ class Operations:
 def random_operations(count: int, seed: int) -> Operations:
     """Runs `count` random add/cancel/fork/release/step operations with every page accounted for after each one."""
     with tempfile.TemporaryDirectory() as folder, keep_threads():
-        llm = tiny_llm(Path(folder), check_integrity=False)  # live forks are holders the scheduler does not know
+        # live forks are holders the scheduler does not know; few pages, so that refusals happen too
+        llm = tiny_llm(Path(folder), check_integrity=False, cache_tokens=16 * PAGE_TOKENS)
         return _Driver(llm.engine, random.Random(seed)).run(count)
 
 
@@ -210,9 +257,13 @@ class _Driver:
             temperature=rng.choice([0.0, 0.0, 0.8]), seed=rng.randrange(1000), top_p=rng.choice([1.0, 0.9]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]), logprobs=rng.choice([None, None, 2]),
         )
+        mode = Mode.parse(rng.choice(MODES))
+        gate = gate_for(mode)
+        if mode.kind in ("chain", "tree"):
+            gate = Gate(rng.choice(["off", "off", "ema", "entropy", "auto"]))
         request = Request(
             id=f"r{sum(self.report.done.values())}", prompt_ids=tuple(prompt), sampling=sampling,
-            mode=Mode.parse(rng.choice(["plain", "chain", "chain", "chain:2", "chain:5"])),
+            mode=mode, gate=gate,
             max_tokens=rng.randrange(1, 20), stop=rng.choice([(), (), ("DD",)]), stop_token_ids=frozenset({EOS}),
             share_noise=rng.random() < 0.8, cache_prompt=rng.random() < 0.9,
         )
@@ -283,6 +334,7 @@ class _Driver:
     def _take(self, event: GenEvent) -> None:
         assert event.request_id in self.live, f"{event.request_id} spoke after its end"
         self.tokens[event.request_id] += len(event.tokens)
+        self.report.branched += event.step is not None and event.step.proposal.branching
         assert self.tokens[event.request_id] <= self.live[event.request_id]
         if event.finish_reason is None:
             return
@@ -295,5 +347,3 @@ class _Driver:
         self.report.drafted += stats.drafted
         self.report.accepted += stats.accepted
         self.report.cached_tokens += stats.cached_tokens
-
-

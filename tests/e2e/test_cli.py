@@ -30,13 +30,32 @@ def as_json(*arguments: str, stdin: str = "") -> Any:
 
 def test_generate_prints_one_object_and_the_same_text_in_every_mode() -> None:
     common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "40")
-    fast, plain = as_json(*common), as_json(*common, "--plain")
+    fast, plain = as_json(*common, "--mode", "chain"), as_json(*common, "--plain")
     assert set(fast) == {"text", "token_ids", "finish_reason", "stats"}
     assert set(fast["stats"]) >= STATS
     assert (fast["text"], fast["token_ids"]) == (plain["text"], plain["token_ids"])
     assert fast["stats"]["accepted"] > 0 == plain["stats"]["drafted"]
     assert fast["stats"]["steps"] < plain["stats"]["steps"] == plain["stats"]["completion_tokens"] - 1
     assert fast["stats"]["tau"] > 1 == plain["stats"]["tau"]
+    assert as_json(*common, "--mode", "auto")["token_ids"] == plain["token_ids"]
+
+
+def test_generate_shows_and_traces_a_tree(tmp_path: Path) -> None:
+    trace = tmp_path / "steps.jsonl"
+    common = ("generate", "--prompt", "Count to ten.", "--chat", "--max-tokens", "24", "--mode", "tree:24")
+    done = as_json(*common, "--show-drafts", "--trace", str(trace))
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(lines) == len(done["steps"]) == done["stats"]["steps"]
+    assert all({key: line[key] for key in step} == step for line, step in zip(lines, done["steps"], strict=True))
+    kept = [token for step in done["steps"] for token in step["verdict"]["tokens"]]
+    assert kept[: len(done["token_ids"]) - 1] == done["token_ids"][1:]
+    widths = [len(step["proposal"]["tokens"]) for step in done["steps"]]
+    assert max(widths) == 24 and any(
+        parent != row - 1 for step in done["steps"] for row, parent in enumerate(step["proposal"]["parents"])
+    )
+    drawn = slipstream(*common, "--show-drafts")
+    assert drawn.stdout == done["text"] + "\n"
+    assert drawn.stderr.count("step ") >= len(lines) and "✓ " in drawn.stderr and "✗ " in drawn.stderr
 
 
 def test_generate_reads_a_prompt_file_as_raw_text(tmp_path: Path) -> None:
@@ -46,19 +65,29 @@ def test_generate_reads_a_prompt_file_as_raw_text(tmp_path: Path) -> None:
     assert done["stats"]["prompt_tokens"] == 5
 
 
-def test_bench_compares_both_sides(tmp_path: Path) -> None:
+def test_bench_compares_modes(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["Add 17 and 25.", "Now double it."]}\n{"turns": ["Name three colours."]}\n')
-    done = as_json("bench", "--prompts", str(prompts), "--max-tokens", "24", "--turns", "all")
-    assert done["identical"] == {"same": 3, "of": 3, "near_ties": 0}
-    assert done["text_hash"]["plain"] == done["text_hash"]["speculative"]
-    assert set(done["plain"]) >= STATS and set(done["speculative"]) >= STATS
-    assert done["speculative"]["accepted"] > 0 and done["speedup"] > 0
-    assert len(done["speculative"]["accepted_per_position"]) == 15, "full-block chain"
+    picture = tmp_path / "plot.svg"
+    modes = as_json(
+        "bench", "--prompts", str(prompts), "--max-tokens", "24", "--turns", "all", "--modes", "chain,tree:24,auto",
+        "--plot", str(picture),
+    )["modes"]
+    assert list(modes) == ["plain", "chain", "tree:24", "auto"]
+    for mode in modes.values():
+        assert set(mode) >= STATS and mode["identical"] == {"same": 3, "of": 3, "near_ties": 0}
+        low, high = mode["speedup_interval"]
+        assert 0 < low <= high
+    assert len({mode["text_hash"] for mode in modes.values()}) == 1
+    assert modes["chain"]["accepted"] > 0 and modes["tree:24"]["accepted"] > 0 == modes["plain"]["drafted"]
+    assert len(modes["chain"]["accepted_per_position"]) == 15, "full-block chain"
+    assert modes["auto"]["vs_best"]["mode"] in ("plain", "chain", "tree:24")
+    assert picture.read_bytes().startswith(b"<?xml")
 
 
 def test_chat_keeps_the_conversation() -> None:
-    lines = slipstream("chat", "--max-tokens", "16", "--json", stdin="My name is Ada.\nWhat is my name?\n").stdout
+    asked = "My name is Ada.\n/mode chain\nWhat is my name?\n"
+    lines = slipstream("chat", "--max-tokens", "16", "--json", stdin=asked).stdout
     first, second = map(json.loads, lines.splitlines())
     assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"] + 16
     assert second["stats"]["drafted"] > 0
@@ -79,8 +108,9 @@ def test_inspect_describes_target_and_drafter() -> None:
         (("generate", "--target", "smolm2", "--prompt", "x"), "did you mean smollm2"),
         (("generate", "--prompt", "x", "--draft", "smollm2"), "not a DFlash drafter"),
         (("generate", "--prompt", "x", "--draft", "none", "--mode", "chain"), "drafter"),
-        (("generate", "--prompt", "x", "--mode", "chain:99"), "wider than the drafter's block"),
-        (("generate", "--prompt", "x", "--mode", "tree:9"), "unknown mode"),
+        (("generate", "--prompt", "x", "--mode", "chain:99"), "wider than"),
+        (("generate", "--prompt", "x", "--mode", "tree:1"), "unknown mode"),
+        (("generate", "--prompt", "x", "--trace", "no/such/folder/steps.jsonl"), "no/such/folder/steps.jsonl"),
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("generate", "--prompt", "x", "--max-tokens", "0"), "max_tokens"),
         (("bench", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),

@@ -15,7 +15,7 @@ from slipstream.cache.prefix import PrefixCache
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, Runner
-from slipstream.kernels.rows import RowBatch, RowGroup, make_group
+from slipstream.kernels.rows import RowGroup, make_group
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.rope import RotaryTable
 from slipstream.speculative import draft as draft_module
@@ -24,6 +24,7 @@ from tests import checks
 
 pytestmark = pytest.mark.e2e
 TOKENS = 64
+Kept = Sequence[tuple[int, Sequence[int]]]  # work items and their rows that stay
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_2_taps_kept_only_for_the_last_prefill_chunk(monkeypatch: pytest.MonkeyP
 
     write = Runner.write_context
 
-    def last_chunk_only(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
+    def last_chunk_only(self: Runner, result: ForwardResult, kept: Kept) -> None:
         if result.logits[0].shape[0]:
             write(self, result, kept)
 
@@ -134,12 +135,11 @@ def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch
 
     write = Runner.write_context
 
-    def first_rows_for_all(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
+    def first_rows_for_all(self: Runner, result: ForwardResult, kept: Kept) -> None:
         if result.taps is not None:
             taps = result.taps.clone()
-            for item, count in kept:
-                start = result.starts[item]
-                taps[start : start + count] = result.taps[:count]
+            for item, rows in kept:
+                taps[[result.starts[item] + row for row in rows]] = result.taps[list(rows)]
             result = dataclasses.replace(result, taps=taps)
         write(self, result, kept)
 
@@ -153,12 +153,28 @@ def test_4_rollback_that_forgets_the_draft_context(
     assert measured_tau(llm) == healthy_tau
     write = Runner.write_context
 
-    def prefill_only(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
-        if result.batch.token_ids.shape[0] > 16:
+    def prefill_only(self: Runner, result: ForwardResult, kept: Kept) -> None:
+        if sum(work.rows for work in result.works) > 16:
             write(self, result, kept)  # decoding leaves the rejected block's own keys behind
 
     monkeypatch.setattr(Runner, "write_context", prefill_only)
     assert_collapsed(measured_tau(llm), healthy_tau)
+
+
+def test_4b_a_trees_draft_context_made_of_its_first_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [llm.prompt_ids(turns[0], chat=True) for turns in read_prompts("gsm8k", 3)]
+
+    def accepted() -> int:
+        return sum(run_ids(llm, each, mode="tree:32").accepted for each in ids)
+
+    healthy = accepted()
+    write = Runner.write_context
+
+    def in_row_order(self: Runner, result: ForwardResult, kept: Kept) -> None:
+        write(self, result, [(item, range(len(rows))) for item, rows in kept])
+
+    monkeypatch.setattr(Runner, "write_context", in_row_order)
+    assert_collapsed(accepted(), healthy)
 
 
 def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +185,10 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 
     write = draft_module.BlockDrafter.write_context
 
-    def wrapped(self: draft_module.BlockDrafter, taps: Tensor, batch: RowBatch, rows: Tensor) -> None:
-        beyond = batch.positions >= 4096
-        pages = torch.where(beyond, batch.pages[0] * 0, batch.pages)
-        write(self, taps, dataclasses.replace(batch, pages=pages), rows)
+    def wrapped(
+        self: draft_module.BlockDrafter, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor
+    ) -> None:
+        write(self, taps, positions, end, torch.where(positions >= 4096, 0, pages), offsets)
 
     llm.engine._pools.draft_keys.zero_()
     llm.engine._pools.draft_values.zero_()
@@ -282,8 +298,8 @@ def test_12_state_left_over_from_the_last_request(llm: LLM, monkeypatch: pytest.
 
     write = Runner.write_context
 
-    def keeps_the_old_prompt(self: Runner, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
-        if int(result.batch.positions[0]) > 0:
+    def keeps_the_old_prompt(self: Runner, result: ForwardResult, kept: Kept) -> None:
+        if result.works[0].start > 0:
             write(self, result, kept)
 
     run_ids(llm, long_prompt(llm, 600))

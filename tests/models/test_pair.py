@@ -217,11 +217,13 @@ def test_tensors_may_have_a_prefix(folder: Path) -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("markov_rank", 256), ("sample_from_anchor", True), ("selector_rank", 64), ("conv_kernel_size", 4),
-     ("draft_vocab_size", 100)],
+    [("markov_rank", 256), ("selector_rank", 64), ("conv_kernel_size", 4), ("enable_confidence_head", True),
+     ("draft_vocab_size", 100), ("transformer_layer_config", {"hidden_size": 64})],
 )
-def test_drafters_with_other_parts_are_refused(folder: Path, key: str, value: object, nested: bool) -> None:
-    """DSpark (Markov head, block from the anchor), DFlash 2 and reduced vocabularies would run and never accept."""
+def test_parts_the_weights_lack_and_reduced_vocabularies_are_refused(
+    folder: Path, key: str, value: object, nested: bool
+) -> None:
+    """They would run and never accept."""
     if nested:
         nest(folder, **{key: value})
     else:
@@ -229,12 +231,24 @@ def test_drafters_with_other_parts_are_refused(folder: Path, key: str, value: ob
     assert key in refusal(folder)
 
 
-def test_a_dspark_checkpoint_without_its_keys_is_refused_by_its_tensors(folder: Path) -> None:
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_block_may_sample_from_the_anchor(folder: Path, nested: bool) -> None:
+    if nested:
+        nest(folder, sample_from_anchor=True)
+    else:
+        edit_config(folder, sample_from_anchor=True)
+    config = load_drafter(folder, "fp32").config
+    assert (config.first_slot, config.proposals) == (0, 8)
+
+
+def test_a_drafter_with_heads_is_paired_like_any_other(folder: Path, target: DecoderConfig) -> None:
     edit_tensors(
         folder, markov_head__markov_w1__weight=torch.zeros(FOLDER_VOCAB, 4),
         markov_head__markov_w2__weight=torch.zeros(FOLDER_VOCAB, 4),
     )
-    assert "markov_head.markov_w1.weight" in refusal(folder)
+    drafter = load_drafter(folder, "fp32")
+    check_pair(target, drafter)
+    assert "vocabulary" in pair_refusal(replace(target, vocab_size=300), drafter, FOLDER_VOCAB, 300)
 
 
 def test_a_target_is_not_a_drafter(tmp_path: Path) -> None:
@@ -316,11 +330,6 @@ def test_gguf_tap_ids_are_stored_one_higher() -> None:
 def test_a_missing_gguf_key_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
         read_gguf({name: value for name, value in GGUF.items() if name != key}, "d.gguf", None)
-
-
-def test_a_gguf_that_samples_from_the_anchor_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sample_from_anchor"):
-        read_gguf(GGUF | {"dflash.sample_from_anchor": True}, "d.gguf", None)
 
 
 def test_a_gguf_target_is_not_a_drafter() -> None:

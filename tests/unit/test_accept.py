@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,16 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.scheduler import Ticket
-from slipstream.engine.session import Session
-from slipstream.speculative.accept import accept_chain
+from slipstream.engine.session import Session, Speculation
+from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.sampling import RowSampler
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import Request, SamplingParams, TokenOut, Verdict
+from slipstream.types import Proposal, Request, SamplingParams, TokenOut, Verdict
+
+ANCHOR = 9
 
 
-def plain_decode(proposed: tuple[int, ...], sampled: tuple[int, ...]) -> list[int]:
+def chain(proposed: Sequence[int]) -> Proposal:
+    return Proposal((ANCHOR, *proposed), tuple(range(-1, len(proposed))))
+
+
+def plain_decode(proposed: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """Token by token: the target speaks, and its next row is worth something only if the proposal said the same."""
     written = []
     for row, token in enumerate(sampled):
@@ -34,9 +42,10 @@ def test_every_chain_over_three_tokens() -> None:
     for width in range(5):
         for proposed in itertools.product(range(3), repeat=width):
             for sampled in itertools.product(range(3), repeat=width + 1):
-                verdict = accept_chain(proposed, sampled)
+                verdict = accept(chain(proposed), sampled)
                 assert list(verdict.tokens) == plain_decode(proposed, sampled)
                 assert verdict.accepted == len(verdict.tokens) - 1, "the bonus always comes along"
+                assert verdict.path == tuple(range(len(verdict.tokens))) and not verdict.failed
 
 
 @given(st.integers(0, 15).flatmap(lambda n: st.tuples(
@@ -44,20 +53,83 @@ def test_every_chain_over_three_tokens() -> None:
 )))
 def test_long_chains(case: tuple[list[int], list[int]]) -> None:
     proposed, sampled = case
-    verdict = accept_chain(proposed, sampled)
-    assert list(verdict.tokens) == plain_decode(tuple(proposed), tuple(sampled))
+    assert list(accept(chain(proposed), sampled).tokens) == plain_decode(proposed, sampled)
 
 
 def test_nothing_proposed_is_plain_decoding() -> None:
-    assert accept_chain([], [7]) == Verdict(0, (7,))
+    assert accept(chain([]), [7]) == Verdict((0,), (7,))
 
 
 def test_everything_right_commits_the_whole_block_and_the_bonus() -> None:
-    assert accept_chain([1, 2, 3], [1, 2, 3, 9]) == Verdict(3, (1, 2, 3, 9))
+    assert accept(chain([1, 2, 3]), [1, 2, 3, 9]) == Verdict((0, 1, 2, 3), (1, 2, 3, 9))
 
 
 def test_agreement_after_the_first_miss_counts_for_nothing() -> None:
-    assert accept_chain([1, 5, 3], [1, 2, 3, 9]) == Verdict(1, (1, 2))
+    assert accept(chain([1, 5, 3]), [1, 2, 3, 9]) == Verdict((0, 1), (1, 2))
+
+
+def random_tree(rng: random.Random, rows: int, words: int) -> Proposal:
+    """Siblings never carry the same token, as in a grown tree; rows are in any order that has parents first."""
+    tokens, parents, taken = [ANCHOR], [-1], set()
+    while len(tokens) < rows:
+        parent, token = rng.randrange(len(tokens)), rng.randrange(words)
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return Proposal(tuple(tokens), tuple(parents))
+
+
+def paths_of(proposal: Proposal) -> dict[tuple[int, ...], int]:
+    """The row at which each proposed text ends."""
+    found = {}
+    for row in range(len(proposal.tokens)):
+        text, at = [], row
+        while at > 0:
+            text.append(proposal.tokens[at])
+            at = proposal.parents[at]
+        found[tuple(reversed(text))] = row
+    return found
+
+
+def target_after(text: tuple[int, ...], seed: int, words: int, silent: float) -> int:
+    """A target that knows nothing of trees: its next token follows from the text alone."""
+    rng = random.Random(f"{seed} {text}")
+    return NO_TOKEN if rng.random() < silent else rng.randrange(words)
+
+
+@pytest.mark.parametrize("silent", [0.0, 0.15])
+@pytest.mark.parametrize("words", [2, 3, 5])
+def test_a_tree_keeps_what_decoding_token_by_token_would_write(words: int, silent: float) -> None:
+    deep = failures = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        proposal = random_tree(rng, rng.randrange(1, 25), words)
+        rows = paths_of(proposal)
+        by_row = {row: text for text, row in rows.items()}
+        verdict = accept(
+            proposal, [target_after(by_row[row], seed, words, silent) for row in range(len(proposal.tokens))]
+        )
+        text: tuple[int, ...] = ()
+        while text in rows:
+            token = target_after(text, seed, words, silent)
+            if token == NO_TOKEN:
+                break
+            text = (*text, token)
+        failed = text in rows
+        assert (verdict.tokens, verdict.failed) == (text, failed)
+        last = text if failed else text[:-1]
+        assert verdict.path == tuple(rows[last[:length]] for length in range(len(last) + 1))
+        assert verdict.accepted == len(last)
+        deep, failures = deep + (verdict.accepted > 1), failures + failed
+    assert deep > 0 and (failures > 20) == (silent > 0)
+
+
+def test_a_target_that_cannot_choose_ends_the_run_without_a_bonus() -> None:
+    assert accept(chain([1, 2]), [NO_TOKEN, 2, 3]) == Verdict((0,), (), failed=True)
+    assert accept(chain([1, 2]), [1, NO_TOKEN, 3]) == Verdict((0, 1), (1,), failed=True)
+    assert accept(chain([1, 2]), [1, 2, NO_TOKEN]) == Verdict((0, 1, 2), (1, 2), failed=True)
+    assert accept(chain([1, 2]), [5, NO_TOKEN, NO_TOKEN]) == Verdict((0,), (5,)), "rows nobody reaches do not matter"
 
 
 class Letters:
@@ -74,10 +146,10 @@ class Letters:
 
 def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> Session:
     request = Request("r", (0,), max_tokens=max_tokens, stop=stop, stop_token_ids=frozenset(stop_ids))
-    state = SequenceState(PageTable(1), 4, lambda source, destination: None, False)
+    state = SequenceState(PageTable(1), 4, KvPools(1, 4, PoolShape(1, 1, 1), None), False)
     ticket = Ticket(request, state, 1, None, 1, max_tokens)
     sampler = RowSampler(SamplingParams(), 16, (0,), True)
-    return Session(ticket, sampler, cast(Tokenizer, Letters()))
+    return Session(ticket, sampler, Speculation(ticket, 1), cast(Tokenizer, Letters()))
 
 
 def outs(tokens: Sequence[int]) -> list[TokenOut]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.reference import row_attention, write_rows
-from slipstream.kernels.rows import AttentionPattern, make_group, page_runs
+from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group, page_runs
 
 PAGE = 64
 CAUSAL = AttentionPattern()
@@ -174,6 +175,125 @@ def test_a_row_does_not_depend_on_rejected_rows_behind_it(threads: int) -> None:
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     finally:
         torch.set_num_threads(before)
+
+
+TREE_SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (32, 8, 128)]
+
+
+class Tree:
+    """A random tree behind `start` positions: row i's keys lie in slot start + i, whatever position it stands at."""
+
+    def __init__(self, start: int, rows: int, heads: int, kv_heads: int, dim: int, page: int = PAGE) -> None:
+        rng = random.Random(start * 1000 + rows)
+        self.start, self.page, self.kv_heads = start, page, kv_heads
+        self.parents = [-1, *[rng.randrange(row) for row in range(1, rows)]]
+        self.sequence = Sequence(start + rows, heads, kv_heads, dim)
+        count = -(-(start + rows) // page)
+        self.pages = rng.sample(range(count + 5), count)
+        self.pools = empty_pools(count + 5, kv_heads, dim, page, filler=1e4)
+        self.sequence.store(self.pools, self.pages, page)
+
+    def way(self, row: int) -> list[int]:
+        """Rows from the root to this one."""
+        return [*self.way(self.parents[row]), row] if row else [0]
+
+    def attend(self, pattern: AttentionPattern = CAUSAL) -> Tensor:
+        group = make_tree_group(0, self.start, self.parents, self.pages, self.page, self.kv_heads, pattern)
+        return row_attention(self.sequence.queries[self.start :], *self.pools, [group], self.sequence.scale)
+
+    def plain(self, row: int, pattern: AttentionPattern = CAUSAL) -> Tensor:
+        """The row decoded on its own: its ancestors' keys stand at the positions before it."""
+        way = self.way(row)
+        own = Sequence.__new__(Sequence)
+        own.length, own.scale = self.start + len(way), self.sequence.scale
+        slots = [*range(self.start), *[self.start + other for other in way]]
+        own.keys, own.values = self.sequence.keys[slots], self.sequence.values[slots]
+        own.queries = self.sequence.queries[slots]
+        pools = empty_pools(self.pools[0].shape[0], self.kv_heads, own.keys.shape[-1], self.page, filler=-7.0)
+        own.store(pools, self.pages, self.page)
+        position = own.length - 1
+        return attend(own, range(position, position + 1), self.pages, pools, pattern, page=self.page)[0]
+
+    def dense(self, row: int, window: int = 0) -> Tensor:
+        """In fp64: the committed past and the ancestors, the last `window` of them by depth."""
+        slots = [*range(self.start), *[self.start + other for other in self.way(row)]][-window:]
+        keys, values = self.sequence.keys[slots].double(), self.sequence.values[slots].double()
+        query = self.sequence.queries[self.start + row].double()
+        share = query.shape[0] // self.kv_heads
+        return torch.cat([
+            (keys[:, head // share] @ query[head] * self.sequence.scale).softmax(dim=0) @ values[:, head // share]
+            for head in range(query.shape[0])
+        ])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), TREE_SHAPES)
+@pytest.mark.parametrize(("start", "rows"), [(1, 5), (40, 64), (63, 9), (64, 2), (117, 24), (700, 33)])
+def test_a_row_of_a_tree_is_to_the_bit_the_row_plain_decoding_computes(
+    heads: int, kv_heads: int, dim: int, start: int, rows: int
+) -> None:
+    tree = Tree(start, rows, heads, kv_heads, dim)
+    together = tree.attend()
+    for row in range(rows):
+        assert torch.equal(together[row], tree.plain(row)), row
+        assert torch.allclose(together[row].double(), tree.dense(row), atol=4e-6), row
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), TREE_SHAPES[:3])
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9, 20, 40])
+def test_a_window_counts_depth_and_not_rows(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    for start in (3, 8, 21, 30):
+        tree = Tree(start, 19, heads, kv_heads, dim, page=8)
+        assert max(len(tree.way(row)) for row in range(19)) > 3
+        pattern = AttentionPattern(window=window)
+        together = tree.attend(pattern)
+        for row in range(19):
+            assert torch.allclose(together[row].double(), tree.dense(row, window), atol=4e-6), (start, row)
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 70])
+@pytest.mark.parametrize("start", [117, 126])
+def test_rows_of_a_windowed_tree_equal_plain_rows_to_the_bit(start: int, window: int) -> None:
+    """From 126 on the tree reads a page for its root that a deeper row alone would leave out."""
+    tree, pattern = Tree(start, 24, 9, 3, 64), AttentionPattern(window=window)
+    together = tree.attend(pattern)
+    for row in range(24):
+        assert torch.equal(together[row], tree.plain(row, pattern)), row
+
+
+def test_a_tree_that_is_a_chain_equals_the_chain() -> None:
+    tree = Tree(117, 16, 9, 3, 64)
+    tree.parents = list(range(-1, 15))
+    chain = attend(tree.sequence, range(117, 133), tree.pages, tree.pools)
+    assert torch.equal(tree.attend(), chain)
+
+
+def test_trees_share_a_batch_with_chains_and_single_rows() -> None:
+    tree, chain = Tree(50, 20, 6, 2, 32), Sequence(90, 6, 2, 32, seed=5)
+    pages = [page for page in range(tree.pools[0].shape[0]) if page not in tree.pages][:2]
+    chain.store(tree.pools, pages)
+    groups = [
+        make_group(0, range(80, 90), pages, PAGE, CAUSAL),
+        make_tree_group(10, 50, tree.parents, tree.pages, PAGE, 2, CAUSAL),
+        make_group(30, range(89, 90), pages, PAGE, CAUSAL),
+    ]
+    queries = torch.cat((chain.queries[80:], tree.sequence.queries[50:], chain.queries[89:]))
+    together = row_attention(queries, *tree.pools, groups, chain.scale)
+    assert torch.equal(together[10:30], tree.attend())
+    assert torch.equal(together[:10], attend(chain, range(80, 90), pages, tree.pools))
+    assert torch.equal(together[30], together[9])
+
+
+def test_a_row_of_a_tree_reads_nothing_of_other_branches() -> None:
+    """Not even multiplied by zero: a sibling that is not a number must not spoil the rest."""
+    tree = Tree(60, 12, 4, 2, 16)
+    tree.parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    healthy = tree.attend()
+    spoiled = [row for row in range(12) if 2 in tree.way(row)]
+    tree.pools[0][tree.pages[62 // PAGE], :, 62 % PAGE] = float("nan")
+    tree.pools[1][tree.pages[62 // PAGE], :, 62 % PAGE] = float("nan")
+    seen = tree.attend()
+    for row in range(12):
+        assert bool(seen[row].isnan().any()) if row in spoiled else torch.equal(seen[row], healthy[row]), row
 
 
 def test_pages_out_of_sight_are_not_read() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 VERBS = ("generate", "chat", "bench", "inspect", "demo")
-HEAVY = ("torch", "transformers", "numpy", "slipstream.engine.llm")
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "slipstream.engine.llm")
 PROBE = f"""
 import sys
 from slipstream.cli.main import run
@@ -59,12 +59,29 @@ def test_help_lists_every_verb() -> None:
         (["generate", "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", "--prompt", "x", "--plain", "--mode", "chain"], "contradicts"),
         (["generate", "--prompt", "x", "--mode", "warp"], "warp"),
+        (["generate", "--prompt", "x", "--mode", "tree"], "tree:ROWS"),
+        (["generate", "--prompt", "x", "--gate", "moon"], "entropy"),
+        (["generate", "--prompt", "x", "--gate", "ema:floor=1"], "margin"),
+        (["generate", "--prompt", "x", "--mode", "auto", "--gate", "ema"], "contradicts"),
+        (["generate", "--prompt", "x", "--plain", "--gate", "ema"], "nothing to gate"),
+        (["generate", "--prompt", "x", "--confidence", "1.5"], "min_confidence"),
+        (["generate", "--prompt", "x", "--trace", "/no/such/folder/t.jsonl"], "/no/such/folder/t.jsonl"),
+        (["chat", "--gate", "moon"], "entropy"),
+        (["chat", "--trace", "/no/such/folder/t.jsonl"], "cannot write the trace"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt", "x", "--logprobs", "2"], "--json"),
         (["generate", "--prompt", "x", "--threads", "-2", "--json"], "threads"),
         (["bench"], "--prompts"),
         (["bench", "--prompts", "no-such-set"], "humaneval"),
-        (["bench", "--prompts", "gsm8k", "--mode", "plain"], "plain"),
+        (["bench", "--prompts", "gsm8k", "--modes", "plain"], "reference"),
+        (["bench", "--prompts", "gsm8k", "--modes", "plain,warp"], "warp"),
+        (["bench", "--prompts", "gsm8k", "--modes", "chain,"], "unknown mode ''"),
+        (["bench", "--prompts", "gsm8k", "--gate", "ema"], "no mode takes the gate"),
+        (["bench", "--prompts", "gsm8k", "--modes", "chain", "--gate", "moon"], "entropy"),
+        (["bench", "--prompts", "gsm8k", "--confidence", "-1"], "min_confidence"),
+        (["bench", "--prompts", "gsm8k", "--plot", "plot.jpeg"], ".svg"),
+        (["bench", "--prompts", "gsm8k", "--plot", "/no/such/folder/plot.png"], "/no/such/folder"),
+        (["bench", "--prompts", "gsm8k", "--trace", "/no/such/folder/t.jsonl"], "/no/such/folder"),
         (["bench", "--prompts", "gsm8k", "--max-tokens", "1"], "max_tokens"),
         (["bench", "--prompts", "gsm8k", "--turns", "some"], "--turns"),
         (["inspect"], "FILE"),

@@ -34,7 +34,8 @@ def test_generate_json_is_one_object(cli: Any, fake_engine: type[FakeLLM]) -> No
 def test_generate_passes_every_option_on(cli: Any, fake_engine: type[FakeLLM]) -> None:
     done = cli(
         "generate", "--prompt", "x", "--chat", "--target", "t", "--draft", "d", "--max-tokens", "9", "--stop", "a",
-        "--stop", "b", "--ignore-eos", "--mode", "chain:8", "--temperature", "0.5", "--seed", "3", "--top-k", "4",
+        "--stop", "b", "--ignore-eos", "--mode", "chain:8", "--gate", "ema:margin=1.1", "--confidence", "0.25",
+        "--temperature", "0.5", "--seed", "3", "--top-k", "4",
         "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.2",
         "--frequency-penalty", "0.3", "--logprobs", "2", "--dtype", "int8", "--threads", "1", "--max-context", "100",
         "--draft-window", "64", "--json",
@@ -46,7 +47,8 @@ def test_generate_passes_every_option_on(cli: Any, fake_engine: type[FakeLLM]) -
     assert (llm.config.max_context, llm.config.draft_window) == (100, 64)
     assert llm.requests == [{
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stop": ("a", "b"), "ignore_eos": True,
-        "mode": "chain:8", "temperature": 0.5, "seed": 3, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
+        "mode": "chain:8", "gate": "ema:margin=1.1", "min_confidence": 0.25,
+        "temperature": 0.5, "seed": 3, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logprobs": 2,
     }]
     first = json.loads(done.out)["logprobs"][0]
@@ -101,11 +103,23 @@ def test_chat_keeps_history_and_obeys_commands(cli: Any, fake_engine: type[FakeL
         ["Be brief.", "one", "You said one, the 2th message.", "three"],
     ]
     assert [(r["mode"], r["temperature"], r["seed"], r["max_tokens"]) for r in asked] == [
-        ("chain", 0.0, 0, 512), ("chain", 0.0, 0, 512), ("plain", 0.5, 9, 12),
+        ("auto", 0.0, 0, 512), ("auto", 0.0, 0, 512), ("plain", 0.5, 9, 12),
     ]
     assert done.out.splitlines() == ["You said one, the 2th message.", "You said two, the 4th message.", "You said thr"]
     assert "x plain decoding" in done.err and "tokens_per_second" in done.err
     assert json.loads(saved.read_text())["messages"][-1] == {"role": "assistant", "content": "You said thr"}
+
+
+def test_chat_keeps_mode_and_gate_together(cli: Any, fake_engine: type[FakeLLM]) -> None:
+    lines = ["one", "/gate entropy:floor=0.8", "two", "/mode tree:16:seed", "three", "/mode auto", "four", "/gate ema"]
+    done = cli("chat", "--mode", "chain", "--confidence", "0.5", stdin="\n".join(lines) + "\n")
+    asked = [request for request in fake_engine.made[0].requests if "top_k" in request]
+    assert [(request["mode"], request.get("gate")) for request in asked] == [
+        ("chain", None), ("chain", "entropy:floor=0.8"), ("tree:16:seed", "entropy:floor=0.8"), ("auto", None),
+    ]
+    assert {request["min_confidence"] for request in asked} == {0.5}
+    assert done.code == 2 and "gate ema does not go with mode auto" in done.err
+    assert "mode tree:16:seed, gate entropy:floor=0.8" in done.err
 
 
 def test_chat_json_prints_one_object_a_turn(cli: Any, fake_engine: type[FakeLLM]) -> None:
@@ -162,8 +176,9 @@ def test_demo_says_when_speculation_does_not_pay(cli: Any, fake_engine: type[Fak
     said = " ".join(done.out.split())
     assert "it does not pay on this machine" in said and "All 3 texts are identical" in said and "Byte floor" in said
     assert "int4 was fastest." in said
-    result = json.loads(cli("demo", "--max-tokens", "64", "--json").out)
-    assert result["speedup"] < 1 and result["identical"] == {"same": 3, "of": 3, "near_ties": 0}
+    assert "plain 1000.0 tok/s" in said and "Mode auto chose chain:16 in" in said and said.count("same text") == 3
+    auto = json.loads(cli("demo", "--max-tokens", "64", "--json").out)["modes"]["auto"]
+    assert auto["speedup"] < 1 and auto["identical"] == {"same": 3, "of": 3, "near_ties": 0}
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

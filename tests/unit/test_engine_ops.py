@@ -7,16 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.errors import IntegrityError, RequestError
+from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import DraftJob
-from slipstream.types import Mode, Request, SamplingParams
-from tests.tiny import BLOCK, EOS, VOCAB, keep_threads, page_table, random_operations, tiny_llm, write_pair
+from slipstream.types import Gate, Mode, Request, SamplingParams
+from tests.tiny import (
+    BLOCK,
+    VOCAB,
+    ask,
+    assert_idle,
+    keep_threads,
+    mixed_requests,
+    page_table,
+    prompt,
+    random_operations,
+    tiny_llm,
+    write_pair,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +50,16 @@ def llm(folder: Path) -> LLM:
     return tiny_llm(folder, weight_format="int8")
 
 
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-def assert_idle(llm: LLM) -> None:
-    """Nothing runs, and once the prefix cache lets go every page is free."""
-    assert not llm.engine.has_work
-    llm.engine.scheduler.check()
-    if llm.engine.prefix is not None:
-        llm.engine.prefix.clear()
-    assert page_table(llm.engine).free == page_table(llm.engine).total
-
-
 def test_a_thousand_random_operations_leak_no_page() -> None:
     report = random_operations(1000, seed=1)
     assert report.free == report.total > 0
     assert report.failed_restores == 0
     assert min(report.done[name] for name in ("add", "cancel", "fork", "release", "step")) > 60, report
     assert min(report.finished[reason] for reason in ("length", "stop", "cancelled")) > 0, report
-    assert report.drafted > 500 and report.accepted > 20, "speculation took part"
+    assert report.drafted > 500 and report.accepted > 20 and report.branched > 50, "speculation took part, with trees"
     assert report.hits > 20 and report.cached_tokens > 20 * PAGE_TOKENS, "so did the prefix cache"
-    assert report.largest_batch == 4 and report.done["fork refused"] > 0, "and it was crowded"
+    refused = sum(count for name, count in report.done.items() if name.endswith("refused"))
+    assert report.largest_batch == 4 and refused > 0, "and it was crowded"
 
 
 @pytest.mark.parametrize("fault", ["leak", "double release", "lost context"])
@@ -75,7 +75,7 @@ def test_the_random_driver_notices_a_fault(monkeypatch: pytest.MonkeyPatch, faul
         release(state)
         state._table.release(pages)
 
-    def forgetful(state: SequenceState, rows: int, new_tokens: list[int], context_rows: int) -> None:
+    def forgetful(state: SequenceState, rows: Sequence[int], new_tokens: list[int], context_rows: int) -> None:
         commit(state, rows, new_tokens, min(context_rows, 1))
 
     if fault == "lost context":
@@ -93,24 +93,7 @@ def test_the_engine_checks_itself_after_every_step_when_asked(llm: LLM) -> None:
         llm.engine.step()
 
 
-def mixed_requests(mode: str) -> list[Request]:
-    """Eight requests, each with settings of its own, some on page and chunk borders."""
-    greedy, sampled = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, seed=7)
-    shaped = SamplingParams(temperature=1.2, repetition_penalty=1.1, presence_penalty=0.2, seed=3, logprobs=2)
-    requests = [
-        Request("a", prompt(3, 1), greedy, max_tokens=30),
-        Request("b", prompt(PAGE_TOKENS, 2), sampled, max_tokens=40),
-        Request("c", prompt(PAGE_TOKENS + 1, 3), shaped, max_tokens=33),
-        Request("d", prompt(2 * PAGE_TOKENS, 4), greedy, max_tokens=25),
-        Request("e", prompt(150, 5), sampled, max_tokens=50, stop_token_ids=frozenset({EOS})),
-        Request("f", prompt(1, 6), sampled, max_tokens=PAGE_TOKENS + 5, stop=("CCCC",)),
-        Request("g", prompt(40, 7), shaped, max_tokens=1),
-        Request("h", prompt(40, 8), SamplingParams(frequency_penalty=0.5), max_tokens=20),
-    ]
-    return [replace(request, mode=Mode.parse(mode)) for request in requests]
-
-
-@pytest.mark.parametrize("mode", ["chain", "chain:2", "chain:5"])
+@pytest.mark.parametrize("mode", ["chain", "chain:2", "chain:5", "tree:16", "tree:64", "tree:6:seed", "tree:32:seed"])
 def test_a_mixed_batch_writes_the_same_text_with_and_without_speculation(folder: Path, mode: str) -> None:
     plain = tiny_llm(folder, weight_format="int8").run(mixed_requests("plain"))
     llm = tiny_llm(folder, weight_format="int8")
@@ -128,19 +111,36 @@ def test_a_mixed_batch_writes_the_same_text_with_and_without_speculation(folder:
     assert_idle(llm)
 
 
-def test_each_request_alone_writes_what_it_wrote_in_the_batch(folder: Path) -> None:
-    together = tiny_llm(folder, weight_format="int8").run(mixed_requests("chain"))
+def test_modes_and_gates_may_be_mixed_in_one_batch(folder: Path) -> None:
+    plain = tiny_llm(folder, weight_format="int8").run(mixed_requests("plain"))
+    modes = ("auto", "chain", "tree:24", "tree:24:seed", "plain", "auto", "tree:9", "chain:3")
+    gates = ("auto", "ema", "entropy", "auto", "off", "auto", "ema:warmup=0,sustain=1,margin=50", "entropy:hard=1")
+    requests = [
+        replace(request, mode=Mode.parse(mode), gate=Gate.parse(gate))
+        for request, mode, gate in zip(mixed_requests("plain"), modes, gates, strict=True)
+    ]
+    llm = tiny_llm(folder, weight_format="int8")
+    for mine, other in zip(llm.run(requests), plain, strict=True):
+        assert (mine.token_ids, mine.text, mine.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert [t.top_logprobs for t in mine.tokens] == [t.top_logprobs for t in other.tokens]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree:24"])
+def test_each_request_alone_writes_what_it_wrote_in_the_batch(folder: Path, mode: str) -> None:
+    together = tiny_llm(folder, weight_format="int8").run(mixed_requests(mode))
     llm = tiny_llm(folder, weight_format="int8", prefill_chunk=256, step_rows=512)
-    for request, done in zip(mixed_requests("chain"), together, strict=True):
+    for request, done in zip(mixed_requests(mode), together, strict=True):
         alone = llm.run([request])[0]
         assert alone.token_ids == done.token_ids
         assert (alone.stats.drafted, alone.stats.accepted) == (done.stats.drafted, done.stats.accepted)
 
 
-def test_a_prefix_hit_keeps_text_and_acceptance(llm: LLM) -> None:
+@pytest.mark.parametrize("mode", ["chain", "tree:24"])
+def test_a_prefix_hit_keeps_text_and_acceptance(llm: LLM, mode: str) -> None:
     sampling = SamplingParams(temperature=0.8, seed=7)
     cold, warm = (
-        llm.run([Request(name, prompt(150, 5), sampling, max_tokens=60)])[0] for name in ("cold", "warm")
+        llm.run([ask(name, prompt(150, 5), sampling, mode, max_tokens=60)])[0] for name in ("cold", "warm")
     )
     assert (cold.stats.cached_tokens, warm.stats.cached_tokens) == (0, 2 * PAGE_TOKENS)
     assert warm.token_ids == cold.token_ids
@@ -150,8 +150,8 @@ def test_a_prefix_hit_keeps_text_and_acceptance(llm: LLM) -> None:
 
 def test_pages_of_a_plain_request_serve_no_drafting_one(llm: LLM) -> None:
     done = [
-        llm.run([Request(f"r{index}", prompt(150, 5), mode=Mode.parse(mode), max_tokens=10)])[0].stats.cached_tokens
-        for index, mode in enumerate(["plain", "plain", "chain", "chain", "plain"])
+        llm.run([ask(f"r{index}", prompt(150, 5), mode=mode, max_tokens=10)])[0].stats.cached_tokens
+        for index, mode in enumerate(["plain", "plain", "chain", "tree:8", "plain"])
     ]
     assert done == [0, 128, 0, 128, 128]
 
@@ -159,27 +159,27 @@ def test_pages_of_a_plain_request_serve_no_drafting_one(llm: LLM) -> None:
 def test_an_answers_pages_serve_the_next_turn_only_where_decoding_sums_like_prefill(folder: Path) -> None:
     for weight_format, cached in (("int8", 2 * PAGE_TOKENS), ("fp32", PAGE_TOKENS)):
         llm = tiny_llm(folder, weight_format=weight_format)
-        first = llm.run([Request("first", prompt(70), max_tokens=80)])[0]
+        first = llm.run([ask("first", prompt(70), mode="tree:24", max_tokens=80)])[0]
         turn = prompt(70) + tuple(first.token_ids) + prompt(5, 9)
-        assert llm.run([Request("second", turn, max_tokens=4)])[0].stats.cached_tokens == cached
+        assert llm.run([ask("second", turn, max_tokens=4)])[0].stats.cached_tokens == cached
 
 
 def test_one_target_forward_and_one_draft_pass_per_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    forward, propose = Runner.forward, Runner.propose
+    forward, draft = Runner.forward, Runner.draft
 
     def counted_forward(runner: Runner, works: Sequence[RowWork]) -> ForwardResult:
         calls.append(("f", len(works)))
         return forward(runner, works)
 
-    def counted_propose(runner: Runner, jobs: Sequence[DraftJob]) -> list[torch.Tensor]:
+    def counted_draft(runner: Runner, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
         calls.append(("p", len(jobs)))
-        return propose(runner, jobs)
+        return draft(runner, jobs)
 
     monkeypatch.setattr(Runner, "forward", counted_forward)
-    monkeypatch.setattr(Runner, "propose", counted_propose)
+    monkeypatch.setattr(Runner, "draft", counted_draft)
     for index in range(4):
-        llm.engine.add(Request(f"r{index}", prompt(20, index), max_tokens=30))
+        llm.engine.add(ask(f"r{index}", prompt(20, index), mode="tree:12" if index % 2 else "chain"))
     while llm.engine.has_work:
         calls.clear()
         llm.engine.step()
@@ -220,7 +220,8 @@ def test_a_batch_with_a_request_that_is_refused_leaves_nothing_running(llm: LLM)
     [
         (Request("r", (-1,)), "token -1 is not in the vocabulary"),
         (Request("r", prompt(600)), "the prompt has 600 tokens, the context holds 512"),
-        (Request("r", prompt(5), mode=Mode("chain", BLOCK + 1)), f"wider than the drafter's block of {BLOCK} rows"),
+        (ask("r", prompt(5), mode=f"chain:{BLOCK + 1}"), f"wider than the {BLOCK} rows this drafter can fill"),
+        (replace(ask("r", prompt(5)), min_confidence=0.5), "this drafter has no confidence head"),
         (Request("taken", prompt(5)), "'taken' is running already"),
     ],
 )
@@ -235,8 +236,9 @@ def test_what_can_never_run_is_refused_at_once(llm: LLM, request_: Request, said
 
 def test_drafting_without_a_drafter_is_refused(folder: Path) -> None:
     llm = tiny_llm(folder, draft=False)
-    with pytest.raises(RequestError, match="mode 'chain' needs a drafter"):
-        llm.engine.add(Request("r", prompt(5)))
+    for mode in ("chain", "tree:8", "auto"):
+        with pytest.raises(RequestError, match=f"mode '{mode}' needs a drafter"):
+            llm.engine.add(ask("r", prompt(5), mode=mode))
     assert len(llm.generate("hello", max_tokens=5).token_ids) == 5
 
 
@@ -246,7 +248,8 @@ def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("mode", ["chain", "tree:40", "tree:5:seed", "auto"])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, BLOCK, BLOCK + 1])
-def test_a_block_never_writes_more_than_was_asked_for(llm: LLM, max_tokens: int) -> None:
-    done = llm.run([Request("r", prompt(9), SamplingParams(temperature=0.8, seed=2), max_tokens=max_tokens)])[0]
+def test_a_block_never_writes_more_than_was_asked_for(llm: LLM, max_tokens: int, mode: str) -> None:
+    done = llm.run([ask("r", prompt(9), SamplingParams(temperature=0.8, seed=2), mode, max_tokens)])[0]
     assert len(done.token_ids) == done.stats.completion_tokens == max_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from slipstream.engine.llm import LLM
 from slipstream.kernels import exactness
 from slipstream.kernels.matmul import Int8Matrix
 from slipstream.kernels.noise import gumbel_rows
+from slipstream.kernels.rows import RowGroup
 from slipstream.tools.near_tie import explain_difference, gumbel_noise, next_logits
 from slipstream.types import SamplingParams
 from tests.tiny import keep_threads, tiny_llm, write_pair
@@ -46,6 +47,22 @@ def test_int8_products_pass_and_uneven_ones_do_not(monkeypatch: pytest.MonkeyPat
 
 def test_uneven_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exactness, "row_attention", uneven(exactness.row_attention))
+    assert not exactness.attention_is_exact(6, 2, 32, 64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 64)])
+def test_the_attention_of_this_machine_is_exact(heads: int, kv_heads: int, dim: int) -> None:
+    assert exactness.attention_is_exact(heads, kv_heads, dim, 64)
+
+
+def test_attention_that_is_uneven_only_in_trees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = exactness.row_attention
+
+    def changed(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
+        out = attend(queries, keys, values, groups, scale)
+        return out * (1 + 2.0**-22) if groups[0].tail is not None else out
+
+    monkeypatch.setattr(exactness, "row_attention", changed)
     assert not exactness.attention_is_exact(6, 2, 32, 64)
 
 

@@ -87,6 +87,13 @@ def test_kept_rows_are_the_drawn_rows_in_any_order_of_asking() -> None:
         assert torch.equal(rows.get(span), gumbel_rows(7, span, 33)), span
 
 
+def test_the_positions_of_a_tree_come_in_any_order_and_more_than_once() -> None:
+    rows = NoiseRows(7, 33)
+    for positions in ([5, 6, 6, 7, 6, 8], [9, 8, 8], [8, 20, 12], [8, 13], [20, 19]):
+        expected = torch.cat([gumbel_rows(7, range(position, position + 1), 33) for position in positions])
+        assert torch.equal(rows.get(positions), expected), positions
+
+
 def test_past_positions_are_forgotten() -> None:
     rows = NoiseRows(7, 33)
     for start in range(0, 200, 10):

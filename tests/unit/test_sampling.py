@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.noise import gumbel_rows
+from slipstream.speculative.accept import NO_TOKEN
 from slipstream.speculative.sampling import RowSampler, filter_logits, log_probabilities
-from slipstream.types import SamplingParams
+from slipstream.types import Proposal, SamplingParams
 
 EVERYTHING = SamplingParams(
     temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.4,
     frequency_penalty=0.2, seed=11,
 )
+
+
+def chain(proposed: Sequence[int]) -> Proposal:
+    return Proposal((0, *proposed), tuple(range(-1, len(proposed))))
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
@@ -52,7 +57,7 @@ def test_penalties_count_the_prompt_the_answer_and_the_proposals_before_each_row
         sampler = RowSampler(params, vocab, prompt, share_noise=True)
         sampler.observe(answer[:2])
         sampler.observe(answer[2:])
-        chosen = sampler.choose(logits, 10, torch.tensor(proposed))
+        chosen = sampler.choose(logits, 10, chain(proposed))
         for row in range(5):
             expected = penalised_row(logits[row], prompt, answer + proposed[:row], params)
             assert int(chosen[row]) == max(range(vocab), key=expected.__getitem__)
@@ -61,11 +66,10 @@ def test_penalties_count_the_prompt_the_answer_and_the_proposals_before_each_row
 def test_proposals_leave_no_trace_unless_they_are_committed() -> None:
     params, logits = SamplingParams(presence_penalty=2.0), torch.tensor([[1.0, 0.9, 0.0]])
     sampler = RowSampler(params, 3, [2], share_noise=True)
-    sampler.choose(logits.expand(3, -1), 0, torch.tensor([0, 0]))
-    nothing = torch.empty(0, dtype=torch.long)
-    assert sampler.choose(logits, 0, nothing).tolist() == [0]
+    sampler.choose(logits.expand(3, -1), 0, chain([0, 0]))
+    assert sampler.choose(logits, 0).tolist() == [0]
     sampler.observe([0])
-    assert sampler.choose(logits, 0, nothing).tolist() == [1]
+    assert sampler.choose(logits, 0).tolist() == [1]
 
 
 def kept_by_hand(row: list[float], params: SamplingParams) -> set[int]:
@@ -163,8 +167,8 @@ def choices(params: SamplingParams, logits: Tensor, text: list[int], widths: lis
     chosen: list[int] = []
     for width in widths:
         start = len(chosen)
-        proposed = torch.tensor(text[start : start + width - 1], dtype=torch.long)
-        chosen += sampler.choose(logits[start : start + width], 100 + start, proposed).tolist()
+        proposal = chain(text[start : start + width - 1])
+        chosen += sampler.choose(logits[start : start + width], 100 + start, proposal).tolist()
         sampler.observe(chosen[start : start + width])
     return chosen
 
@@ -187,25 +191,123 @@ def test_a_seed_gives_the_same_tokens_however_rows_are_grouped(vocab: int, tempe
 def test_the_token_is_the_largest_scaled_logit_with_its_noise() -> None:
     params = SamplingParams(temperature=0.7, seed=3)
     logits = random_logits(4, 40)
-    chosen = RowSampler(params, 40, [0], share_noise=True).choose(logits, 9, torch.tensor([1, 2, 3]))
+    chosen = RowSampler(params, 40, [0], share_noise=True).choose(logits, 9, chain([1, 2, 3]))
     assert torch.equal(chosen, (logits / 0.7 + gumbel_rows(3, range(9, 13), 40)).argmax(dim=-1))
+
+
+def drafted(sampler: RowSampler, logits: Tensor, first_position: int) -> Tensor:
+    scores = sampler.draft_scores(logits, first_position)
+    assert scores is not None
+    return scores.argmax(dim=-1)
 
 
 def test_a_draft_shares_the_targets_noise_when_asked() -> None:
     params, logits = SamplingParams(temperature=1.0, seed=3), random_logits(50, 40, spread=0.5)
     sharing, greedy = (RowSampler(params, 40, [0], share_noise=share) for share in (True, False))
-    target = sharing.choose(logits, 9, torch.zeros(49, dtype=torch.long))
-    assert torch.equal(sharing.choose_draft(logits, 9), target), "the same logits must be accepted whole"
-    assert torch.equal(greedy.choose_draft(logits, 9), logits.argmax(dim=-1))
-    assert not torch.equal(greedy.choose_draft(logits, 9), target)
-    assert torch.equal(greedy.choose(logits, 9, torch.zeros(49, dtype=torch.long)), target), "drafting changes no text"
+    target = sharing.choose(logits, 9, chain([0] * 49))
+    assert torch.equal(drafted(sharing, logits, 9), target), "the same logits must be accepted whole"
+    assert torch.equal(drafted(greedy, logits, 9), logits.argmax(dim=-1))
+    assert not torch.equal(drafted(greedy, logits, 9), target)
+    assert torch.equal(greedy.choose(logits, 9, chain([0] * 49)), target), "drafting changes no text"
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.5, seed=3), EVERYTHING], ids=str)
+def test_one_unit_of_a_draft_logit_is_worth_the_scale_in_draft_scores(params: SamplingParams) -> None:
+    """Heads add to the scores what they would have added to the logits."""
+    logits = random_logits(2, 40).abs() + 1.0  # above zero, where a repetition penalty divides
+    sampler = RowSampler(params, 40, [39], share_noise=True)
+    lifted = logits.clone()
+    lifted[0, int(logits[0].argmax())] += 0.25
+    before, after = sampler.draft_scores(logits, 9), sampler.draft_scores(lifted, 9)
+    assert before is not None and after is not None
+    difference = (after - before)[0, int(logits[0].argmax())].item()
+    assert difference == pytest.approx(0.25 * sampler.draft_scale, abs=1e-5)
+
+
+def random_tree(rows: int, vocab: int, seed: int) -> Proposal:
+    source = torch.Generator().manual_seed(seed)
+    parents = [-1] + [int(torch.randint(0, row, (), generator=source)) for row in range(1, rows)]
+    return Proposal(tuple(torch.randint(0, vocab, (rows,), generator=source).tolist()), tuple(parents))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(), SamplingParams(temperature=0.8, seed=5), EVERYTHING,
+        SamplingParams(repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3),
+    ],
+    ids=["greedy", "noise", "everything", "penalties"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_of_a_tree_chooses_what_it_would_with_its_ancestors_committed(params: SamplingParams, seed: int) -> None:
+    vocab, answer = 25, [2, 2, 5]
+    proposal, logits = random_tree(24, vocab, seed), random_logits(24, vocab, seed, spread=1.0)
+    assert proposal.branching
+    sampler = RowSampler(params, vocab, [1, 5], share_noise=True)
+    sampler.observe(answer)
+    chosen = sampler.choose(logits, 70, proposal).tolist()
+    assert chosen == sampler.choose(logits, 70, proposal).tolist(), "choosing commits nothing"
+    for row in range(24):
+        ancestors: list[int] = []
+        at = row
+        while at > 0:
+            ancestors.insert(0, proposal.tokens[at])
+            at = proposal.parents[at]
+        plain = RowSampler(params, vocab, [1, 5], share_noise=True)
+        plain.observe([*answer, *ancestors])
+        assert chosen[row] == int(plain.choose(logits[row : row + 1], 70 + len(ancestors))[0]), row
+
+
+def test_siblings_share_their_noise() -> None:
+    """Noise goes by depth and not by row: equal logits at equal depth give equal tokens."""
+    params = SamplingParams(temperature=1.0, seed=8)
+    logits = random_logits(1, 300, spread=0.1).expand(7, -1)
+    star = Proposal(tuple(range(7)), (-1, 0, 0, 0, 1, 1, 2))
+    chosen = RowSampler(params, 300, [0], share_noise=True).choose(logits, 9, star).tolist()
+    assert chosen[1] == chosen[2] == chosen[3] and chosen[4] == chosen[5] == chosen[6]
+    assert len(set(chosen)) == 3, "another depth, other noise"
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), EVERYTHING, SamplingParams(temperature=0.7)], ids=str)
+@pytest.mark.parametrize("bad", ["nan", "inf", "all hidden"])
+def test_a_row_that_is_no_number_has_no_token_and_leaves_the_others_alone(params: SamplingParams, bad: str) -> None:
+    logits = random_logits(6, 40)
+    healthy = RowSampler(params, 40, [1], share_noise=True).choose(logits, 5, chain([1] * 5)).tolist()
+    spoiled = logits.clone()
+    if bad == "all hidden":
+        spoiled[3] = float("-inf")
+    else:
+        spoiled[3, 17] = float(bad)
+    seen = RowSampler(params, 40, [1], share_noise=True).choose(spoiled, 5, chain([1] * 5)).tolist()
+    assert seen == [*healthy[:3], NO_TOKEN, *healthy[4:]]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), EVERYTHING, SamplingParams(temperature=0.7)], ids=str)
+def test_minus_infinity_is_a_mask_and_not_an_error(params: SamplingParams) -> None:
+    logits = random_logits(4, 40)
+    logits[:, 10:] = float("-inf")
+    sampler = RowSampler(params, 40, [1], share_noise=True)
+    assert all(0 <= token < 10 for token in sampler.choose(logits, 5, chain([1, 2, 3])).tolist())
+    scores = sampler.draft_scores(logits, 5)
+    assert scores is not None and bool((scores[:, 10:] == float("-inf")).all())
+    assert not bool(scores.isnan().any())
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_draft_that_is_no_number_has_no_scores(params: SamplingParams, bad: float) -> None:
+    logits = random_logits(4, 40)
+    sampler = RowSampler(params, 40, [1], share_noise=True)
+    assert sampler.draft_scores(logits, 5) is not None
+    logits[2, 11] = bad
+    assert sampler.draft_scores(logits, 5) is None
 
 
 def test_sampling_follows_the_filtered_softmax() -> None:
     params = SamplingParams(temperature=1.5, top_k=5, seed=21)
     row = torch.tensor([2.0, 1.0, 0.0, 1.5, -1.0, -9.0, -8.0])
     sampler = RowSampler(params, 7, [0], share_noise=True)
-    chosen = sampler.choose(row.expand(20_000, -1), 0, torch.empty(0, dtype=torch.long))
+    chosen = sampler.choose(row.expand(20_000, -1), 0, chain([0] * 19_999))
     counts = torch.bincount(chosen, minlength=7).double()
     expected = filter_logits(row[None].double() / 1.5, params).softmax(dim=-1)[0] * 20_000
     assert counts[5:].sum() == 0

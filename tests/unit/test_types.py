@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
-from slipstream.types import MAX_SEED, Mode, Request, RequestStats, SamplingParams
+from slipstream.types import (
+    MAX_SEED,
+    MAX_TREE_ROWS,
+    Decision,
+    Gate,
+    Mode,
+    PolicyStats,
+    Proposal,
+    Request,
+    RequestStats,
+    SamplingParams,
+    StepRecord,
+    Verdict,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,11 @@ def test_greedy_and_penalised_say_what_they_mean() -> None:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("plain", Mode("plain")), ("chain", Mode()), ("chain:2", Mode("chain", 2)), ("chain:16", Mode("chain", 16))],
+    [
+        ("plain", Mode("plain")), ("chain", Mode("chain")), ("chain:2", Mode("chain", 2)),
+        ("chain:16", Mode("chain", 16)), ("auto", Mode()), ("tree:2", Mode("tree", 2)),
+        (f"tree:{MAX_TREE_ROWS}", Mode("tree", MAX_TREE_ROWS)), ("tree:64:seed", Mode("tree", 64, seeded=True)),
+    ],
 )
 def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
     assert Mode.parse(name) == mode
@@ -66,12 +83,57 @@ def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "tree", "chain:1", "chain:-4", "chain:x", "plain:4", "Chain", "chain:2:2", "chain:", "plain:"]
+    "name",
+    [
+        "", "tree", "chain:1", "chain:-4", "chain:x", "plain:4", "Chain", "chain:2:2", "chain:", "plain:", "tree:",
+        "tree:1", f"tree:{MAX_TREE_ROWS + 1}", "tree:8:seeded", "tree:8:seed:seed", "tree:seed", "chain:8:seed",
+        "auto:8", "tree:\u0664", "tree: 8",
+    ],
 )
 def test_an_unknown_mode_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="unknown mode") as refused:
         Mode.parse(name)
-    assert "chain:ROWS" in refused.value.hint
+    assert "chain:ROWS" in refused.value.hint and "tree:ROWS:seed" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        ("off", Gate()), ("ema", Gate("ema")), ("auto", Gate("auto")), ("entropy", Gate("entropy")),
+        ("ema:margin=1.25,sustain=5,warmup=0", Gate("ema", margin=1.25, sustain=5, warmup=0)),
+        ("entropy:floor=0.5,hard=0.25,patience=4", Gate("entropy", floor=0.5, hard=0.25, patience=4)),
+        ("auto:margin=1.1,probe=32", Gate("auto", margin=1.1, probe=32)),
+    ],
+)
+def test_gates_are_read_and_written_the_same_way(name: str, gate: Gate) -> None:
+    assert Gate.parse(name) == gate
+    assert str(gate) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "unknown gate"), ("EMA", "unknown gate"), ("ema:floor=1", "gate 'ema' has no threshold 'floor'"),
+        ("off:margin=1", "gate 'off' has no threshold 'margin'"), ("ema:margin", "threshold 'margin'"),
+        ("ema:sustain=1.5", "threshold 'sustain' of gate 'ema' is '1.5'"), ("ema:margin=0", "margin is 0.0"),
+        ("ema:margin=nan", "margin is nan"), ("ema:sustain=0", "sustain is 0"), ("ema:warmup=-1", "warmup is -1"),
+        ("entropy:floor=1.5", "floor is 1.5"), ("entropy:hard=nan", "hard is nan"), ("auto:probe=0", "probe is 0"),
+    ],
+)
+def test_a_gate_that_means_nothing_is_refused(name: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        Gate.parse(name)
+
+
+def test_mode_and_gate_must_not_contradict_each_other() -> None:
+    with pytest.raises(RequestError, match="mode auto contradicts gate 'ema'"):
+        Request("r", (1,), gate=Gate("ema"))
+    with pytest.raises(RequestError, match="plain decoding has nothing to gate"):
+        Request("r", (1,), mode=Mode("plain"), gate=Gate("entropy"))
+    for kind in ("off", "ema", "entropy", "auto"):
+        assert Request("r", (1,), mode=Mode("tree", 8), gate=Gate(kind)).gate.kind == kind
+    with pytest.raises(RequestError, match="min_confidence is 1.5"):
+        Request("r", (1,), min_confidence=1.5)
 
 
 def test_a_request_needs_a_token_a_length_and_real_stop_strings() -> None:
@@ -81,7 +143,7 @@ def test_a_request_needs_a_token_a_length_and_real_stop_strings() -> None:
         Request("r", (1,), max_tokens=0)
     with pytest.raises(RequestError, match="a stop string is empty"):
         Request("r", (1,), stop=("a", ""))
-    assert Request("r", (1,), max_tokens=1, stop=("a",)).mode == Mode("chain")
+    assert Request("r", (1,), max_tokens=1, stop=("a",)).mode == Mode("auto")
 
 
 @pytest.mark.parametrize(
@@ -110,13 +172,21 @@ def test_an_error_is_one_sentence_with_its_hint() -> None:
 
 def test_steps_are_counted_per_slot() -> None:
     stats = RequestStats()
-    stats.record_step(proposed=3, accepted=1, committed=2)
-    stats.record_step(proposed=5, accepted=5, committed=6)
-    stats.record_step(proposed=0, accepted=0, committed=1)
+    stats.record_step(proposed=3, depth=3, accepted=1, committed=2)
+    stats.record_step(proposed=5, depth=5, accepted=5, committed=6)
+    stats.record_step(proposed=0, depth=0, accepted=0, committed=1)
     assert (stats.steps, stats.drafted, stats.accepted, stats.committed) == (3, 8, 6, 9)
     assert stats.verified_at == [2, 2, 2, 1, 1]
     assert stats.accepted_at == [2, 1, 1, 1, 1]
     assert stats.tau == 3.0 and stats.accept_rate == 0.75, "tau counts the bonus, the accept rate does not"
+
+
+def test_a_tree_counts_per_depth_and_not_per_row() -> None:
+    stats = RequestStats()
+    stats.record_step(proposed=12, depth=3, accepted=2, committed=3)
+    stats.record_step(proposed=7, depth=1, accepted=0, committed=1)
+    assert (stats.drafted, stats.accepted) == (19, 2)
+    assert (stats.verified_at, stats.accepted_at) == ([2, 1, 1], [1, 1, 0])
 
 
 def test_nothing_measured_is_zero_not_an_error() -> None:
@@ -130,28 +200,71 @@ def test_json_has_the_promised_names_and_values() -> None:
         prompt_tokens=7, cached_tokens=4, completion_tokens=7, novel_steps=2, novel_committed=5, ttft_ms=1.23456,
         decode_ms=300.0, draft_ms=100.0, verify_ms=150.0, other_ms=50.0,
     )
-    stats.record_step(3, 3, 4)
-    stats.record_step(3, 1, 2)
+    stats.record_step(3, 3, 3, 4)
+    stats.record_step(3, 3, 1, 2)
+    stats.bad_drafts = 2
+    stats.policy.record(Decision("chain:4", "it pays", 3.5, 2.0), 4)
+    stats.policy.record(Decision("plain", "", 1.0, 1.0), 2)
     seen = stats.to_json()
     assert json.loads(json.dumps(seen)) == {
         "prompt_tokens": 7, "cached_tokens": 4, "completion_tokens": 7, "steps": 2, "drafted": 6, "accepted": 4,
         "tau": 3.0, "tau_novel": 2.5, "accept_rate": 0.6667, "accepted_per_position": [1.0, 0.5, 0.5],
         "ttft_ms": 1.235, "decode_ms": 300.0, "tokens_per_second": 20.0,
         "time_split_ms": {"draft": 100.0, "verify": 150.0, "other": 50.0},
+        "bad_drafts": 2,
+        "policy": {
+            "choices": {"chain:4": 1, "plain": 1}, "expected_tokens_per_step": 2.25, "committed_tokens_per_step": 3.0,
+            "expected_ms_per_step": 1.5, "last_reason": "it pays",
+        },
     }
 
 
-_STEPS = st.lists(st.integers(0, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=8)
+def test_a_decision_without_an_estimate_is_counted_but_not_averaged() -> None:
+    policy = PolicyStats()
+    policy.record(Decision("tree:16", "first", 4.0, 2.0), 5)
+    policy.record(Decision("tree:16"), 1)
+    policy.record(Decision(), 1)
+    assert list(policy.to_json()["choices"].items()) == [("tree:16", 2), ("plain", 1)]  # type: ignore[attr-defined]
+    assert (policy.estimated_steps, policy.expected_tokens, policy.estimated_tokens) == (1, 4.0, 5)
+    assert policy.last_reason == "first"
+
+
+def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
+    alone, chain = Proposal((5,), (-1,)), Proposal((5, 6, 7), (-1, 0, 1))
+    tree, star = Proposal((5, 6, 7, 8, 9), (-1, 0, 1, 1, 3)), Proposal((5, 6, 7), (-1, 0, 0))
+    assert [p.branching for p in (alone, chain, tree, star)] == [False, False, True, True]
+    assert [p.depths for p in (alone, chain, tree, star)] == [[0], [0, 1, 2], [0, 1, 2, 2, 3], [0, 1, 1]]
+    assert [p.nodes for p in (alone, chain, tree, star)] == [0, 2, 4, 2]
+
+
+def test_a_step_record_is_plain_json() -> None:
+    step = StepRecord(
+        17, Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3)), Verdict((0, 2), (7, 9)),
+        Decision("tree:3", "it pays", 1.91236, 4.00004), 1.23456, 2.0,
+    )
+    assert json.loads(json.dumps(step.to_json())) == {
+        "position": 17, "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0]},
+        "verdict": {"path": [0, 2], "tokens": [7, 9], "accepted": 1, "failed": False},
+        "policy": {"choice": "tree:3", "reason": "it pays", "expected_tokens": 1.9124, "expected_ms": 4.0},
+        "times_ms": {"draft": 1.2346, "verify": 2.0},
+    }
+
+
+_STEPS = st.lists(
+    st.integers(0, 6).flatmap(lambda n: st.tuples(st.integers(n, 2 * n), st.just(n), st.integers(0, n))), max_size=8
+)
 
 
 @given(_STEPS, _STEPS)
 def test_adding_two_requests_is_counting_their_steps_together(
-    first: list[tuple[int, int]], second: list[tuple[int, int]]
+    first: list[tuple[int, int, int]], second: list[tuple[int, int, int]]
 ) -> None:
-    def counted(steps: list[tuple[int, int]]) -> RequestStats:
+    def counted(steps: list[tuple[int, int, int]]) -> RequestStats:
         stats = RequestStats(decode_ms=float(len(steps)), cached_tokens=len(steps), prompt_tokens=3)
-        for proposed, accepted in steps:
-            stats.record_step(proposed, accepted, accepted + 1)
+        for proposed, depth, accepted in steps:
+            stats.record_step(proposed, depth, accepted, accepted + 1)
+            stats.bad_drafts += proposed == 0
+            stats.policy.record(Decision(f"tree:{proposed}", f"{depth}", float(proposed), 2.0), accepted + 1)
         return stats
 
     total = counted(first)

@@ -1,6 +1,6 @@
-"""Plain decoding against speculation on the same prompts, interleaved in one run so that both meet the same machine.
+"""Several ways of decoding on the same prompts, interleaved in one run so that all of them meet the same machine.
 
-Every request runs alone and without the prompt cache: neither side may profit from what the other left behind.
+Every request runs alone and without the prompt cache: no mode may profit from what another left behind.
 """
 
 from __future__ import annotations
@@ -10,49 +10,126 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.types import Mode, RequestStats, SamplingParams
+from slipstream.types import Gate, GenEvent, Mode, Request, RequestStats, SamplingParams, TokenOut
 
 if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM, Completion
+    from slipstream.engine.llm import LLM
 
 Message = dict[str, str]
+PLAIN, AUTO = "plain", "auto"
 _WARM_UP = "Say hello."
 _WARM_UP_TOKENS = 8
 
 
+def parse_modes(names: str) -> tuple[str, ...]:
+    """The modes of a comma-separated list, each once, plain decoding first: it is what the others are held against."""
+    found = [str(Mode.parse(name.strip())) for name in names.split(",")]
+    return tuple(dict.fromkeys([PLAIN, *found]))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured: how many tokens, which turns, how tokens are chosen, and how speculation runs."""
+    """What is measured: how many tokens, which turns, how tokens are chosen, and which modes take part."""
 
     max_tokens: int = 256
     all_turns: bool = False
     temperature: float = 0.0
     seed: int = 0
-    mode: str = "chain"
+    modes: tuple[str, ...] = (PLAIN, AUTO)
+    gate: str | None = None  # for the modes that are neither plain nor auto
+    min_confidence: float | None = None  # for all modes but plain
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
             raise RequestError(f"max_tokens is {self.max_tokens}", "decoding speed needs at least 2 tokens")
-        if Mode.parse(self.mode).kind == "plain":
-            raise RequestError("plain decoding is one side already", "choose how the other side speculates")
+        if set(self.modes) == {PLAIN}:
+            raise RequestError("plain decoding is the reference already", "name a mode to hold against it")
+        if self.gate is not None and set(self.modes) <= {PLAIN, AUTO}:
+            raise RequestError(f"no mode takes the gate '{self.gate}'", "compare chain or tree:ROWS too")
+        for mode in self.modes:
+            _check(mode, self.settings(mode))
 
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, seed=self.seed)
 
+    def settings(self, mode: str) -> dict[str, object]:
+        """How a request of this mode speculates."""
+        settings: dict[str, object] = {"mode": mode}
+        if self.gate is not None and mode not in (PLAIN, AUTO):
+            settings["gate"] = self.gate
+        if self.min_confidence is not None and mode != PLAIN:
+            settings["min_confidence"] = self.min_confidence
+        return settings
+
+
+def _check(mode: str, settings: dict[str, object]) -> None:
+    """Refuses what the engine would refuse, before a model is loaded for nothing."""
+    gate = str(settings.get("gate", "auto" if mode == AUTO else "off"))
+    confidence = settings.get("min_confidence", 0.0)
+    Request("check", (0,), mode=Mode.parse(mode), gate=Gate.parse(gate), min_confidence=confidence)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer in one mode, event by event."""
+
+    events: list[GenEvent]
+
+    @property
+    def tokens(self) -> list[TokenOut]:
+        return [token for event in self.events for token in event.tokens]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.events[-1].stats or RequestStats()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answers of all modes to one turn of one conversation."""
+
+    prompt: int  # which conversation
+    history: list[Message]
+    answers: dict[str, Answer]
+
+    @property
+    def question(self) -> str:
+        return self.history[-1]["content"]
+
+    def same(self, mode: str) -> bool:
+        return self.answers[mode].token_ids == self.answers[PLAIN].token_ids
+
 
 @dataclass(slots=True)
-class Side:
-    """One way of decoding, summed over all prompts."""
+class ModeRun:
+    """One way of decoding over all prompts."""
 
     stats: RequestStats = field(default_factory=RequestStats)
     texts: list[list[int]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # tokens and time of each prompt, all its turns together
+    same: int = 0
+    near_ties: int = 0
 
-    def add(self, done: Completion) -> None:
-        self.stats.add(done.stats)
-        self.texts.append(done.token_ids)
+    def add(self, prompt: int, answer: Answer) -> None:
+        stats = answer.stats
+        self.stats.add(stats)
+        self.texts.append(answer.token_ids)
+        if prompt == len(self.samples):
+            self.samples.append((0, 0.0))
+        tokens, milliseconds = self.samples[prompt]
+        self.samples[prompt] = (tokens + stats.committed, milliseconds + stats.decode_ms)
 
     @property
     def text_hash(self) -> str:
@@ -62,42 +139,66 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Both answers to one turn of one conversation."""
+class Ratio:
+    """One mode's decoding speed over another's, with its 95 % interval where there are prompts enough for one."""
 
-    question: str
-    plain: Completion
-    speculative: Completion
+    over: str
+    value: float
+    interval: tuple[float, float] | None
 
-    @property
-    def same(self) -> bool:
-        return self.plain.token_ids == self.speculative.token_ids
+    def to_json(self) -> dict[str, object]:
+        return {"mode": self.over, "ratio": round(self.value, 4), "interval": _rounded(self.interval)}
 
 
 @dataclass(slots=True)
 class Comparison:
     """The result of a run."""
 
-    plain: Side = field(default_factory=Side)
-    speculative: Side = field(default_factory=Side)
+    modes: dict[str, ModeRun]
     answers: int = 0
-    same: int = 0
-    near_ties: int = 0
 
     @property
-    def speedup(self) -> float | None:
-        """Decoding speed of speculation over plain decoding, prefill left out; None if nothing was decoded."""
-        plain, speculative = self.plain.stats.tokens_per_second, self.speculative.stats.tokens_per_second
-        return speculative / plain if plain and speculative else None
+    def plain(self) -> ModeRun:
+        return self.modes[PLAIN]
+
+    @property
+    def speculative(self) -> dict[str, ModeRun]:
+        return {name: run for name, run in self.modes.items() if name != PLAIN}
+
+    def speedup(self, mode: str, over: str = PLAIN) -> Ratio | None:
+        """Decoding speed of one mode over another's, prefill left out; None if nothing was decoded."""
+        mine, theirs = self.modes[mode].samples, self.modes[over].samples
+        value = ratio(mine, theirs)
+        return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
+
+    def best_fixed(self) -> str:
+        """The fastest of the modes that do not choose for themselves, plain decoding among them."""
+        fixed = {name: run.stats.tokens_per_second for name, run in self.modes.items() if name != AUTO}
+        return max(fixed, key=fixed.__getitem__)
+
+    def auto_against_best(self) -> Ratio | None:
+        return self.speedup(AUTO, self.best_fixed()) if AUTO in self.modes else None
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "plain": self.plain.stats.to_json(),
-            "speculative": self.speculative.stats.to_json(),
-            "speedup": None if self.speedup is None else round(self.speedup, 4),
-            "identical": {"same": self.same, "of": self.answers, "near_ties": self.near_ties},
-            "text_hash": {"plain": self.plain.text_hash, "speculative": self.speculative.text_hash},
+        return {"modes": {name: self._mode_json(name) for name in self.modes}}
+
+    def _mode_json(self, name: str) -> dict[str, object]:
+        run, speedup = self.modes[name], self.speedup(name)
+        result: dict[str, object] = {
+            **run.stats.to_json(),
+            "speedup": None if speedup is None else round(speedup.value, 4),
+            "speedup_interval": None if speedup is None else _rounded(speedup.interval),
+            "identical": {"same": run.same, "of": self.answers, "near_ties": run.near_ties},
+            "text_hash": run.text_hash,
         }
+        if name == AUTO:
+            against = self.auto_against_best()
+            result["vs_best"] = None if against is None else against.to_json()
+        return result
+
+
+def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else [round(end, 4) for end in interval]
 
 
 def compare(
@@ -105,76 +206,69 @@ def compare(
     target: str,
     conversations: Sequence[Conversation],
     plan: Plan,
-    on_pair: Callable[[Pair], None] = lambda pair: None,
+    on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> Comparison:
-    """Decodes every prompt both ways; `on_pair` sees each pair of answers as it comes."""
+    """Decodes every prompt in every mode; `on_turn` sees the answers of all modes to each turn as they come."""
     if not llm.has_draft:
         raise RequestError(f"{target} has no drafter to measure", "name one with --draft")
-    for mode in ("plain", plan.mode):
+    for mode in plan.modes:
         # The first request of a kind pays for one-off work that is no part of decoding.
-        _answer(llm, [_user(_WARM_UP)], Plan(max_tokens=_WARM_UP_TOKENS, mode=plan.mode), mode)
-    result = Comparison()
+        _answer(llm, [_user(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
+    result = Comparison({mode: ModeRun() for mode in plan.modes})
     for index, conversation in enumerate(conversations):
-        # Taking turns at going first cancels what a warming or throttling machine does to whoever comes second.
-        for history, pair in _play(llm, conversation, plan, plain_first=index % 2 == 0):
-            result.plain.add(pair.plain)
-            result.speculative.add(pair.speculative)
+        for turn in _play(llm, index, conversation, plan):
             result.answers += 1
-            result.same += pair.same
-            result.near_ties += not pair.same and _is_near_tie(llm, history, pair, plan)
-            on_pair(pair)
+            for mode, answer in turn.answers.items():
+                run, same = result.modes[mode], turn.same(mode)
+                run.add(index, answer)
+                run.same += same
+                run.near_ties += not same and _is_near_tie(llm, turn, mode, plan)
+            on_turn(turn)
     return result
 
 
-def fastest_mode(llm: LLM, conversation: Conversation, modes: Sequence[str], max_tokens: int) -> str:
-    """The mode that decodes this prompt fastest here: which verify width pays is a property of the machine."""
-    _answer(llm, [_user(_WARM_UP)], Plan(max_tokens=_WARM_UP_TOKENS), modes[0])
-    plan = Plan(max_tokens=max_tokens)
-    speeds = {mode: _answer(llm, [_user(conversation[0])], plan, mode).stats.tokens_per_second for mode in modes}
-    return max(speeds, key=speeds.__getitem__)
-
-
 def turns_of(conversations: Sequence[Conversation], plan: Plan) -> int:
-    """How many pairs of answers a run makes."""
+    """How many turns a run answers in every mode."""
     return sum(len(conversation) if plan.all_turns else 1 for conversation in conversations)
 
 
-def _play(
-    llm: LLM, conversation: Conversation, plan: Plan, plain_first: bool
-) -> Iterator[tuple[list[Message], Pair]]:
-    """Each turn's history and both answers. Plain decoding's answer goes on in both histories: prompts stay equal."""
+def _play(llm: LLM, index: int, conversation: Conversation, plan: Plan) -> Iterator[Turn]:
+    """The turns of one conversation. Plain decoding's answer goes on in every history: prompts stay equal."""
+    # Taking turns at going first cancels what a warming or throttling machine does to whoever comes later.
+    first = index % len(plan.modes)
+    order = (*plan.modes[first:], *plan.modes[:first])
     history: list[Message] = []
     for question in conversation if plan.all_turns else conversation[:1]:
         history.append(_user(question))
-        modes = ("plain", plan.mode) if plain_first else (plan.mode, "plain")
-        answers = {mode: _answer(llm, history, plan, mode) for mode in modes}
-        yield list(history), Pair(question, answers["plain"], answers[plan.mode])
-        history.append({"role": "assistant", "content": answers["plain"].text})
+        answers = {mode: _answer(llm, history, plan, mode, plan.max_tokens) for mode in order}
+        yield Turn(index, list(history), answers)
+        history.append({"role": "assistant", "content": answers[PLAIN].text})
 
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str) -> Completion:
-    done = llm.chat(
-        history, max_tokens=plan.max_tokens, temperature=plan.temperature, seed=plan.seed, mode=mode, cache_prompt=False
-    )
-    if done.finish_reason == "error":
-        raise SlipstreamError(f"the engine ended a request in mode {mode} with an error")
-    return done
+def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Answer:
+    events = list(llm.stream(
+        history, chat=True, max_tokens=max_tokens, temperature=plan.temperature, seed=plan.seed,
+        cache_prompt=False, **plan.settings(mode),
+    ))
+    if events[-1].finish_reason == "error":
+        raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
+    return Answer(events)
 
 
-def _is_near_tie(llm: LLM, history: list[Message], pair: Pair, plan: Plan) -> bool:
+def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: Plan) -> bool:
     # Imported here: texts hardly ever differ.
     from slipstream.tools.near_tie import explain_difference
 
     about = llm.describe()
     tie = explain_difference(
         llm.target_source.path,
-        llm.prompt_ids(history, chat=True),
-        pair.plain.token_ids,
-        pair.speculative.token_ids,
+        llm.prompt_ids(turn.history, chat=True),
+        turn.answers[PLAIN].token_ids,
+        turn.answers[mode].token_ids,
         plan.sampling,
         str(about["weight_format"]),
         bool(about["exact"]),

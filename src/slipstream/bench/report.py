@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from slipstream.bench.measure import Comparison
+from slipstream.bench.measure import AUTO, PLAIN, Comparison, Ratio
 from slipstream.types import RequestStats
 
-HEADS = ("", "plain", "speculative")
+# Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
+HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
 
 
-def rows(result: Comparison) -> list[tuple[str, str, str]]:
-    """The table's rows under HEADS; what only drafting has is blank for plain decoding."""
-    plain, speculative = result.plain.stats, result.speculative.stats
-    both: list[tuple[str, Callable[[RequestStats], str]]] = [
-        ("decoding, tok/s", lambda stats: f"{stats.tokens_per_second:.1f}"),
-        ("first token, mean ms", lambda stats: f"{stats.ttft_ms / max(1, result.answers):.0f}"),
-        ("tokens written", lambda stats: f"{stats.completion_tokens:,}"),
-        ("time drafting / verifying / other", _time_split),
-    ]
-    drafted = [
-        ("tokens per verify step (tau)", f"{speculative.tau:.2f}"),
-        ("tau on novel text", f"{speculative.tau_novel:.2f}" if speculative.novel_steps else "-"),
-        ("drafted tokens accepted", f"{speculative.accept_rate:.1%}"),
-    ]
-    return [
-        *[(name, cell(plain), cell(speculative)) for name, cell in both], *[(name, "", cell) for name, cell in drafted]
-    ]
+def rows(result: Comparison) -> list[tuple[str, ...]]:
+    """The table's rows under HEADS; what only drafting has is blank where nothing was drafted."""
+    return [_row(result, name) for name in result.modes]
 
 
-def _time_split(stats: RequestStats) -> str:
-    parts = (stats.draft_ms, stats.verify_ms, stats.other_ms)
-    whole = sum(parts) or 1.0
-    return " / ".join(f"{part / whole:.0%}" for part in parts)
+def _row(result: Comparison, name: str) -> tuple[str, ...]:
+    run, speedup = result.modes[name], result.speedup(name)
+    stats = run.stats
+    return (
+        name,
+        f"{stats.tokens_per_second:.1f}",
+        "-" if speedup is None else speedup_text(speedup),
+        f"{stats.tau:.2f}" if stats.drafted else "",
+        "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
+        f"{stats.accept_rate:.1%}" if stats.drafted else "",
+        "" if name == PLAIN else f"{run.same}/{result.answers}",
+    )
+
+
+def speedup_text(speedup: Ratio) -> str:
+    """The ratio with its interval where it has one that says something."""
+    return f"{speedup.value:.2f}x{_interval_text(speedup)}"
+
+
+def _interval_text(ratio: Ratio) -> str:
+    low, high = ratio.interval or (0.0, 0.0)
+    return f" {low:.2f}–{high:.2f}" if high > low else ""
 
 
 def per_position(stats: RequestStats) -> list[float]:
@@ -41,31 +46,58 @@ def per_position(stats: RequestStats) -> list[float]:
 
 
 def identity_sentence(result: Comparison) -> str:
-    """Whether speculation changed any text."""
-    if result.same == result.answers:
-        return f"All {result.answers} texts are identical with and without speculation."
-    sentence = f"{result.same} of {result.answers} texts are identical with and without speculation"
-    different = result.answers - result.same
-    if result.near_ties == different:
+    """Whether speculation changed any text, in any mode."""
+    runs = result.speculative.values()
+    different = sum(result.answers - run.same for run in runs)
+    if not different:
+        return f"All {result.answers} texts are identical with and without speculation{_in_modes(result)}."
+    of = result.answers * len(runs)
+    sentence = f"{of - different} of {of} texts are identical to plain decoding's"
+    near_ties = sum(run.near_ties for run in runs)
+    if near_ties == different:
         return f"{sentence}; the other {different} part at a near-tie proven in fp64."
-    return f"{sentence}; {different - result.near_ties} differ without a near-tie, which is a defect."
+    return f"{sentence}; {different - near_ties} differ without a near-tie, which is a defect."
+
+
+def _in_modes(result: Comparison) -> str:
+    count = len(result.speculative)
+    return f", in all {count} modes" if count > 1 else ""
 
 
 def ratio_sentence(result: Comparison) -> str:
-    """The honest ratio, with the reason where speculation does not pay."""
-    if result.speedup is None:
+    """The honest ratio of auto, or else of the fastest mode, with the reason where speculation does not pay."""
+    speeds = {name: run.stats.tokens_per_second for name, run in result.speculative.items()}
+    name = AUTO if AUTO in speeds else max(speeds, key=speeds.__getitem__)
+    speedup = result.speedup(name)
+    if speedup is None:
         return "Too little was decoded to compare speeds."
-    ratio = f"Speculation decodes at {result.speedup:.2f} times the speed of plain decoding"
-    if result.speedup >= 1:
-        return f"{ratio}."
-    plain, stats = result.plain.stats, result.speculative.stats
+    sentence = f"Mode {name} decodes at {speedup.value:.2f} times the speed of plain decoding"
+    if speedup.value >= 1:
+        return f"{sentence}."
+    plain, stats = result.plain.stats, result.modes[name].stats
     per_token = plain.decode_ms / max(1, plain.committed)
     step = stats.decode_ms / max(1, stats.steps)
     return (
-        f"{ratio}: it does not pay on this machine. A draft-and-verify step costs {step / max(per_token, 1e-9):.1f} "
-        f"plain tokens ({step:.1f} ms against {per_token:.1f} ms) because a CPU pays for every row it verifies, and "
-        f"commits {stats.tau:.2f}."
+        f"{sentence}: it does not pay on this machine. One of its steps costs {step / max(per_token, 1e-9):.1f} plain "
+        f"tokens ({step:.1f} ms against {per_token:.1f} ms) because a CPU pays for every row it verifies, and commits "
+        f"{stats.tau:.2f}."
     )
+
+
+def best_sentence(result: Comparison) -> str:
+    """How close auto came to the best mode that could have been named beforehand; empty if nothing else was named."""
+    against = result.auto_against_best()
+    if against is None or len(result.modes) == 2:
+        return ""
+    return (
+        f"Mode auto decodes at {against.value:.2f} times the speed of {against.over}{_among(against)}, "
+        "the fastest mode that does not choose for itself."
+    )
+
+
+def _among(ratio: Ratio) -> str:
+    interval = _interval_text(ratio)
+    return f" (95 %:{interval})" if interval else ""
 
 
 def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:

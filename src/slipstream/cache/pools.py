@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,21 @@ class KvPools:
         if self.draft_keys.numel():
             self.draft_keys[:, destination] = self.draft_keys[:, source]
             self.draft_values[:, destination] = self.draft_values[:, source]
+
+    def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
+        """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages that may hold NaN: even a masked slot of theirs would spoil whoever gets them next."""
+        ids = torch.tensor(pages, dtype=torch.long)
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[ids] = 0.0
+        if self.draft_keys.numel():
+            self.draft_keys[:, ids] = 0.0
+            self.draft_values[:, ids] = 0.0
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from slipstream.cache.pages import PageTable
 from slipstream.errors import IntegrityError
 
-CopyPage = Callable[[int, int], None]
+Place = tuple[int, int]  # page id, offset
+
+
+class PageMemory(Protocol):
+    """What a sequence may do with the memory behind its pages."""
+
+    def copy_page(self, source: int, destination: int) -> None: ...
+    def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None: ...
+    def clear_pages(self, pages: Sequence[int]) -> None: ...
 
 
 class SequenceState:
@@ -17,15 +26,16 @@ class SequenceState:
     anchor. `draft_length` positions have draft context; for a drafting sequence both lengths are always equal.
     """
 
-    def __init__(self, table: PageTable, page_tokens: int, copy_page: CopyPage, drafting: bool) -> None:
+    def __init__(self, table: PageTable, page_tokens: int, memory: PageMemory, drafting: bool) -> None:
         self._table = table
-        self._copy_page = copy_page
+        self._memory = memory
         self.page_tokens = page_tokens
         self.drafting = drafting
         self.tokens: list[int] = []
         self.pages: list[int] = []
         self.length = 0
         self.draft_length = 0
+        self.spoiled = False  # its pages may hold NaN and are cleared before anybody else gets them
 
     @property
     def capacity(self) -> int:
@@ -46,16 +56,22 @@ class SequenceState:
         if missing > 0:
             self.pages += self._table.allocate(missing, self.pages[-1] if self.pages else None)
 
-    def place(self, position: int) -> tuple[int, int]:
+    def place(self, position: int) -> Place:
         """Page id and offset of a position."""
         return self.pages[position // self.page_tokens], position % self.page_tokens
 
-    def commit(self, rows: int, new_tokens: Sequence[int], context_rows: int) -> None:
-        """Keeps the first `rows` rows the target just ran, and appends tokens that have not run yet.
+    def commit(self, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
+        """Keeps these of the rows the target just ran, and appends tokens that have not run yet.
 
-        `context_rows` is how many of those rows got their draft context.
+        Row i was stored behind i others; the kept rows of a tree are moved together. `context_rows` is how many
+        of them got their draft context.
         """
-        self.length += rows
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        if moved:
+            self._memory.move_rows(
+                [self.place(self.length + row) for row, _ in moved], [self.place(self.length + to) for _, to in moved]
+            )
+        self.length += len(rows)
         self.draft_length += context_rows
         self.tokens += new_tokens
         self.check()
@@ -71,7 +87,7 @@ class SequenceState:
         if length % self.page_tokens and self._table.holders(self.pages[keep - 1]) > 1:
             # the page will be written again, and somebody else still reads what it holds
             own = self._table.allocate(1)[0]
-            self._copy_page(self.pages[keep - 1], own)
+            self._memory.copy_page(self.pages[keep - 1], own)
             self._table.release([self.pages[keep - 1]])
             self.pages[keep - 1] = own
         self._table.release(self.pages[keep:])
@@ -82,19 +98,22 @@ class SequenceState:
 
     def fork(self) -> SequenceState:
         """An independent copy: full pages are shared, the page still being written is copied."""
-        twin = SequenceState(self._table, self.page_tokens, self._copy_page, self.drafting)
+        twin = SequenceState(self._table, self.page_tokens, self._memory, self.drafting)
         full = self.length // self.page_tokens
         partial = self.length % self.page_tokens > 0
         fresh = self._table.allocate(1) if partial else []
         self._table.share(self.pages[:full])
         twin.pages = self.pages[:full] + fresh
         if partial:
-            self._copy_page(self.pages[full], fresh[0])
+            self._memory.copy_page(self.pages[full], fresh[0])
         twin.tokens = list(self.tokens)
-        twin.length, twin.draft_length = self.length, self.draft_length
+        twin.length, twin.draft_length, twin.spoiled = self.length, self.draft_length, self.spoiled
         return twin
 
     def release(self) -> None:
+        if self.spoiled:
+            self._memory.clear_pages([page for page in self.pages if self._table.holders(page) == 1])
+            self.spoiled = False
         self._table.release(self.pages)
         self.pages = []
         self.tokens = []

@@ -1,20 +1,24 @@
-"""`slipstream bench`: plain decoding against speculation over a file of prompts.
+"""`slipstream bench`: plain decoding against any number of speculative modes over a file of prompts.
 
-`slipstream bench --prompts humaneval --limit 8 --max-tokens 128`
+`slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, bars, columns_table
+from slipstream.cli.trace import Trace
+from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Comparison
+    from slipstream.bench.measure import Comparison, Plan, Turn
+    from slipstream.bench.workloads import Conversation
+    from slipstream.engine.llm import LLM
 
 
 def command(
@@ -26,7 +30,15 @@ def command(
     turns: Annotated[
         Literal["first", "all"], typer.Option(help="Ask the first turn only, or play the whole conversation.")
     ] = "first",
-    mode: Annotated[str, typer.Option(metavar="NAME", help="How to speculate: chain or chain:ROWS.")] = "chain",
+    modes: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Modes to compare, as in generate --mode; plain is always there.")
+    ] = "plain,auto",
+    gate: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Gate for the modes other than plain and auto.")
+    ] = None,
+    confidence: o.Confidence = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")] = None,
+    trace: o.TraceFile = None,
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
@@ -36,40 +48,80 @@ def command(
     json_output: o.JsonOutput = False,
 ) -> None:
     """Measure plain decoding against speculation, interleaved, and check that the texts agree."""
-    from slipstream.bench.measure import Plan, compare, turns_of
+    from slipstream.bench.measure import Plan, parse_modes
+    from slipstream.bench.plot import check_plot_path, write_plot
     from slipstream.bench.workloads import read_prompts
 
     ui = Ui(json_output)
-    plan = Plan(max_tokens=max_tokens, all_turns=turns == "all", temperature=temperature, seed=seed, mode=mode)
+    plan = Plan(max_tokens, turns == "all", temperature, seed, parse_modes(modes), gate, confidence)
     conversations = read_prompts(prompts, limit)
-    llm = o.load(ui, target, draft, o.engine_config(dtype, threads, max_context, draft_window))
-    try:
-        with ui.counting("answers", turns_of(conversations, plan)) as advance:
-            result = compare(llm, target, conversations, plan, lambda pair: advance())
+    plot_path = None if plot is None else check_plot_path(plot)
+    config = o.engine_config(dtype, threads, max_context, draft_window)
+    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
+        result = _measure(ui, llm, target, conversations, plan, steps_file)
         describe = llm.describe()
-    finally:
-        llm.close()
+    title = f"{target} on {prompts}: {result.answers} answers of up to {max_tokens} tokens"
     if json_output:
         ui.print_json({
-            "target": target, "draft": describe.get("draft"),
-            "prompts": prompts, "count": len(conversations), "turns": turns, "max_tokens": max_tokens, "mode": mode,
-            "temperature": temperature, "seed": seed,
-            **result.to_json(), "describe": describe,
+            "target": target, "draft": describe.get("draft"), "prompts": prompts, "count": len(conversations),
+            "turns": turns, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+            "gate": gate, "min_confidence": confidence, **result.to_json(), "describe": describe,
         })
     else:
-        draw(ui, result, describe, f"{target} on {prompts}: {result.answers} answers of up to {max_tokens} tokens")
+        draw(ui, result, describe, title)
+    if plot_path is not None:
+        write_plot(result, plot_path, title)
+
+
+def _measure(
+    ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: Plan, trace: Trace
+) -> Comparison:
+    from slipstream.bench.measure import compare, turns_of
+
+    with ui.counting("answers", turns_of(conversations, plan)) as advance:
+        def on_turn(turn: Turn) -> None:
+            # Only now that the turn is over: writing in between would count as decoding time.
+            for mode, answer in turn.answers.items():
+                for event in answer.events:
+                    trace.record(mode, event, llm.tokenizer)
+            advance()
+
+        return compare(llm, target, conversations, plan, on_turn)
 
 
 def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str) -> None:
-    """The table, the acceptance by position, and what they mean in sentences."""
+    """The table, the speed-ups as bars, the acceptance by position, and what they mean in sentences."""
     from slipstream.bench import report
 
     ui.table(title, columns_table(report.HEADS, report.rows(result)))
-    shares = report.per_position(result.speculative.stats)
-    if shares:
-        ui.line(f"Accepted by position: {bars(shares)}  {shares[0]:.0%} at 1, {shares[-1]:.0%} at {len(shares)}")
+    _draw_speedups(ui, result)
+    _draw_acceptance(ui, result)
+    for name, run in result.speculative.items():
+        if name == "auto":
+            ui.line(f"Mode auto chose {policy_line(run.stats.policy)}.")
     for sentence in (
-        report.ratio_sentence(result), report.identity_sentence(result), report.floor_sentence(describe, result),
+        report.ratio_sentence(result), report.best_sentence(result), report.identity_sentence(result),
+        report.floor_sentence(describe, result),
     ):
         if sentence:
             ui.line(sentence)
+
+
+def _draw_speedups(ui: Ui, result: Comparison) -> None:
+    from slipstream.bench.report import speedup_text
+
+    speedups = [(name, result.speedup(name)) for name in result.modes]
+    for line in bar_chart([(name, found.value, speedup_text(found)) for name, found in speedups if found is not None]):
+        ui.line(line)
+
+
+def _draw_acceptance(ui: Ui, result: Comparison) -> None:
+    from slipstream.bench.report import per_position
+
+    width = max(len(name) for name in result.modes)
+    shares = {name: per_position(run.stats) for name, run in result.speculative.items()}
+    if any(shares.values()):
+        ui.line("Accepted by position:")
+    for name, row in shares.items():
+        if row:
+            ui.line(f"{name:<{width}} {bars(row)}  {row[0]:.0%} at 1, {row[-1]:.0%} at {len(row)}")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.chat_session import COMMANDS, ChatSession, Quit
+from slipstream.cli.drafts import show_steps
 from slipstream.cli.tint import Tint
+from slipstream.cli.trace import Trace
 from slipstream.cli.ui import DRAFTED_STYLE, Ui, footer
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.types import Mode, RequestStats, SamplingParams
+from slipstream.types import RequestStats, SamplingParams, StepRecord
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -32,6 +35,10 @@ def command(
     system: Annotated[str, typer.Option(help="System prompt.", show_default="the template's own")] = "",
     max_tokens: o.MaxTokens = 512,
     mode: o.ModeName = None,
+    gate: o.GateName = None,
+    confidence: o.Confidence = None,
+    show_drafts: o.ShowDrafts = False,
+    trace: o.TraceFile = None,
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
     top_k: o.TopK = 0,
@@ -49,25 +56,26 @@ def command(
     sampling = SamplingParams(
         temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    chosen = None if mode is None else Mode.parse(mode)
-    llm = o.load(ui, target, draft, o.engine_config(dtype, threads, max_context, draft_window))
-    try:
+    how = o.speculation(mode, gate, confidence)
+    config = o.engine_config(dtype, threads, max_context, draft_window)
+    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
         session = ChatSession(
             has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,
-            mode=chosen or Mode("chain" if llm.has_draft else "plain"),
+            mode=how.resolved_mode(llm.has_draft), gate=how.gate, min_confidence=how.min_confidence,
         )
-        chat = Chat(ui, llm, session, interactive=sys.stdin.isatty())
+        chat = Chat(ui, llm, session, sys.stdin.isatty(), show_drafts, steps_file)
         if not chat.run():
             raise typer.Exit(2)
-    finally:
-        llm.close()
 
 
 class Chat:
     """Reads lines, runs commands and shows answers until the input ends."""
 
-    def __init__(self, ui: Ui, llm: LLM, session: ChatSession, interactive: bool) -> None:
+    def __init__(
+        self, ui: Ui, llm: LLM, session: ChatSession, interactive: bool, show_drafts: bool, trace: Trace
+    ) -> None:
         self.ui, self.llm, self.session, self.interactive = ui, llm, session, interactive
+        self.show_drafts, self.trace = show_drafts, trace
         self.plain_speed = self._measure_plain()
 
     def run(self) -> bool:
@@ -138,9 +146,11 @@ class Chat:
             raise
         self.session.answered(answer.text, answer.stats)
         if self.ui.json_output:
-            self.ui.print_json(answer.to_json())
+            self.ui.print_json(answer.to_json(self.show_drafts))
             return
         self.ui.write("\n")
+        if self.show_drafts:
+            show_steps(self.ui, self.llm, answer.steps, answer.stats)
         self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
 
     def _stream(self, answer: Answer) -> None:
@@ -153,6 +163,9 @@ class Chat:
             for event in events:
                 if event.error:
                     raise RequestError(event.error)
+                self.trace.record(str(self.session.mode), event, self.llm.tokenizer)
+                if event.step:
+                    answer.steps.append(event.step)
                 answer.text += event.text
                 answer.token_ids += [token.id for token in event.tokens]
                 answer.finish_reason = event.finish_reason or answer.finish_reason
@@ -173,11 +186,13 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason = "cancelled"
         self.stats: RequestStats | None = None
+        self.steps: list[StepRecord] = []
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self, with_steps: bool) -> dict[str, object]:
         stats = self.stats.to_json() if self.stats else None
+        steps = {"steps": [step.to_json() for step in self.steps]} if with_steps else {}
         return {
-            "text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason, "stats": stats
+            "text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason, "stats": stats, **steps
         }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.errors import RequestError, SourceError
-from slipstream.types import Mode, RequestStats, SamplingParams
+from slipstream.types import Gate, Mode, RequestStats, SamplingParams
 
 Message = dict[str, str]
 N = TypeVar("N", int, float)
@@ -27,6 +27,8 @@ class ChatSession:
     has_draft: bool
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: Mode = field(default_factory=Mode)
+    gate: Gate | None = None  # None: the mode's own
+    min_confidence: float | None = None
     max_tokens: int = 512
     system: str = ""
     turns: list[Message] = field(default_factory=list)
@@ -34,6 +36,7 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         self._check_mode(self.mode)
+        self._check_gate(self.gate)
         self._check_max_tokens(self.max_tokens)
 
     def messages(self) -> list[Message]:
@@ -43,7 +46,9 @@ class ChatSession:
     def settings(self) -> dict[str, object]:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
         sampling = {name: getattr(self.sampling, name) for name in names}
-        return {**sampling, "mode": str(self.mode), "max_tokens": self.max_tokens}
+        gate = {} if self.gate is None else {"gate": str(self.gate)}
+        confidence = {} if self.min_confidence is None else {"min_confidence": self.min_confidence}
+        return {**sampling, "mode": str(self.mode), **gate, **confidence, "max_tokens": self.max_tokens}
 
     def ask(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
@@ -69,6 +74,10 @@ class ChatSession:
         if mode.kind != "plain" and not self.has_draft:
             raise RequestError(f"mode {mode} needs a drafter", "start chat with --draft")
 
+    def _check_gate(self, gate: Gate | None) -> None:
+        if gate is not None and not _go_together(self.mode, gate):
+            raise RequestError(f"gate {gate} does not go with mode {self.mode}", "choose another mode first")
+
     @staticmethod
     def _check_max_tokens(value: int) -> None:
         if value < 1:
@@ -87,7 +96,16 @@ class ChatSession:
             mode = Mode.parse(rest)
             self._check_mode(mode)
             self.mode = mode
-        return f"mode {self.mode}"
+            if self.gate is not None and not _go_together(mode, self.gate):
+                self.gate = None
+        return f"mode {self.mode}, gate {self.gate or 'as the mode has it'}"
+
+    def _gate(self, rest: str) -> str:
+        if rest:
+            gate = Gate.parse(rest)
+            self._check_gate(gate)
+            self.gate = gate
+        return f"mode {self.mode}, gate {self.gate or 'as the mode has it'}"
 
     def _temperature(self, rest: str) -> str:
         if rest:
@@ -146,7 +164,10 @@ COMMANDS: dict[str, Command] = {
     "help": Command("/help", "show this", ChatSession._help),
     "reset": Command("/reset", "forget the conversation", ChatSession._reset),
     "undo": Command("/undo", "forget the last question and answer", ChatSession._undo),
-    "mode": Command("/mode [NAME]", "plain, chain or chain:ROWS", ChatSession._mode),
+    "mode": Command(
+        "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode
+    ),
+    "gate": Command("/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate),
     "temperature": Command("/temperature [X]", "0 is greedy", ChatSession._temperature),
     "seed": Command("/seed [N]", "the same seed gives the same text", ChatSession._seed),
     "max-tokens": Command("/max-tokens [N]", "longest answer", ChatSession._max_tokens),
@@ -155,6 +176,11 @@ COMMANDS: dict[str, Command] = {
     "save": Command("/save FILE", "write the conversation as JSON", ChatSession._save),
     "quit": Command("/quit", "leave", ChatSession._quit),
 }
+
+
+def _go_together(mode: Mode, gate: Gate) -> bool:
+    """Mode auto is its own gate, and plain decoding has nothing to gate."""
+    return gate.kind == {"auto": "auto", "plain": "off"}.get(mode.kind, gate.kind)
 
 
 def _number(text: str, kind: Callable[[str], N]) -> N:

@@ -1,10 +1,11 @@
-"""`slipstream demo`: the default pair answers a few prompts plainly and speculatively, and both speeds are shown.
+"""`slipstream demo`: the default pair answers a few prompts plainly and as the policy likes, and both speeds are shown.
 
 `slipstream demo`
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,12 +16,11 @@ from slipstream.cli.tint import Tint
 from slipstream.cli.ui import DRAFTED_STYLE, Ui
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Pair
+    from slipstream.bench.measure import Turn
     from slipstream.engine.llm import LLM
 
 _TARGET = "smollm2"
 _SHOWN_CHARACTERS = 400
-_MODES = ("chain", "chain:8", "chain:4")
 
 
 def command(
@@ -29,30 +29,24 @@ def command(
     json_output: o.JsonOutput = False,
 ) -> None:
     """See the default pair write the same text with and without its drafter."""
-    from slipstream.bench.measure import Plan, compare, fastest_mode
+    from slipstream.bench.measure import Plan, compare
     from slipstream.bench.workloads import BUILT_IN, read_prompts
 
     ui = Ui(json_output)
+    plan = Plan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in BUILT_IN]
-    llm = o.load(ui, _TARGET, "auto", o.engine_config("auto", threads, 0, None))
-    try:
+    with closing(o.load(ui, _TARGET, "auto", o.engine_config("auto", threads, 0, None))) as llm:
         describe = llm.describe()
-        with ui.counting("choosing the verify width", 0):
-            mode = fastest_mode(llm, conversations[0], _MODES, max_tokens)
-        plan = Plan(max_tokens=max_tokens, mode=mode)
         if not json_output:
             ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")
             ui.line(f"Weights in {describe['weight_format']}: {describe['format_choice']}")
-            ui.line(f"Speculating in mode {mode}, the fastest here of {', '.join(_MODES)}")
             ui.line("Coloured text was drafted and accepted; the rest is the target's own.")
         result = compare(
-            llm, _TARGET, conversations, plan, lambda pair: None if json_output else _show(ui, llm, pair)
+            llm, _TARGET, conversations, plan, lambda turn: None if json_output else _show(ui, llm, turn)
         )
-    finally:
-        llm.close()
     if json_output:
         ui.print_json({
-            "target": _TARGET, "draft": describe["draft"], "max_tokens": max_tokens, "mode": mode,
+            "target": _TARGET, "draft": describe["draft"], "max_tokens": max_tokens,
             **result.to_json(), "describe": describe,
         })
     else:
@@ -60,19 +54,19 @@ def command(
         draw(ui, result, describe, f"{_TARGET}: {result.answers} answers of up to {max_tokens} tokens, interleaved")
 
 
-def _show(ui: Ui, llm: LLM, pair: Pair) -> None:
+def _show(ui: Ui, llm: LLM, turn: Turn) -> None:
     """The beginning of one answer, tinted like in chat, and both speeds."""
     from slipstream.text.detokenize import IncrementalDetokenizer
 
-    question = " ".join(pair.question.split())
+    question = " ".join(turn.question.split())
     ui.line()
     ui.line(f"> {question if len(question) <= 100 else question[:99] + '…'}")
     tint = Tint(IncrementalDetokenizer(llm.tokenizer))
-    for text, drafted in tint.spans(pair.speculative.tokens, pair.speculative.text[:_SHOWN_CHARACTERS]):
+    plain, auto = turn.answers["plain"], turn.answers["auto"]
+    for text, drafted in tint.spans(auto.tokens, auto.text[:_SHOWN_CHARACTERS]):
         ui.write(text, DRAFTED_STYLE if drafted else None)
-    ui.write(" …\n" if len(pair.speculative.text) > _SHOWN_CHARACTERS else "\n")
-    plain, speculative = pair.plain.stats, pair.speculative.stats
+    ui.write(" …\n" if len(auto.text) > _SHOWN_CHARACTERS else "\n")
     ui.line(
-        f"plain {plain.tokens_per_second:.1f} tok/s · speculative {speculative.tokens_per_second:.1f} tok/s · "
-        f"tau {speculative.tau:.2f} · {'same text' if pair.same else 'different text'}"
+        f"plain {plain.stats.tokens_per_second:.1f} tok/s · auto {auto.stats.tokens_per_second:.1f} tok/s · "
+        f"tau {auto.stats.tau:.2f} · {'same text' if turn.same('auto') else 'different text'}"
     )

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli import options as o
+from slipstream.cli.drafts import show_steps
+from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
 from slipstream.errors import RequestError, SlipstreamError, SourceError
-from slipstream.types import GenEvent, RequestStats, SamplingParams, TokenOut
+from slipstream.types import GenEvent, RequestStats, SamplingParams, StepRecord, TokenOut
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -31,6 +34,10 @@ def command(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end token.")] = False,
     mode: o.ModeName = None,
     plain: Annotated[bool, typer.Option("--plain", help="The same as --mode plain.")] = False,
+    gate: o.GateName = None,
+    confidence: o.Confidence = None,
+    show_drafts: o.ShowDrafts = False,
+    trace: o.TraceFile = None,
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
     top_k: o.TopK = 0,
@@ -59,15 +66,18 @@ def command(
         "frequency_penalty": frequency_penalty, "logprobs": logprobs,
     }
     SamplingParams(**sampling)  # type: ignore[arg-type]  # refuses bad values before a model is loaded for nothing
+    how = o.speculation(mode, gate, confidence, plain)
     settings: dict[str, object] = {
-        **sampling, **o.mode_settings(mode, plain),
-        "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
+        **sampling, **how.settings(), "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
     }
-    llm = o.load(ui, target, draft, o.engine_config(dtype, threads, max_context, draft_window))
-    try:
-        (_print_object if json_output else _print_stream)(ui, llm, text, chat, settings)
-    finally:
-        llm.close()
+    config = o.engine_config(dtype, threads, max_context, draft_window)
+    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
+        mode_name = str(how.resolved_mode(llm.has_draft))
+        events = _traced(llm, llm.stream(text, chat=chat, **settings), steps_file, mode_name)
+        if json_output:
+            _print_object(ui, events, show_drafts, logprobs is not None)
+        else:
+            _print_stream(ui, llm, events, show_drafts)
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -86,23 +96,26 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise RequestError(f"the prompt in {prompt_file} is not UTF-8 text", "save it as UTF-8") from error
 
 
-def _events(llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> Iterator[GenEvent]:
-    for event in llm.stream(text, chat=chat, **settings):
+def _traced(llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str) -> Iterator[GenEvent]:
+    for event in stream:
         if event.error:
             raise SlipstreamError(event.error)
+        trace.record(mode, event, llm.tokenizer)
         yield event
 
 
-def _print_object(ui: Ui, llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> None:
-    events = list(_events(llm, text, chat, settings))
+def _print_object(ui: Ui, stream: Iterator[GenEvent], show_drafts: bool, logprobs: bool) -> None:
+    events = list(stream)
     tokens = [token for event in events for token in event.tokens]
     stats = events[-1].stats or RequestStats()
     result: dict[str, object] = {
         "text": "".join(event.text for event in events), "token_ids": [token.id for token in tokens],
         "finish_reason": events[-1].finish_reason, "stats": stats.to_json(),
     }
-    if settings["logprobs"] is not None:
+    if logprobs:
         result["logprobs"] = [_logprob(token) for token in tokens]
+    if show_drafts:
+        result["steps"] = [event.step.to_json() for event in events if event.step]
     ui.print_json(result)
 
 
@@ -111,12 +124,17 @@ def _logprob(token: TokenOut) -> dict[str, object]:
     return {"token_id": token.id, "logprob": token.logprob, "top_logprobs": top}
 
 
-def _print_stream(ui: Ui, llm: LLM, text: str, chat: bool, settings: dict[str, object]) -> None:
+def _print_stream(ui: Ui, llm: LLM, stream: Iterator[GenEvent], show_drafts: bool) -> None:
+    steps: list[StepRecord] = []
     try:
-        for event in _events(llm, text, chat, settings):
+        for event in stream:
             ui.write(event.text)
+            if event.step:
+                steps.append(event.step)
             if event.finish_reason and event.stats:
                 ui.write("\n")
+                if show_drafts:
+                    show_steps(ui, llm, steps, event.stats)
                 ui.note(footer(event.stats))
     except KeyboardInterrupt:
         ui.write("\n")

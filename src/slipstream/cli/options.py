@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,12 +10,12 @@ import typer
 from slipstream.cli.ui import Ui
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.errors import RequestError
-from slipstream.types import Mode
+from slipstream.types import Gate, Mode, Request
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-_MODEL, _SAMPLING = "Model", "Sampling"
+_MODEL, _SAMPLING, _SPECULATION = "Model", "Sampling", "Speculation"
 
 Target = Annotated[
     str, typer.Option(help="Target model: a short name, a folder, a .gguf file or a hub id.", rich_help_panel=_MODEL)
@@ -41,8 +42,34 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
 ModeName = Annotated[
     str | None,
     typer.Option(
-        "--mode", metavar="NAME", help="plain, chain or chain:ROWS.", show_default="chain with a drafter, else plain"
+        "--mode", metavar="NAME", rich_help_panel=_SPECULATION, show_default="auto with a drafter, else plain",
+        help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (holds the likeliest chain) or auto.",
     ),
+]
+GateName = Annotated[
+    str | None,
+    typer.Option(
+        "--gate", metavar="NAME", rich_help_panel=_SPECULATION, show_default="auto in mode auto, else off",
+        help="When to stop speculating: entropy, ema, auto or off; thresholds as KIND:name=value,...",
+    ),
+]
+Confidence = Annotated[
+    float | None,
+    typer.Option(
+        "--confidence", metavar="X", rich_help_panel=_SPECULATION, show_default="0, off",
+        help="Draft up to the first token the drafter's confidence head trusts less than this.",
+    ),
+]
+ShowDrafts = Annotated[
+    bool,
+    typer.Option(
+        "--show-drafts", rich_help_panel=_SPECULATION,
+        help="Draw each step's drafts and which of them were kept, on stderr; with --json: list the steps.",
+    ),
+]
+TraceFile = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", rich_help_panel=_SPECULATION, help="Write a JSON line per decoding step."),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)]
@@ -69,10 +96,45 @@ def load(ui: Ui, target: str, draft: str, config: EngineConfig) -> LLM:
         return LLM(target, None if draft == "none" else draft, config=config, progress=progress)
 
 
-def mode_settings(mode: str | None, plain: bool) -> dict[str, str]:
-    """The `mode` setting of a request; empty leaves the choice to the engine."""
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How to speculate as far as it was said; the rest is the engine's choice."""
+
+    mode: Mode | None = None
+    gate: Gate | None = None
+    min_confidence: float | None = None
+
+    def __post_init__(self) -> None:
+        mode = self.resolved_mode(has_draft=True)
+        gate = self.gate or Gate("auto" if mode.kind == "auto" else "off")
+        # The engine would refuse it too, but only after a model was loaded for nothing.
+        Request("check", (0,), mode=mode, gate=gate, min_confidence=self.min_confidence or 0.0)
+
+    def resolved_mode(self, has_draft: bool) -> Mode:
+        """The mode a request will run in: the gate of mode auto is its own, any other needs a mode to gate."""
+        if self.mode is not None:
+            return self.mode
+        if not has_draft:
+            return Mode("plain")
+        return Mode("auto" if self.gate is None or self.gate.kind == "auto" else "chain")
+
+    def settings(self) -> dict[str, object]:
+        """The settings of a request, without those that were left to the engine."""
+        said = {"mode": self.mode, "gate": self.gate}
+        settings: dict[str, object] = {name: str(value) for name, value in said.items() if value is not None}
+        if self.min_confidence is not None:
+            settings["min_confidence"] = self.min_confidence
+        return settings
+
+
+def speculation(
+    mode: str | None, gate: str | None = None, confidence: float | None = None, plain: bool = False
+) -> Speculation:
+    """Reads the options; a bad or contradictory value is refused."""
     if plain:
         if mode is not None and mode != "plain":
             raise RequestError(f"--plain contradicts --mode {mode}", "give one of them")
         mode = "plain"
-    return {} if mode is None else {"mode": str(Mode.parse(mode))}
+    return Speculation(
+        None if mode is None else Mode.parse(mode), None if gate is None else Gate.parse(gate), confidence
+    )

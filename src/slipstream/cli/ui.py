@@ -8,20 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from slipstream.types import RequestStats
+from slipstream.types import PolicyStats, RequestStats
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 LoadProgress = Callable[[str, int, int], None]
+Span = tuple[str, Literal["accepted", "rejected", "bonus", "note"]]  # a piece of a drawn step and what it shows
 DRAFTED_STYLE = "cyan"
+_SPAN_STYLES = {"accepted": "bold cyan", "rejected": "dim", "bonus": "bold", "note": ""}
 _LEVELS = "▁▂▃▄▅▆▇█"
+_PARTS = " ▏▎▍▌▋▊▉"
+_BAR_WIDTH = 40
 
 
 class Ui:
@@ -51,6 +56,10 @@ class Ui:
 
     def warn(self, text: str) -> None:
         self.err.print(escape(text), style="yellow")
+
+    def draw(self, spans: Sequence[Span]) -> None:
+        """One line of a drawing beside the result."""
+        self.err.print(Text.assemble(*[(text, _SPAN_STYLES[role]) for text, role in spans]))
 
     def table(self, title: str, table: Table) -> None:
         # Printed apart: a table breaks its own title to the table's width.
@@ -104,6 +113,26 @@ def footer(stats: RequestStats, plain_speed: float = 0.0) -> str:
     if stats.cached_tokens:
         parts.append(f"{stats.cached_tokens} prompt tokens from the cache")
     return " · ".join(parts)
+
+
+def policy_line(policy: PolicyStats) -> str:
+    """What the steps were how often, the commonest first."""
+    steps = sum(policy.choices.values())
+    ordered = sorted(policy.choices.items(), key=lambda item: -item[1])
+    parts = [f"{choice} in {count}" for choice, count in ordered]
+    return f"{', '.join(parts)} of {steps} steps" if parts else "no steps"
+
+
+def bar_chart(rows: Sequence[tuple[str, float, str]]) -> list[str]:
+    """A horizontal bar per (name, value, remark), the longest value filling the width."""
+    names = max((len(name) for name, _, _ in rows), default=0)
+    longest = max([1e-9, *[value for _, value, _ in rows]])
+    lines = []
+    for name, value, remark in rows:
+        eighths = round(8 * _BAR_WIDTH * value / longest)
+        bar = "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
+        lines.append(f"{name:<{names}} {bar:<{_BAR_WIDTH}} {remark}")
+    return lines
 
 
 def bars(shares: Sequence[float]) -> str:

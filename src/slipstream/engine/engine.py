@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,26 +14,31 @@ from slipstream.cache.pools import KvPools
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.proposer import Plan, Proposer
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
-from slipstream.engine.scheduler import Scheduler, StepPlan, Ticket
+from slipstream.engine.scheduler import PrefillChunk, Scheduler, StepPlan, Ticket
 from slipstream.engine.session import Session
 from slipstream.errors import RequestError
-from slipstream.speculative.accept import accept_chain
-from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.accept import NO_TOKEN, accept
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.gates import EntropyGate
+from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import GenEvent, Request, TokenOut
+from slipstream.types import GenEvent, Request, StepRecord, TokenOut
 
 _NOTHING = torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """The host's view of a step: proposals and the target's own tokens, per work item."""
+class _Outcome:
+    """What one step means for one request: the rows that stay, the tokens they lead to and the text to show."""
 
-    proposed: list[list[int]]
-    chosen: list[list[int]]
-    device_chosen: list[Tensor]
+    session: Session
+    rows: Sequence[int]
+    tokens: list[TokenOut] = field(default_factory=list)
+    text: str = ""
+    step: StepRecord | None = None
 
 
 class Engine:
@@ -40,9 +46,10 @@ class Engine:
 
     def __init__(
         self, runner: Runner, pools: KvPools, table: PageTable, tokenizer: Tokenizer, config: EngineConfig,
-        max_context: int, draft_key: str | None, share_generated: bool,
+        max_context: int, draft_key: str | None, share_generated: bool, measure_costs: Callable[[], CostTable],
     ) -> None:
         self._runner = runner
+        self.proposer = Proposer(runner, measure_costs)
         self._pools = pools
         self._table = table
         self._tokenizer = tokenizer
@@ -72,8 +79,9 @@ class Engine:
             raise RequestError(f"token {bad} is not in the vocabulary of {vocab}")
         ticket = self._ticket(request)
         sampler = RowSampler(request.sampling, vocab, request.prompt_ids, request.share_noise)
+        speculation = self.proposer.speculation(ticket)
         self.scheduler.add(ticket)
-        self._sessions[request.id] = Session(ticket, sampler, self._tokenizer)
+        self._sessions[request.id] = Session(ticket, sampler, speculation, self._tokenizer)
 
     def _ticket(self, request: Request) -> Ticket:
         drafter = self._runner.drafter
@@ -81,8 +89,13 @@ class Engine:
         if drafting and drafter is None:
             raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode plain")
         block = drafter.block_size if drafting and drafter is not None else 1
-        if request.mode.width > block:
-            raise RequestError(f"mode '{request.mode}' is wider than the drafter's block of {block} rows")
+        widest = drafter.proposals + 1 if drafting and drafter is not None else 1
+        if request.mode.kind == "chain" and request.mode.width > widest:
+            raise RequestError(f"mode '{request.mode}' is wider than the {widest} rows this drafter can fill")
+        heads = drafter.drafter.heads if drafter is not None else None
+        if request.min_confidence and (heads is None or not heads.has_confidence):
+            raise RequestError("this drafter has no confidence head", "leave min_confidence out")
+        rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else max(request.mode.width, widest)
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
             raise RequestError(
@@ -92,8 +105,8 @@ class Engine:
         max_tokens = min(request.max_tokens, room)
         return Ticket(
             request=request,
-            state=SequenceState(self._table, PAGE_TOKENS, self._pools.copy_page, drafting),
-            positions=len(request.prompt_ids) + max_tokens + block,
+            state=SequenceState(self._table, PAGE_TOKENS, self._pools, drafting),
+            positions=len(request.prompt_ids) + max_tokens + max(block, rows),
             draft_key=self._draft_key if drafting else None,
             width=(request.mode.width or block) if drafting else 1,
             max_tokens=max_tokens,
@@ -129,103 +142,108 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[GenEvent]:
         began = time.perf_counter()
-        drafting = [ticket for ticket in plan.decode if ticket.step_width > 1]
-        proposals = self._runner.propose(
-            [DraftJob(t.state, self._session(t).sampler, t.step_width - 1) for t in drafting]
-        )
-        drafted = time.perf_counter()
-        by_ticket = dict(zip(map(id, drafting), proposals, strict=True))
+        decoding = [self._session(ticket) for ticket in plan.decode]
+        plans, draft_s = self.proposer.propose(decoding)
         works = [
-            RowWork(c.ticket.state, c.start, c.ticket.state.tokens[c.start : c.stop], _NOTHING, int(c.last))
-            for c in plan.prefill
+            RowWork(c.ticket.state, c.start, c.ticket.state.tokens[c.start : c.stop], int(c.last)) for c in plan.prefill
         ]
-        for ticket in plan.decode:
-            proposed = by_ticket.get(id(ticket), _NOTHING)
-            works.append(
-                RowWork(ticket.state, ticket.state.length, ticket.state.tokens[ticket.state.length :], proposed,
-                        1 + proposed.numel())
-            )
+        works += [
+            RowWork(s.ticket.state, s.ticket.state.length, p.proposal.tokens, len(p.proposal.tokens), p.proposal)
+            for s, p in zip(decoding, plans, strict=True)
+        ]
         result = self._runner.forward(works)
-        tickets = [chunk.ticket for chunk in plan.prefill] + plan.decode
-        sampled = self._sample(tickets, works, result)
-        verified = time.perf_counter()
-        return self._commit(plan, works, result, sampled, (drafted - began, verified - drafted))
+        sessions = [self._session(chunk.ticket) for chunk in plan.prefill] + decoding
+        chosen = self._sample(sessions, works, result)
+        verify_s = time.perf_counter() - began - draft_s
+        outcomes = [self._prefill_outcome(i, chunk, result, chosen[i]) for i, chunk in enumerate(plan.prefill)]
+        for item, (session, step_plan) in enumerate(zip(decoding, plans, strict=True), start=len(plan.prefill)):
+            outcomes.append(self._decode_outcome(item, session, step_plan, result, chosen[item], (draft_s, verify_s)))
+        events = self._commit(outcomes, result)
+        if not plan.prefill:
+            self.proposer.observe(decoding, plans, draft_s, time.perf_counter() - began - draft_s)
+        return events
 
     def _session(self, ticket: Ticket) -> Session:
         return self._sessions[ticket.request.id]
 
-    def _sample(self, tickets: list[Ticket], works: list[RowWork], result: ForwardResult) -> _Sampled:
-        """The target's own choice after every row that has logits; the host waits here, once."""
-        chosen: list[Tensor] = []
-        for ticket, work, logits in zip(tickets, works, result.logits, strict=True):
-            if not logits.shape[0]:
-                chosen.append(_NOTHING)
-                continue
-            first = work.start + work.rows - work.logit_rows + 1
-            chosen.append(self._session(ticket).sampler.choose(logits, first, work.proposed))
-        flat = torch.cat([*chosen, *(work.proposed for work in works)]).tolist()
-        on_host = [_take(flat, part.numel()) for part in [*chosen, *(work.proposed for work in works)]]
-        return _Sampled(proposed=on_host[len(works) :], chosen=on_host[: len(works)], device_chosen=chosen)
+    def _sample(self, sessions: list[Session], works: list[RowWork], result: ForwardResult) -> list[list[int]]:
+        """The target's own choice after every row that has logits; the host waits here."""
+        chosen = [
+            session.sampler.choose(logits, work.start + work.rows - work.logit_rows + 1, work.proposal)
+            if work.logit_rows else _NOTHING
+            for session, work, logits in zip(sessions, works, result.logits, strict=True)
+        ]
+        flat = torch.cat(chosen).tolist()
+        return [_take(flat, part.numel()) for part in chosen]
 
-    def _commit(
-        self, plan: StepPlan, works: list[RowWork], result: ForwardResult, sampled: _Sampled,
-        seconds: tuple[float, float],
-    ) -> list[GenEvent]:
+    def _commit(self, outcomes: list[_Outcome], result: ForwardResult) -> list[GenEvent]:
         """Keeps what was agreed on: draft context first, then every length together, then the text."""
-        outcomes: list[tuple[Ticket, int, list[TokenOut], str]] = []
-        for item, chunk in enumerate(plan.prefill):
-            outcomes.append(self._prefill_outcome(item, chunk.ticket, chunk.stop - chunk.start, result, sampled))
-        for item, ticket in enumerate(plan.decode, start=len(plan.prefill)):
-            outcomes.append(self._decode_outcome(item, ticket, result, sampled, seconds))
         self._runner.write_context(
-            result, [(item, rows) for item, (ticket, rows, _, _) in enumerate(outcomes) if ticket.state.drafting]
+            result, [(item, o.rows) for item, o in enumerate(outcomes) if o.session.ticket.state.drafting]
         )
         events = []
-        for ticket, rows, tokens, text in outcomes:
+        for outcome in outcomes:
+            session, ticket = outcome.session, outcome.session.ticket
             was_prefill = ticket.state.length < len(ticket.request.prompt_ids)
-            ticket.state.commit(rows, [token.id for token in tokens], rows if ticket.state.drafting else 0)
-            self._publish(ticket, prompt_done=was_prefill and bool(tokens))
-            if tokens:
-                events.append(self._session(ticket).event(tokens, text))
-            if self._session(ticket).finish_reason is not None:
+            context_rows = len(outcome.rows) if ticket.state.drafting else 0
+            ticket.state.commit(outcome.rows, [token.id for token in outcome.tokens], context_rows)
+            self._publish(ticket, prompt_done=was_prefill and bool(outcome.tokens))
+            if outcome.tokens or session.finish_reason is not None:
+                events.append(session.event(outcome.tokens, outcome.text, outcome.step))
+            if session.finish_reason is not None:
                 self.scheduler.finish(ticket)
                 del self._sessions[ticket.request.id]
         return events
 
-    def _prefill_outcome(
-        self, item: int, ticket: Ticket, rows: int, result: ForwardResult, sampled: _Sampled
-    ) -> tuple[Ticket, int, list[TokenOut], str]:
-        if not sampled.chosen[item]:
-            return ticket, rows, [], ""
-        session = self._session(ticket)
+    def _prefill_outcome(self, item: int, chunk: PrefillChunk, result: ForwardResult, chosen: list[int]) -> _Outcome:
+        session, rows = self._session(chunk.ticket), range(chunk.stop - chunk.start)
+        if not chosen:
+            return _Outcome(session, rows)
         session.first_token()
-        tokens = self._token_outs(ticket, item, sampled.chosen[item], 0, result, sampled)
+        if chosen[0] == NO_TOKEN:
+            return _Outcome(session, rows, text=self._fail(session))
+        tokens = self._token_outs(session, chosen, 0, result.logits[item])
         _, text = session.absorb(tokens)
-        return ticket, rows, tokens, text
+        return _Outcome(session, rows, tokens, text)
 
     def _decode_outcome(
-        self, item: int, ticket: Ticket, result: ForwardResult, sampled: _Sampled, seconds: tuple[float, float]
-    ) -> tuple[Ticket, int, list[TokenOut], str]:
-        session = self._session(ticket)
-        proposed = sampled.proposed[item]
-        verdict = accept_chain(proposed, sampled.chosen[item])
-        tokens = self._token_outs(ticket, item, verdict.tokens, verdict.accepted, result, sampled)
+        self, item: int, session: Session, plan: Plan, result: ForwardResult, chosen: list[int],
+        seconds: tuple[float, float],
+    ) -> _Outcome:
+        verdict = accept(plan.proposal, chosen)
+        logits = result.logits[item]
+        tokens = self._token_outs(session, verdict.tokens, verdict.accepted, logits[list(verdict.path)])
         taken, text = session.absorb(tokens)
-        session.record_step(len(proposed), min(verdict.accepted, taken), taken, *seconds)
-        # rows 0 to taken-1 are the anchor and all new tokens but the last, which is the next anchor
-        return ticket, taken, tokens[:taken], text
+        draft_s, verify_s = seconds
+        step = StepRecord(
+            session.ticket.state.length, plan.proposal, verdict, plan.decision, draft_s * 1e3, verify_s * 1e3
+        )
+        session.record_step(step, taken)
+        top1 = None
+        if isinstance(session.speculation.gate, EntropyGate) and not verdict.failed:
+            top1 = float(logits[verdict.path[-1]].softmax(dim=-1).amax())
+        self.proposer.learn(session, plan, verdict, taken, top1)
+        if verdict.failed and session.finish_reason is None:
+            text += self._fail(session)
+        # the anchor's row and those of all new tokens but the last, which is the next anchor (none after a failure)
+        return _Outcome(session, verdict.path[: taken + verdict.failed], tokens[:taken], text, step)
 
-    def _token_outs(
-        self, ticket: Ticket, item: int, tokens: tuple[int, ...] | list[int], drafted: int, result: ForwardResult,
-        sampled: _Sampled,
-    ) -> list[TokenOut]:
-        top = ticket.request.sampling.logprobs
-        if top is None:
+    def _fail(self, session: Session) -> str:
+        """Ends a request whose target logits are not numbers; returns the text that was held back."""
+        session.ticket.state.spoiled = True
+        return session.fail(
+            "the target produced logits that are not numbers (NaN or infinity): the model file is damaged or its "
+            "values overflow in this format; try --dtype fp32"
+        )
+
+    @staticmethod
+    def _token_outs(session: Session, tokens: Sequence[int], drafted: int, logits: Tensor) -> list[TokenOut]:
+        """Tokens as they are reported; `logits` are those of the row before each."""
+        top = session.ticket.request.sampling.logprobs
+        if top is None or not tokens:
             return [TokenOut(token, index < drafted) for index, token in enumerate(tokens)]
-        count = len(tokens)
         logprobs, values, ids = (
-            part.tolist()
-            for part in log_probabilities(result.logits[item][:count], sampled.device_chosen[item][:count], top)
+            part.tolist() for part in log_probabilities(logits[: len(tokens)], torch.tensor(tokens), top)
         )
         return [
             TokenOut(token, i < drafted, logprobs[i], tuple(zip(ids[i], values[i], strict=True)))

@@ -15,6 +15,7 @@ from typing import Literal, overload
 from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.costing import measure_costs
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import pool_pages
 from slipstream.engine.runner import Runner
@@ -25,15 +26,27 @@ from slipstream.kernels.machine import prepare_torch, read_bandwidth
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
+from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import MAX_SEED, FinishReason, GenEvent, Mode, Request, RequestStats, SamplingParams, TokenOut
+from slipstream.types import (
+    MAX_SEED,
+    FinishReason,
+    Gate,
+    GenEvent,
+    Mode,
+    Request,
+    RequestStats,
+    SamplingParams,
+    TokenOut,
+)
 
 Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
 _SAMPLING = tuple(f.name for f in fields(SamplingParams))
-_OTHER = ("max_tokens", "stop", "mode", "share_noise", "cache_prompt", "ignore_eos")
+_DIRECT = ("max_tokens", "min_confidence", "share_noise", "cache_prompt")
+_OTHER = (*_DIRECT, "stop", "mode", "gate", "ignore_eos")
 
 
 @dataclass(slots=True)
@@ -46,6 +59,7 @@ class Completion:
     finish_reason: FinishReason
     stats: RequestStats
     step_sizes: list[int]
+    error: str | None = None
 
 
 class LLM:
@@ -69,6 +83,7 @@ class LLM:
         loaded = load_target(self.target_source.path, self.config.weight_format, progress)
         self._target, self.format_choice = loaded.model, loaded.format_reason
         self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
+        self._progress = progress
         self._drafter = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
         self._engine = self._build_engine()
@@ -91,13 +106,15 @@ class LLM:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
         return "int8" if self._target.weight_format in ROW_INVARIANT_FORMATS else self._target.weight_format
 
+    def _pool_shapes(self) -> tuple[PoolShape, PoolShape | None]:
+        shape, draft = self._target.config, self._drafter.config if self._drafter is not None else None
+        return (
+            PoolShape(shape.layers, shape.kv_heads, shape.head_dim),
+            PoolShape(draft.layers, draft.kv_heads, draft.head_dim) if draft is not None else None,
+        )
+
     def _build_engine(self) -> Engine:
-        shape = self._target.config
-        target_pool = PoolShape(shape.layers, shape.kv_heads, shape.head_dim)
-        draft_pool = None
-        if self._drafter is not None:
-            draft = self._drafter.config
-            draft_pool = PoolShape(draft.layers, draft.kv_heads, draft.head_dim)
+        target_pool, draft_pool = self._pool_shapes()
         per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
         pages = pool_pages(self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token)
         pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
@@ -107,7 +124,20 @@ class LLM:
         return Engine(
             Runner(self._target, pools, PAGE_TOKENS, block_drafter), pools, PageTable(pages), self.tokenizer,
             self.config, self.max_context, self._draft_key if self._drafter else None, self.exact,
+            self._measure_costs,
         )
+
+    def _measure_costs(self) -> CostTable:
+        assert self._drafter is not None, "only speculation asks for costs"
+        shapes = self._pool_shapes()
+        return measure_costs(
+            self._target, self._drafter, lambda pages: KvPools(pages, PAGE_TOKENS, *shapes), PAGE_TOKENS,
+            self._progress,
+        )
+
+    def measure_costs(self) -> dict[str, object]:
+        """The step costs the policy decides with; measured now if no request has needed them yet."""
+        return self._engine.proposer.policy.costs.to_json()
 
     @property
     def engine(self) -> Engine:
@@ -247,17 +277,18 @@ class LLM:
         sampling = {name: settings[name] for name in _SAMPLING if name in settings}
         if sampling.get("seed") is None:
             sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
-        mode = settings.get("mode")
+        mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), self.has_draft)
         stop = settings.get("stop", ())
         base = Request(
             id=f"request-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
             sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
-            mode=Mode.parse(str(mode)) if mode is not None else Mode("chain" if self.has_draft else "plain"),
+            mode=mode,
+            gate=gate,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),  # type: ignore[arg-type]
             stop_token_ids=frozenset() if settings.get("ignore_eos") else self.tokenizer.eos_ids,
         )
-        rest = {name: settings[name] for name in ("max_tokens", "share_noise", "cache_prompt") if name in settings}
+        rest = {name: settings[name] for name in _DIRECT if name in settings}
         return replace(base, **rest)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -307,8 +338,21 @@ def _collect(completion: Completion, event: GenEvent) -> None:
     completion.token_ids += [token.id for token in event.tokens]
     if event.finish_reason is not None:
         completion.finish_reason = event.finish_reason
+    completion.error = event.error
     if event.stats is not None:
         completion.stats = event.stats
+
+
+def _mode_and_gate(mode: object, gate: object, has_draft: bool) -> tuple[Mode, Gate]:
+    """What was asked for; an unnamed mode is the best the pair can do, an unnamed gate leaves a named mode alone."""
+    asked = None if gate is None else Gate.parse(str(gate))
+    if mode is not None:
+        chosen = Mode.parse(str(mode))
+    elif not has_draft:
+        chosen = Mode("plain")
+    else:
+        chosen = Mode("auto" if asked is None or asked.kind == "auto" else "chain")
+    return chosen, asked or Gate("auto" if chosen.kind == "auto" else "off")
 
 
 def _fingerprint(path: Path) -> str:

@@ -10,32 +10,43 @@ from torch import Tensor
 
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
-from slipstream.kernels.rows import RowBatch, make_group
+from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
 from slipstream.models.decoder import Decoder
+from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.types import Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class RowWork:
-    """Consecutive rows of one sequence: known tokens first, then proposals that are still on the device."""
+    """Rows of one sequence from position `start` on: a stretch of known tokens, or an anchor and its drafts."""
 
     state: SequenceState
     start: int
-    known: Sequence[int]
-    proposed: Tensor
+    tokens: Sequence[int]
     logit_rows: int  # how many of the last rows need logits
+    proposal: Proposal | None = None  # set if the rows are a proposal's
 
     @property
     def rows(self) -> int:
-        return len(self.known) + self.proposed.numel()
+        return len(self.tokens)
+
+    @property
+    def positions(self) -> list[int]:
+        depths = self.proposal.depths if self.proposal is not None else range(self.rows)
+        return [self.start + depth for depth in depths]
+
+    @property
+    def branching(self) -> bool:
+        return self.proposal is not None and self.proposal.branching
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     """Logits per work item, and what is needed to keep the taps of the rows that survive."""
 
+    works: Sequence[RowWork]
     logits: list[Tensor]
-    batch: RowBatch
     taps: Tensor | None
     starts: list[int]  # first row of each work item
 
@@ -49,8 +60,8 @@ class Runner:
         self._pools = pools
         self._page_tokens = page_tokens
 
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Tensor]:
-        return self.drafter.propose(jobs) if jobs and self.drafter is not None else []
+    def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
+        return self.drafter.draft(jobs) if jobs and self.drafter is not None else []
 
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
         """One pass of the target over all rows of all sequences."""
@@ -64,40 +75,53 @@ class Runner:
         ]
         counts = [work.logit_rows for work in works]
         logits = self.target.logits(hidden[torch.tensor(wanted)]).split(counts) if wanted else [hidden[:0]] * len(works)
-        return ForwardResult(list(logits), batch, taps, starts)
+        return ForwardResult(works, list(logits), taps, starts)
 
-    def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, int]]) -> None:
-        """Stores the draft context of kept rows, given as (work item, rows from its first one)."""
-        rows = [result.starts[item] + row for item, count in kept for row in range(count)]
-        if rows and self.drafter is not None and result.taps is not None:
-            self.drafter.write_context(result.taps, result.batch, torch.tensor(rows))
+    def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Stores the draft context of kept rows, given as (work item, its rows in order), at consecutive positions."""
+        rows = [result.starts[item] + row for item, chosen in kept for row in chosen]
+        if not rows or self.drafter is None or result.taps is None:
+            return
+        positions: list[int] = []
+        places: list[tuple[int, int]] = []
+        for item, chosen in kept:
+            work = result.works[item]
+            span = range(work.start, work.start + len(chosen))
+            positions += span
+            places += [work.state.place(position) for position in span]
+        where = torch.tensor(places)
+        self.drafter.write_context(
+            result.taps[torch.tensor(rows)], torch.tensor(positions), max(positions) + 1, where[:, 0], where[:, 1]
+        )
 
     @staticmethod
     def _taps_wanted(works: Sequence[RowWork]) -> bool:
         return any(work.state.drafting for work in works)
 
     def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int]]:
+        tokens: list[int] = []
         positions: list[int] = []
         places: list[tuple[int, int]] = []
-        tokens: list[Tensor] = []
         starts: list[int] = []
         for work in works:
-            span = range(work.start, work.start + work.rows)
-            starts.append(len(positions))
-            positions += span
-            places += [work.state.place(position) for position in span]
-            tokens += [torch.tensor(work.known), work.proposed]
+            starts.append(len(tokens))
+            tokens += work.tokens
+            positions += work.positions
+            # the rows of a tree share positions, so they are stored one behind the other until it is clear who stays
+            places += [work.state.place(work.start + row) for row in range(work.rows)]
         groups = {
-            pattern: [
-                make_group(
-                    start, range(work.start, work.start + work.rows), work.state.pages, self._page_tokens, pattern
-                )
-                for start, work in zip(starts, works, strict=True)
-            ]
+            pattern: [self._group(start, work, pattern) for start, work in zip(starts, works, strict=True)]
             for pattern in self.target.patterns
         }
         where = torch.tensor(places)
         batch = RowBatch(
-            torch.cat(tokens), torch.tensor(positions), where[:, 0], where[:, 1], max(positions) + 1, groups
+            torch.tensor(tokens), torch.tensor(positions), where[:, 0], where[:, 1], max(positions) + 1, groups
         )
         return batch, starts
+
+    def _group(self, row_start: int, work: RowWork, pattern: AttentionPattern) -> RowGroup:
+        pages, size = work.state.pages, self._page_tokens
+        if work.proposal is not None and work.branching:
+            kv_heads = self.target.config.kv_heads
+            return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, kv_heads, pattern)
+        return make_group(row_start, range(work.start, work.start + work.rows), pages, size, pattern)

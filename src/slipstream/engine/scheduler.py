@@ -21,7 +21,7 @@ class Ticket:
     state: SequenceState
     positions: int  # room the sequence may ever need, drafted rows included
     draft_key: str | None
-    width: int  # rows verified in a step, the anchor included; 1 is plain decoding
+    width: int  # rows a step of it is expected to bring at most, the anchor included; 1 is plain decoding
     max_tokens: int
     generated: int = 0
     cached_tokens: int = 0
@@ -32,9 +32,9 @@ class Ticket:
         return self.generated == 0
 
     @property
-    def step_width(self) -> int:
-        """Verifying more rows than tokens may still be emitted would be wasted."""
-        return min(self.width, self.max_tokens - self.generated)
+    def room(self) -> int:
+        """Tokens that may still be emitted; drafting deeper than that would be wasted."""
+        return self.max_tokens - self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Every decoding sequence, then prefill chunks while the step has room (always at least one)."""
         plan = StepPlan(decode=[ticket for ticket in self.running if not ticket.prefilling])
-        rows = sum(ticket.step_width for ticket in plan.decode)
+        rows = sum(ticket.width for ticket in plan.decode)
         for ticket in self.running:
             if not ticket.prefilling:
                 continue

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slipstream.engine.scheduler import Ticket
+from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.novel import novel_steps
+from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, RequestStats, TokenOut
+from slipstream.types import FinishReason, GenEvent, RequestStats, StepRecord, TokenOut
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How one request speculates: a policy of its own, or a fixed shape behind a gate."""
+
+    ticket: Ticket
+    rows: int  # verified at most, the anchor included
+    policy: SequencePolicy | None = None
+    gate: EmaGate | EntropyGate | None = None
+    warned: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a fixed shape is drafted in this step."""
+        return (
+            self.policy is None and self.rows > 1 and self.ticket.room > 1 and (self.gate is None or self.gate.open)
+        )
 
 
 class Session:
     """Takes committed tokens one at a time, so that a text ends at the same token however many came at once."""
 
-    def __init__(self, ticket: Ticket, sampler: RowSampler, tokenizer: Tokenizer) -> None:
+    def __init__(self, ticket: Ticket, sampler: RowSampler, speculation: Speculation, tokenizer: Tokenizer) -> None:
         self.ticket = ticket
         self.sampler = sampler
+        self.speculation = speculation
         self.stats = RequestStats(prompt_tokens=len(ticket.request.prompt_ids))
         self.finish_reason: FinishReason | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -28,6 +50,7 @@ class Session:
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
         self._step_sizes: list[int] = []
+        self._error: str | None = None
 
     def absorb(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
         """Takes tokens until one of them ends the request; returns how many were taken and the text to show."""
@@ -56,11 +79,28 @@ class Session:
         self.stats.ttft_ms = (self._first_token_at - self._added_at) * 1e3
         self.stats.cached_tokens = self.ticket.cached_tokens
 
-    def record_step(self, proposed: int, accepted: int, committed: int, draft_s: float, verify_s: float) -> None:
-        self.stats.record_step(proposed, accepted, committed)
-        self.stats.draft_ms += draft_s * 1e3
-        self.stats.verify_ms += verify_s * 1e3
+    @property
+    def greedy(self) -> bool:
+        return self.ticket.request.sampling.greedy
+
+    @property
+    def last_committed(self) -> int:
+        return self._step_sizes[-1]
+
+    def record_step(self, step: StepRecord, committed: int) -> None:
+        """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""
+        proposal = step.proposal
+        self.stats.record_step(proposal.nodes, max(proposal.depths), min(step.verdict.accepted, committed), committed)
+        self.stats.policy.record(step.decision, committed)
+        self.stats.draft_ms += step.draft_ms
+        self.stats.verify_ms += step.verify_ms
         self._step_sizes.append(committed)
+
+    def fail(self, message: str) -> str:
+        """Ends the request with an error; what was written before stays. Returns the text that was held back."""
+        self.finish_reason = "error"
+        self._error = message
+        return self._leftover_text()
 
     def close(self, reason: FinishReason) -> RequestStats:
         """Settles the numbers once the request is over."""
@@ -73,7 +113,7 @@ class Session:
         stats.novel_steps, stats.novel_committed = novel_steps(self._token_ids, self._step_sizes)
         return stats
 
-    def event(self, tokens: Sequence[TokenOut], text: str) -> GenEvent:
+    def event(self, tokens: Sequence[TokenOut], text: str, step: StepRecord | None = None) -> GenEvent:
         reason = self.finish_reason
         stats = self.close(reason) if reason is not None else None
-        return GenEvent(self.ticket.request.id, list(tokens), text, reason, stats)
+        return GenEvent(self.ticket.request.id, list(tokens), text, reason, stats, self._error, step)

@@ -6,7 +6,7 @@ import torch
 
 from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.reference import row_attention
-from slipstream.kernels.rows import AttentionPattern, make_group
+from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
 _ROWS = 16
 _LENGTHS = (20, 150, 700)
@@ -16,7 +16,7 @@ ROW_INVARIANT_FORMATS = ("int4", "int8")
 
 @torch.inference_mode()
 def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: int) -> bool:
-    """Whether rows attended alone equal the same rows attended together, bit for bit."""
+    """Whether rows attended alone equal the same rows attended together, as a chain or as a tree, bit for bit."""
     source = torch.Generator().manual_seed(0)
     pages = -(-(max(_LENGTHS) + _ROWS) // page_tokens)
     keys, values = (torch.randn(pages, kv_heads, page_tokens, head_dim, generator=source) for _ in range(2))
@@ -29,6 +29,9 @@ def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: in
 
     for length in _LENGTHS:
         together = attend(length, 0, _ROWS)
+        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, kv_heads, AttentionPattern())
+        if not torch.equal(row_attention(queries, keys, values, [tree], head_dim**-0.5), together):
+            return False
         for start in range(0, _ROWS, 5):
             if not torch.equal(attend(length, start, start + 1)[0], together[start]):
                 return False

@@ -50,13 +50,14 @@ class NoiseRows:
         self._vocab_size = vocab_size
         self._rows: dict[int, Tensor] = {}
 
-    def get(self, positions: range) -> Tensor:
-        """Noise [positions, vocabulary]; forgets positions before the first one asked for."""
-        for old in [p for p in self._rows if p < positions.start]:
+    def get(self, positions: Sequence[int]) -> Tensor:
+        """Noise [positions, vocabulary]; forgets positions before the smallest one asked for."""
+        first = min(positions)
+        for old in [p for p in self._rows if p < first]:
             del self._rows[old]
         missing = [p for p in positions if p not in self._rows]
         if missing:
-            span = range(missing[0], missing[-1] + 1)
+            span = range(min(missing), max(missing) + 1)
             fresh = gumbel_rows(self._seed, span, self._vocab_size)
             self._rows.update(zip(span, fresh, strict=True))
         return torch.stack([self._rows[p] for p in positions])

@@ -15,12 +15,12 @@ from slipstream.kernels.reference import rms_norm, rotate
 from slipstream.kernels.rows import RowBatch
 from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
-from slipstream.models.layers import TransformerLayer, biased
-from slipstream.models.llama import GGUF_LAYER
+from slipstream.models.dflash_names import names_in, shapes_in
+from slipstream.models.heads import DraftHeads
+from slipstream.models.layers import BlockConvolution, TransformerLayer, biased
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Progress, Weights
 
-_GGUF_NAMES = {"hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
 # The taps reach 24,000 where the stream has attention sinks; half precision overflows in this one projection.
 _FC_FORMAT: WeightFormat = "fp32"
 
@@ -30,7 +30,7 @@ class DFlashDrafter:
 
     def __init__(self, config: DFlashConfig, weights: Weights) -> None:
         self.config = config
-        fc = weights.file.tensor(_file_name(weights.file, "fc.weight"))
+        fc = weights.file.tensor(names_in(weights.file)("fc.weight"))
         taps = len(config.target_layer_ids)
         if len(fc.shape) != 2 or fc.shape[1] % taps:
             raise ConfigError(
@@ -44,6 +44,8 @@ class DFlashDrafter:
             TransformerLayer(weights, config, f"layers.{index}.", pattern)
             for index, pattern in enumerate(config.patterns)
         ]
+        if config.parts.conv_kernel_size:
+            self._load_convolutions(weights)
         self.norm = weights.vector("norm.weight", config.hidden_size)
         self.context_kv = weights.matrix([layer.projections[name] for layer in self.layers for name in ("k", "v")])
         biases = [layer.biases[name] for layer in self.layers for name in ("k", "v") if layer.biases]
@@ -57,9 +59,21 @@ class DFlashDrafter:
             weights.matrix([weights.source("lm_head.weight", (config.vocab_size, config.hidden_size))])
             if weights.has("lm_head.weight") else None
         )
+        self.heads = DraftHeads.load(weights, config)
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         weights.finish(lambda name: False)
+
+    def _load_convolutions(self, weights: Weights) -> None:
+        config, parts = self.config, self.config.parts
+        for index, layer in enumerate(self.layers):
+            layer.attention_conv, layer.mlp_conv = (
+                BlockConvolution(
+                    weights, f"layers.{index}.{name}.", config.hidden_size, parts.conv_kernel_size,
+                    parts.conv_group_size, config.block_size,
+                )
+                for name in ("attention_conv", "mlp_conv")
+            )
 
     def write_context(
         self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor
@@ -76,7 +90,7 @@ class DFlashDrafter:
         values[:, pages, :, offsets] = projected[:, :, 1]
 
     def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks after the final norm; row j of a block predicts position start + j."""
+        """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
         rotary = self.rotary.rows(batch.positions, batch.end)
         x = embedded
         if self.config.input_embedding_scale is not None:
@@ -99,24 +113,16 @@ class DFlashDrafter:
 def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> DFlashDrafter:
     """The drafter at `path`, a folder with config.json or a GGUF file."""
     file = open_weights(path)
+    config = read_drafter_config(path, file)
+    return DFlashDrafter(config, Weights(file, weight_format, names_in(file), progress))
+
+
+def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
+    """The configuration at `path`, checked against the tensors of its file."""
     config = read_config(path)
     if config is not None:
-        read = dflash_config.read_hf(config, path.name)
-    else:
-        arch = file.metadata.get("general.architecture")
-        if arch != "dflash":
-            raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
-        read = dflash_config.read_gguf(file.metadata, file.path.name, None)
-    weights = Weights(file, weight_format, lambda name: _file_name(file, name), progress)
-    return DFlashDrafter(read, weights)
-
-
-def _file_name(file: WeightFile, name: str) -> str:
-    """How this file spells a drafter tensor: plain, under `model.`, or GGUF."""
-    if "general.architecture" in file.metadata:
-        if not name.startswith("layers."):
-            return _GGUF_NAMES.get(name, name)
-        _, index, rest = name.split(".", 2)
-        module, _, kind = rest.rpartition(".")
-        return f"blk.{index}.{GGUF_LAYER[module]}.{kind}"
-    return f"model.{name}" if f"model.{name}" in file else name
+        return dflash_config.read_hf(config, path.name, shapes_in(file))
+    arch = file.metadata.get("general.architecture")
+    if arch != "dflash":
+        raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
+    return dflash_config.read_gguf(file.metadata, file.path.name, None, shapes_in(file))

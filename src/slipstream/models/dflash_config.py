@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
+from slipstream.models.dflash_names import ShapeOf
+from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
 from slipstream.models.rope import RopeConfig, read_rope
+
+# other spellings of speculation keys; the `dspark_` ones are those of DeepSeek bundles
+_ALIASES = {
+    "block_size": ("draft_block_size", "dspark_block_size"),
+    "mask_token_id": ("dspark_noise_token_id",),
+    "target_layer_ids": ("dspark_target_layer_ids",),
+    "markov_rank": ("dspark_markov_rank",),
+}
+_SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +48,39 @@ class DFlashConfig:
     final_logit_softcapping: float = 0.0
     qk_norm: bool = True
     mlp_bias: bool = False
+    sample_from_anchor: bool = False  # row 0 proposes too, each row the token behind its own position
+    parts: DraftParts = field(default_factory=DraftParts)
+
+    @property
+    def first_slot(self) -> int:
+        """The first block row whose logits are proposals."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def proposals(self) -> int:
+        """How many tokens one block proposes."""
+        return self.block_size - self.first_slot
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.label}: {self.heads} heads cannot share {self.kv_heads} key heads evenly")
         if not self.target_layer_ids:
             raise ConfigError(f"{self.label}: target_layer_ids is empty", "the drafter must say which layers it reads")
-        if self.block_size < 2:
+        if self.proposals < 1:
             raise ConfigError(f"{self.label}: block_size is {self.block_size}, it must be at least 2")
+        if self.parts.selector_top_k > self.vocab_size:
+            raise ConfigError(f"{self.label}: selector_top_k is larger than the vocabulary of {self.vocab_size}")
+        if self.parts.conv_kernel_size and self.hidden_size % self.parts.conv_group_size:
+            raise ConfigError(
+                f"{self.label}: {self.hidden_size} channels do not divide into groups of {self.parts.conv_group_size}"
+            )
 
 
-def read_hf(config: Mapping[str, object], label: str) -> DFlashConfig:
-    """From config.json; speculation fields may stand in `dflash_config` or at top level."""
+def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None = None) -> DFlashConfig:
+    """From config.json; speculation fields may stand in `dflash_config` or at top level.
+
+    With the shapes of the weights at hand, heads the config does not mention are found and those it invents refused.
+    """
     reader = ConfigReader(config, label)
     nested = reader.section("dflash_config")
     _refuse_other_drafters(reader, nested)
@@ -56,14 +88,23 @@ def read_hf(config: Mapping[str, object], label: str) -> DFlashConfig:
     def holder(key: str) -> ConfigReader:
         return nested if nested.has(key) else reader
 
+    def find(key: str) -> tuple[ConfigReader, str]:
+        for name in (key, *_ALIASES.get(key, ())):
+            if holder(name).has(name):
+                return holder(name), name
+        return reader, key
+
     heads, hidden = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
     layers = reader.integer("num_hidden_layers")
-    if not holder("target_layer_ids").has("target_layer_ids"):
+    taps, taps_key = find("target_layer_ids")
+    if not taps.has(taps_key):
         raise ConfigError(
             f"{label}: no target_layer_ids", "add the ids the drafter was trained with; they cannot be guessed safely"
         )
-    block_key = "block_size" if holder("block_size").has("block_size") else "draft_block_size"
+    block, block_key = find("block_size")
+    mask, mask_key = find("mask_token_id")
+    parts = read_parts(find, label, seen_parts(shape_of, hidden) if shape_of is not None else None)
     reader.require("hidden_act", ("silu", "swish"), "this activation")
     for key in ("rope_is_neox_style", "is_neox_style"):
         reader.require(key, (True,), "interleaved rotary embeddings")
@@ -80,26 +121,39 @@ def read_hf(config: Mapping[str, object], label: str) -> DFlashConfig:
         rms_eps=reader.number("rms_norm_eps"),
         rope=read_rope(reader, head_dim, reader.integer("max_position_embeddings")),
         attention_bias=reader.boolean("attention_bias", False),
-        block_size=holder(block_key).integer(block_key),
-        mask_token_id=holder("mask_token_id").integer("mask_token_id", least=0),
-        target_layer_ids=tuple(holder("target_layer_ids").integers("target_layer_ids")),
+        block_size=block.integer(block_key),
+        mask_token_id=mask.integer(mask_key, least=0),
+        target_layer_ids=tuple(taps.integers(taps_key)),
         num_target_layers=_optional_integer(holder("num_target_layers"), "num_target_layers"),
         patterns=_layer_patterns(reader, nested, layers),
         trained_length=holder("trained_length").integer("trained_length", 0, least=0),
         input_embedding_scale=holder(scale_key).number(scale_key) if holder(scale_key).has(scale_key) else None,
         output_multiplier=holder("output_multiplier").number("output_multiplier", 1.0),
         final_logit_softcapping=holder(cap_key).number(cap_key, 0.0),
+        sample_from_anchor=holder("sample_from_anchor").boolean(
+            "sample_from_anchor", _samples_from_anchor(reader, nested, parts)
+        ),
+        parts=parts,
     )
+
+
+def _samples_from_anchor(reader: ConfigReader, nested: ConfigReader, parts: DraftParts) -> bool:
+    """What a checkpoint that does not say means: DSpark's own tools never write the key and use every row."""
+    if any(reader.has(key) for key in _SPECULATORS_KEYS):
+        return False
+    named = [nested.values.get("projector_type"), reader.values.get("projector_type")]
+    architectures = reader.values.get("architectures")
+    named += architectures if isinstance(architectures, list) else []
+    return parts.dspark or any(isinstance(name, str) and "dspark" in name.lower() for name in named)
 
 
 def _refuse_other_drafters(reader: ConfigReader, nested: ConfigReader) -> None:
     """Drafters with parts we do not compute would run and lose their acceptance."""
     for section in (reader, nested):
-        for key in ("markov_rank", "selector_rank", "conv_kernel_size", "draft_vocab_size", "transformer_layer_config"):
+        for key in ("draft_vocab_size", "transformer_layer_config"):
             if section.has(key) and section.values[key] != 0:
                 message = f"{reader.label}: drafters with '{key}' are not supported"
-                raise ConfigError(message, "use a plain DFlash drafter")
-        section.require("sample_from_anchor", (False,), "a block that samples from the anchor")
+                raise ConfigError(message, "use a drafter with the target's whole vocabulary in the DFlash format")
 
 
 def _optional_integer(reader: ConfigReader, key: str) -> int | None:
@@ -130,17 +184,21 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
     return tuple(patterns)
 
 
-def read_gguf(metadata: Mapping[str, object], label: str, vocab_size: int | None) -> DFlashConfig:
+def read_gguf(
+    metadata: Mapping[str, object], label: str, vocab_size: int | None, shape_of: ShapeOf | None = None
+) -> DFlashConfig:
     """From a GGUF written to llama.cpp's conventions, whose `target_layers` are layer ids plus one."""
     reader = ConfigReader(metadata, label)
     hidden, heads = reader.integer("dflash.embedding_length"), reader.integer("dflash.attention.head_count")
     head_dim = reader.integer("dflash.attention.key_length", hidden // heads)
     layers = reader.integer("dflash.block_count")
-    reader.require("dflash.sample_from_anchor", (False,), "a block that samples from the anchor")
     if not reader.has("dflash.target_layers"):
         raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; a guess costs acceptance")
     if not reader.has("dflash.rope.freq_base"):
         raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; a guess costs acceptance")
+    vocab = reader.integer("dflash.vocab_size", vocab_size)
+    parts = _gguf_parts(reader, hidden, vocab, shape_of)
+    scale = "dflash.embedding_scale"
     return DFlashConfig(
         label=label,
         hidden_size=hidden,
@@ -149,7 +207,7 @@ def read_gguf(metadata: Mapping[str, object], label: str, vocab_size: int | None
         kv_heads=reader.integer("dflash.attention.head_count_kv", heads),
         head_dim=head_dim,
         intermediate_size=reader.integer("dflash.feed_forward_length"),
-        vocab_size=reader.integer("dflash.vocab_size", vocab_size),
+        vocab_size=vocab,
         rms_eps=reader.number("dflash.attention.layer_norm_rms_epsilon"),
         rope=RopeConfig(reader.number("dflash.rope.freq_base"), head_dim),
         attention_bias=False,
@@ -159,7 +217,36 @@ def read_gguf(metadata: Mapping[str, object], label: str, vocab_size: int | None
         num_target_layers=_optional_integer(reader, "slipstream.num_target_layers"),
         patterns=_gguf_patterns(reader, layers),
         trained_length=reader.integer("slipstream.trained_length", 0, least=0),
+        input_embedding_scale=reader.number(scale) if reader.has(scale) else None,
+        output_multiplier=reader.number("dflash.logit_scale", 1.0),
+        final_logit_softcapping=reader.number("dflash.final_logit_softcapping", 0.0),
+        sample_from_anchor=reader.boolean("dflash.sample_from_anchor", parts.dspark),
+        parts=parts,
     )
+
+
+def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf | None) -> DraftParts:
+    """The heads of a GGUF drafter; most writers leave them to the tensors, lucebox also writes `dflash.dspark.*`."""
+
+    def find(key: str) -> tuple[ConfigReader, str]:
+        other = f"dflash.dspark.{key}"
+        return reader, other if reader.has(other) else f"dflash.{key}"
+
+    parts = read_parts(find, reader.label, seen_parts(shape_of, hidden) if shape_of is not None else None)
+    if shape_of is None:
+        return parts
+    width = hidden + (parts.markov_rank if parts.confidence_head_with_markov else 0)
+    expected = {
+        "enabled": parts.dspark, "vocab_size": vocab, "confidence_dim": width if parts.enable_confidence_head else 0,
+    }
+    for key, value in expected.items():
+        declared = reader.values.get(f"dflash.dspark.{key}", value)
+        if declared != value:
+            raise ConfigError(
+                f"{reader.label}: 'dflash.dspark.{key}' is {declared!r} but the weights say {value!r}",
+                "convert the drafter again",
+            )
+    return parts
 
 
 def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:

@@ -57,6 +57,8 @@ class TransformerLayer:
         self.input_norm = weights.vector(prefix + "input_layernorm.weight", hidden)
         self.post_norm = weights.vector(prefix + "post_attention_layernorm.weight", hidden)
         self._load_mlp(weights, prefix + "mlp.")
+        self.attention_conv: BlockConvolution | None = None
+        self.mlp_conv: BlockConvolution | None = None
 
     def _load_qkv(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
         shape = self.shape
@@ -90,7 +92,10 @@ class TransformerLayer:
         """Rows [n, hidden] through the layer; their keys and values are stored in the pools on the way."""
         shape = self.shape
         heads, turning = shape.heads, shape.heads + shape.kv_heads
-        qkv = biased(self.qkv(rms_norm(x, self.input_norm, shape.rms_eps)), self.qkv_bias)
+        y = rms_norm(x, self.input_norm, shape.rms_eps)
+        if self.attention_conv is not None:
+            y, closing = self.attention_conv.enter(y)
+        qkv = biased(self.qkv(y), self.qkv_bias)
         qkv = qkv.view(x.shape[0], turning + shape.kv_heads, shape.head_dim)
         turned = qkv[:, :turning]
         if self.q_norm is not None and self.k_norm is not None:
@@ -105,9 +110,56 @@ class TransformerLayer:
         write_rows(keys, batch.pages, batch.offsets, turned[:, heads:])
         write_rows(values, batch.pages, batch.offsets, qkv[:, turning:])
         mixed = row_attention(turned[:, :heads], keys, values, batch.groups[self.pattern], shape.head_dim**-0.5)
-        x = x + biased(self.output(mixed), self.output_bias)
-        gate, up = biased(self.gate_up(rms_norm(x, self.post_norm, shape.rms_eps)), self.gate_up_bias).chunk(2, dim=-1)
-        return x + biased(self.down(F.silu(gate) * up), self.down_bias)
+        y = biased(self.output(mixed), self.output_bias)
+        if self.attention_conv is not None:
+            y = self.attention_conv.leave(y, closing)
+        return self._mlp(x + y)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.post_norm, self.shape.rms_eps)
+        if self.mlp_conv is not None:
+            y, closing = self.mlp_conv.enter(y)
+        gate, up = biased(self.gate_up(y), self.gate_up_bias).chunk(2, dim=-1)
+        y = biased(self.down(F.silu(gate) * up), self.down_bias)
+        if self.mlp_conv is not None:
+            y = self.mlp_conv.leave(y, closing)
+        return x + y
+
+
+class BlockConvolution:
+    """A short causal convolution over the rows of a draft block, around a sublayer: one kernel before, one behind.
+
+    Each kernel is a learnt base plus a part computed from the sublayer's input, the same for a group of channels.
+    """
+
+    def __init__(
+        self, weights: Weights, prefix: str, hidden_size: int, kernel_size: int, group_size: int, block_size: int
+    ) -> None:
+        self._block_size = block_size
+        self._groups = hidden_size // group_size
+        base = weights.source(prefix + "base_kernel", (2, kernel_size, hidden_size)).dense()
+        self._base = base.view(2, kernel_size, self._groups, group_size)
+        name = prefix + "kernel_projection.weight"
+        self._projection = weights.matrix([weights.source(name, (2 * kernel_size * self._groups, hidden_size))])
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The sublayer's input, and the kernel that `leave` will need."""
+        dynamic = self._projection(x).view(x.shape[0], 2, -1, self._groups, 1)
+        kernels = self._base + dynamic
+        return self._convolve(x, kernels[:, 0]), kernels[:, 1]
+
+    def leave(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self._convolve(x, kernel)
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Rows [blocks * block size, hidden] with a kernel [rows, taps, groups, channels] for each row."""
+        blocks = x.view(-1, self._block_size, *kernel.shape[2:])
+        kernel = kernel.view(blocks.shape[0], self._block_size, *kernel.shape[1:])
+        mixed = kernel[:, :, 0] * blocks
+        # blocks stand side by side in the batch; what would reach across a block's start is nothing
+        for back in range(1, min(kernel.shape[2], self._block_size)):
+            mixed[:, back:].addcmul_(kernel[:, back:, back], blocks[:, :-back])
+        return mixed.view_as(x)
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:

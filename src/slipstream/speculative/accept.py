@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.types import Verdict
+from slipstream.types import Proposal, Verdict
+
+NO_TOKEN = -1  # the target could not choose: its logits after this row are not numbers
 
 
-def accept_chain(proposed: Sequence[int], sampled: Sequence[int]) -> Verdict:
-    """`sampled[j]` is the target's own token after row j (row 0 is the anchor, row j the j-th proposal).
+def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
+    """`chosen[row]` is the target's own token after that row.
 
-    The proposals that agree are kept, and the first token the target chose itself, the bonus, comes along.
+    From the anchor on, the child that carries the target's token is kept; where there is none, the token itself, the
+    bonus, ends the run.
     """
-    accepted = 0
-    while accepted < len(proposed) and proposed[accepted] == sampled[accepted]:
-        accepted += 1
-    return Verdict(accepted, (*proposed[:accepted], sampled[accepted]))
+    children: dict[tuple[int, int], int] = {
+        (parent, token): row
+        for row, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True))
+        if parent >= 0
+    }
+    row, path = 0, [0]
+    tokens: list[int] = []
+    while True:
+        token = chosen[row]
+        if token == NO_TOKEN:
+            return Verdict(tuple(path), tuple(tokens), failed=True)
+        tokens.append(token)
+        child = children.get((row, token))
+        if child is None:
+            return Verdict(tuple(path), tuple(tokens))
+        path.append(child)
+        row = child

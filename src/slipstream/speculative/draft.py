@@ -1,4 +1,4 @@
-"""One block pass of the drafter for any number of sequences: anchors and masks in, proposals out."""
+"""One block pass of the drafter for any number of sequences: anchors and masks in, candidates per slot out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.kernels.rows import RowBatch, make_group
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.sampling import RowSampler
+
+HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
 
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """A sequence that wants `proposals` tokens drafted behind its anchor."""
+    """A sequence that wants `slots` positions drafted behind its anchor, `candidates` at each."""
 
     state: SequenceState
     sampler: RowSampler
-    proposals: int
+    slots: int
+    candidates: int
+    min_confidence: float = 0.0
 
 
 class BlockDrafter:
@@ -31,36 +36,51 @@ class BlockDrafter:
     def __init__(self, target: Decoder, drafter: DFlashDrafter, pools: KvPools, page_tokens: int, window: int) -> None:
         self.drafter = drafter
         self.block_size = drafter.config.block_size
+        self.proposals = drafter.config.proposals
         self.window = window
+        self.head_candidates = HEAD_CANDIDATES
         self._pools = pools
         self._page_tokens = page_tokens
         self._embed = drafter.embed or target.embed
         self._head = drafter.head or target.logits
 
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Tensor]:
-        """The proposed tokens of each job, still on the device."""
+    def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
+        """What each job's block offers; None where the drafter's numbers are not finite."""
+        if not jobs:
+            return []
         batch = self._batch(jobs)
         hidden = self.drafter.forward(
             self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values
         )
-        # only slots that will be verified go through the output head
+        # only slots that may be verified go through the output head
+        first = self.drafter.config.first_slot
         wanted = [
-            block * self.block_size + slot for block, job in enumerate(jobs) for slot in range(1, job.proposals + 1)
+            block * self.block_size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)
         ]
-        logits = self.drafter.shape_logits(self._head(hidden[torch.tensor(wanted)]))
-        counts = [job.proposals for job in jobs]
-        if all(job.sampler.plain_greedy for job in jobs):
-            return list(logits.argmax(dim=-1).split(counts))
+        hidden = hidden[torch.tensor(wanted)]
+        logits = self.drafter.shape_logits(self._head(hidden))
+        counts = [job.slots for job in jobs]
         return [
-            job.sampler.choose_draft(rows, job.state.length + 1)
-            for job, rows in zip(jobs, logits.split(counts), strict=True)
+            self._offer(job, rows, states)
+            for job, rows, states in zip(jobs, logits.split(counts), hidden.split(counts), strict=True)
         ]
 
-    def write_context(self, taps: Tensor, batch: RowBatch, rows: Tensor) -> None:
-        """Stores the draft context of the given rows of a target forward."""
+    def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor) -> BlockDrafts | None:
+        scores = job.sampler.draft_scores(logits, job.state.length + 1)
+        if scores is None:
+            return None
+        heads = self.drafter.heads
+        if heads is None:
+            return BlockDrafts(scores, job.candidates)
+        count = heads.candidate_limit or max(job.candidates, self.head_candidates)
+        drafts = BlockDrafts(scores, count, scale=job.sampler.draft_scale, min_confidence=job.min_confidence)
+        drafts.bind(heads.begin(hidden, torch.from_numpy(drafts.tokens)))
+        return drafts
+
+    def write_context(self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor) -> None:
+        """Stores the draft context of committed rows at their positions."""
         self.drafter.write_context(
-            taps[rows], batch.positions[rows], batch.end, batch.pages[rows], batch.offsets[rows],
-            self._pools.draft_keys, self._pools.draft_values,
+            taps, positions, end, pages, offsets, self._pools.draft_keys, self._pools.draft_values
         )
 
     def _batch(self, jobs: Sequence[DraftJob]) -> RowBatch:

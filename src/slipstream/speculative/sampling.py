@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.noise import NoiseRows
-from slipstream.types import SamplingParams
+from slipstream.speculative.accept import NO_TOKEN
+from slipstream.types import Proposal, SamplingParams
 
 _NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
 _HIDDEN = float("-inf")
@@ -71,36 +72,54 @@ class RowSampler:
             self._seen[ids] = True
             self._counts.index_add_(0, ids, torch.ones(len(tokens)))
 
-    def choose(self, logits: Tensor, first_position: int, proposed: Tensor) -> Tensor:
-        """The target's own token after each row; row j has the first j proposals behind it.
+    def choose(self, logits: Tensor, first_position: int, proposal: Proposal | None = None) -> Tensor:
+        """The target's own token after each row, NO_TOKEN where its logits are not numbers.
 
-        `first_position` is where the token after row 0 will stand.
+        The token after row 0 will stand at `first_position`; further rows are the proposal's drafts.
         """
+        depths = proposal.depths if proposal is not None else [0]
+        usable = _usable(logits)
         if self.params.penalised:
-            logits = penalise(logits, *self._history(logits.shape, proposed), self.params)
-        return self._pick(logits, first_position)
+            logits = penalise(logits, *self._history(logits.shape, proposal), self.params)
+        scores = self._scores(logits, [first_position + depth for depth in depths], noisy=True)
+        return scores.argmax(dim=-1).masked_fill(~usable, NO_TOKEN)
 
-    def choose_draft(self, logits: Tensor, first_position: int) -> Tensor:
-        """Proposals for consecutive positions, coupled to the target's choice by the same noise."""
+    def draft_scores(self, logits: Tensor, first_position: int) -> Tensor | None:
+        """What ranks the drafts of consecutive positions: the target's own rule on the drafter's logits.
+
+        Above temperature 0 the noise the target will use there is added, which couples the two choices. None if
+        the drafter's numbers are not finite.
+        """
+        if not bool(_usable(logits).all()):
+            return None
         if self.params.penalised:
             logits = penalise(logits, self._seen, self._counts, self.params)
-        if self.share_noise:
-            return self._pick(logits, first_position)
-        return logits.argmax(dim=-1)
+        return self._scores(logits, range(first_position, first_position + logits.shape[0]), noisy=self.share_noise)
 
-    def _pick(self, logits: Tensor, first_position: int) -> Tensor:
+    @property
+    def draft_scale(self) -> float:
+        """What one unit of a draft logit is worth in `draft_scores`."""
+        return 1.0 if self.params.greedy else 1.0 / self.params.temperature
+
+    def _scores(self, logits: Tensor, positions: Sequence[int], noisy: bool) -> Tensor:
         if self._noise is None:
-            return logits.argmax(dim=-1)
+            return logits
         scores = filter_logits(logits / self.params.temperature, self.params)
-        return (scores + self._noise.get(range(first_position, first_position + logits.shape[0]))).argmax(dim=-1)
+        return scores + self._noise.get(positions) if noisy else scores
 
-    def _history(self, shape: torch.Size, proposed: Tensor) -> tuple[Tensor, Tensor]:
-        added = torch.zeros(shape)
-        if proposed.numel():
-            rows = torch.arange(1, shape[0])
-            added[rows, proposed] = 1.0
-        ahead = added.cumsum(dim=0)
+    def _history(self, shape: torch.Size, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
+        """Per row, the committed tokens and those of its own ancestors."""
+        ahead = torch.zeros(shape)
+        if proposal is not None:
+            for row in range(1, len(proposal.tokens)):
+                ahead[row] = ahead[proposal.parents[row]]
+                ahead[row, proposal.tokens[row]] += 1.0
         return self._seen | (ahead > 0), self._counts + ahead
+
+
+def _usable(logits: Tensor) -> Tensor:
+    """Rows without NaN and +inf that leave some token possible; -inf alone is what masks write."""
+    return logits.amax(dim=-1).isfinite()
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

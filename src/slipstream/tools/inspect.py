@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slipstream.errors import SourceError
+from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
 from slipstream.formats.layout import TensorEntry, map_file, read_json_object
 from slipstream.formats.weights import INDEX, SINGLE, find_gguf
+from slipstream.models.dflash_config import DFlashConfig, read_gguf, read_hf
+from slipstream.models.dflash_names import DrafterNames, ShapeOf
 
 SHOWN_ELEMENTS = 16  # longer arrays are summarised by their length
 SHOWN_CHARACTERS = 4096
@@ -40,6 +42,8 @@ def _gguf(path: Path) -> dict[str, object]:
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
     report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
+    if report["architecture"] == "dflash":
+        report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
     return report | _completeness(missing, problem)
 
 
@@ -61,6 +65,8 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
     report = _report("safetensors", shown, size, entries)
     report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
     report["metadata"] = {key: _summary(value) for key, value in config.items()}
+    if _configures_drafter(config):
+        report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
     problem = f"the data ends {missing} bytes early: truncated" if missing else ""
     return report | _completeness(missing, problem)
 
@@ -81,6 +87,50 @@ def _folder(folder: Path) -> dict[str, object]:
         missing = max(0, total - found) if isinstance(total, int) else 0
         report |= _completeness(missing, f"missing shards: {absent}")
     return report
+
+
+def _configures_drafter(config: Mapping[str, object]) -> bool:
+    named = config.get("architectures")
+    names = [str(name).lower() for name in named] if isinstance(named, list) else []
+    return "dflash_config" in config or any("dflash" in name or "dspark" in name for name in names)
+
+
+def _drafter(
+    config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
+) -> dict[str, object]:
+    """How a drafter proposes, or why it cannot be used."""
+    shape_of = _shapes(entries, is_gguf)
+    try:
+        read = read_gguf(config, label, None, shape_of) if is_gguf else read_hf(config, label, shape_of)
+    except SlipstreamError as error:
+        return {"problem": str(error)}
+    return {
+        "block_size": read.block_size,
+        "sample_from_anchor": read.sample_from_anchor,
+        "proposals": read.proposals,
+        "target_layer_ids": list(read.target_layer_ids),
+        "mask_token_id": read.mask_token_id,
+    } | _parts(read)
+
+
+def _shapes(entries: Sequence[TensorEntry], is_gguf: bool) -> ShapeOf:
+    shapes = {entry.name: entry.shape for entry in entries}
+    names = DrafterNames(shapes, is_gguf)
+    return lambda name: shapes.get(names(name))
+
+
+def _parts(config: DFlashConfig) -> dict[str, object]:
+    parts, shown = config.parts, {}
+    if parts.markov_rank:
+        shown["markov_head"] = f"{parts.markov_head_type}, rank {parts.markov_rank}"
+    if parts.enable_confidence_head:
+        also = " and previous token" if parts.confidence_head_with_markov else ""
+        shown["confidence_head"] = f"hidden state{also}"
+    if parts.conv_kernel_size:
+        shown["convolution"] = f"{parts.conv_kernel_size} taps, groups of {parts.conv_group_size}"
+    if parts.selector_rank:
+        shown["candidate_selector"] = f"rank {parts.selector_rank}, {parts.selector_top_k} candidates"
+    return dict(shown)
 
 
 def _completeness(missing: int, problem: str) -> dict[str, object]:

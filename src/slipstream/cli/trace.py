@@ -1,0 +1,55 @@
+"""A trace of decoding: one JSON line per step, on disk before the next step begins, so that a killed run keeps its own.
+
+`slipstream generate --prompt "Once upon a time" --trace steps.jsonl`
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from slipstream.errors import SourceError
+from slipstream.types import GenEvent
+
+if TYPE_CHECKING:
+    from slipstream.text.tokenizer import Tokenizer
+
+
+class Trace:
+    """The file of --trace, or nothing at all where no trace was asked for."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._steps: Counter[str] = Counter()
+        self._file = None
+        if path is not None:
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed on leaving the trace
+            except OSError as error:
+                raise SourceError(f"cannot write the trace {path}: {error.strerror}", "name another file") from error
+
+    def record(self, mode: str, event: GenEvent, tokenizer: Tokenizer) -> None:
+        """Writes the step behind an event; `mode` is what the request asked for, the step says what was chosen."""
+        if self._file is None or event.step is None:
+            return
+        self._steps[event.request_id] += 1
+        line = {
+            "request": event.request_id, "step": self._steps[event.request_id], "mode": mode, **event.step.to_json(),
+            "text": b"".join(tokenizer.token_bytes(token.id) for token in event.tokens).decode("utf-8", "replace"),
+        }
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise SourceError(f"cannot write the trace {self._path}: {error.strerror}") from error
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exc: object) -> Literal[False]:
+        if self._file is not None:
+            with suppress(OSError):  # every line was flushed: what closing cannot write has been complained about
+                self._file.close()
+        return False

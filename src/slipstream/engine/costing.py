@@ -1,0 +1,80 @@
+"""Measures what steps cost on this machine, once, before the first decision is made from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import KvPools
+from slipstream.cache.sequence import SequenceState
+from slipstream.engine.runner import RowWork, Runner
+from slipstream.models.decoder import Decoder
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.sampling import RowSampler
+from slipstream.types import SamplingParams
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_SLOTS = (3, 7, 15)
+_CONTEXT = 64
+_REPEATS = 3
+
+Progress = Callable[[str, int, int], None]
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Decoder, drafter: DFlashDrafter, make_pools: Callable[[int], KvPools], page_tokens: int,
+    progress: Progress | None = None,
+) -> CostTable:
+    """Times verify steps of several widths and draft passes on a small cache of their own."""
+    pages = -(-(_CONTEXT + max(_ROWS)) // page_tokens) + 1
+    pools = make_pools(pages)
+    blocks = BlockDrafter(target, drafter, pools, page_tokens, window=0)
+    runner = Runner(target, pools, page_tokens, blocks)
+    state = SequenceState(PageTable(pages), page_tokens, pools, drafting=True)
+    state.start([1] * (_CONTEXT + 1), [])
+    state.reserve(_CONTEXT + max(_ROWS))
+    prompt = runner.forward([RowWork(state, 0, state.tokens[:_CONTEXT], 0)])
+    runner.write_context(prompt, [(0, range(_CONTEXT))])
+    state.commit(range(_CONTEXT), [], _CONTEXT)
+    sampler = RowSampler(SamplingParams(), target.config.vocab_size, state.tokens, share_noise=True)
+    slots = sorted({min(count, blocks.proposals) for count in _SLOTS} | {blocks.proposals})
+    done, total = 0, len(_ROWS) + len(slots)
+
+    def report() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress("measuring step costs", done, total)
+
+    steps, drafts = {}, {}
+    for rows in _ROWS:
+        work = RowWork(state, _CONTEXT, [1] * rows, rows)
+
+        def step(work: RowWork = work) -> None:
+            result = runner.forward([work])
+            result.logits[0].argmax(dim=-1).tolist()
+            runner.write_context(result, [(0, [0])])
+
+        steps[rows] = _best_ms(step)
+        report()
+    for count in slots:
+        job = DraftJob(state, sampler, count, candidates=32)
+        drafts[count] = _best_ms(lambda job=job: blocks.draft([job]))  # type: ignore[misc]
+        report()
+    return CostTable(steps, drafts)
+
+
+def _best_ms(action: Callable[[], object]) -> float:
+    """The least of a few runs: what disturbs a run only ever makes it longer."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - began)
+    return best * 1e3

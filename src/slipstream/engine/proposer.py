@@ -1,0 +1,234 @@
+"""Decides, step by step, what every decoding sequence verifies: asks gates and policy, drafts, grows proposals."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from slipstream.engine.runner import Runner
+from slipstream.engine.scheduler import Ticket
+from slipstream.engine.session import Session, Speculation
+from slipstream.speculative.candidates import BlockDrafts
+from slipstream.speculative.costs import CostTable, StepShape
+from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.gates import EmaGate, EntropyGate
+from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
+from slipstream.speculative.tree import Growth, grow_chain, grow_tree
+from slipstream.types import Decision, Proposal, Verdict
+
+_AUTO_CANDIDATES = 32  # per slot; deeper ranks never survive a comparison with a row's cost
+_FLOOR_SHARE = 0.5  # rows are dear in steps, so a node somewhat below the average price may still come for free
+_log = logging.getLogger("slipstream")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one sequence verifies in this step, and why."""
+
+    proposal: Proposal
+    decision: Decision
+
+
+class Proposer:
+    """One per engine; the policy and its cost table are made when the first request needs them."""
+
+    def __init__(self, runner: Runner, measure_costs: Callable[[], CostTable]) -> None:
+        self._runner = runner
+        self._measure_costs = measure_costs
+        self._policy: Policy | None = None
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            self._policy = Policy(self._measure_costs())
+        return self._policy
+
+    def speculation(self, ticket: Ticket) -> Speculation:
+        """The state a new request speculates with."""
+        request, drafter = ticket.request, self._runner.drafter
+        if request.mode.kind == "plain" or drafter is None:
+            return Speculation(ticket, rows=1)
+        rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or drafter.proposals + 1
+        if request.gate.kind == "auto":
+            return Speculation(ticket, rows, self.policy.sequence(request.mode, request.gate, drafter.proposals))
+        if request.gate.kind == "ema":
+            self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
+            return Speculation(ticket, rows, gate=EmaGate(request.gate))
+        return Speculation(ticket, rows, gate=EntropyGate(request.gate) if request.gate.kind == "entropy" else None)
+
+    def propose(self, sessions: Sequence[Session]) -> tuple[list[Plan], float]:
+        """One plan per decoding sequence, and the seconds spent on them."""
+        began = time.perf_counter()
+        slots = self._slots(sessions)
+        wanting = [index for index, count in enumerate(slots) if count]
+        drafts: list[BlockDrafts | None] = [None] * len(sessions)
+        jobs = [self._job(sessions[index], slots[index]) for index in wanting]
+        for index, block in zip(wanting, self._runner.draft(jobs), strict=True):
+            drafts[index] = block
+            if block is None:
+                self._bad_draft(sessions[index])
+        if jobs and self._policy is not None:
+            spent = (time.perf_counter() - began) * 1e3
+            self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent)
+        plans = [_fixed(session, block) for session, block in zip(sessions, drafts, strict=True)]
+        governed = [index for index, session in enumerate(sessions) if session.speculation.policy is not None]
+        if governed:
+            fixed = [index for index in range(len(sessions)) if index not in governed]
+            rest = _rest([sessions[i] for i in fixed], sum(len(plans[i].proposal.tokens) for i in fixed))
+            chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
+            for index, plan in zip(governed, chosen, strict=True):
+                plans[index] = plan
+        return plans, time.perf_counter() - began
+
+    def _slots(self, sessions: Sequence[Session]) -> list[int]:
+        """How many positions to draft for each sequence; 0 is none."""
+        slots, views, places = [], [], []
+        fixed, fixed_rows = [], 0
+        for index, session in enumerate(sessions):
+            speculation, ticket = session.speculation, session.ticket
+            depth = min(speculation.rows, ticket.room) - 1
+            slots.append(min(depth, self._proposals) if speculation.drafts else 0)
+            if speculation.policy is not None:
+                views.append(View(speculation.policy, ticket.state.length, not session.greedy, ticket.room))
+                places.append(index)
+            else:
+                fixed.append(session)
+                fixed_rows += speculation.rows if speculation.drafts else 1
+        if views:
+            planned = self.policy.plan_drafts(views, **_rest(fixed, fixed_rows))
+            for place, count in zip(places, planned, strict=True):
+                slots[place] = count
+        return slots
+
+    @property
+    def _proposals(self) -> int:
+        return self._runner.drafter.proposals if self._runner.drafter is not None else 0
+
+    def _job(self, session: Session, slots: int) -> DraftJob:
+        speculation, request = session.speculation, session.ticket.request
+        tree = request.mode.kind == "tree"
+        candidates = _AUTO_CANDIDATES if speculation.policy is not None else speculation.rows - 1 if tree else 1
+        return DraftJob(session.ticket.state, session.sampler, slots, candidates, request.min_confidence)
+
+    def _bad_draft(self, session: Session) -> None:
+        """A draft that is no number costs the step its speculation, never the request."""
+        session.stats.bad_drafts += 1
+        session.ticket.state.spoiled = True
+        if not session.speculation.warned:
+            session.speculation.warned = True
+            _log.warning(
+                "request %s: the drafter produced numbers that are not finite; such steps run plain",
+                session.ticket.request.id,
+            )
+
+    def _choose(
+        self, sessions: Sequence[Session], drafts: Sequence[BlockDrafts | None], rest: _Rest
+    ) -> list[Plan]:
+        """Lets the policy pick among what was drafted, for all sequences it governs at once."""
+        trees, chains, offers = [], [], []
+        for session, block in zip(sessions, drafts, strict=True):
+            tree, chain = self._grow(session, block)
+            trees.append(tree)
+            chains.append(chain)
+            policy, ticket = session.speculation.policy, session.ticket
+            assert policy is not None
+            offers.append(
+                Offer(policy, ticket.state.length, not session.greedy, tree.survivals[1:], chain.survivals[1:])
+            )
+        choices = self.policy.choose(offers, **rest)
+        return [_settled(*settled) for settled in zip(sessions, trees, chains, choices, strict=True)]
+
+    def _grow(self, session: Session, block: BlockDrafts | None) -> tuple[Growth, Growth]:
+        """The tree and the chain a sequence could verify, with calibrated survival."""
+        speculation, ticket = session.speculation, session.ticket
+        anchor = ticket.state.tokens[ticket.state.length]
+        policy = speculation.policy
+        if block is None or policy is None:
+            return Growth([anchor]), Growth([anchor])
+        depth = min(block.slots, ticket.room - 1)
+        calibrate = policy.calibration.chance
+        chain = grow_chain(block, anchor, min(depth, speculation.rows - 1), calibrate)
+        if ticket.request.mode.kind == "chain":
+            return Growth([anchor]), chain
+        return grow_tree(block, anchor, speculation.rows - 1, depth, calibrate, floor=self._floor(session)), chain
+
+    def _floor(self, session: Session) -> float:
+        """The survival below which a node cannot be worth its row: what the row's time yields when decoding plainly."""
+        context, sampled = session.ticket.state.length, not session.greedy
+        costs = self.policy.costs
+        plain_ms = costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
+        return _FLOOR_SHARE * costs.row_ms(context, sampled=sampled) / plain_ms
+
+    def learn(self, session: Session, plan: Plan, verdict: Verdict, taken: int, top1: float | None) -> None:
+        """Tells the sequence's policy or gate what came of the step."""
+        speculation = session.speculation
+        if speculation.policy is not None:
+            if plan.proposal.nodes:
+                speculation.policy.learn(plan.proposal, verdict, verdict.tokens)
+            speculation.policy.committed(verdict.tokens[:taken])
+        elif isinstance(speculation.gate, EntropyGate) and top1 is not None:
+            speculation.gate.observe(top1)
+
+    def observe(self, sessions: Sequence[Session], plans: Sequence[Plan], draft_s: float, step_s: float) -> None:
+        """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""
+        if self._policy is None or not sessions:
+            return
+        rows = sum(len(plan.proposal.tokens) for plan in plans)
+        shape = StepShape(
+            len(sessions), rows, _context(sessions), any(not session.greedy for session in sessions),
+            any(plan.proposal.branching for plan in plans),
+        )
+        self._policy.costs.observe_step(shape, step_s * 1e3)
+        plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
+        for session, plan in zip(sessions, plans, strict=True):
+            if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
+                session.speculation.gate.observe(
+                    session.last_committed, (draft_s + step_s) * 1e3, self._policy.costs.step_ms(plain)
+                )
+
+
+class _Rest(TypedDict):
+    """The part of a step that comes along whatever the policy chooses."""
+
+    fixed_rows: int
+    fixed_sequences: int
+    fixed_context: int
+    fixed_sampled: bool
+
+
+def _rest(sessions: Sequence[Session], rows: int) -> _Rest:
+    sampled = any(not session.greedy for session in sessions)
+    return _Rest(
+        fixed_rows=rows, fixed_sequences=len(sessions), fixed_context=_context(sessions), fixed_sampled=sampled
+    )
+
+
+def _context(sessions: Sequence[Session]) -> int:
+    return max((session.ticket.state.length for session in sessions), default=0)
+
+
+def _fixed(session: Session, block: BlockDrafts | None) -> Plan:
+    """The shape the request asked for, or the anchor alone."""
+    ticket, speculation = session.ticket, session.speculation
+    anchor = ticket.state.tokens[ticket.state.length]
+    if block is None or speculation.policy is not None:
+        closed = speculation.gate is not None and not speculation.gate.open
+        return Plan(Proposal((anchor,), (-1,)), Decision("plain", "the gate has closed" if closed else ""))
+    mode, depth = ticket.request.mode, min(block.slots, ticket.room - 1)
+    if mode.kind == "tree":
+        growth = grow_tree(block, anchor, speculation.rows - 1, depth, seeded=mode.seeded)
+    else:
+        growth = grow_chain(block, anchor, min(depth, speculation.rows - 1))
+    return Plan(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
+
+
+def _settled(session: Session, tree: Growth, chain: Growth, choice: Choice) -> Plan:
+    growth = tree if choice.kind == "tree" else chain
+    if choice.kind == "plain":
+        if chain.nodes and session.speculation.policy is not None:
+            session.speculation.policy.shadow(chain.tokens[1:], chain.chances[1:])
+        return Plan(growth.proposal(0), choice.decision)
+    return Plan(growth.proposal(choice.nodes), choice.decision)

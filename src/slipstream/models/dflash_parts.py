@@ -1,0 +1,122 @@
+"""What a drafter has beyond the plain DFlash backbone, as its configuration says and its tensors show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from slipstream.errors import ConfigError
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.dflash_names import ShapeOf
+
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+Find = Callable[[str], tuple[ConfigReader, str]]  # a key -> where it stands, and under which spelling
+_Value = TypeVar("_Value", int, str, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """The heads and convolutions of a drafter; a rank or kernel size of 0 says that the part is not there."""
+
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+
+    @property
+    def dspark(self) -> bool:
+        return self.markov_rank > 0 or self.enable_confidence_head
+
+    @property
+    def any_head(self) -> bool:
+        return self.dspark or self.selector_rank > 0
+
+
+def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
+    """What the tensors alone tell; how many candidates a selector was trained with is not among it."""
+    parts = DraftParts()
+    for name in ("markov_w1", "markov_w2"):
+        if shape := shape_of(f"markov_head.{name}.weight"):
+            parts = replace(parts, markov_rank=shape[-1])
+    for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
+        if shape_of(f"markov_head.{name}.weight"):
+            parts = replace(parts, markov_head_type=kind)
+    if shape := shape_of("confidence_head.proj.weight"):
+        wide = parts.markov_rank > 0 and shape[-1] == hidden_size + parts.markov_rank
+        parts = replace(parts, enable_confidence_head=True, confidence_head_with_markov=wide)
+    kernel = shape_of("layers.0.attention_conv.base_kernel")
+    projection = shape_of("layers.0.attention_conv.kernel_projection.weight")
+    if kernel and projection and len(kernel) == 3 and kernel[1]:
+        groups = max(1, projection[0] // (2 * kernel[1]))
+        parts = replace(parts, conv_kernel_size=kernel[1], conv_group_size=hidden_size // groups)
+    if shape := shape_of("candidate_selector.hidden_projection.weight"):
+        parts = replace(parts, selector_rank=shape[0])
+    return parts
+
+
+def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
+    """What the config declares, completed and contradicted by what the tensors show (None: they are not known)."""
+    merge = _Merge(find, label, seen)
+    rank = merge.number("markov_rank")
+    parts = DraftParts(markov_rank=rank)
+    if rank:
+        kind = merge.text("markov_head_type", "vanilla")
+        if kind not in MARKOV_TYPES:
+            hint = f"use one of {', '.join(MARKOV_TYPES)}"
+            raise ConfigError(f"{label}: Markov heads of type '{kind}' are not supported", hint)
+        parts = replace(parts, markov_head_type=kind)
+    if merge.flag("enable_confidence_head"):
+        wide = merge.flag("confidence_head_with_markov")
+        parts = replace(parts, enable_confidence_head=True, confidence_head_with_markov=wide)
+        if wide and not rank:
+            raise ConfigError(f"{label}: the confidence head reads a Markov head that is not there")
+    if taps := merge.number("conv_kernel_size"):
+        group = merge.number("conv_group_size")
+        if not group:
+            raise ConfigError(f"{label}: the config has no 'conv_group_size'", "the file is incomplete")
+        parts = replace(parts, conv_kernel_size=taps, conv_group_size=group)
+    if selector := merge.number("selector_rank"):
+        if rank:
+            raise ConfigError(f"{label}: a Markov head and a candidate selector in one drafter are not supported")
+        reader, key = find("selector_top_k")
+        parts = replace(parts, selector_rank=selector, selector_top_k=reader.integer(key))
+    return parts
+
+
+class _Merge:
+    """One value from two witnesses: absent in the config, the tensors decide; at odds, nobody does."""
+
+    def __init__(self, find: Find, label: str, seen: DraftParts | None) -> None:
+        self._find = find
+        self._label = label
+        self._seen = seen
+
+    def number(self, key: str) -> int:
+        reader, name = self._find(key)
+        seen: int | None = getattr(self._seen, key, None)
+        return self._agreed(name, reader.integer(name, least=0) if reader.has(name) else None, seen, 0)
+
+    def text(self, key: str, default: str) -> str:
+        reader, name = self._find(key)
+        seen: str | None = getattr(self._seen, key, None)
+        return self._agreed(name, reader.text(name) if reader.has(name) else None, seen, default)
+
+    def flag(self, key: str) -> bool:
+        reader, name = self._find(key)
+        seen: bool | None = getattr(self._seen, key, None)
+        return self._agreed(name, reader.boolean(name) if reader.has(name) else None, seen, False)
+
+    def _agreed(self, key: str, declared: _Value | None, seen: _Value | None, default: _Value) -> _Value:
+        if declared is None:
+            return default if seen is None else seen
+        if seen is not None and declared != seen:
+            found = f"the weights say {seen!r}" if seen else "the weights have no such part"
+            raise ConfigError(
+                f"{self._label}: '{key}' is {declared!r} but {found}", "the config does not belong to these weights"
+            )
+        return declared

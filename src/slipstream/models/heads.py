@@ -1,0 +1,254 @@
+"""Heads that correct a slot's candidates once the token before them is chosen, and say how far to trust the slot.
+
+`DraftHeads.begin` gathers all that one block's walk can need in a few tensor calls; the walk itself, one call per
+chosen token or tree node, is numpy on small arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.formats.weights import WeightTensor
+from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.dflash_names import shapes_in
+from slipstream.models.weights import FLOAT_TYPES, Weights
+
+Floats: TypeAlias = NDArray[np.float32]
+State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None where it remembers nothing
+
+_HALF_LIMIT = float(torch.finfo(torch.float16).max)
+
+
+class TokenRows:
+    """A row per token, kept in 16 bits where that loses nothing that matters, cheap to read one at a time."""
+
+    def __init__(self, source: WeightTensor) -> None:
+        values = source.dense()
+        dtype = FLOAT_TYPES.get(source.type_name)
+        if dtype is None:
+            # quantised values are coarser than half precision, but their range may be wider
+            dtype = torch.float16 if float(values.abs().max()) <= _HALF_LIMIT else torch.float32
+        self._table = values.to(dtype)
+        self._brain = dtype is torch.bfloat16
+        # numpy has no bfloat16: its bits are the upper half of a float32
+        self._view = self._table.view(torch.uint16).numpy() if self._brain else self._table.numpy()
+
+    def row(self, token: int) -> Floats:
+        stored = self._view[token]
+        if self._brain:
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return stored.astype(np.float32)
+
+    def rows(self, tokens: Tensor) -> Floats:
+        """Rows [..., rank] of tokens [...]."""
+        return _numpy(self._table[tokens])
+
+
+class _Walk(Protocol):
+    """One block's worth of a correcting head."""
+
+    def first_state(self) -> State: ...
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]: ...
+
+
+class _Corrector(Protocol):
+    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk: ...
+
+
+class MarkovHead:
+    """A low-rank bias on the next token given the last one: vanilla, gated by the hidden row, or recurrent."""
+
+    def __init__(self, weights: Weights, config: DFlashConfig) -> None:
+        rank, hidden = config.parts.markov_rank, config.hidden_size
+        self.kind = config.parts.markov_head_type
+        self.embedding = TokenRows(weights.source("markov_head.markov_w1.weight", (config.vocab_size, rank)))
+        self.output = TokenRows(weights.source("markov_head.markov_w2.weight", (config.vocab_size, rank)))
+        self.rank = rank
+        if self.kind == "gated":
+            joined, self._bias = _linear(weights, "markov_head.gate_proj", rank, hidden + rank)
+            self._of_hidden, inner = joined[:, :hidden], joined[:, hidden:]
+        elif self.kind == "rnn":
+            joined, self._bias = _linear(weights, "markov_head.joint_proj", 3 * rank, 2 * rank + hidden)
+            self._of_hidden, inner = joined[:, 2 * rank :], joined[:, : 2 * rank]
+        else:
+            return
+        self.inner: Floats = np.ascontiguousarray(inner.numpy())
+
+    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
+        output = self.output.rows(candidates)
+        if self.kind == "vanilla":
+            return _VanillaWalk(self, output)
+        from_hidden = _numpy(hidden @ self._of_hidden.t() + self._bias)
+        return (_GatedWalk if self.kind == "gated" else _RecurrentWalk)(self, output, from_hidden)
+
+
+class _VanillaWalk:
+    def __init__(self, head: MarkovHead, output: Floats) -> None:
+        self._embedding = head.embedding
+        self._output = output
+
+    def first_state(self) -> State:
+        return None
+
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
+        return self._output[slot] @ self._embedding.row(previous), None
+
+
+class _GatedWalk:
+    def __init__(self, head: MarkovHead, output: Floats, from_hidden: Floats) -> None:
+        self._head = head
+        self._output = output
+        self._from_hidden = from_hidden
+
+    def first_state(self) -> State:
+        return None
+
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
+        embedded = self._head.embedding.row(previous)
+        gate = _sigmoid(self._head.inner @ embedded + self._from_hidden[slot])
+        return self._output[slot] @ (gate * embedded), None
+
+
+class _RecurrentWalk:
+    def __init__(self, head: MarkovHead, output: Floats, from_hidden: Floats) -> None:
+        self._head = head
+        self._output = output
+        self._from_hidden = from_hidden
+
+    def first_state(self) -> State:
+        return np.zeros(self._head.rank, np.float32)
+
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
+        rank = self._head.rank
+        before = np.zeros(rank, np.float32) if state is None else state
+        joined = np.concatenate((before, self._head.embedding.row(previous)))
+        mixed = self._head.inner @ joined + self._from_hidden[slot]
+        keep = _sigmoid(mixed[:rank])
+        after = keep * before + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
+        return self._output[slot] @ np.tanh(mixed[2 * rank :]), after
+
+
+class CandidateSelector:
+    """Scores the step from one token to the next through codebooks that the slot's hidden row weighs."""
+
+    def __init__(self, weights: Weights, config: DFlashConfig) -> None:
+        rank, table = config.parts.selector_rank, (config.vocab_size, config.parts.selector_rank)
+        self.predecessors = TokenRows(weights.source("candidate_selector.predecessor_codebook.weight", table))
+        self._successors = TokenRows(weights.source("candidate_selector.successor_codebook.weight", table))
+        name = "candidate_selector.hidden_projection.weight"
+        self._projection = weights.source(name, (rank, config.hidden_size)).dense()
+
+    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
+        # weighing the successors once for all spares every node of the walk the product
+        weighed = self._successors.rows(candidates) * _numpy(hidden @ self._projection.t())[:, None]
+        return _SelectorWalk(self.predecessors, weighed)
+
+
+class _SelectorWalk:
+    def __init__(self, predecessors: TokenRows, successors: Floats) -> None:
+        self._predecessors = predecessors
+        self._successors = successors
+
+    def first_state(self) -> State:
+        return None
+
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
+        return self._successors[slot] @ self._predecessors.row(previous), None
+
+
+class ConfidenceHead:
+    """The chance that a slot's proposal is accepted, from its hidden row and perhaps the token before it."""
+
+    def __init__(self, weights: Weights, config: DFlashConfig, markov: MarkovHead | None) -> None:
+        self._embedding = markov.embedding if markov is not None and config.parts.confidence_head_with_markov else None
+        width = config.hidden_size + (config.parts.markov_rank if self._embedding is not None else 0)
+        name = "confidence_head.proj"
+        # one output: some writers drop the dimension of size one
+        flat = len(shapes_in(weights.file)(f"{name}.weight") or ()) == 1
+        weight = weights.source(f"{name}.weight", (width,) if flat else (1, width)).dense().flatten()
+        bias = weights.optional_vector(f"{name}.bias", 1)
+        self._bias = 0.0 if bias is None else float(bias)
+        self._of_hidden = weight[: config.hidden_size]
+        self._of_token: Floats = weight[config.hidden_size :].numpy()
+
+    def begin(self, hidden: Tensor) -> list[float]:
+        """The part of each slot's score that does not depend on the token before it."""
+        scores: list[float] = (hidden @ self._of_hidden + self._bias).tolist()
+        return scores
+
+    def chance(self, score: float, previous: int) -> float:
+        if self._embedding is not None:
+            score += float(self._of_token @ self._embedding.row(previous))
+        return float(_sigmoid(np.float32(score)))
+
+
+class HeadPass:
+    """The heads over one sequence's block; slot 0 is the first proposal."""
+
+    def __init__(self, walk: _Walk | None, candidates: int, confidence: ConfidenceHead | None, hidden: Tensor) -> None:
+        self._walk = walk
+        self._nothing = np.zeros(candidates, np.float32)
+        self._confidence = confidence
+        self._scores = confidence.begin(hidden) if confidence is not None else []
+
+    def first_state(self) -> State:
+        return self._walk.first_state() if self._walk is not None else None
+
+    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
+        """What to add to the logits of the slot's candidates behind `previous`, and the state behind the slot."""
+        if self._walk is None:
+            return self._nothing, state
+        return self._walk.correct(slot, previous, state)
+
+    def confidence(self, slot: int, previous: int) -> float | None:
+        """How likely the slot's proposal behind `previous` is accepted; None without a confidence head."""
+        if self._confidence is None:
+            return None
+        return self._confidence.chance(self._scores[slot], previous)
+
+
+class DraftHeads:
+    """All heads of one drafter."""
+
+    def __init__(self, weights: Weights, config: DFlashConfig) -> None:
+        parts = config.parts
+        markov = MarkovHead(weights, config) if parts.markov_rank else None
+        self._corrector: _Corrector | None = markov
+        if parts.selector_rank:
+            self._corrector = CandidateSelector(weights, config)
+        self._confidence = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None
+        self.candidate_limit = parts.selector_top_k or None  # None: the caller chooses how many
+        self.corrects = self._corrector is not None
+        self.has_confidence = self._confidence is not None
+
+    @classmethod
+    def load(cls, weights: Weights, config: DFlashConfig) -> DraftHeads | None:
+        return cls(weights, config) if config.parts.any_head else None
+
+    def begin(self, hidden: Tensor, candidates: Tensor) -> HeadPass:
+        """Prepares one block: hidden rows [slots, H] after the final norm, candidate ids [slots, K]."""
+        hidden, candidates = hidden.detach().to("cpu", torch.float32), candidates.to("cpu")
+        walk = self._corrector.begin(hidden, candidates) if self._corrector is not None else None
+        return HeadPass(walk, candidates.shape[-1], self._confidence, hidden)
+
+
+def _linear(weights: Weights, name: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    weight = weights.source(f"{name}.weight", (outputs, inputs)).dense()
+    bias = weights.optional_vector(f"{name}.bias", outputs)
+    return weight, torch.zeros(outputs) if bias is None else bias
+
+
+def _numpy(values: Tensor) -> Floats:
+    found: Floats = values.float().numpy()
+    return found
+
+
+def _sigmoid(x: Floats | np.float32) -> Floats:
+    # this form cannot overflow
+    found: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
+    return found

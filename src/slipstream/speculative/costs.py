@@ -1,0 +1,233 @@
+"""What a step and a draft cost on this machine: curves measured at start-up, kept true by every step that is timed.
+
+An estimate is the start-up curve times factors for the machine as a whole, the kind of step, its context and its
+rows. A timing moves all of its factors a little, so what one cell learns also informs cells that were never seen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from slipstream.errors import IntegrityError
+
+SHORT_CONTEXT = 512  # contexts up to here share a bucket; beyond, every doubling has its own
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+_CLIP = math.log(2.0)  # a timing counts as at most twice, at least half of what was expected
+_GAINS = (0.08, 0.03, 0.03)  # of the machine's factor, the kind's, and that of kind and context
+_KNOT_GAINS = (0.02, 0.02, 0.02)  # the same for a number of rows
+_HALF_LIFE = 400  # timings until an unvisited cell's own factor has half faded, so that no bad spell rules it out
+_LEAST_ROW_SHARE = 0.002  # of a step: where rows are free, noise must not make one sequence's look dearer
+
+Slice = tuple[Hashable, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a target step's time depends on."""
+
+    batch: int  # sequences in the step
+    rows: int  # over all sequences, anchors included
+    context: int  # the longest
+    sampled: bool
+    branching: bool  # some sequence verifies a real tree
+
+
+@dataclass(slots=True)
+class _Factor:
+    log: float = 0.0
+    touched: int = 0
+
+
+class _Curve:
+    """One start-up curve and its factors; a slice is (kind, context bucket), x the rows or slots."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        sizes = sorted(measured)
+        # more work never takes less time, so a dip is noise
+        times = list(accumulate((measured[size] for size in sizes), max))
+        self.sizes = sizes
+        self.knots = sorted({*sizes, *_KNOTS})
+        self._base = [_line(sizes, times, knot) for knot in self.knots]
+        self._factors: dict[Hashable, _Factor] = {}
+        self._recent: dict[tuple[Slice, int], deque[float]] = {}
+        self._times: dict[Slice, list[float]] = {}  # at the knots, until the next timing
+        self._listed: dict[Slice, list[float]] = {}
+        self.observed = 0
+
+    def at(self, where: Slice, x: int) -> float:
+        times = self._times.get(where)
+        if times is None:
+            times = self._times[where] = self._estimate(where)
+        return _line(self.knots, times, x)
+
+    def upto(self, where: Slice, most: int) -> list[float]:
+        """The times of all sizes from 0 to `most` (or further)."""
+        listed = self._listed.get(where)
+        if listed is None or len(listed) <= most:
+            self.at(where, most)
+            listed = self._listed[where] = _every(self.knots, self._times[where], most)
+        return listed
+
+    def observe(self, where: Slice, x: int, ms: float) -> None:
+        recent = self._recent.setdefault((where, x), deque(maxlen=3))
+        recent.append(ms)
+        # the middle of three: one hiccup leaves no trace, a lasting change arrives one timing later
+        typical = sorted(recent)[(len(recent) - 1) // 2]
+        error = math.log(typical / self.at(where, x))
+        error = max(-_CLIP, min(_CLIP, error))
+        self.observed += 1
+        shares = self._shares(x)
+        spread = sum(share * share for _, share in shares)
+        for level, gain, knot_gain in zip(_levels(where), _GAINS, _KNOT_GAINS, strict=True):
+            self._move(level, gain * error)
+            for knot, share in shares:
+                self._move((level, knot), knot_gain * error * share / spread)
+        self._times.clear()
+        self._listed.clear()
+
+    def _estimate(self, where: Slice) -> list[float]:
+        """Times at the knots, non-decreasing: halfway between the hulls from below and from above."""
+        levels = _levels(where)
+        common = sum(self._log(level) for level in levels)
+        raw = [
+            base * math.exp(common + sum(self._log((level, knot)) for level in levels))
+            for knot, base in zip(self.knots, self._base, strict=True)
+        ]
+        below = list(accumulate(raw, max))
+        above = list(accumulate(reversed(raw), min))[::-1]
+        return [(low + high) / 2 for low, high in zip(below, above, strict=True)]
+
+    def _shares(self, x: int) -> list[tuple[int, float]]:
+        """The knots around x and how much of it each stands for."""
+        right = bisect_left(self.knots, x)
+        if right == len(self.knots):
+            return [(self.knots[-1], 1.0)]
+        if self.knots[right] == x or right == 0:
+            return [(self.knots[right], 1.0)]
+        low, high = self.knots[right - 1], self.knots[right]
+        part = (x - low) / (high - low)
+        return [(low, 1.0 - part), (high, part)]
+
+    def _log(self, key: Hashable) -> float:
+        factor = self._factors.get(key)
+        if factor is None:
+            return 0.0
+        # the machine's own factor is always fresh
+        return factor.log if key == () else factor.log * 0.5 ** ((self.observed - factor.touched) / _HALF_LIFE)
+
+    def _move(self, key: Hashable, change: float) -> None:
+        self._factors[key] = _Factor(self._log(key) + change, self.observed)
+
+
+class CostTable:
+    """Milliseconds of target steps and draft passes, estimated for every shape and refreshed by observation.
+
+    `steps` maps rows to the time of a greedy one-sequence step on a short context that verifies a chain; `drafts`
+    maps slots to the time of drafting one block with that many slots through the output head. Without `drafts`
+    drafting is endlessly dear.
+    """
+
+    def __init__(self, steps: Mapping[int, float], drafts: Mapping[int, float]) -> None:
+        if not steps:
+            raise IntegrityError("the cost table has no measured steps", "measure at least a step of one row")
+        for size, ms in [*steps.items(), *drafts.items()]:
+            if size < 1 or not (math.isfinite(ms) and ms > 0):
+                raise IntegrityError(f"measured {ms} ms for size {size}", "sizes and times must be above zero")
+        self._steps = _Curve(steps)
+        self._drafts = _Curve(drafts) if drafts else None
+        self._block_rows = max(drafts, default=0) + 1
+
+    def step_ms(self, shape: StepShape) -> float:
+        return self._steps.at(_step_slice(shape), shape.rows)
+
+    def steps_ms(self, shape: StepShape) -> list[float]:
+        """step_ms for 0 up to the shape's rows, by rows; a list because choices compare many widths."""
+        return self._steps.upto(_step_slice(shape), shape.rows)
+
+    def draft_ms(self, blocks: int, slots: int, context: int) -> float:
+        if blocks < 1 or slots < 1:
+            return 0.0
+        if self._drafts is None:
+            return math.inf
+        return self._drafts.at(_draft_slice(blocks, context), slots) * self._growth(blocks)
+
+    def observe_step(self, shape: StepShape, ms: float) -> None:
+        if math.isfinite(ms) and ms > 0 and shape.rows > 0:
+            self._steps.observe(_step_slice(shape), shape.rows, ms)
+
+    def observe_draft(self, blocks: int, slots: int, context: int, ms: float) -> None:
+        if self._drafts is not None and math.isfinite(ms) and ms > 0 and blocks > 0 and slots > 0:
+            self._drafts.observe(_draft_slice(blocks, context), slots, ms / self._growth(blocks))
+
+    def row_ms(self, context: int, batch: int = 1, sampled: bool = False) -> float:
+        """What one more row costs around eight rows at that context."""
+        few, many = (self.step_ms(StepShape(batch, rows, context, sampled, branching=False)) for rows in (4, 12))
+        return max((many - few) / 8, _LEAST_ROW_SHARE * few)
+
+    def to_json(self) -> dict[str, object]:
+        """Today's estimates for one short greedy sequence at the sizes measured at start-up."""
+        steps = {rows: round(self.step_ms(StepShape(1, rows, 0, False, False)), 3) for rows in self._steps.sizes}
+        sizes = self._drafts.sizes if self._drafts else []
+        return {
+            "steps_ms": steps,
+            "drafts_ms": {slots: round(self.draft_ms(1, slots, 0), 3) for slots in sizes},
+            "observed_steps": self._steps.observed,
+            "observed_drafts": self._drafts.observed if self._drafts else 0,
+        }
+
+    def _growth(self, blocks: int) -> float:
+        """Blocks drafted together cost what rows of the target cost together: nothing extra where rows are free."""
+        if blocks == 1:
+            return 1.0
+        alone, together = (
+            self.step_ms(StepShape(1, count * self._block_rows, 0, sampled=False, branching=False))
+            for count in (1, blocks)
+        )
+        return together / alone
+
+
+def _step_slice(shape: StepShape) -> Slice:
+    return (_doublings(shape.batch), shape.sampled, shape.branching), _context_bucket(shape.context)
+
+
+def _draft_slice(blocks: int, context: int) -> Slice:
+    return (_doublings(blocks),), _context_bucket(context)
+
+
+def _levels(where: Slice) -> tuple[Hashable, Hashable, Hashable]:
+    return (), where[0], where
+
+
+def _doublings(count: int) -> int:
+    return (max(1, count) - 1).bit_length()
+
+
+def _context_bucket(context: int) -> int:
+    return 0 if context <= SHORT_CONTEXT else _doublings(context) - _doublings(SHORT_CONTEXT)
+
+
+def _line(sizes: list[int], times: list[float], x: int) -> float:
+    """Straight lines between the points, the first time before them, the last slope behind them."""
+    if x <= sizes[0] or len(sizes) == 1:
+        return times[0]
+    right = min(bisect_left(sizes, x), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    return times[right - 1] + (times[right] - times[right - 1]) * (x - low) / (high - low)
+
+
+def _every(sizes: list[int], times: list[float], most: int) -> list[float]:
+    """`_line` at every size from 0 to `most`."""
+    values = [times[0]] * (sizes[0] + 1)
+    for place in range(1, len(sizes)):
+        if len(values) > most:
+            break
+        low, high = sizes[place - 1], sizes[place]
+        end = most if place == len(sizes) - 1 else high
+        slope = (times[place] - times[place - 1]) / (high - low)
+        values += [times[place - 1] + slope * ahead for ahead in range(1, end - low + 1)]
+    return values

@@ -1,0 +1,105 @@
+"""What drafting has been worth lately: accepted tokens to expect from so many verified nodes, as a moving average."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes the curves are kept at
+_PLACES = {size: place for place, size in enumerate(SIZES)}
+_SLOWEST = 0.15  # share of the newest curve once the average has settled
+_LARGEST_CORRECTION = 50.0
+_TINY = 1e-9
+_UNKNOWN_CHANCE = 0.7  # of each drafted token, before any draft was seen
+
+
+class Gains:
+    """Expected accepted tokens over verified nodes, for chains and trees apart; unknown until the first curve."""
+
+    def __init__(self, source: Gains | None = None) -> None:
+        self.chain: tuple[float, ...] = source.chain if source else ()
+        self.tree: tuple[float, ...] = source.tree if source else ()
+        # what was seen elsewhere counts as few curves, so that a sequence soon goes by its own
+        self._curves: int = min(2, source._curves) if source else 0
+
+    @property
+    def known(self) -> bool:
+        return bool(self.chain)
+
+    def blend(self, chain: Sequence[float], tree: Sequence[float], proposals: int) -> None:
+        """Takes in the survival probabilities of one draft; `proposals` is how many slots a full block has."""
+        deep = self._whole_chain(chain, proposals)
+        wide = [value / _reach(deep, size, len(chain)) for size, value in zip(SIZES, _curve(tree), strict=True)]
+        self._curves += 1
+        share = max(_SLOWEST, 1.0 / self._curves) if self.known else 1.0
+        self.chain = _mix(self.chain, deep, share)
+        self.tree = _mix(self.tree, wide if tree else deep, share)
+
+    def correct(self, ratio: float) -> None:
+        """Follows a change of calibration: drafts seen before it would be valued `ratio` times as much today."""
+        ratio = min(_LARGEST_CORRECTION, max(1.0 / _LARGEST_CORRECTION, ratio))
+        self.chain = tuple(min(size, value * ratio) for size, value in zip(SIZES, self.chain, strict=False))
+        self.tree = tuple(min(size, value * ratio) for size, value in zip(SIZES, self.tree, strict=False))
+
+    def expected(self, nodes: int, slots: int, branching: bool) -> float:
+        """Accepted tokens to expect from verifying `nodes` of a draft of `slots`."""
+        if not branching:
+            return _between(self.chain, min(nodes, slots))
+        return _between(self.tree, nodes) * _reach(self.chain, nodes, slots)
+
+    def _whole_chain(self, survival: Sequence[float], proposals: int) -> tuple[float, ...]:
+        """The curve of a drafted chain, continued to the full block if fewer slots were drafted.
+
+        It goes on as earlier ones did. A chain that did well so far must not be continued at its own mean, which
+        would take its luck for skill; only the very first one has to be.
+        """
+        drafted = len(survival)
+        if self.known and 0 < drafted < proposals:
+            scale = sum(survival) / max(_between(self.chain, drafted), _TINY)
+            seen = _curve(survival)
+            return tuple(
+                value if size <= drafted else max(value, scale * before)
+                for size, value, before in zip(SIZES, seen, self.chain, strict=True)
+            )
+        whole = list(survival)
+        while whole and len(whole) < proposals:
+            whole.append(whole[-1] * survival[-1] ** (1.0 / drafted))
+        return _curve(whole)
+
+
+def assumed(proposals: int) -> Gains:
+    """What to expect of a drafter nobody has seen work."""
+    gains = Gains()
+    gains.blend([_UNKNOWN_CHANCE ** (slot + 1) for slot in range(proposals)], (), proposals)
+    return gains
+
+
+def _curve(survival: Sequence[float]) -> tuple[float, ...]:
+    sums = list(accumulate(survival)) or [0.0]
+    return tuple(sums[min(size, len(sums)) - 1] for size in SIZES)
+
+
+def _mix(old: Sequence[float], new: Sequence[float], share: float) -> tuple[float, ...]:
+    return tuple(new) if not old else tuple(a + share * (b - a) for a, b in zip(old, new, strict=True))
+
+
+def _reach(chain: Sequence[float], nodes: int, slots: int) -> float:
+    """What is left of a tree's gain if it may only be `slots` deep: about what is left of a chain's."""
+    if nodes <= slots:
+        return 1.0
+    whole = _between(chain, nodes)
+    return _between(chain, slots) / whole if whole > 0 else 1.0
+
+
+def _between(curve: Sequence[float], nodes: int) -> float:
+    place = _PLACES.get(nodes)
+    if place is not None:
+        return curve[place]
+    if nodes < 1:
+        return 0.0
+    right = bisect_left(SIZES, nodes)
+    if right == len(SIZES):
+        return curve[-1]
+    low, high = SIZES[right - 1], SIZES[right]
+    return curve[right - 1] + (curve[right] - curve[right - 1]) * (nodes - low) / (high - low)

@@ -1,0 +1,151 @@
+"""What the policy knows about one sequence: its calibration, its gains, and when it may try to draft again."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.gains import Gains
+from slipstream.types import Gate, Mode, Proposal, Verdict
+
+MAX_AUTO_ROWS = 64
+_LONGEST_WAIT = 16  # times the gate's probe
+_FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
+_OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
+
+
+class SequencePolicy:
+    """The policy's memory of one request; `calibration` turns the drafter's claims into chances."""
+
+    def __init__(self, mode: Mode, gate: Gate, proposals: int, calibration: Calibration, gains: Gains) -> None:
+        self.gate = gate
+        self.proposals = proposals
+        self.chains_only = mode.kind == "chain"
+        self.max_nodes = _most_nodes(mode, proposals)
+        self.shared_calibration, self.shared_gains = calibration, gains
+        self.calibration = Calibration(calibration)
+        self.gains = Gains(gains)
+        self.note = ""  # why the last plan drafted nothing
+        self.asked = False  # whether the last plan drafted
+        self._tried = False
+        self._interval = 0  # plain tokens between probes; 0 while speculation pays
+        self._wait = 0
+        self._break_even = math.inf
+        self._shadow: deque[tuple[int, float, int]] = deque()
+
+    @property
+    def backing_off(self) -> bool:
+        return self._interval > 0
+
+    @property
+    def probe_due(self) -> bool:
+        return self.backing_off and self._wait <= 0
+
+    @property
+    def probe_near(self) -> bool:
+        """Close enough to the next probe to share another sequence's draft pass."""
+        return self.backing_off and 2 * self._wait <= self._interval
+
+    @property
+    def tokens_to_probe(self) -> int:
+        return max(0, self._wait)
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether there is reason to draft at all: gains that are known, or that nobody has looked for."""
+        return self.gains.known or not self._tried
+
+    def planned(self, slots: int) -> None:
+        self.asked = slots > 0
+        self._tried = self._tried or self.asked
+
+    def draft_failed(self) -> None:
+        """A draft was asked for and none came; a drafter that keeps failing must not be asked at every step."""
+        self.gains.correct(_FAILED_DRAFT)
+
+    def back_off(self) -> None:
+        """Speculation does not pay: plain decoding until the first probe."""
+        if not self.backing_off:
+            self._interval = self._wait = self.gate.probe
+            self._break_even = math.inf
+
+    def probed(self, break_even: float) -> None:
+        """A probe is under way; unless it succeeds the next one comes after twice as many tokens.
+
+        `break_even` is how many tokens of the draft must turn out right for it to have been worth verifying.
+        """
+        self._break_even = break_even
+        self._interval = min(2 * self._interval, _LONGEST_WAIT * self.gate.probe)
+        self._wait = self._interval
+
+    def believed(self) -> None:
+        """Drafting seems to pay again; should it still not, the next probe is nearer than the last wait was long."""
+        if self.backing_off:
+            self._interval = self._wait = max(self._interval // 4, self.gate.probe)
+
+    def _outcome(self, right: int) -> None:
+        """A probe whose draft would have paid is reason to look again at once, not yet to believe."""
+        if self.backing_off and right >= self._break_even:
+            self.believed()
+            self._wait = 0
+
+    def paid(self) -> None:
+        self._interval = self._wait = 0
+
+    def learn(self, proposal: Proposal, verdict: Verdict, truth: Sequence[int]) -> None:
+        """Compares a verified proposal with what the target chose (`truth`: the verdict's tokens)."""
+        self._shadow.clear()
+        self._outcome(verdict.accepted)
+        if not proposal.chances or verdict.failed:
+            return
+        children: list[list[int]] = [[] for _ in proposal.tokens]
+        for row, parent in enumerate(proposal.parents):
+            if parent >= 0:
+                children[parent].append(row)
+        before = self._standings()
+        for depth, (row, chosen) in enumerate(zip(verdict.path, truth, strict=False), start=1):
+            ranked = sorted(children[row], key=lambda child: -proposal.chances[child])
+            for rank, child in enumerate(ranked[:_OBSERVED_CHILDREN]):
+                hit = proposal.tokens[child] == chosen
+                self.calibration.observe(proposal.chances[child], depth, hit, leading=rank == 0)
+        self._revalue(before)
+
+    def shadow(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """Remembers a drafted chain that is not verified: the tokens to come will tell what it was worth."""
+        self._shadow = deque(zip(tokens, chances, range(1, len(tokens) + 1), strict=True))
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        """Every step's tokens: they bring the next probe nearer and judge the remembered chain."""
+        self._wait -= len(tokens)
+        if not self._shadow:
+            return
+        before = self._standings()
+        for token in tokens:
+            if not self._shadow:
+                break
+            drafted, claimed, depth = self._shadow.popleft()
+            self.calibration.observe(claimed, depth, token == drafted)
+            if token != drafted or not self._shadow:
+                self._shadow.clear()
+                self._outcome(depth if token == drafted else depth - 1)
+        self._revalue(before)
+
+    def _standings(self) -> tuple[float, float]:
+        return self.calibration.standing, self.shared_calibration.standing
+
+    def _revalue(self, before: tuple[float, float]) -> None:
+        """What was gained before the latest outcomes is worth as much less as trust has fallen, or more."""
+        own, shared = self._standings()
+        self.gains.correct(own / before[0])
+        self.shared_gains.correct(shared / before[1])
+
+
+def _most_nodes(mode: Mode, proposals: int) -> int:
+    if mode.kind == "plain" or proposals < 1:
+        return 0
+    if mode.kind == "auto":
+        return MAX_AUTO_ROWS - 1
+    nodes = mode.width - 1 if mode.width else proposals
+    return min(nodes, proposals) if mode.kind == "chain" else nodes

@@ -1,0 +1,130 @@
+"""Draft trees: which drafted prefixes are worth a row of the verify step. Pure; knows no model.
+
+A block of drafts gives, per slot, candidates and their probabilities, possibly depending on the token before. The
+tree holds the prefixes with the largest product of probabilities, found best first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.types import Proposal
+
+Calibrate = Callable[[float, int], float]  # (claimed probability, depth from 1) -> acceptance probability
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The candidates after one token, likeliest first, and what the drafter's head remembers of the way there."""
+
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    memory: object = None
+
+
+class Drafts(Protocol):
+    """One drafted block of one sequence."""
+
+    @property
+    def slots(self) -> int: ...
+    def after(self, slot: int, previous: int, memory: object) -> Branch:
+        """The candidates of `slot` (0 is the first proposal) behind the token `previous`."""
+
+
+@dataclass(slots=True)
+class Growth:
+    """Nodes in the order they were added; any prefix of them is a tree. Row 0 is the anchor."""
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    chances: list[float] = field(default_factory=lambda: [1.0])
+    survivals: list[float] = field(default_factory=lambda: [1.0])
+    depths: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, parent: int, token: int, chance: float, survival: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        self.survivals.append(survival)
+        self.depths.append(self.depths[parent] + 1)
+        return len(self.tokens) - 1
+
+    @property
+    def nodes(self) -> int:
+        return len(self.tokens) - 1
+
+    def proposal(self, nodes: int | None = None) -> Proposal:
+        """The first `nodes` nodes (all of them by default) as rows to verify."""
+        rows = len(self.tokens) if nodes is None else nodes + 1
+        return Proposal(tuple(self.tokens[:rows]), tuple(self.parents[:rows]), tuple(self.chances[:rows]))
+
+
+def _as_claimed(claimed: float, depth: int) -> float:
+    return claimed
+
+
+def grow_chain(drafts: Drafts, anchor: int, length: int, calibrate: Calibrate = _as_claimed) -> Growth:
+    """The likeliest candidate of each slot behind the one chosen before it."""
+    growth = Growth([anchor])
+    _extend_chain(drafts, growth, min(length, drafts.slots), calibrate)
+    return growth
+
+
+def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibrate) -> list[Branch]:
+    """Appends up to `length` nodes below the last one; returns the branches met on the way."""
+    branches: list[Branch] = []
+    row, memory = 0, None
+    for slot in range(length):
+        branch = drafts.after(slot, growth.tokens[row], memory)
+        if not branch.tokens:
+            break
+        branches.append(branch)
+        chance = branch.chances[0]
+        row = growth.add(row, branch.tokens[0], chance, growth.survivals[row] * calibrate(chance, slot + 1))
+        memory = branch.memory
+    return branches
+
+
+def grow_tree(
+    drafts: Drafts, anchor: int, nodes: int, depth: int, calibrate: Calibrate = _as_claimed, seeded: bool = False,
+    floor: float = 0.0,
+) -> Growth:
+    """At most `nodes` prefixes no deeper than `depth`, the most probable ones first, none less likely than `floor`.
+
+    A seeded tree holds the likeliest chain before anything else (cut to `nodes`), so it never accepts less than it.
+    """
+    growth = Growth([anchor])
+    depth = min(depth, drafts.slots)
+    heap: list[tuple[float, int, int, int, Branch]] = []  # (-survival, order, parent row, rank, siblings)
+    order = itertools.count()
+
+    def offer(parent: int, rank: int, branch: Branch, ceiling: float) -> None:
+        if rank < len(branch.tokens):
+            own = growth.survivals[parent] * calibrate(branch.chances[rank], growth.depths[parent] + 1)
+            # a calibration need not be monotone, but a worse-ranked sibling never goes first
+            heapq.heappush(heap, (-min(own, ceiling), next(order), parent, rank, branch))
+
+    def open_below(row: int, memory: object) -> None:
+        if growth.depths[row] < depth:
+            branch = drafts.after(growth.depths[row], growth.tokens[row], memory)
+            offer(row, 0, branch, growth.survivals[row])
+
+    if seeded:
+        branches = _extend_chain(drafts, growth, min(depth, nodes), calibrate)
+        for parent, branch in enumerate(branches):
+            offer(parent, 1, branch, growth.survivals[parent + 1])
+        if branches:
+            open_below(len(branches), branches[-1].memory)
+    else:
+        open_below(0, None)
+    while heap and growth.nodes < nodes and -heap[0][0] >= floor:
+        negative, _, parent, rank, branch = heapq.heappop(heap)
+        row = growth.add(parent, branch.tokens[rank], branch.chances[rank], -negative)
+        offer(parent, rank + 1, branch, -negative)
+        open_below(row, branch.memory)
+    return growth
+
