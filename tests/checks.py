@@ -94,14 +94,14 @@ def identity(
 
 
 MIXED: tuple[tuple[str, dict[str, object]], ...] = (
-    ("chain", {"max_tokens": 1.0}),
-    ("chain", {"max_tokens": 0.75, "temperature": 0.8, "seed": 3}),
+    ("auto", {"max_tokens": 1.0}),
+    ("tree:32", {"max_tokens": 0.75, "temperature": 0.8, "seed": 3}),
     ("chain:8", {"max_tokens": 1.0, "temperature": 1.0, "seed": 5, "top_p": 0.9}),
     ("plain", {"max_tokens": 0.5}),
-    ("chain:4", {"max_tokens": 0.25, "repetition_penalty": 1.2}),
-    ("chain", {"max_tokens": 1.0, "temperature": 0.6, "seed": 9, "logprobs": 2}),
-    ("plain", {"max_tokens": 0.6, "temperature": 0.9, "seed": 4, "min_p": 0.05}),
-    ("chain:2", {"max_tokens": 0.4, "stop": ("\n\n",)}),
+    ("tree:8", {"max_tokens": 0.25, "repetition_penalty": 1.2}),
+    ("tree:16:seed", {"max_tokens": 1.0, "temperature": 0.6, "seed": 9, "logprobs": 2}),
+    ("auto", {"max_tokens": 0.6, "temperature": 0.9, "seed": 4, "min_p": 0.05}),
+    ("chain", {"max_tokens": 0.4, "stop": ("\n\n",)}),
 )
 
 
@@ -164,6 +164,19 @@ def _padded(llm: LLM, prompt: str) -> list[int]:
     while len(ids := llm.prompt_ids(text, chat=True)) < 2 * PAGE_TOKENS + 5:
         text = f"{text}\n\n{prompt}"
     return ids
+
+
+def document() -> str:
+    """All evaluation prompts one after the other, tens of thousands of tokens."""
+    return "\n\n".join(turn for name in BUILT_IN for turns in read_prompts(name) for turn in turns)
+
+
+def long_prompt(llm: LLM, length: int, question: str) -> list[int]:
+    """A chat prompt of this many tokens: as much of a long document as fits, then a question."""
+    ids = llm.prompt_ids(question, chat=True)
+    start = llm.prompt_ids("", chat=True)[:-4]
+    filler = llm.tokenizer.encode(document())[: length - len(ids) - len(start)]
+    return [*start, *filler, *ids]
 
 
 def page_edge_prompts(llm: LLM, prompts: Sequence[str]) -> list[list[int]]:

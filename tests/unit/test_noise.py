@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from slipstream.kernels import noise
 from slipstream.kernels.noise import NoiseRows, gumbel_rows, philox
 from slipstream.types import MAX_SEED
 
@@ -92,6 +93,21 @@ def test_the_positions_of_a_tree_come_in_any_order_and_more_than_once() -> None:
     for positions in ([5, 6, 6, 7, 6, 8], [9, 8, 8], [8, 20, 12], [8, 13], [20, 19]):
         expected = torch.cat([gumbel_rows(7, range(position, position + 1), 33) for position in positions])
         assert torch.equal(rows.get(positions), expected), positions
+
+
+def test_a_row_is_drawn_once_for_drafting_and_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def counted(seed: int, positions: range, vocab_size: int) -> torch.Tensor:
+        drawn.extend(positions)
+        return gumbel_rows(seed, positions, vocab_size)
+
+    monkeypatch.setattr(noise, "gumbel_rows", counted)
+    rows = NoiseRows(7, 33)
+    rows.get(range(5, 12))
+    rows.get([5, 6, 6, 7, 11, 8])
+    rows.get([7, 8, 12])
+    assert drawn == list(range(5, 13))
 
 
 def test_past_positions_are_forgotten() -> None:

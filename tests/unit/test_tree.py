@@ -208,6 +208,8 @@ def test_nothing_under_the_floor_takes_a_row(floor: float) -> None:
     worth = [chance for chance in all_prefixes(drafts, 4).values() if chance >= floor]
     growth = grow_tree(drafts, ANCHOR, 1000, 4, floor=floor)
     assert sorted(growth.survivals[1:]) == pytest.approx(sorted(worth))
+    exact = grow_tree(drafts, ANCHOR, 9, 4).survivals[9]
+    assert grow_tree(drafts, ANCHOR, 1000, 4, floor=exact).nodes == 9, "the floor itself is enough"
 
 
 def test_the_memory_of_a_node_is_that_of_its_own_way() -> None:

@@ -46,6 +46,12 @@ class KvPools:
         for pool in (tensor for layer in self.target for tensor in layer):
             pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
 
+    def clear_rows(self, places: Sequence[tuple[int, int]]) -> None:
+        """Zeroes target keys and values at (page, offset) places."""
+        pages, offsets = torch.tensor(places).t()
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[pages, :, offsets] = 0.0
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that may hold NaN: even a masked slot of theirs would spoil whoever gets them next."""
         ids = torch.tensor(pages, dtype=torch.long)

@@ -16,6 +16,7 @@ class PageMemory(Protocol):
 
     def copy_page(self, source: int, destination: int) -> None: ...
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None: ...
+    def clear_rows(self, places: Sequence[Place]) -> None: ...
     def clear_pages(self, pages: Sequence[int]) -> None: ...
 
 
@@ -75,6 +76,10 @@ class SequenceState:
         self.draft_length += context_rows
         self.tokens += new_tokens
         self.check()
+
+    def clear_ahead(self, rows: int) -> None:
+        """Zeroes the slots of rows that were run but not kept: they may hold NaN, which even a mask lets through."""
+        self._memory.clear_rows([self.place(self.length + row) for row in range(rows)])
 
     def truncate(self, length: int) -> None:
         """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages.

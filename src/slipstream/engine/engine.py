@@ -160,7 +160,8 @@ class Engine:
             outcomes.append(self._decode_outcome(item, session, step_plan, result, chosen[item], (draft_s, verify_s)))
         events = self._commit(outcomes, result)
         if not plan.prefill:
-            self.proposer.observe(decoding, plans, draft_s, time.perf_counter() - began - draft_s)
+            committed = [len(outcome.tokens) for outcome in outcomes]
+            self.proposer.observe(decoding, plans, committed, draft_s, time.perf_counter() - began - draft_s)
         return events
 
     def _session(self, ticket: Ticket) -> Session:
@@ -211,6 +212,10 @@ class Engine:
         seconds: tuple[float, float],
     ) -> _Outcome:
         verdict = accept(plan.proposal, chosen)
+        if NO_TOKEN in chosen:
+            session.ticket.state.spoiled = True
+            if plan.proposal.nodes:
+                return self._void_outcome(session, plan)
         logits = result.logits[item]
         tokens = self._token_outs(session, verdict.tokens, verdict.accepted, logits[list(verdict.path)])
         taken, text = session.absorb(tokens)
@@ -227,6 +232,13 @@ class Engine:
             text += self._fail(session)
         # the anchor's row and those of all new tokens but the last, which is the next anchor (none after a failure)
         return _Outcome(session, verdict.path[: taken + verdict.failed], tokens[:taken], text, step)
+
+    def _void_outcome(self, session: Session, plan: Plan) -> _Outcome:
+        """A drafted row that is no number may have spoiled the others: nothing is kept, the next step runs plain."""
+        state = session.ticket.state
+        state.clear_ahead(len(plan.proposal.tokens))
+        self.proposer.bad_rows(session)
+        return _Outcome(session, [])
 
     def _fail(self, session: Session) -> str:
         """Ends a request whose target logits are not numbers; returns the text that was held back."""
@@ -252,7 +264,7 @@ class Engine:
 
     def _publish(self, ticket: Ticket, prompt_done: bool) -> None:
         """Offers finished pages to later requests: the prompt's as soon as it is computed, answers where exact."""
-        if self.prefix is None or not ticket.request.cache_prompt:
+        if self.prefix is None or not ticket.request.cache_prompt or ticket.state.spoiled:
             return
         finished = self._session(ticket).finish_reason is not None
         if prompt_done:

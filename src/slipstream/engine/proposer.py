@@ -66,12 +66,13 @@ class Proposer:
         wanting = [index for index, count in enumerate(slots) if count]
         drafts: list[BlockDrafts | None] = [None] * len(sessions)
         jobs = [self._job(sessions[index], slots[index]) for index in wanting]
+        planned = time.perf_counter()
         for index, block in zip(wanting, self._runner.draft(jobs), strict=True):
             drafts[index] = block
             if block is None:
-                self._bad_draft(sessions[index])
+                self._bad_draft(sessions[index], "the drafter's numbers are not finite; such steps run plain")
         if jobs and self._policy is not None:
-            spent = (time.perf_counter() - began) * 1e3
+            spent = (time.perf_counter() - planned) * 1e3
             self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent)
         plans = [_fixed(session, block) for session, block in zip(sessions, drafts, strict=True)]
         governed = [index for index, session in enumerate(sessions) if session.speculation.policy is not None]
@@ -101,6 +102,9 @@ class Proposer:
             planned = self.policy.plan_drafts(views, **_rest(fixed, fixed_rows))
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
+        for index, session in enumerate(sessions):
+            if session.speculation.distrust:
+                session.speculation.distrust, slots[index] = False, 0
         return slots
 
     @property
@@ -113,16 +117,19 @@ class Proposer:
         candidates = _AUTO_CANDIDATES if speculation.policy is not None else speculation.rows - 1 if tree else 1
         return DraftJob(session.ticket.state, session.sampler, slots, candidates, request.min_confidence)
 
-    def _bad_draft(self, session: Session) -> None:
-        """A draft that is no number costs the step its speculation, never the request."""
+    def bad_rows(self, session: Session) -> None:
+        """The target's rows of a proposal are not numbers, which may be the drafted tokens' doing."""
+        session.speculation.distrust = True
+        self._bad_draft(session, "the target's numbers for a drafted token are not finite; the next step runs plain")
+
+    @staticmethod
+    def _bad_draft(session: Session, what: str) -> None:
+        """Numbers that are none cost a step its speculation, never the request."""
         session.stats.bad_drafts += 1
         session.ticket.state.spoiled = True
         if not session.speculation.warned:
             session.speculation.warned = True
-            _log.warning(
-                "request %s: the drafter produced numbers that are not finite; such steps run plain",
-                session.ticket.request.id,
-            )
+            _log.warning("request %s: %s", session.ticket.request.id, what)
 
     def _choose(
         self, sessions: Sequence[Session], drafts: Sequence[BlockDrafts | None], rest: _Rest
@@ -172,7 +179,10 @@ class Proposer:
         elif isinstance(speculation.gate, EntropyGate) and top1 is not None:
             speculation.gate.observe(top1)
 
-    def observe(self, sessions: Sequence[Session], plans: Sequence[Plan], draft_s: float, step_s: float) -> None:
+    def observe(
+        self, sessions: Sequence[Session], plans: Sequence[Plan], committed: Sequence[int], draft_s: float,
+        step_s: float,
+    ) -> None:
         """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""
         if self._policy is None or not sessions:
             return
@@ -183,11 +193,10 @@ class Proposer:
         )
         self._policy.costs.observe_step(shape, step_s * 1e3)
         plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
-        for session, plan in zip(sessions, plans, strict=True):
+        for session, plan, tokens in zip(sessions, plans, committed, strict=True):
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
-                session.speculation.gate.observe(
-                    session.last_committed, (draft_s + step_s) * 1e3, self._policy.costs.step_ms(plain)
-                )
+                step_ms = (draft_s + step_s) * 1e3
+                session.speculation.gate.observe(tokens, step_ms, self._policy.costs.step_ms(plain))
 
 
 class _Rest(TypedDict):

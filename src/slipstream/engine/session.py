@@ -26,6 +26,7 @@ class Speculation:
     policy: SequencePolicy | None = None
     gate: EmaGate | EntropyGate | None = None
     warned: bool = False
+    distrust: bool = False  # the last step's drafts were no numbers to the target: the next step runs plain
 
     @property
     def drafts(self) -> bool:
@@ -82,10 +83,6 @@ class Session:
     @property
     def greedy(self) -> bool:
         return self.ticket.request.sampling.greedy
-
-    @property
-    def last_committed(self) -> int:
-        return self._step_sizes[-1]
 
     def record_step(self, step: StepRecord, committed: int) -> None:
         """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""

@@ -47,13 +47,16 @@ PAIRS: dict[str, NamedPair] = {
             size=98362432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
-        draft="smollm2-dflash",
+        draft="smollm2-dspark",
         description="SmolLM2-135M-Instruct, 4-bit, with a DFlash drafter",
     ),
 }
 
 # Short name of a drafter -> its file in our own data folder
-NAMED_DRAFTS: dict[str, str] = {"smollm2-dflash": "smollm2-135m-dflash.Q8_0.gguf"}
+NAMED_DRAFTS: dict[str, str] = {
+    "smollm2-dspark": "smollm2-135m-dspark.Q8_0.gguf",
+    "smollm2-dflash": "smollm2-135m-dflash.Q8_0.gguf",
+}
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:

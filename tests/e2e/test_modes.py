@@ -1,0 +1,127 @@
+"""Trees, heads and the policy on the real pair: the text never changes, acceptance is what it should be."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.speculative.policy import Policy
+from tests import checks
+from tests import checks_speculation as promises
+
+pytestmark = pytest.mark.e2e
+TOKENS = 48
+
+
+@pytest.mark.parametrize("draft", promises.DRAFTS)
+@pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
+def test_text_is_the_same_in_every_mode(draft: str, settings: dict[str, object]) -> None:
+    llm = promises.pair_with(draft)
+    reports = promises.identity_by_mode(llm, checks.eval_prompts(2), TOKENS, settings, promises.MODES)
+    for mode, report in reports.items():
+        assert report.ok, f"{mode}: {report.row()}"
+    assert max(len(report.speculative.verified_at) for report in reports.values()) == 15
+    assert len(reports["chain:8"].speculative.verified_at) == 7
+
+
+def test_a_batch_of_trees_writes_what_each_writes_alone() -> None:
+    llm, prompts = promises.pair_with("smollm2-dspark"), checks.eval_prompts(4)
+    reports = promises.identity_by_mode(llm, prompts, TOKENS, checks.SAMPLED, ("tree:16", "auto"), batch=4)
+    assert all(report.ok for report in reports.values()), {mode: report.row() for mode, report in reports.items()}
+
+
+def test_trees_keep_what_penalties_and_filters_choose() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    reports = promises.identity_by_mode(llm, checks.eval_prompts(2), TOKENS, checks.EVERYTHING, ("tree:32",))
+    assert reports["tree:32"].ok, reports["tree:32"].row()
+
+
+@pytest.mark.parametrize("draft", promises.DRAFTS)
+@pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
+def test_wider_trees_accept_more(draft: str, settings: dict[str, object]) -> None:
+    llm, prompts = promises.pair_with(draft), checks.eval_prompts(6)
+    chain, small, large = (
+        checks.total_tau(llm, prompts, TOKENS, mode=mode, **settings).tau for mode in ("chain", "tree:16", "tree:64")
+    )
+    assert large > 1.05 * small > 1.1 * chain
+
+
+def test_the_markov_head_accepts_more_than_its_backbone_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, prompts = promises.pair_with("smollm2-dspark"), checks.eval_prompts(6)
+    with_head = checks.total_tau(llm, prompts, TOKENS).tau
+    drafter = llm.engine._runner.drafter
+    assert drafter is not None
+    monkeypatch.setattr(drafter.drafter, "heads", None)
+    assert with_head > 1.05 * checks.total_tau(llm, prompts, TOKENS).tau
+
+
+def test_a_stop_string_inside_a_tree_path_ends_the_text_where_plain_decoding_does() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    prompt = promises.set_prompts("gsm8k", 1)[0]
+    common = {"chat": True, "max_tokens": 96, "stop": ("the",), "cache_prompt": False}
+    plain = llm.generate(prompt, mode="plain", **common)
+    tree = llm.generate(prompt, mode="tree:32", **common)
+    assert plain.finish_reason == "stop"
+    assert (tree.text, tree.token_ids) == (plain.text, plain.token_ids)
+
+
+def test_a_shuffled_drafter_is_given_up_within_64_tokens() -> None:
+    llm = promises.shuffled_pair()
+    steps = promises.speculative_tokens(llm, promises.set_prompts("humaneval", 1)[0], 128)
+    assert any(nodes for _, nodes in steps), "a drafter nobody knows gets its chance"
+    assert all(nodes == 0 for written, nodes in steps if written >= 64), steps
+
+
+def test_an_exchanged_cost_table_changes_the_choice_in_the_middle_of_a_request() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    proposer = llm.engine.proposer
+    shared, proposer._policy = proposer.policy, Policy(promises.rows_are_dear())
+    try:
+        nodes: list[int] = []
+        prompt = promises.set_prompts("gsm8k", 1)[0]
+        for event in llm.stream(prompt, chat=True, mode="auto", gate="auto:probe=4", max_tokens=96, ignore_eos=True):
+            if event.step is not None:
+                nodes.append(event.step.proposal.nodes)
+            # observed steps would teach the table this machine's true costs
+            proposer.policy.costs = promises.rows_are_dear() if len(nodes) < 24 else promises.rows_are_free()
+    finally:
+        proposer._policy = shared
+    before, after = nodes[4:24], nodes[28:]
+    assert max(before) <= 1 and sum(before) <= 2, nodes
+    assert sum(after) / len(after) > 16, nodes
+
+
+def test_auto_says_why() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    done = llm.generate(promises.set_prompts("gsm8k", 1)[0], chat=True, mode="auto", max_tokens=64)
+    policy = done.stats.to_json()["policy"]
+    assert isinstance(policy, dict)
+    assert sum(policy["choices"].values()) == done.stats.steps
+    assert policy["expected_ms_per_step"] > 0 and policy["expected_tokens_per_step"] >= 1
+    assert "/ms" in policy["last_reason"] or "left to commit" in policy["last_reason"]
+
+
+@pytest.mark.parametrize("gate", ["ema:margin=50", "entropy:floor=1,hard=1"])
+def test_a_published_gate_closes_for_the_rest_of_the_request(gate: str) -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    prompt = promises.set_prompts("humaneval", 1)[0]
+    events = list(llm.stream(prompt, chat=True, mode="chain", gate=gate, max_tokens=64))
+    nodes = [event.step.proposal.nodes for event in events if event.step is not None]
+    first_plain = nodes.index(0)
+    assert 1 <= first_plain <= 8, "nothing can satisfy these thresholds"
+    assert not any(nodes[first_plain:])
+    plain = llm.generate(prompt, chat=True, mode="plain", max_tokens=64)
+    assert [token.id for event in events for token in event.tokens] == plain.token_ids
+
+
+def test_long_contexts_keep_their_acceptance() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    taus = promises.context_taus(llm, promises.set_prompts("humaneval", 2), (512, 2048), TOKENS)
+    assert taus[2048] > 0.8 * taus[512], taus
+
+
+def test_a_long_conversation_is_the_same_with_and_without_the_prefix_cache() -> None:
+    llm = promises.pair_with("smollm2-dspark")
+    seen = promises.long_conversation(llm, document_tokens=700, tokens=24, mode="tree:16")
+    assert seen.cached_tokens > 1400
+    assert seen.texts[0] == seen.texts[1]
+    assert seen.steps[0] == seen.steps[1], "the same drafts are accepted"
