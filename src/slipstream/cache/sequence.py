@@ -20,11 +20,19 @@ class PageMemory(Protocol):
     def clear_pages(self, pages: Sequence[int]) -> None: ...
 
 
+class Taps(Protocol):
+    """What the target left behind for the drafter, one row per position."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice, /) -> Taps: ...
+
+
 class SequenceState:
     """Tokens and the pages that hold their target keys and draft context.
 
     `length` positions have been through the target; tokens beyond it are prompt still to be prefilled, or the
-    anchor. `draft_length` positions have draft context; for a drafting sequence both lengths are always equal.
+    anchor. `draft_length` positions have draft context, in the pages or, while nobody drafts, as taps still to be
+    projected; for a drafting sequence both lengths are always equal.
     """
 
     def __init__(self, table: PageTable, page_tokens: int, memory: PageMemory, drafting: bool) -> None:
@@ -36,6 +44,7 @@ class SequenceState:
         self.pages: list[int] = []
         self.length = 0
         self.draft_length = 0
+        self.waiting: list[tuple[int, Taps]] = []  # first position and taps of stretches whose context is not written
         self.spoiled = False  # its pages may hold NaN and are cleared before anybody else gets them
 
     @property
@@ -77,6 +86,10 @@ class SequenceState:
         self.tokens += new_tokens
         self.check()
 
+    @property
+    def waiting_rows(self) -> int:
+        return sum(len(taps) for _, taps in self.waiting)
+
     def clear_ahead(self, rows: int) -> None:
         """Zeroes the slots of rows that were run but not kept: they may hold NaN, which even a mask lets through."""
         self._memory.clear_rows([self.place(self.length + row) for row in range(rows)])
@@ -98,6 +111,7 @@ class SequenceState:
         self._table.release(self.pages[keep:])
         del self.pages[keep:]
         del self.tokens[length:]
+        self.waiting = [(start, taps[: length - start]) for start, taps in self.waiting if start < length]
         self.length = length
         self.draft_length = length if self.drafting else 0
 
@@ -112,6 +126,7 @@ class SequenceState:
         if partial:
             self._memory.copy_page(self.pages[full], fresh[0])
         twin.tokens = list(self.tokens)
+        twin.waiting = list(self.waiting)
         twin.length, twin.draft_length, twin.spoiled = self.length, self.draft_length, self.spoiled
         return twin
 
@@ -122,12 +137,15 @@ class SequenceState:
         self._table.release(self.pages)
         self.pages = []
         self.tokens = []
+        self.waiting = []
         self.length = self.draft_length = 0
 
     def check(self) -> None:
         """All parts stand at the same position."""
         if self.drafting and self.draft_length != self.length:
             raise IntegrityError(f"draft context stands at {self.draft_length}, the target at {self.length}")
+        if self.waiting and self.waiting[-1][0] + len(self.waiting[-1][1]) > self.draft_length:
+            raise IntegrityError(f"taps wait beyond the draft context of {self.draft_length} positions")
         if self.length > len(self.tokens):
             raise IntegrityError(f"{self.length} positions computed for {len(self.tokens)} tokens")
         if self.length > self.capacity:

@@ -28,6 +28,7 @@ from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import GenEvent, Request, StepRecord, TokenOut
 
 _NOTHING = torch.empty(0, dtype=torch.long)
+_MOST_WAITING_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +180,7 @@ class Engine:
 
     def _commit(self, outcomes: list[_Outcome], result: ForwardResult) -> list[GenEvent]:
         """Keeps what was agreed on: draft context first, then every length together, then the text."""
-        self._runner.write_context(
-            result, [(item, o.rows) for item, o in enumerate(outcomes) if o.session.ticket.state.drafting]
-        )
+        self._keep_taps(outcomes, result)
         events = []
         for outcome in outcomes:
             session, ticket = outcome.session, outcome.session.ticket
@@ -195,6 +194,21 @@ class Engine:
                 self.scheduler.finish(ticket)
                 del self._sessions[ticket.request.id]
         return events
+
+    def _keep_taps(self, outcomes: list[_Outcome], result: ForwardResult) -> None:
+        """Writes draft context, except for sequences that decode plainly for now: theirs waits until they draft."""
+        writing = []
+        for item, outcome in enumerate(outcomes):
+            state = outcome.session.ticket.state
+            if not state.drafting:
+                continue
+            if outcome.step is None or outcome.step.proposal.nodes:
+                writing.append((item, outcome.rows))
+                continue
+            if state.waiting_rows >= _MOST_WAITING_ROWS:
+                self._runner.write_waiting([state])
+            self._runner.hold_taps(result, item, outcome.rows)
+        self._runner.write_context(result, writing)
 
     def _prefill_outcome(self, item: int, chunk: PrefillChunk, result: ForwardResult, chosen: list[int]) -> _Outcome:
         session, rows = self._session(chunk.ticket), range(chunk.stop - chunk.start)
@@ -273,6 +287,7 @@ class Engine:
             length = ticket.state.length
         else:
             return
+        self._runner.write_waiting([ticket.state])
         self.prefix.put(ticket.state.tokens[:length], ticket.state.pages, ticket.draft_key)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,10 @@ class Runner:
         self._page_tokens = page_tokens
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
-        return self.drafter.draft(jobs) if jobs and self.drafter is not None else []
+        if not jobs or self.drafter is None:
+            return []
+        self.write_waiting([job.state for job in jobs])
+        return self.drafter.draft(jobs)
 
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
         """One pass of the target over all rows of all sequences."""
@@ -80,19 +84,36 @@ class Runner:
     def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the draft context of kept rows, given as (work item, its rows in order), at consecutive positions."""
         rows = [result.starts[item] + row for item, chosen in kept for row in chosen]
-        if not rows or self.drafter is None or result.taps is None:
+        if rows and result.taps is not None:
+            spans = [(result.works[item].state, result.works[item].start, len(chosen)) for item, chosen in kept]
+            self._write(result.taps[torch.tensor(rows)], spans)
+
+    def hold_taps(self, result: ForwardResult, item: int, rows: Sequence[int]) -> None:
+        """Keeps the taps of rows whose sequence is not drafting now: written together they cost a fraction."""
+        if rows and result.taps is not None:
+            work, first = result.works[item], result.starts[item]
+            work.state.waiting.append((work.start, result.taps[torch.tensor([first + row for row in rows])]))
+
+    def write_waiting(self, states: Sequence[SequenceState]) -> None:
+        """Turns taps that were held into draft context."""
+        held = [(state, start, cast(Tensor, taps)) for state in states for start, taps in state.waiting]
+        if held:
+            self._write(torch.cat([taps for _, _, taps in held]), [(s, start, len(taps)) for s, start, taps in held])
+            for state in states:
+                state.waiting.clear()
+
+    def _write(self, taps: Tensor, spans: Sequence[tuple[SequenceState, int, int]]) -> None:
+        """Draft context for taps that stand one after the other for (sequence, first position, rows)."""
+        if self.drafter is None:
             return
         positions: list[int] = []
         places: list[tuple[int, int]] = []
-        for item, chosen in kept:
-            work = result.works[item]
-            span = range(work.start, work.start + len(chosen))
+        for state, start, count in spans:
+            span = range(start, start + count)
             positions += span
-            places += [work.state.place(position) for position in span]
+            places += [state.place(position) for position in span]
         where = torch.tensor(places)
-        self.drafter.write_context(
-            result.taps[torch.tensor(rows)], torch.tensor(positions), max(positions) + 1, where[:, 0], where[:, 1]
-        )
+        self.drafter.write_context(taps, torch.tensor(positions), max(positions) + 1, where[:, 0], where[:, 1])
 
     @staticmethod
     def _taps_wanted(works: Sequence[RowWork]) -> bool:

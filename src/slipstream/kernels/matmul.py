@@ -7,6 +7,7 @@ how many rows share the call; that is what makes speculative text equal plain te
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -59,23 +60,33 @@ class DenseMatrix(Matrix):
 class Int8Matrix(Matrix):
     """int8 weights with a scale per output, rows as the sum of two int8 terms (about 15 bits).
 
-    Products and sums are integers, hence exact in any order.
+    Products and sums are integers, hence exact in any order. A rough matrix takes one term only: half the work, good
+    enough for drafts.
     """
 
     format = "int8"
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, rough: bool = False) -> None:
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
         self.codes = (weight / scale[:, None]).round().to(torch.int8).t()
         self.scale = scale
         self.out_features, self.in_features = weight.shape
         self.nbytes = self.codes.nbytes + scale.nbytes
+        self.rough = rough
+
+    def roughened(self) -> Int8Matrix:
+        """The same weights, taken roughly."""
+        twin = copy(self)
+        twin.rough = True
+        return twin
 
     def __call__(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
         step = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
         scaled = rows / step
         coarse = scaled.round()
+        if self.rough:
+            return torch._int_mm(coarse.to(torch.int8), self.codes).float() * step * self.scale
         fine = (scaled - coarse).mul_(_FINE_STEPS).round_()
         sums = torch._int_mm(torch.cat((coarse, fine)).to(torch.int8), self.codes).float()
         return (sums[:count] + sums[count:] / _FINE_STEPS) * step * self.scale
@@ -100,7 +111,7 @@ class Int4Matrix(Matrix):
         ).float()
 
 
-def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat) -> Matrix:
+def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:
     """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`."""
     if weight_format in DENSE_DTYPES:
         return DenseMatrix(torch.cat([source.dense() for source in sources]), DENSE_DTYPES[weight_format])
@@ -112,5 +123,5 @@ def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat) -> Mat
             codes, scale, minimum = (torch.cat(columns) for columns in zip(*parts, strict=True))
             return Int4Matrix(codes, scale, minimum)
     if weight_format in ("int4", "int8"):
-        return Int8Matrix(torch.cat([source.dense() for source in sources]))
+        return Int8Matrix(torch.cat([source.dense() for source in sources]), rough)
     raise ConfigError(f"unknown weight format '{weight_format}'", "choose one with --dtype")

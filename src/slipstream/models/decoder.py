@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.matmul import Int8Matrix
 from slipstream.kernels.reference import rms_norm
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.models.layers import RotaryRows, TransformerLayer
@@ -72,6 +73,7 @@ class Decoder:
             [weights.source(head, (config.vocab_size, config.hidden_size))],
             "int8" if weights.weight_format == "int4" else None,
         )
+        self._rough_head = self.head.roughened() if isinstance(self.head, Int8Matrix) else self.head
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         weights.finish(names.ignored)
@@ -93,4 +95,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The shared head for drafts, whose logits need not be exact."""
+        return self._rough_head(hidden)
 

@@ -114,7 +114,7 @@ def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | N
     """The drafter at `path`, a folder with config.json or a GGUF file."""
     file = open_weights(path)
     config = read_drafter_config(path, file)
-    return DFlashDrafter(config, Weights(file, weight_format, names_in(file), progress))
+    return DFlashDrafter(config, Weights(file, weight_format, names_in(file), progress, rough=True))
 
 
 def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:

@@ -43,9 +43,11 @@ class Weights:
         weight_format: WeightFormat,
         file_name: Callable[[str], str] = keep_name,
         progress: Progress | None = None,
+        rough: bool = False,
     ) -> None:
         self.file = file
         self.weight_format = weight_format
+        self._rough = rough  # matrices need not be exact to the last bit
         self.step_bytes = 0  # bytes of matrices every step reads: the floor under its time
         self._file_name = file_name
         self._progress = progress
@@ -79,7 +81,7 @@ class Weights:
 
     def matrix(self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None) -> Matrix:
         """Stacks tensors along the outputs into one matrix."""
-        matrix = make_matrix(list(sources), weight_format or self.weight_format)
+        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough)
         self.step_bytes += matrix.nbytes
         return matrix
 

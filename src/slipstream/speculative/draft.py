@@ -42,7 +42,7 @@ class BlockDrafter:
         self._pools = pools
         self._page_tokens = page_tokens
         self._embed = drafter.embed or target.embed
-        self._head = drafter.head or target.logits
+        self._head = drafter.head or target.draft_logits
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
         """What each job's block offers; None where the drafter's numbers are not finite."""
