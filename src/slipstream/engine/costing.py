@@ -64,7 +64,7 @@ def measure_costs(
         steps[rows] = _best_ms(step)
         report()
     for count in slots:
-        job = DraftJob(state, sampler, count, candidates=32)
+        job = DraftJob(state, sampler, count, candidates=16)
         drafts[count] = _best_ms(lambda job=job: blocks.draft([job]))  # type: ignore[misc]
         report()
     return CostTable(steps, drafts)

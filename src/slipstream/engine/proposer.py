@@ -19,8 +19,9 @@ from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, 
 from slipstream.speculative.tree import Growth, grow_chain, grow_tree
 from slipstream.types import Decision, Proposal, Verdict
 
-_AUTO_CANDIDATES = 32  # per slot; deeper ranks never survive a comparison with a row's cost
-_FLOOR_SHARE = 0.5  # rows are dear in steps, so a node somewhat below the average price may still come for free
+_HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
+_AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
+_FLOOR_SHARE = 0.7  # rows become dearer in steps, so a node below the average price may still come for free
 _log = logging.getLogger("slipstream")
 
 
@@ -113,8 +114,11 @@ class Proposer:
 
     def _job(self, session: Session, slots: int) -> DraftJob:
         speculation, request = session.speculation, session.ticket.request
-        tree = request.mode.kind == "tree"
-        candidates = _AUTO_CANDIDATES if speculation.policy is not None else speculation.rows - 1 if tree else 1
+        candidates = speculation.rows - 1 if request.mode.kind == "tree" else 1
+        if speculation.policy is not None:
+            candidates = _AUTO_CANDIDATES
+        elif self._runner.drafter is not None and self._runner.drafter.drafter.heads is not None:
+            candidates = max(candidates, _HEAD_CANDIDATES)
         return DraftJob(session.ticket.state, session.sampler, slots, candidates, request.min_confidence)
 
     def bad_rows(self, session: Session) -> None:
@@ -160,14 +164,8 @@ class Proposer:
         chain = grow_chain(block, anchor, min(depth, speculation.rows - 1), calibrate)
         if ticket.request.mode.kind == "chain":
             return Growth([anchor]), chain
-        return grow_tree(block, anchor, speculation.rows - 1, depth, calibrate, floor=self._floor(session)), chain
-
-    def _floor(self, session: Session) -> float:
-        """The survival below which a node cannot be worth its row: what the row's time yields when decoding plainly."""
-        context, sampled = session.ticket.state.length, not session.greedy
-        costs = self.policy.costs
-        plain_ms = costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
-        return _FLOOR_SHARE * costs.row_ms(context, sampled=sampled) / plain_ms
+        floor = _FLOOR_SHARE * self.policy.row_price(ticket.state.length, not session.greedy)
+        return grow_tree(block, anchor, speculation.rows - 1, depth, calibrate, floor=floor), chain
 
     def learn(self, session: Session, plan: Plan, verdict: Verdict, taken: int, top1: float | None) -> None:
         """Tells the sequence's policy or gate what came of the step."""
@@ -192,6 +190,8 @@ class Proposer:
             any(plan.proposal.branching for plan in plans),
         )
         self._policy.costs.observe_step(shape, step_s * 1e3)
+        if any(session.speculation.policy is not None for session in sessions):
+            self._policy.progress(sum(committed), (draft_s + step_s) * 1e3)
         plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
         for session, plan, tokens in zip(sessions, plans, committed, strict=True):
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:

@@ -39,7 +39,7 @@ class BlockDrafts:
         self._walk: HeadWalk | None = None
         self._scale = scale
         self._min_confidence = min_confidence
-        self._ready: dict[int, Branch] = {}
+        self._ready: dict[tuple[int, int], Branch] = {}
 
     def bind(self, walk: HeadWalk) -> None:
         """Gives the block the heads' walk, which is made from the candidates."""
@@ -51,14 +51,23 @@ class BlockDrafts:
 
     def after(self, slot: int, previous: int, memory: object) -> Branch:
         if self._walk is None:
-            if slot not in self._ready:
-                self._ready[slot] = self._branch(slot, self._chances[slot], None)
-            return self._ready[slot]
-        confidence = self._walk.confidence(slot, previous)
+            previous = 0  # without a head all parents have the same children
+        # a branch without memory depends on nothing else, and the chain and the tree both pass through it
+        found = self._ready.get((slot, previous)) if memory is None else None
+        if found is None:
+            walk = self._walk
+            plain = self._chances[slot]
+            found = self._walked(walk, slot, previous, memory) if walk else self._branch(slot, plain, None)
+            if found.memory is None:
+                self._ready[slot, previous] = found
+        return found
+
+    def _walked(self, walk: HeadWalk, slot: int, previous: int, memory: object) -> Branch:
+        confidence = walk.confidence(slot, previous)
         if confidence is not None and confidence < self._min_confidence:
             return _NONE
-        state = self._walk.first_state() if slot == 0 else memory
-        correction, state = self._walk.correct(slot, previous, state)
+        state = walk.first_state() if slot == 0 else memory
+        correction, state = walk.correct(slot, previous, state)
         corrected = self._scores[slot].astype(np.float64) + self._scale * correction
         shift = max(0.0, float(corrected.max()))  # a low temperature may lift a correction out of exp's range
         weights = np.exp(corrected - shift)

@@ -16,8 +16,6 @@ from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.sampling import RowSampler
 
-HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
-
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
@@ -38,7 +36,6 @@ class BlockDrafter:
         self.block_size = drafter.config.block_size
         self.proposals = drafter.config.proposals
         self.window = window
-        self.head_candidates = HEAD_CANDIDATES
         self._pools = pools
         self._page_tokens = page_tokens
         self._embed = drafter.embed or target.embed
@@ -72,7 +69,7 @@ class BlockDrafter:
         heads = self.drafter.heads
         if heads is None:
             return BlockDrafts(scores, job.candidates)
-        count = heads.candidate_limit or max(job.candidates, self.head_candidates)
+        count = heads.candidate_limit or job.candidates
         drafts = BlockDrafts(scores, count, scale=job.sampler.draft_scale, min_confidence=job.min_confidence)
         drafts.bind(heads.begin(hidden, torch.from_numpy(drafts.tokens)))
         return drafts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes the curves are kept at
 _PLACES = {size: place for place, size in enumerate(SIZES)}
@@ -66,6 +67,23 @@ class Gains:
         while whole and len(whole) < proposals:
             whole.append(whole[-1] * survival[-1] ** (1.0 / drafted))
         return _curve(whole)
+
+
+class Depths:
+    """What drafting deeper has been worth lately: tokens beyond the price of verifying them, option by option."""
+
+    def __init__(self, source: Depths | None = None) -> None:
+        self._gains: dict[int, float] = dict(source._gains) if source else {}
+
+    def blend(self, worths: Mapping[int, float]) -> None:
+        """`worths` of one draft had it been cut at so many slots, shallowest first."""
+        for (_, shallow), (slots, deep) in pairwise(worths.items()):
+            gain = deep - shallow
+            self._gains[slots] = self._gains.get(slots, gain) + _SLOWEST * (gain - self._gains.get(slots, gain))
+
+    def gain(self, slots: int) -> float:
+        """Of drafting this many slots over the next shallower option; what nobody has tried promises everything."""
+        return self._gains.get(slots, math.inf)
 
 
 def assumed(proposals: int) -> Gains:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.gains import SIZES, Gains, assumed
+from slipstream.speculative.gains import SIZES, Depths, Gains, assumed
 from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, SequencePolicy
 from slipstream.types import Decision, Gate, Mode
 
 __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View"]
 
 SLOT_OPTIONS = (3, 7, 15)
-_NEARLY = 0.99  # of the best rate is good enough for fewer slots
 _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
+_PLAN_STEPS = 4
+_BEYOND_PLAN = (1.0, 1.4)
+_FASTEST = 8.0
+_QUOTIENT_KEEP, _QUOTIENT_PRIOR = 0.95, 20.0
 _LOOK_DEEPER = 16  # every so many drafts the next deeper one, or what lies there would never be known
 
 
@@ -70,10 +74,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A way to draft: how many of the likeliest sequences, how many slots each."""
+    """Which sequences draft, and what that promises."""
 
-    drafting: int
-    slots: int
+    drafting: frozenset[SequencePolicy]
     rate: float
     worth: float  # the rate after the gates' margins
 
@@ -88,6 +91,25 @@ class _Taken:
     ms: float
     rate: float
 
+    def worth(self, price: float) -> float:
+        """Tokens of the whole step beyond what its time is worth."""
+        return (self.rate - price) * self.ms
+
+
+class _Quotient:
+    """A slowly moving quotient of sums, within bounds."""
+
+    def __init__(self, value: float, least: float, most: float) -> None:
+        self._sums = (value * _QUOTIENT_PRIOR, _QUOTIENT_PRIOR)
+        self._least, self._most = least, most
+
+    def add(self, above: float, below: float) -> None:
+        self._sums = (self._sums[0] * _QUOTIENT_KEEP + above, self._sums[1] * _QUOTIENT_KEEP + below)
+
+    @property
+    def value(self) -> float:
+        return min(self._most, max(self._least, self._sums[0] / self._sums[1]))
+
 
 class Policy:
     """Chooses for all sequences of a step together; `costs` may be exchanged at any time."""
@@ -96,11 +118,20 @@ class Policy:
         self.costs = costs
         self.calibration = Calibration()
         self.gains = Gains()
+        self.depths = Depths()
         self._plans = 0
+        self._plan: _Plan | None = None
+        self._plan_key: tuple[object, ...] = ()
+        self._plan_age = 0
+        self._planned_rate = 0.0
+        self._plain_rate = 0.0
+        # what choosing after the draft makes of a plan made before it, and what speculation makes of plain decoding
+        self._beyond_plan = _Quotient(1.0, *_BEYOND_PLAN)
+        self._speedup = _Quotient(1.0, 1.0, _FASTEST)
 
     def sequence(self, mode: Mode, gate: Gate, proposals: int) -> SequencePolicy:
         """A request's own policy; `proposals` is how many tokens a block can draft."""
-        return SequencePolicy(mode, gate, proposals, self.calibration, self.gains)
+        return SequencePolicy(mode, gate, proposals, self.calibration, self.gains, self.depths)
 
     def plan_drafts(
         self, views: Sequence[View], fixed_rows: int = 0, fixed_sequences: int | None = None,
@@ -113,25 +144,25 @@ class Policy:
         of it is sampled.
         """
         able = [index for index, view in enumerate(views) if _most_slots(view) > 0]
-        most = sum(views[index].policy.max_nodes for index in able)
-        step = self._step(views, most, fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
-        gains = {index: self._prospect(views[index].policy) for index in able if views[index].policy.hopeful}
-        hopeful = sorted(gains, key=lambda index: -gains[index].expected(7, 7, branching=False))
-        plan = self._best_plan(step, [(views[index], gains[index]) for index in hopeful])
+        fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
+        step = self._step(views, max((_most_slots(view) for view in views), default=0), *fixed)
         plain = step.plain_rate
-        paying = hopeful[: plan.drafting] if plan and plan.worth > plain else []
+        plan = self._plan_for([views[index] for index in able], lambda nodes: self._step(views, nodes, *fixed))
+        outlook = plan.worth * self._beyond_plan.value / plain if plan else 0.0
+        paying = [index for index in able if plan and outlook > 1.0 and views[index].policy in plan.drafting]
         self._plans += bool(paying)
+        self._planned_rate = plan.rate if plan and paying else 0.0
         slots = [0] * len(views)
         for index in paying:
-            slots[index] = self._deepened(plan.slots if plan else 0)
+            slots[index] = self._depth(step, views[index], len(paying))
             views[index].policy.believed()
         rest = [index for index in able if index not in paying]
-        probing = self._due(views, rest)
+        probing = self._due(views, rest, outlook)
         probe_slots = max(self._probe_slots(step, views, paying + probing), max(slots, default=0))
         for index in probing:
             slots[index] = min(probe_slots, _most_slots(views[index]))
             extra = self.costs.draft_ms(1, slots[index], step.context) + step.straight[slots[index]] - step.straight[0]
-            views[index].policy.probed(break_even=extra * plain * views[index].policy.gate.margin)
+            views[index].policy.probed(extra * plain * views[index].policy.gate.margin, outlook)
         for index, view in enumerate(views):
             slots[index] = min(slots[index], _most_slots(view))
             view.policy.planned(slots[index])
@@ -154,28 +185,36 @@ class Policy:
             slots = max((len(offer.chain) for offer in drafted), default=0)
             spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
         margin = max((offer.policy.gate.margin for offer in drafted), default=1.0)
-        nothing = (0,) * len(offers)
+        self._plain_rate = step.plain_rate
+        # a millisecond is worth what it yields in the long run, not what it yields in this step
+        price = step.plain_rate * max(self._speedup.value, margin)
         stay_ms = spent_ms + step.straight[0]
-        stay = _Taken(nothing, False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
-        best, best_worth = stay, stay.rate * margin
+        best = stay = _Taken((0,) * len(offers), False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
         for branching in (False, True):
-            taken = self._best_prefix(step, offers, branching, spent_ms)
-            if taken and taken.rate > best_worth:
-                best, best_worth = taken, taken.rate
+            taken = self._best_prefix(step, offers, branching, spent_ms, price)
+            if taken and taken.worth(price) > best.worth(price):
+                best = taken
+        if drafted and self._planned_rate:
+            self._beyond_plan.add(best.rate * best.ms, self._planned_rate * best.ms)
         # a sequence's share of what the step takes longer than a plain one
         per_block = spent_ms / max(1, len(drafted))
         per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
         for offer, nodes, tokens in zip(offers, best.nodes, best.tokens, strict=True):
             self._remember(offer, tokens - 1.0, (per_block + nodes * per_node) * step.plain_rate)
+            worths = _cut_worths(offer.chain, step.straight, price)
+            offer.policy.depths.blend(worths)
+            self.depths.blend(worths)
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
 
-    def record(
-        self, shape: StepShape, step_ms: float, blocks: int = 0, slots: int = 0, draft_ms: float = 0.0
-    ) -> None:
-        """Refreshes the costs with a step's timings; `blocks` is how many sequences drafted, 0 for none."""
-        self.costs.observe_step(shape, step_ms)
-        if blocks:
-            self.costs.observe_draft(blocks, slots, shape.context, draft_ms)
+    def row_price(self, context: int, sampled: bool) -> float:
+        """Tokens that the time of one more row yields elsewhere: a node less likely than that is not worth it."""
+        plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
+        return self.costs.row_ms(context, sampled=sampled) * self._speedup.value / plain_ms
+
+    def progress(self, tokens: int, ms: float) -> None:
+        """What a whole step, drafting included, really committed and took."""
+        if self._plain_rate:
+            self._speedup.add(tokens, ms * self._plain_rate)
 
     def _step(
         self, present: Sequence[View] | Sequence[Offer], most_nodes: int,
@@ -206,6 +245,19 @@ class Policy:
             return policy.gains
         return assumed(policy.proposals)
 
+    def _plan_for(self, views: Sequence[View], step_of: Callable[[int], _Step]) -> _Plan | None:
+        """The best plan for these sequences; it holds for a few steps, since planning takes time as well."""
+        key = (self.costs, *(view.policy for view in views))
+        if key == self._plan_key and self._plan_age < _PLAN_STEPS:
+            self._plan_age += 1
+            return self._plan
+        gains = [(view, self._prospect(view.policy)) for view in views if view.policy.hopeful]
+        gains.sort(key=lambda prospect: -prospect[1].expected(7, 7, branching=False))
+        self._plan = self._best_plan(step_of(sum(view.policy.max_nodes for view in views)), gains)
+        settled = all(view.policy.tried for view in views)
+        self._plan_key, self._plan_age = (key, 1) if settled else ((), 0)
+        return self._plan
+
     def _best_plan(self, step: _Step, prospects: Sequence[tuple[View, Gains]]) -> _Plan | None:
         """The best of all numbers of drafting sequences, slots and widths; the likeliest sequences draft first."""
         deepest = max((_most_slots(view) for view, _ in prospects), default=0)
@@ -215,24 +267,32 @@ class Policy:
             spent = [self.costs.draft_ms(count + 1, slots, step.context) for count in range(len(prospects))]
             ways = [(width, False) for width in _widths(slots)] + [(width, True) for width in _widths(widest)]
             best = max(_grow(step, prospects, slots, width, branching, spent) for width, branching in ways)
-            plans.append(_Plan(slots=slots, worth=best[0], drafting=best[1], rate=best[2]))
-        most = max((plan.worth for plan in plans), default=0.0)
-        return next((plan for plan in plans if plan.worth >= _NEARLY * most), None)
+            drafting = frozenset(view.policy for view, _ in prospects[: best[1]])
+            plans.append(_Plan(worth=best[0], drafting=drafting, rate=best[2]))
+        return max(plans, key=lambda plan: plan.worth, default=None)
 
-    def _deepened(self, slots: int) -> int:
-        if self._plans % _LOOK_DEEPER:
-            return slots
-        return next((option for option in SLOT_OPTIONS if option > slots), slots)
+    def _depth(self, step: _Step, view: View, blocks: int) -> int:
+        """As many slots as have lately been worth their time, and now and then more: or nobody would know."""
+        options = _slot_options(_most_slots(view))
+        price = step.plain_rate * self._speedup.value
+        times = [self.costs.draft_ms(blocks, slots, step.context) for slots in options]
+        place = 0
+        while place + 1 < len(options):
+            extra_ms = (times[place + 1] - times[place]) / blocks
+            if view.policy.depths.gain(options[place + 1]) < price * extra_ms and self._plans % _LOOK_DEEPER:
+                break
+            place += 1
+        return options[place]
 
-    def _due(self, views: Sequence[View], rest: Sequence[int]) -> list[int]:
+    def _due(self, views: Sequence[View], rest: Sequence[int], outlook: float) -> list[int]:
         """Sequences that draft although it does not seem to pay: never tried, or due for a probe."""
         probing = []
         for index in rest:
             policy = views[index].policy
-            if policy.hopeful and not policy.gains.known:
+            if not policy.tried:
                 probing.append(index)
             else:
-                policy.back_off()
+                policy.back_off(outlook)
         if any(views[index].policy.probe_due for index in rest):
             probing += [index for index in rest if views[index].policy.probe_near and index not in probing]
         return probing
@@ -245,18 +305,18 @@ class Policy:
         return max(slots for slots, ms in zip(options, times, strict=True) if ms <= _PROBE_SLACK * times[0])
 
     def _best_prefix(
-        self, step: _Step, offers: Sequence[Offer], branching: bool, spent_ms: float
+        self, step: _Step, offers: Sequence[Offer], branching: bool, spent_ms: float, price: float
     ) -> _Taken | None:
-        """All sequences' nodes in one order by survival per millisecond, cut where the rate is best."""
+        """All sequences' nodes in one order by survival per millisecond, cut where they stop to be worth their time."""
         lists = [_nodes(offer, branching) for offer in offers]
         trunks = [_common(nodes, offer.chain) for nodes, offer in zip(lists, offers, strict=True)]
         taken, left = [0] * len(offers), sum(len(nodes) for nodes in lists)
         order: list[int] = []
-        best_count, best_rate, best_ms = 0, 0.0, 0.0
+        best_count, best_worth, best_rate, best_ms = 0, -math.inf, 0.0, 0.0
         tokens, times = float(step.batch), step.straight
         for index, survival in self._merged(offers, lists, step):
             # no later prefix can win if even all nodes at today's survival would not
-            if (tokens + left * survival) / (spent_ms + times[len(order) + 1]) <= best_rate:
+            if tokens + left * survival - price * (spent_ms + times[len(order) + 1]) <= best_worth:
                 break
             order.append(index)
             taken[index] += 1
@@ -265,8 +325,8 @@ class Policy:
             if taken[index] > trunks[index]:
                 times = step.branched
             ms = spent_ms + times[len(order)]
-            if tokens / ms > best_rate:
-                best_count, best_rate, best_ms = len(order), tokens / ms, ms
+            if tokens - price * ms > best_worth:
+                best_count, best_worth, best_rate, best_ms = len(order), tokens - price * ms, tokens / ms, ms
         if not best_count:
             return None
         counts = [0] * len(offers)
@@ -315,6 +375,19 @@ def _most_slots(view: View) -> int:
     policy = view.policy
     deepest = min(policy.proposals, policy.max_nodes, view.room - 1)
     return max(0, deepest)
+
+
+def _cut_worths(chain: Sequence[float], times: Sequence[float], price: float) -> dict[int, float]:
+    """What a drafted chain is worth beyond the price of its rows if it is cut at each option of slots."""
+    worths: dict[int, float] = {}
+    best, tokens = 0.0, 0.0
+    options = _slot_options(len(chain))
+    for nodes, survival in enumerate(chain, start=1):
+        tokens += survival
+        best = max(best, tokens - price * (times[nodes] - times[0]))
+        if nodes in options:
+            worths[nodes] = best
+    return worths
 
 
 def _slot_options(deepest: int) -> list[int]:

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from slipstream.speculative.calibration import Calibration
-from slipstream.speculative.gains import Gains
+from slipstream.speculative.gains import Depths, Gains
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64
-_LONGEST_WAIT = 16  # times the gate's probe
+_LONGEST_WAIT, _SHORTEST_WAIT = 16, 0.25  # times the gate's probe
+_FAR_FROM_PAYING = 0.25  # share of plain decoding's speed that is missing
 _FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
 _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
 
@@ -19,7 +20,9 @@ _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree 
 class SequencePolicy:
     """The policy's memory of one request; `calibration` turns the drafter's claims into chances."""
 
-    def __init__(self, mode: Mode, gate: Gate, proposals: int, calibration: Calibration, gains: Gains) -> None:
+    def __init__(
+        self, mode: Mode, gate: Gate, proposals: int, calibration: Calibration, gains: Gains, depths: Depths
+    ) -> None:
         self.gate = gate
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
@@ -27,6 +30,7 @@ class SequencePolicy:
         self.shared_calibration, self.shared_gains = calibration, gains
         self.calibration = Calibration(calibration)
         self.gains = Gains(gains)
+        self.depths = Depths(depths)
         self.note = ""  # why the last plan drafted nothing
         self.asked = False  # whether the last plan drafted
         self._tried = False
@@ -65,19 +69,29 @@ class SequencePolicy:
         """A draft was asked for and none came; a drafter that keeps failing must not be asked at every step."""
         self.gains.correct(_FAILED_DRAFT)
 
-    def back_off(self) -> None:
-        """Speculation does not pay: plain decoding until the first probe."""
+    @property
+    def tried(self) -> bool:
+        return self._tried
+
+    def back_off(self, outlook: float) -> None:
+        """Speculation does not pay: plain decoding until the first probe.
+
+        `outlook` is its expected speed over plain decoding. Close to break-even a probe costs next to nothing, so
+        it comes early.
+        """
         if not self.backing_off:
-            self._interval = self._wait = self.gate.probe
+            nearness = min(1.0, max(_SHORTEST_WAIT, (1.0 - outlook) / _FAR_FROM_PAYING))
+            self._interval = self._wait = max(1, round(nearness * self.gate.probe))
             self._break_even = math.inf
 
-    def probed(self, break_even: float) -> None:
-        """A probe is under way; unless it succeeds the next one comes after twice as many tokens.
+    def probed(self, break_even: float, outlook: float) -> None:
+        """A probe is under way; unless it succeeds the next one comes after as many tokens, or far more.
 
         `break_even` is how many tokens of the draft must turn out right for it to have been worth verifying.
         """
         self._break_even = break_even
-        self._interval = min(2 * self._interval, _LONGEST_WAIT * self.gate.probe)
+        if outlook < 1.0 - _FAR_FROM_PAYING:
+            self._interval = min(2 * self._interval, _LONGEST_WAIT * self.gate.probe)
         self._wait = self._interval
 
     def believed(self) -> None:
