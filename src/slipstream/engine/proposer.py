@@ -54,7 +54,9 @@ class Proposer:
             return Speculation(ticket, rows=1)
         rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or drafter.proposals + 1
         if request.gate.kind == "auto":
-            return Speculation(ticket, rows, self.policy.sequence(request.mode, request.gate, drafter.proposals))
+            sampled = not request.sampling.greedy
+            policy = self.policy.sequence(request.mode, request.gate, drafter.proposals, sampled)
+            return Speculation(ticket, rows, policy)
         if request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
             return Speculation(ticket, rows, gate=EmaGate(request.gate))
@@ -67,14 +69,10 @@ class Proposer:
         wanting = [index for index, count in enumerate(slots) if count]
         drafts: list[BlockDrafts | None] = [None] * len(sessions)
         jobs = [self._job(sessions[index], slots[index]) for index in wanting]
-        planned = time.perf_counter()
         for index, block in zip(wanting, self._runner.draft(jobs), strict=True):
             drafts[index] = block
             if block is None:
                 self._bad_draft(sessions[index], "the drafter's numbers are not finite; such steps run plain")
-        if jobs and self._policy is not None:
-            spent = (time.perf_counter() - planned) * 1e3
-            self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent)
         plans = [_fixed(session, block) for session, block in zip(sessions, drafts, strict=True)]
         governed = [index for index, session in enumerate(sessions) if session.speculation.policy is not None]
         if governed:
@@ -83,7 +81,11 @@ class Proposer:
             chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
             for index, plan in zip(governed, chosen, strict=True):
                 plans[index] = plan
-        return plans, time.perf_counter() - began
+        spent = time.perf_counter() - began
+        if jobs and self._policy is not None:
+            # growing and choosing are part of what a draft costs
+            self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent * 1e3)
+        return plans, spent
 
     def _slots(self, sessions: Sequence[Session]) -> list[int]:
         """How many positions to draft for each sequence; 0 is none."""

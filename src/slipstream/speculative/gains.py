@@ -12,6 +12,7 @@ _PLACES = {size: place for place, size in enumerate(SIZES)}
 _SLOWEST = 0.15  # share of the newest curve once the average has settled
 _LARGEST_CORRECTION = 50.0
 _TINY = 1e-9
+_QUOTIENT_KEEP, _QUOTIENT_PRIOR = 0.95, 20.0
 _UNKNOWN_CHANCE = 0.7  # of each drafted token, before any draft was seen
 
 
@@ -84,6 +85,21 @@ class Depths:
     def gain(self, slots: int) -> float:
         """Of drafting this many slots over the next shallower option; what nobody has tried promises everything."""
         return self._gains.get(slots, math.inf)
+
+
+class Quotient:
+    """A slowly moving quotient of sums, within bounds."""
+
+    def __init__(self, value: float, least: float, most: float) -> None:
+        self._sums = (value * _QUOTIENT_PRIOR, _QUOTIENT_PRIOR)
+        self._least, self._most = least, most
+
+    def add(self, above: float, below: float) -> None:
+        self._sums = (self._sums[0] * _QUOTIENT_KEEP + above, self._sums[1] * _QUOTIENT_KEEP + below)
+
+    @property
+    def value(self) -> float:
+        return min(self._most, max(self._least, self._sums[0] / self._sums[1]))
 
 
 def assumed(proposals: int) -> Gains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.gains import Depths, Gains
@@ -17,20 +18,27 @@ _FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
 _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What requests of one kind have shown; a new one starts from it."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    gains: Gains = field(default_factory=Gains)
+    depths: Depths = field(default_factory=Depths)
+
+
 class SequencePolicy:
     """The policy's memory of one request; `calibration` turns the drafter's claims into chances."""
 
-    def __init__(
-        self, mode: Mode, gate: Gate, proposals: int, calibration: Calibration, gains: Gains, depths: Depths
-    ) -> None:
+    def __init__(self, mode: Mode, gate: Gate, proposals: int, shared: Memory) -> None:
         self.gate = gate
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
-        self.shared_calibration, self.shared_gains = calibration, gains
-        self.calibration = Calibration(calibration)
-        self.gains = Gains(gains)
-        self.depths = Depths(depths)
+        self.shared = shared
+        self.calibration = Calibration(shared.calibration)
+        self.gains = Gains(shared.gains)
+        self.depths = Depths(shared.depths)
         self.note = ""  # why the last plan drafted nothing
         self.asked = False  # whether the last plan drafted
         self._tried = False
@@ -147,13 +155,13 @@ class SequencePolicy:
         self._revalue(before)
 
     def _standings(self) -> tuple[float, float]:
-        return self.calibration.standing, self.shared_calibration.standing
+        return self.calibration.standing, self.shared.calibration.standing
 
     def _revalue(self, before: tuple[float, float]) -> None:
         """What was gained before the latest outcomes is worth as much less as trust has fallen, or more."""
         own, shared = self._standings()
         self.gains.correct(own / before[0])
-        self.shared_gains.correct(shared / before[1])
+        self.shared.gains.correct(shared / before[1])
 
 
 def _most_nodes(mode: Mode, proposals: int) -> int:

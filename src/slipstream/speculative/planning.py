@@ -1,0 +1,95 @@
+"""Before drafting: which sequences to draft for, judged by what drafting has been worth lately and costs today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.speculative.allocation import Step
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.gains import SIZES, Gains
+from slipstream.speculative.sequence_policy import SequencePolicy
+
+SLOT_OPTIONS = (3, 7, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A decoding sequence before drafting; `room` is how many tokens it may still commit in this step."""
+
+    policy: SequencePolicy
+    context: int
+    sampled: bool
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which sequences draft, and what that promises."""
+
+    drafting: frozenset[SequencePolicy]
+    rate: float
+    worth: float  # the rate after the gates' margins
+
+
+def best_plan(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gains]]) -> Plan | None:
+    """The best of all numbers of drafting sequences, slots and widths; the likeliest sequences draft first."""
+    deepest = max((most_slots(view) for view, _ in prospects), default=0)
+    widest = max((view.policy.max_nodes for view, _ in prospects), default=0)
+    plans: list[Plan] = []
+    for slots in slot_options(deepest):
+        spent = [costs.draft_ms(count + 1, slots, step.context) for count in range(len(prospects))]
+        ways = [(width, False) for width in _widths(slots)] + [(width, True) for width in _widths(widest)]
+        best = max(_grow(step, prospects, slots, width, branching, spent) for width, branching in ways)
+        drafting = frozenset(view.policy for view, _ in prospects[: best[1]])
+        plans.append(Plan(worth=best[0], drafting=drafting, rate=best[2]))
+    return max(plans, key=lambda plan: plan.worth, default=None)
+
+
+def _grow(
+    step: Step, prospects: Sequence[tuple[View, Gains]], slots: int, width: int, branching: bool,
+    spent: Sequence[float],
+) -> tuple[float, int, float]:
+    """The best of one, two, ... sequences drafting so many slots for so many nodes: worth, sequences, rate."""
+    best = (0.0, 0, 0.0)
+    tokens, nodes, margin = float(step.batch), 0, 0.0
+    times = step.branched if branching else step.straight
+    for count, (view, gains) in enumerate(prospects, start=1):
+        policy = view.policy
+        depth = min(slots, most_slots(view))
+        wide = branching and not policy.chains_only
+        wanted = min(width, policy.max_nodes) if wide else min(width, depth)
+        tokens += gains.expected(wanted, depth, wide)
+        nodes += wanted
+        margin = max(margin, policy.gate.margin)
+        rate = tokens / (spent[count - 1] + times[nodes])
+        if rate / margin > best[0]:
+            best = (rate / margin, count, rate)
+    return best
+
+
+def most_slots(view: View) -> int:
+    policy = view.policy
+    deepest = min(policy.proposals, policy.max_nodes, view.room - 1)
+    return max(0, deepest)
+
+
+def cut_worths(chain: Sequence[float], times: Sequence[float], price: float) -> dict[int, float]:
+    """What a drafted chain is worth beyond the price of its rows if it is cut at each option of slots."""
+    worths: dict[int, float] = {}
+    best, tokens = 0.0, 0.0
+    options = slot_options(len(chain))
+    for nodes, survival in enumerate(chain, start=1):
+        tokens += survival
+        best = max(best, tokens - price * (times[nodes] - times[0]))
+        if nodes in options:
+            worths[nodes] = best
+    return worths
+
+
+def slot_options(deepest: int) -> list[int]:
+    return [*(slots for slots in SLOT_OPTIONS if slots < deepest), deepest] if deepest > 0 else []
+
+
+def _widths(most: int) -> list[int]:
+    return [*(size for size in SIZES if size < most), most]
