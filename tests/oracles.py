@@ -496,7 +496,7 @@ def smollm2_fp32() -> LLM:
     config = EngineConfig(
         weight_format="fp32", draft_window=0, cache_tokens=4096, max_context=2048, threads=torch.get_num_threads()
     )
-    return LLM("smollm2", config=config)
+    return LLM("smollm2", "smollm2-dflash", config=config)
 
 
 def real_prompts(count: int) -> list[str]:

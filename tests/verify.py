@@ -18,34 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
+from tests import verify_speculation as speculation
+from tests.verify_report import Outcome, Report
 
 PROMPTS, TOKENS = 104, 256
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results.md"
 STORE = ROOT / "build" / "verify"
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One line of the report: what was promised, what was seen, and whether it holds."""
-
-    promise: str
-    seen: str
-    ok: bool
-
-
-@dataclass(slots=True)
-class Report:
-    tokens: int  # of each answer in the checks of text
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    def add(self, promise: str, seen: str, ok: bool) -> None:
-        self.outcomes.append(Outcome(promise, seen, ok))
 
 
 def pair(prefill_chunk: int = 256) -> checks.LLM:
@@ -125,41 +108,12 @@ def fuzz(report: Report) -> None:
     report.add("damaged model files give a clear error", text, not seen.failures)
 
 
-def noise(report: Report) -> None:
-    llm, prompts = pair(), checks.eval_prompts(18)
-    shared = checks.total_tau(llm, prompts, 96, **checks.SAMPLED)
-    greedy = checks.total_tau(llm, prompts, 96, share_noise=False, **checks.SAMPLED)
-    text = f"tau {shared.tau:.3f} with shared noise, {greedy.tau:.3f} with greedy drafts"
-    report.add("shared noise accepts more at T 0.8", text, shared.tau > greedy.tau)
-
-
-def speed(report: Report) -> None:
-    """Ratios of one interleaved run per prompt set, all cores."""
-    for name in ("humaneval", "gsm8k", "mt-bench"):
-        for temperature in ("0", "0.8"):
-            command = [
-                "slipstream", "bench", "--prompts", name, "--limit", "8", "--max-tokens", "128",
-                "--temperature", temperature, "--seed", "1", "--json",
-            ]
-            program = str(Path(sys.executable).parent / command[0])
-            done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=True)
-            seen = json.loads(done.stdout)
-            plain, fast, same = seen["plain"], seen["speculative"], seen["identical"]
-            text = (
-                f"plain {plain['tokens_per_second']:.0f} tok/s, chain {fast['tokens_per_second']:.0f} tok/s "
-                f"({seen['speedup']:.2f}x), tau {fast['tau']:.2f}, novel {fast['tau_novel']:.2f}, "
-                f"{same['same']}/{same['of']} texts same; floor {seen['describe']['floor_ms']:.1f} ms a token "
-                f"({seen['describe']['weight_format']})"
-            )
-            report.add(f"`{' '.join(command)}`", text, same["same"] + same["near_ties"] == same["of"])
-
-
 Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
-    sampled_alone, greedy_alone, mixed_batches, edges, prefix_hits, chunked_prefill, oracles, noise,
-    operations, fuzz,
+    sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
+    oracles, operations, fuzz,
 )
-TIMED: tuple[Section, ...] = (speed,)
+TIMED: tuple[Section, ...] = speculation.TIMED
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

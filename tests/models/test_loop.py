@@ -96,7 +96,7 @@ def test_a_random_drafter_commits_what_the_authors_commit(family: str, make_pair
     with pair.llm() as llm:
         for length in LENGTHS:
             ids = prompt(length)
-            ours = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True)])[0]
+            ours = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True, mode="chain")])[0]
             assert_same(ours, pair.theirs(ids))
             assert ours.stats.drafted > 0
 
@@ -109,7 +109,7 @@ def test_a_trained_drafter_commits_what_the_authors_commit(family: str, kind: st
     with pair.llm(chunk=16) as llm:
         for length in LENGTHS:
             ids = prompt(length)
-            ours = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True)])[0]
+            ours = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True, mode="chain")])[0]
             assert_same(ours, pair.theirs(ids))
             sizes += full_block_steps(ours, TOKENS, 8)
     assert len(set(sizes)) >= 3 and min(sizes) < 4 < max(sizes), sizes  # steps of many sizes were compared
@@ -121,9 +121,9 @@ def test_a_batch_commits_what_each_request_alone_commits(family: str, make_pair:
     pair = make_pair(family)
     prompts = [prompt(length, seed=1) for length in (3, 20, 64, 130)]
     with pair.llm(chunk=64) as llm:
-        llm.run([llm.request(prompts[3], max_tokens=2)])
+        llm.run([llm.request(prompts[3], max_tokens=2, mode="chain")])
         prompts += [prompts[3], prompts[3][:70] + prompt(9)]
-        done = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True) for ids in prompts])
+        done = llm.run([llm.request(ids, max_tokens=TOKENS, ignore_eos=True, mode="chain") for ids in prompts])
     assert [ours.stats.cached_tokens for ours in done] == [0, 0, 0, 128, 128, 64]
     for ids, ours in zip(prompts, done, strict=True):
         assert_same(ours, pair.theirs(ids))
@@ -152,7 +152,7 @@ def test_a_stop_token_ends_the_step_where_the_authors_end_it(family: str, make_p
             stop = drafted_first(whole)
             if stop is None:
                 continue
-            request = replace(llm.request(ids, max_tokens=TOKENS), stop_token_ids=frozenset({stop}))
+            request = replace(llm.request(ids, max_tokens=TOKENS, mode="chain"), stop_token_ids=frozenset({stop}))
             ours, theirs = llm.run([request])[0], pair.theirs(ids, stop=(stop,))
             assert ours.token_ids == theirs.token_ids == whole.token_ids[: len(ours.token_ids)]
             assert ours.step_sizes == theirs.step_sizes

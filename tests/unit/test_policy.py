@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from slipstream.speculative.allocation import Step
 from slipstream.speculative.costs import CostTable, StepShape
+from slipstream.speculative.gains import Gains
+from slipstream.speculative.planning import Plan, best_plan
 from slipstream.speculative.policy import Choice, Offer, Policy, SequencePolicy, View
-from slipstream.types import Gate, Mode, Proposal, Verdict
+from slipstream.types import Gate, Mode
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
 DRAFTS = {3: 8.9, 7: 9.7, 15: 13.5}
@@ -44,24 +49,35 @@ def view(own: SequencePolicy, room: int = 100, context: int = 100) -> View:
 
 def seen(owner: Policy, own: SequencePolicy, chance: float, times: int = 30) -> None:
     """Lets the sequence's gains settle on drafts of one quality."""
+    own.planned(15)  # a sequence that never drafted would begin with a probe
     for _ in range(times):
         owner.choose([offer(own, chance)])
 
 
-def brute_force(costs: CostTable, offers: list[Offer], spent: float) -> float:
-    """The best rate over all numbers of chain nodes of each sequence."""
-    best = 0.0
+def made(owner: Policy, speedup: float, steps: int = 200) -> None:
+    """Lets the policy see steps that went so many times as fast as plain decoding."""
+    owner.choose([Offer(sequence(owner), 100, False)])
+    plain_ms = owner.costs.step_ms(StepShape(1, 1, 100, False, False))
+    for _ in range(steps):
+        owner.progress(4, 4 * plain_ms / speedup)
+
+
+def brute_force(costs: CostTable, offers: list[Offer], spent: float, price: float) -> float:
+    """The most tokens beyond the price of their time over all numbers of chain nodes of each sequence."""
+    best = -math.inf
     for counts in itertools.product(*(range(len(each.chain) + 1) for each in offers)):
         tokens = len(offers) + sum(sum(each.chain[:count]) for each, count in zip(offers, counts, strict=True))
         ms = spent + costs.step_ms(StepShape(len(offers), len(offers) + sum(counts), 100, False, False))
-        best = max(best, tokens / ms)
+        best = max(best, tokens - price * ms)
     return best
 
 
-def test_chosen_chain_is_the_best_of_all_combinations() -> None:
+@pytest.mark.parametrize("speedup", [1.0, 1.8])
+def test_chosen_chain_is_the_best_of_all_combinations(speedup: float) -> None:
     rng = random.Random(2)
     for _ in range(20):
         owner = policy()
+        made(owner, speedup)
         offers = []
         for _ in range(3):
             survival, value = [], 1.0
@@ -70,9 +86,27 @@ def test_chosen_chain_is_the_best_of_all_combinations() -> None:
                 survival.append(value)
             offers.append(Offer(sequence(owner), 100, False, (), survival))
         choices = owner.choose(offers, spent_ms=20.0)
-        decision = choices[0].decision
         total = sum(choice.decision.expected_tokens or 0 for choice in choices)
-        assert total / (decision.expected_ms or 1) == pytest.approx(brute_force(owner.costs, offers, 20.0))
+        price = speedup * 3 / owner.costs.step_ms(StepShape(3, 3, 100, False, False))
+        worth = total - price * (choices[0].decision.expected_ms or 0)
+        assert worth == pytest.approx(brute_force(owner.costs, offers, 20.0, price), abs=1e-3)
+
+
+def test_time_is_priced_by_the_speed_seen_so_far() -> None:
+    nodes = []
+    for speedup in (0.5, 1.0, 1.5, 2.5):
+        owner = policy()
+        made(owner, speedup)
+        nodes.append(owner.choose([offer(sequence(owner), 0.85)])[0].nodes)
+    assert nodes[0] == nodes[1] > nodes[2] > nodes[3] > 0  # slower than plain is no reason to waste more time
+    assert owner.row_price(100, sampled=False) > 1.5 * policy().row_price(100, sampled=False)
+
+
+def test_sure_step_goes_wider_than_an_unsure_one() -> None:
+    owner = policy()
+    made(owner, 1.5)
+    widths = [owner.choose([offer(sequence(owner), chance)])[0].nodes for chance in (0.3, 0.6, 0.8, 0.95)]
+    assert widths == sorted(widths) and len(set(widths)) == 4
 
 
 def test_decision_explains_itself() -> None:
@@ -136,12 +170,14 @@ def test_rows_of_a_long_context_must_promise_more() -> None:
 
 
 def test_margin_is_what_speculation_must_beat() -> None:
-    for margin, kind in ((1.0, "chain"), (5.0, "plain")):
+    taken = []
+    for margin in (1.0, 1.2, 3.0, 8.0):
         owner = policy()
         own = sequence(owner, gate=Gate("auto", margin=margin))
-        assert owner.choose([offer(own, 0.85)])[0].kind == kind
+        taken.append(owner.choose([offer(own, 0.85)])[0].nodes)
         seen(owner, own, 0.85)
-        assert (owner.plan_drafts([view(own)])[0] > 0) is (kind == "chain")
+        assert (owner.plan_drafts([view(own)])[0] > 0) is (margin < 3.0)
+    assert taken[0] > taken[1] > taken[2] > taken[3] == 0
 
 
 def test_first_step_of_a_new_engine_drafts_whatever_it_costs() -> None:
@@ -150,6 +186,39 @@ def test_first_step_of_a_new_engine_drafts_whatever_it_costs() -> None:
     assert owner.plan_drafts([view(own)]) == [3]
     owner.choose([offer(own, 0.9, slots=3)])
     assert owner.plan_drafts([view(own)]) == [0]
+
+
+def test_new_request_tries_once_whatever_the_last_one_ended_with() -> None:
+    owner = policy()
+    last = sequence(owner)
+    seen(owner, last, 0.05)
+    assert owner.plan_drafts([view(last)]) == [0]
+    new = sequence(owner)
+    assert owner.plan_drafts([view(new)])[0] > 0
+    owner.choose([offer(new, 0.05, slots=7)])
+    assert owner.plan_drafts([view(new)]) == [0]
+
+
+def test_sampled_and_greedy_requests_do_not_learn_from_each_other() -> None:
+    owner = policy()
+    greedy = sequence(owner)
+    seen(owner, greedy, 0.05)
+    for _ in range(5):
+        greedy.calibration.observe(0.9, 1, False)
+    new_greedy, new_sampled = (owner.sequence(Mode.parse("auto"), AUTO, 15, sampled) for sampled in (False, True))
+    assert new_greedy.gains.known and not new_sampled.gains.known
+    assert new_greedy.calibration.chance(0.9, 1) < 0.2 < 0.6 < new_sampled.calibration.chance(0.9, 1)
+    assert new_sampled.shared is not greedy.shared is new_greedy.shared
+
+
+@pytest.mark.parametrize(("free", "slots"), [(False, 7), (True, 15)])
+def test_unknown_drafter_is_drafted_as_deep_as_an_average_one(free: bool, slots: int) -> None:
+    owner = policy(free)
+    own = sequence(owner)
+    assert owner.plan_drafts([view(own)]) == [slots]
+    owner.choose([offer(own, 0.9, slots=slots)])
+    own.calibration.observe(0.9, 1, True)  # it works, so depths nobody has tried are worth a try
+    assert owner.plan_drafts([view(own)]) == [15]
 
 
 @pytest.mark.parametrize(("room", "most"), [(0, 0), (1, 0), (2, 1), (5, 4), (100, 15)])
@@ -164,10 +233,24 @@ def test_nothing_is_drafted_beyond_the_room(room: int, most: int) -> None:
 def test_slots_follow_what_deep_slots_are_worth() -> None:
     shallow, deep = policy(), policy()
     poor, rich = sequence(shallow), sequence(deep)
-    seen(shallow, poor, 0.7)
+    seen(shallow, poor, 0.55)
     seen(deep, rich, 0.99)
-    assert shallow.plan_drafts([view(poor)]) == [3]
+    assert shallow.plan_drafts([view(poor)], fixed_rows=200, fixed_sequences=0) == [3]
     assert deep.plan_drafts([view(rich)]) == [15]
+
+
+def test_deeper_drafts_are_looked_at_now_and_then() -> None:
+    owner = policy()
+    own = sequence(owner)
+    seen(owner, own, 0.75)
+    depths = []
+    for _ in range(64):
+        depths += owner.plan_drafts([view(own)])
+        owner.choose([offer(own, 0.75, slots=depths[-1])])
+    assert depths.count(7) == 60 and depths.count(15) == 4
+    for _ in range(20):
+        owner.choose([offer(own, 0.97)])
+    assert owner.plan_drafts([view(own)]) == [15]
 
 
 def test_exchanged_costs_count_at_once() -> None:
@@ -181,15 +264,63 @@ def test_exchanged_costs_count_at_once() -> None:
     assert owner.plan_drafts([view(own)]) == [15]
 
 
-def test_other_rows_of_the_step_are_part_of_its_price() -> None:
+@pytest.mark.parametrize(("chance", "rows", "sequences", "drafts"), [
+    (0.65, 0, 0, True), (0.65, 16, 16, False), (0.85, 200, 0, True), (0.3, 0, 0, False), (0.3, 200, 0, True),
+])
+def test_other_rows_of_the_step_are_part_of_its_price(chance: float, rows: int, sequences: int, drafts: bool) -> None:
     # a step that is long anyway makes further rows and drafts cheap, a crowd of plain tokens makes them dear
     owner = policy()
     own = sequence(owner)
-    seen(owner, own, 0.6)
-    crowd = owner.plan_drafts([view(own)], fixed_rows=16)
-    assert crowd == [0]
+    seen(owner, own, chance)
+    slots = owner.plan_drafts([view(own)], fixed_rows=rows, fixed_sequences=sequences)
+    assert (slots[0] > 0) is drafts
+
+
+def test_plan_holds_for_a_few_steps_unless_its_grounds_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = policy()
+    own, other = sequence(owner), sequence(owner)
+    for each in (own, other):
+        seen(owner, each, 0.85)
+    made_for: list[int] = []
+
+    def counted(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gains]]) -> Plan | None:
+        made_for.append(len(prospects))
+        return best_plan(costs, step, prospects)
+
+    monkeypatch.setattr("slipstream.speculative.policy.best_plan", counted)
+
+    def plans(*views: View) -> int:
+        made_for.clear()
+        assert owner.plan_drafts(views)[0] > 0
+        return len(made_for)
+
+    assert [plans(view(own)) for _ in range(8)] == [1, 0, 0, 0, 1, 0, 0, 0]
+    assert plans(view(own)) == 1 and plans(view(own), view(other)) == 1 and plans(view(own), view(other)) == 0
+    owner.costs = CostTable(STEPS, DRAFTS)
+    assert plans(view(own), view(other)) == 1 and plans(view(own), view(other)) == 0
+    own.gains.correct(0.9)
+    assert plans(view(own), view(other)) == 0
+    other.gains.correct(0.02)  # less than half of what the two promised is left
+    assert plans(view(own), view(other)) == 1
+
+
+def test_broken_promise_ends_drafting_at_once() -> None:
+    owner = policy()
+    own = sequence(owner)
     seen(owner, own, 0.85)
-    assert owner.plan_drafts([view(own)], fixed_rows=200, fixed_sequences=0)[0] > 0
+    assert owner.plan_drafts([view(own)])[0] > 0
+    own.gains.correct(0.1)
+    assert owner.plan_drafts([view(own)]) == [0]
+
+
+def test_good_neighbour_does_not_make_a_hopeless_sequence_probe_often() -> None:
+    owner = Policy(CostTable({1: 10.0, 256: 73.75}, {3: 2.0, 7: 2.2, 15: 2.5}))
+    good, bad = sequence(owner), sequence(owner)
+    seen(owner, good, 0.9)
+    seen(owner, bad, 0.02)
+    slots = owner.plan_drafts([view(good), view(bad)])
+    assert slots[0] > 0 == slots[1]
+    assert bad.tokens_to_probe == AUTO.probe and not good.backing_off
 
 
 def plain_steps_until_draft(owner: Policy, own: SequencePolicy) -> int:
@@ -234,6 +365,18 @@ def test_probe_that_would_have_paid_is_repeated_at_once() -> None:
     assert owner.plan_drafts([view(own)])[0] > 0
 
 
+def test_first_draft_that_would_have_paid_is_repeated_at_once() -> None:
+    owner = policy()
+    seen(owner, sequence(owner), 0.05)
+    own = sequence(owner)
+    assert owner.plan_drafts([view(own)])[0] > 0
+    assert owner.choose([offer(own, 0.05, slots=7)])[0].kind == "plain"
+    own.shadow([5, 6, 7, 8], [0.05] * 4)
+    for token in (5, 6, 7, 99):
+        own.committed([token])
+    assert owner.plan_drafts([view(own)])[0] > 0
+
+
 def test_probes_of_a_batch_share_a_step() -> None:
     owner = policy()
     both = [sequence(owner, gate=Gate("auto", probe=16)) for _ in range(2)]
@@ -258,65 +401,6 @@ def test_drafter_that_fails_is_not_asked_at_every_step() -> None:
             own.committed([1])
         assert 1 <= asked <= 4
         seen(owner, own, 0.9, times=3)  # the second sequence knows gains, and then drafts stop coming
-
-
-def observed(own: SequencePolicy) -> list[tuple[float, int, bool, bool]]:
-    log: list[tuple[float, int, bool, bool]] = []
-
-    def remember(claimed: float, depth: int, hit: bool, leading: bool = True) -> None:
-        log.append((claimed, depth, hit, leading))
-
-    own.calibration.observe = remember  # type: ignore[method-assign]
-    return log
-
-
-def test_verified_tree_teaches_along_the_accepted_path() -> None:
-    own = sequence(policy())
-    log = observed(own)
-    # anchor; its four children 1-4; children 5 and 6 of row 2, child 7 of row 1
-    proposal = Proposal(
-        (0, 10, 11, 12, 13, 20, 21, 30), (-1, 0, 0, 0, 0, 2, 2, 1), (1.0, 0.5, 0.3, 0.1, 0.05, 0.6, 0.2, 0.9)
-    )
-    own.learn(proposal, Verdict((0, 2), (11, 99)), (11, 99))
-    assert log == [
-        (0.5, 1, False, True), (0.3, 1, True, False), (0.1, 1, False, False),
-        (0.6, 2, False, True), (0.2, 2, False, False),
-    ]
-
-
-def test_fully_accepted_chain_teaches_nothing_about_the_bonus() -> None:
-    own = sequence(policy())
-    log = observed(own)
-    own.learn(Proposal((0, 5, 6), (-1, 0, 1), (1.0, 0.9, 0.8)), Verdict((0, 1, 2), (5, 6, 7)), (5, 6, 7))
-    assert log == [(0.9, 1, True, True), (0.8, 2, True, True)]
-
-
-def test_shadow_is_judged_by_what_is_committed_until_its_first_miss() -> None:
-    own = sequence(policy())
-    log = observed(own)
-    own.shadow([5, 6, 7], [0.9, 0.8, 0.7])
-    own.committed([5])
-    own.committed([9, 7])
-    own.committed([7])
-    assert log == [(0.9, 1, True, True), (0.8, 2, False, True)]
-
-
-def test_verified_proposal_drops_the_shadow() -> None:
-    own = sequence(policy())
-    own.shadow([5, 6], [0.9, 0.8])
-    log = observed(own)
-    own.learn(Proposal((0, 8), (-1, 0), (1.0, 0.7)), Verdict((0,), (5,)), (5,))
-    own.committed([5])
-    assert log == [(0.7, 1, False, True)]
-
-
-def test_recorded_timings_refresh_the_table_in_use() -> None:
-    owner = policy()
-    shape = StepShape(1, 8, 100, False, False)
-    for _ in range(20):
-        owner.record(shape, 50.0, blocks=1, slots=7, draft_ms=20.0)
-    assert owner.costs.step_ms(shape) == pytest.approx(50.0, rel=0.1)
-    assert owner.costs.draft_ms(1, 7, 100) == pytest.approx(20.0, rel=0.1)
 
 
 def test_nobody_to_choose_for() -> None:

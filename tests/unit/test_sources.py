@@ -144,11 +144,11 @@ def test_named_pairs_resolve(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_shipped_drafter_is_found_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.resources, "files", lambda package: tmp_path)
     with pytest.raises(SourceError, match="missing from this installation"):
-        resolve("smollm2-dflash")
-    shipped = tmp_path / "data" / "smollm2-135m-dflash.Q8_0.gguf"
+        resolve("smollm2-dspark")
+    shipped = tmp_path / "data" / "smollm2-135m-dspark.Q8_0.gguf"
     shipped.parent.mkdir()
     shipped.touch()
-    assert resolve("smollm2-dflash").path == shipped
+    assert resolve("smollm2-dspark").path == shipped
     assert pair_draft("smollm2") == str(shipped)
 
 
@@ -157,7 +157,7 @@ def test_the_shipped_drafter_is_found_in_the_package(tmp_path: Path, monkeypatch
     [
         ("smolm2", "did you mean smollm2?"),
         ("SmolLM2", "did you mean smollm2?"),
-        ("nothing-like-it", "one of: smollm2, smollm2-dflash"),
+        ("nothing-like-it", "one of: smollm2, smollm2-dspark, smollm2-dflash"),
         ("", "there is no model ''"),
         ("./gone/model.gguf", "there is no file './gone/model.gguf'"),
         ("gone/model.gguf", "there is no file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,12 +14,13 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.engine.runner import RowWork, Runner
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.speculative.costs import CostTable
+from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 from slipstream.speculative.sampling import RowSampler
-from slipstream.types import SamplingParams
+from slipstream.types import Proposal, SamplingParams
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)  # kernels work in steps, so neighbours may differ much
+_TREE_ROWS = (4, 8, 16, 32)
 _SLOTS = (3, 7, 15)
 _CONTEXT = 64
 _REPEATS = 3
@@ -44,7 +46,7 @@ def measure_costs(
     state.commit(range(_CONTEXT), [], _CONTEXT)
     sampler = RowSampler(SamplingParams(), target.config.vocab_size, state.tokens, share_noise=True)
     slots = sorted({min(count, blocks.proposals) for count in _SLOTS} | {blocks.proposals})
-    done, total = 0, len(_ROWS) + len(slots)
+    done, total = 0, len(_ROWS) + len(slots) + len(_TREE_ROWS)
 
     def report() -> None:
         nonlocal done
@@ -52,22 +54,25 @@ def measure_costs(
         if progress is not None:
             progress("measuring step costs", done, total)
 
+    def step(work: RowWork) -> None:
+        result = runner.forward([work])
+        result.logits[0].argmax(dim=-1).tolist()
+        runner.write_context(result, [(0, [0])])
+
     steps, drafts = {}, {}
     for rows in _ROWS:
-        work = RowWork(state, _CONTEXT, [1] * rows, rows)
-
-        def step(work: RowWork = work) -> None:
-            result = runner.forward([work])
-            result.logits[0].argmax(dim=-1).tolist()
-            runner.write_context(result, [(0, [0])])
-
-        steps[rows] = _best_ms(step)
+        steps[rows] = _best_ms(partial(step, RowWork(state, _CONTEXT, [1] * rows, rows)))
         report()
     for count in slots:
-        job = DraftJob(state, sampler, count, candidates=16)
-        drafts[count] = _best_ms(lambda job=job: blocks.draft([job]))  # type: ignore[misc]
+        drafts[count] = _best_ms(partial(blocks.draft, [DraftJob(state, sampler, count, candidates=16)]))
         report()
-    return CostTable(steps, drafts)
+    table = CostTable(steps, drafts)
+    for rows in _TREE_ROWS:
+        tree = Proposal((1,) * rows, (-1, *(row // 2 for row in range(rows - 1))))
+        ms = _best_ms(partial(step, RowWork(state, _CONTEXT, tree.tokens, rows, tree)))
+        table.teach(StepShape(1, rows, _CONTEXT, sampled=False, branching=True), ms)
+        report()
+    return table
 
 
 def _best_ms(action: Callable[[], object]) -> float:

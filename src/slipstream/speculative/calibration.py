@@ -8,7 +8,7 @@ from dataclasses import dataclass
 LEAST, MOST = 0.001, 0.999
 _CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _DEPTH_EDGES = (2, 4, 8)
-_CLAIM_WEIGHT, _PARENT_WEIGHT = 4.0, 6.0  # outcomes that a bin's prior is worth: the claim, or the engine's record
+_CLAIM_WEIGHT, _PARENT_WEIGHT = 4.0, 12.0  # outcomes that a bin's prior is worth: the claim, or the engine's record
 _MEMORY_SHARED, _MEMORY_OWN = 0.99, 0.975  # kept of a bin's counts at each outcome: about 100 and 40 outcomes
 _OWN_JUDGEMENT = 4.0  # hits after which a sequence's own trust counts more than the engine's
 _CHANGE = 0.02  # how likely the drafter is to have become another between two outcomes
@@ -67,6 +67,11 @@ class Calibration:
     def standing(self) -> float:
         """What trust, the sequence's and the engine's, leaves of a first token's recorded acceptance."""
         return self.trust() * (self._parent.trust() ** self._parent_say() if self._parent else 1.0)
+
+    @property
+    def proven(self) -> bool:
+        """Whether a drafted token was ever accepted."""
+        return self._proven
 
     def chance(self, claimed: float, depth: int) -> float:
         """How likely a drafted token is accepted once its parent was, from its claim and depth (1 is the first)."""

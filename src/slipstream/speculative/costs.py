@@ -20,6 +20,7 @@ _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024
 _CLIP = math.log(2.0)  # a timing counts as at most twice, at least half of what was expected
 _GAINS = (0.08, 0.03, 0.03)  # of the machine's factor, the kind's, and that of kind and context
 _KNOT_GAINS = (0.02, 0.02, 0.02)  # the same for a number of rows
+_LESSONS = 16
 _HALF_LIFE = 400  # timings until an unvisited cell's own factor has half faded, so that no bad spell rules it out
 _LEAST_ROW_SHARE = 0.002  # of a step: where rows are free, noise must not make one sequence's look dearer
 
@@ -159,6 +160,11 @@ class CostTable:
     def observe_step(self, shape: StepShape, ms: float) -> None:
         if math.isfinite(ms) and ms > 0 and shape.rows > 0:
             self._steps.observe(_step_slice(shape), shape.rows, ms)
+
+    def teach(self, shape: StepShape, ms: float) -> None:
+        """Takes a careful measurement at its word, where a step's own timing only moves the estimate a little."""
+        for _ in range(_LESSONS):
+            self.observe_step(shape, ms)
 
     def observe_draft(self, blocks: int, slots: int, context: int, ms: float) -> None:
         if self._drafts is not None and math.isfinite(ms) and ms > 0 and blocks > 0 and slots > 0:

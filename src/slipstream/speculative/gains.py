@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -82,9 +81,9 @@ class Depths:
             gain = deep - shallow
             self._gains[slots] = self._gains.get(slots, gain) + _SLOWEST * (gain - self._gains.get(slots, gain))
 
-    def gain(self, slots: int) -> float:
-        """Of drafting this many slots over the next shallower option; what nobody has tried promises everything."""
-        return self._gains.get(slots, math.inf)
+    def gain(self, slots: int, untried: float) -> float:
+        """Of drafting this many slots over the next shallower option; `untried` if nobody has."""
+        return self._gains.get(slots, untried)
 
 
 class Quotient:
@@ -102,10 +101,15 @@ class Quotient:
         return min(self._most, max(self._least, self._sums[0] / self._sums[1]))
 
 
+def assumed_chain(slots: int) -> list[float]:
+    """Survival to expect of a drafter nobody has seen work."""
+    return [_UNKNOWN_CHANCE ** (slot + 1) for slot in range(slots)]
+
+
 def assumed(proposals: int) -> Gains:
-    """What to expect of a drafter nobody has seen work."""
+    """What such a chain is worth."""
     gains = Gains()
-    gains.blend([_UNKNOWN_CHANCE ** (slot + 1) for slot in range(proposals)], (), proposals)
+    gains.blend(assumed_chain(proposals), (), proposals)
     return gains
 
 

@@ -39,11 +39,26 @@ def best_plan(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gain
     plans: list[Plan] = []
     for slots in slot_options(deepest):
         spent = [costs.draft_ms(count + 1, slots, step.context) for count in range(len(prospects))]
-        ways = [(width, False) for width in _widths(slots)] + [(width, True) for width in _widths(widest)]
+        ways = _ways(slots, widest)
         best = max(_grow(step, prospects, slots, width, branching, spent) for width, branching in ways)
         drafting = frozenset(view.policy for view, _ in prospects[: best[1]])
         plans.append(Plan(worth=best[0], drafting=drafting, rate=best[2]))
     return max(plans, key=lambda plan: plan.worth, default=None)
+
+
+def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float:
+    """A sequence's speed over plain decoding if it drafts alone and answers for all the time that this takes.
+
+    In a batch everybody waits for its draft, so a good neighbour does not make a hopeless one look fair.
+    """
+    best = 0.0
+    for slots in slot_options(most_slots(view)):
+        spent = costs.draft_ms(1, slots, step.context)
+        for width, branching in _ways(slots, 0 if view.policy.chains_only else view.policy.max_nodes):
+            times = step.branched if branching else step.straight
+            forgone = (spent + times[width] - step.straight[0]) * step.plain_rate
+            best = max(best, (1.0 + gains.expected(width, slots, branching)) / (1.0 + forgone))
+    return best / view.policy.gate.margin
 
 
 def _grow(
@@ -89,6 +104,11 @@ def cut_worths(chain: Sequence[float], times: Sequence[float], price: float) -> 
 
 def slot_options(deepest: int) -> list[int]:
     return [*(slots for slots in SLOT_OPTIONS if slots < deepest), deepest] if deepest > 0 else []
+
+
+def _ways(slots: int, widest: int) -> list[tuple[int, bool]]:
+    """Nodes to verify, and whether they may branch."""
+    return [(width, False) for width in _widths(slots)] + [(width, True) for width in _widths(widest)]
 
 
 def _widths(most: int) -> list[int]:

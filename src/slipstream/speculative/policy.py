@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from slipstream.speculative.allocation import Offer, Step, Taken, best_prefix, common_nodes, offered_nodes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.gains import Gains, Quotient, assumed
-from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, slot_options
+from slipstream.speculative.gains import Gains, Quotient, assumed, assumed_chain
+from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, own_outlook, slot_options
 from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, Memory, SequencePolicy
 from slipstream.types import Decision, Gate, Mode
 
@@ -17,9 +19,12 @@ __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View
 
 _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
 _PLAN_STEPS = 4
+_OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
 _FASTEST = 8.0
-_LOOK_DEEPER = 16  # every so many drafts the next deeper one, or what lies there would never be known
+_LOOK_DEEPER = 16  # every so many drafts the deepest, or what lies there would never be known
+
+_Fixed = tuple[int, int | None, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Policy:
         self._plan: Plan | None = None
         self._plan_key: tuple[object, ...] = ()
         self._plan_age = 0
+        self._plan_promise = 0.0
         self._rested_key: tuple[object, ...] = ()
         self._planned_rate = 0.0
         self._plain_rate = 0.0
@@ -67,9 +73,10 @@ class Policy:
             return [0] * len(views)
         able = [index for index, view in enumerate(views) if most_slots(view) > 0]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
-        step = self._step(views, max((most_slots(view) for view in views), default=0), *fixed)
+        step = self._step(views, max((most_slots(view) for view in views), default=0), fixed)
         plain = step.plain_rate
-        plan = self._plan_for([views[index] for index in able], lambda nodes: self._step(views, nodes, *fixed))
+        step_of = partial(self._step, views, fixed=fixed)
+        plan = self._plan_for([views[index] for index in able], step_of)
         outlook = plan.worth * self._beyond_plan.value / plain if plan else 0.0
         paying = [index for index in able if plan and outlook > 1.0 and views[index].policy in plan.drafting]
         self._plans += bool(paying)
@@ -79,12 +86,13 @@ class Policy:
             slots[index] = self._depth(step, views[index], len(paying))
             views[index].policy.believed()
         rest = [index for index in able if index not in paying]
-        probing = self._due(views, rest, outlook)
+        probing = self._due(views, rest, step_of)
         probe_slots = max(self._probe_slots(step, views, paying + probing), max(slots, default=0))
         for index in probing:
             slots[index] = min(probe_slots, most_slots(views[index]))
             extra = self.costs.draft_ms(1, slots[index], step.context) + step.straight[slots[index]] - step.straight[0]
-            views[index].policy.probed(extra * plain * views[index].policy.gate.margin, outlook)
+            break_even = extra * plain * views[index].policy.gate.margin
+            views[index].policy.probed(break_even, self._own_outlook(views[index], step_of))
         for index, view in enumerate(views):
             slots[index] = min(slots[index], most_slots(view))
             view.policy.planned(slots[index])
@@ -107,7 +115,7 @@ class Policy:
         if not drafted:
             return self._all_plain(offers, self._shape(offers, *fixed))
         most = sum(max(len(offered_nodes(offer, True)), len(offered_nodes(offer, False))) for offer in offers)
-        step = self._step(offers, most, *fixed)
+        step = self._step(offers, most, fixed)
         if spent_ms is None:
             slots = max((len(offer.chain) for offer in drafted), default=0)
             spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
@@ -128,7 +136,7 @@ class Policy:
         per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
         for offer, nodes, tokens in zip(offers, best.nodes, best.tokens, strict=True):
             self._remember(offer, tokens - 1.0, (per_block + nodes * per_node) * step.plain_rate)
-            worths = cut_worths(offer.chain, step.straight, price)
+            worths = cut_worths(offered_nodes(offer, branching=False), step.straight, price)
             for depths in (offer.policy.depths, offer.policy.shared.depths):
                 depths.blend(worths)
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
@@ -165,7 +173,7 @@ class Policy:
             branching=False,
         )
 
-    def _step(self, present: Sequence[View] | Sequence[Offer], most_nodes: int, *fixed: Any) -> Step:
+    def _step(self, present: Sequence[View] | Sequence[Offer], most_nodes: int, fixed: _Fixed) -> Step:
         return Step(self.costs, self._shape(present, *fixed), most_nodes)
 
     def _remember(self, offer: Offer, gained: float, forgone: float) -> None:
@@ -196,9 +204,12 @@ class Policy:
     def _plan_for(self, views: Sequence[View], step_of: Callable[[int], Step]) -> Plan | None:
         """The best plan for these sequences; it holds for a few steps, since planning takes time as well."""
         key = (self.costs, *(view.policy for view in views))
-        if key == self._plan_key and self._plan_age < _PLAN_STEPS:
+        promise = sum(view.policy.gains.expected(7, 7, branching=False) for view in views if view.policy.gains.known)
+        alike = promise <= _OTHER_PROMISE * self._plan_promise <= _OTHER_PROMISE**2 * promise
+        if key == self._plan_key and self._plan_age < _PLAN_STEPS and alike:
             self._plan_age += 1
             return self._plan
+        self._plan_promise = promise
         gains = [(view, self._prospect(view.policy)) for view in views if view.policy.hopeful]
         gains.sort(key=lambda prospect: -prospect[1].expected(7, 7, branching=False))
         self._plan = best_plan(self.costs, step_of(sum(view.policy.max_nodes for view in views)), gains)
@@ -210,24 +221,37 @@ class Policy:
         """As many slots as have lately been worth their time, and now and then more: or nobody would know."""
         options = slot_options(most_slots(view))
         price = step.plain_rate * self._speedup.value
+        # what nobody has tried promises everything, but not of a drafter nobody has seen work
+        proven = view.policy.shared.calibration.proven
+        assumed_worths = {} if proven else cut_worths(assumed_chain(options[-1]), step.straight, price)
         times = [self.costs.draft_ms(blocks, slots, step.context) for slots in options]
         place = 0
         while place + 1 < len(options):
+            shallow, deep = options[place : place + 2]
             extra_ms = (times[place + 1] - times[place]) / blocks
-            if view.policy.depths.gain(options[place + 1]) < price * extra_ms and self._plans % _LOOK_DEEPER:
+            untried = math.inf if proven else assumed_worths[deep] - assumed_worths[shallow]
+            gain = view.policy.depths.gain(deep, untried)
+            if gain < price * extra_ms and self._plans % _LOOK_DEEPER:
                 break
             place += 1
         return options[place]
 
-    def _due(self, views: Sequence[View], rest: Sequence[int], outlook: float) -> list[int]:
+    def _own_outlook(self, view: View, step_of: Callable[[int], Step]) -> float:
+        policy = view.policy
+        if not policy.hopeful:
+            return 0.0
+        alone = own_outlook(self.costs, step_of(policy.max_nodes), view, self._prospect(policy))
+        return alone * self._beyond_plan.value
+
+    def _due(self, views: Sequence[View], rest: Sequence[int], step_of: Callable[[int], Step]) -> list[int]:
         """Sequences that draft although it does not seem to pay: never tried, or due for a probe."""
         probing = []
         for index in rest:
             policy = views[index].policy
+            if not policy.backing_off:
+                policy.back_off(self._own_outlook(views[index], step_of))
             if not policy.tried:
                 probing.append(index)
-            else:
-                policy.back_off(outlook)
         if any(views[index].policy.probe_due for index in rest):
             probing += [index for index in rest if views[index].policy.probe_near and index not in probing]
         return probing
@@ -238,6 +262,7 @@ class Policy:
         options = slot_options(max(most_slots(views[index]) for index in drafting))
         times = [self.costs.draft_ms(len(drafting), slots, step.context) for slots in options]
         return max(slots for slots, ms in zip(options, times, strict=True) if ms <= _PROBE_SLACK * times[0])
+
 
 def _choice(offer: Offer, index: int, taken: Taken, plain: float) -> Choice:
     nodes, tokens = taken.nodes[index], taken.tokens[index]

@@ -12,7 +12,7 @@ from slipstream.speculative.gains import Depths, Gains
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64
-_LONGEST_WAIT, _SHORTEST_WAIT = 16, 0.25  # times the gate's probe
+_LONGEST_WAIT, _SHORTEST_WAIT = 8, 0.25  # times the gate's probe
 _FAR_FROM_PAYING = 0.25  # share of plain decoding's speed that is missing
 _FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
 _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
@@ -98,12 +98,12 @@ class SequencePolicy:
         `break_even` is how many tokens of the draft must turn out right for it to have been worth verifying.
         """
         self._break_even = break_even
-        if outlook < 1.0 - _FAR_FROM_PAYING:
+        if self._tried and outlook < 1.0 - _FAR_FROM_PAYING:
             self._interval = min(2 * self._interval, _LONGEST_WAIT * self.gate.probe)
         self._wait = self._interval
 
     def believed(self) -> None:
-        """Drafting seems to pay again; should it still not, the next probe is nearer than the last wait was long."""
+        """Drafting seems to pay again; should it still not, the next wait is neither a long one nor the shortest."""
         if self.backing_off:
             self._interval = self._wait = max(self._interval // 4, self.gate.probe)
 
