@@ -15,9 +15,9 @@ from tests import checks_speculation as promises
 from tests.verify_report import Report
 
 SET_PROMPTS = 6
-CONTEXT_QUESTIONS = 6
-TIMED_PROMPTS, TIMED_TOKENS = 8, 128
-BENCH_MODES = "plain,chain:4,chain:8,chain,tree:8,tree:16,auto"
+CONTEXT_QUESTIONS = 4
+TIMED_PROMPTS, TIMED_TOKENS = 8, 96
+BENCH_MODES = "plain,chain:4,chain:8,chain,tree:8,auto"
 WIDER = ("chain", "tree:32", "tree:64")
 Section = Callable[[Report], None]
 

@@ -343,7 +343,7 @@ def test_probes_come_after_doubling_waits_and_a_success_resets_them() -> None:
         own.shadow([1] * 7, [0.05] * 7)
         own.committed([7])
     assert waits[0] == 4
-    assert waits[1:] == [7, 15, 31, 63, 63, 63]  # the probe's own step commits a token too
+    assert waits[1:] == [7, 15, 31, 31, 31, 31]  # the probe's own step commits a token too
     seen(owner, own, 0.9)
     assert not own.backing_off
     seen(owner, own, 0.05)

@@ -85,7 +85,7 @@ def test_waits_depend_on_how_far_from_paying_it_is(outlook: float, waits: list[i
     assert own.tokens_to_probe >= found[-1]  # who waits already is not sent to wait anew
     for _ in range(10):
         own.probed(math.inf, 0.0)
-    assert own.tokens_to_probe == 16 * AUTO.probe
+    assert own.tokens_to_probe == 8 * AUTO.probe
     own.paid()
     assert not own.backing_off
 

@@ -21,6 +21,7 @@ _CLIP = math.log(2.0)  # a timing counts as at most twice, at least half of what
 _GAINS = (0.08, 0.03, 0.03)  # of the machine's factor, the kind's, and that of kind and context
 _KNOT_GAINS = (0.02, 0.02, 0.02)  # the same for a number of rows
 _LESSONS = 16
+_STALE = 3  # timings between two drawings of the curves: drawing takes time as well
 _HALF_LIFE = 400  # timings until an unvisited cell's own factor has half faded, so that no bad spell rules it out
 _LEAST_ROW_SHARE = 0.002  # of a step: where rows are free, noise must not make one sequence's look dearer
 
@@ -88,7 +89,8 @@ class _Curve:
             self._move(level, gain * error)
             for knot, share in shares:
                 self._move((level, knot), knot_gain * error * share / spread)
-        self._times.clear()
+        if not self.observed % _STALE:
+            self._times.clear()
         self._listed.clear()
 
     def _estimate(self, where: Slice) -> list[float]:
