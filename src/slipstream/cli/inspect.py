@@ -44,6 +44,9 @@ def command(
 def draw(ui: Ui, report: Mapping[str, Any], tensors: bool) -> None:
     ui.table(str(report["path"]), key_value_table(_summary(report)))
     ui.line()
+    if "drafter" in report:
+        ui.table("Drafter", key_value_table(report["drafter"]))
+        ui.line()
     ui.table("Metadata", key_value_table(report["metadata"]))
     ui.line()
     if tensors:
