@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,10 +244,13 @@ LLAMA = {
 }
 
 
-def write_gguf(path: Path, tensors: dict[str, Tensor], names: dict[str, str], **keys: object) -> Path:
+def write_gguf(
+    path: Path, tensors: dict[str, Tensor], names: dict[str, str], arch: str = "dflash", **keys: object
+) -> Path:
     """A drafter as a converter would write it: the given spellings, the others llama.cpp's."""
-    writer = gguf.GGUFWriter(path, "dflash")
-    for key, value in (GGUF | {"dflash.target_layers": [1, 2]} | keys).items():
+    writer = gguf.GGUFWriter(path, arch)
+    described = GGUF | {"dflash.target_layers": [1, 2]} | keys
+    for key, value in (described if arch == "dflash" else lucebox_keys(described, arch)).items():
         if key == "general.architecture":
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
@@ -258,6 +262,19 @@ def write_gguf(path: Path, tensors: dict[str, Tensor], names: dict[str, str], **
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def lucebox_keys(described: dict[str, object], arch: str) -> dict[str, object]:
+    """The same facts under arch-prefixed keys, with plain layer ids."""
+    special = ("block_size", "sample_from_anchor", "dspark.")
+    keys: dict[str, object] = {f"{arch}.dflash.n_target_layers": 99, f"{arch}.dflash.target_layer_ids": [0, 1]}
+    for key, value in described.items():
+        name = key.removeprefix("dflash.")
+        if key == "tokenizer.ggml.mask_token_id":
+            keys[f"{arch}.dflash.mask_token_id"] = value
+        elif key.startswith("dflash.") and name != "target_layers":
+            keys[f"{arch}.dflash.{name}" if name.startswith(special) else f"{arch}.{name}"] = value
+    return keys
 
 
 DSPARK_KEYS: dict[str, object] = {
@@ -276,6 +293,15 @@ def test_gguf_heads_are_those_of_the_folder(
     drafter = load_drafter(path, "fp32")
     assert drafter.config.sample_from_anchor is (from_anchor is not False)
     assert drafter.config.parts.confidence_head_with_markov
+    assert_same_heads(load_drafter(folder, "fp32"), drafter)
+
+
+def test_lucebox_files_are_read_under_their_own_architecture(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    path = write_gguf(folder.parent / "d.gguf", tensors, LUCEBOX, "dflash-draft", **DSPARK_KEYS)
+    drafter, twin = load_drafter(path, "fp32"), write_gguf(folder.parent / "e.gguf", tensors, LUCEBOX, **DSPARK_KEYS)
+    expected = load_drafter(twin, "fp32")
+    assert replace(drafter.config, label="") == replace(expected.config, label="")
     assert_same_heads(load_drafter(folder, "fp32"), drafter)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,26 +14,9 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.types import SamplingParams
-from tests.tiny import VOCAB, ask, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm, write_pair
+from tests.tiny import VOCAB, ask, assert_idle, mixed_requests, prompt, tiny_llm
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pair")
-    write_pair(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with keep_threads():
-        yield
-
-
-@pytest.fixture
-def llm(folder: Path) -> LLM:
-    """The pair in int8, where speculative text must equal plain text to the bit."""
-    return tiny_llm(folder, weight_format="int8")
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def broken_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch, passes: range, value: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,33 +21,14 @@ from tests.tiny import (
     VOCAB,
     ask,
     assert_idle,
-    keep_threads,
     mixed_requests,
     page_table,
     prompt,
     random_operations,
     tiny_llm,
-    write_pair,
 )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pair")
-    write_pair(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    with keep_threads():
-        yield
-
-
-@pytest.fixture
-def llm(folder: Path) -> LLM:
-    """The pair in int8, where speculative text must equal plain text to the bit."""
-    return tiny_llm(folder, weight_format="int8")
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def test_a_thousand_random_operations_leak_no_page() -> None:

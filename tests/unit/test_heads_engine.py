@@ -13,6 +13,7 @@ from slipstream.engine.llm import LLM
 from slipstream.errors import RequestError
 from tests.tiny import BLOCK, HIDDEN, VOCAB, tiny_llm, write_pair
 
+pytestmark = pytest.mark.usefixtures("threads")
 RANK, TAPS, GROUP = 8, 3, 4
 KINDS = ("vanilla", "gated", "rnn", "anchor", "confidence", "dflash2")
 

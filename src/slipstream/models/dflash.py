@@ -24,6 +24,8 @@ from slipstream.models.weights import Progress, Weights
 # The taps reach 24,000 where the stream has attention sinks; half precision overflows in this one projection.
 _FC_FORMAT: WeightFormat = "fp32"
 
+LUCEBOX_ARCH = "dflash-draft"
+
 
 class DFlashDrafter:
     """A drafter without embedding table and head of its own unless the checkpoint brings them."""
@@ -122,7 +124,9 @@ def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
     config = read_config(path)
     if config is not None:
         return dflash_config.read_hf(config, path.name, shapes_in(file))
-    arch = file.metadata.get("general.architecture")
-    if arch != "dflash":
+    arch, metadata = file.metadata.get("general.architecture"), file.metadata
+    if arch == LUCEBOX_ARCH:
+        metadata = dflash_config.llama_cpp_keys(metadata, LUCEBOX_ARCH)
+    elif arch != "dflash":
         raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
-    return dflash_config.read_gguf(file.metadata, file.path.name, None, shapes_in(file))
+    return dflash_config.read_gguf(metadata, file.path.name, None, shapes_in(file))

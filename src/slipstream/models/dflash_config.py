@@ -225,6 +225,24 @@ def read_gguf(
     )
 
 
+def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, object]:
+    """Metadata of another writer's drafter (`<arch>.dflash.*`, plain layer ids) under llama.cpp's keys."""
+    renamed: dict[str, object] = {}
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{arch}.dflash.") if key.startswith(f"{arch}.dflash.") else None
+        if name == "mask_token_id":
+            renamed["tokenizer.ggml.mask_token_id"] = value
+        elif name == "target_layer_ids":
+            ids = value if isinstance(value, list) else []
+            renamed["dflash.target_layers"] = [layer + 1 for layer in ids]
+        elif name == "context_kv_layer_norm" and value:
+            raise ConfigError(f"drafters of '{arch}' that normalise their context are not supported")
+        elif name not in ("n_target_layers", "n_target_features", "context_kv_layer_norm"):
+            # the counts mean different things to different writers; the shape of fc decides
+            renamed[f"dflash.{name or key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key] = value
+    return renamed
+
+
 def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf | None) -> DraftParts:
     """The heads of a GGUF drafter; most writers leave them to the tensors, lucebox also writes `dflash.dspark.*`."""
 
