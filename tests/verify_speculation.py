@@ -15,7 +15,7 @@ from tests import checks_speculation as promises
 from tests.verify_report import Report
 
 SET_PROMPTS = 6
-CONTEXT_QUESTIONS = 4
+CONTEXT_QUESTIONS = 12
 TIMED_PROMPTS, TIMED_TOKENS = 8, 96
 BENCH_MODES = "plain,chain:4,chain:8,chain,tree:8,auto"
 WIDER = ("chain", "tree:32", "tree:64")
@@ -61,7 +61,7 @@ def dspark_sampled(report: Report) -> None:
 
 def contexts(report: Report) -> None:
     llm = promises.pair_with("smollm2-dspark", threads=1)
-    questions = promises.set_prompts("humaneval", CONTEXT_QUESTIONS)
+    questions = checks.eval_prompts(CONTEXT_QUESTIONS)
     taus = promises.context_taus(llm, questions, promises.CONTEXTS, report.tokens)
     text = ", ".join(f"{tau:.2f} at {length}" for length, tau in taus.items())
     worst = min(tau / taus[promises.CONTEXTS[0]] for tau in taus.values())
