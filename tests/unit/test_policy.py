@@ -191,12 +191,19 @@ def test_first_step_of_a_new_engine_drafts_whatever_it_costs() -> None:
 def test_new_request_tries_once_whatever_the_last_one_ended_with() -> None:
     owner = policy()
     last = sequence(owner)
-    seen(owner, last, 0.05)
+    seen(owner, last, 0.3)
     assert owner.plan_drafts([view(last)]) == [0]
     new = sequence(owner)
     assert owner.plan_drafts([view(new)])[0] > 0
-    owner.choose([offer(new, 0.05, slots=7)])
+    owner.choose([offer(new, 0.3, slots=7)])
     assert owner.plan_drafts([view(new)]) == [0]
+
+
+def test_new_request_waits_where_nothing_was_ever_right() -> None:
+    owner = policy()
+    seen(owner, sequence(owner), 0.05)
+    new = sequence(owner)
+    assert plain_steps_until_draft(owner, new) == 4 * AUTO.probe
 
 
 def test_sampled_and_greedy_requests_do_not_learn_from_each_other() -> None:
@@ -343,7 +350,7 @@ def test_probes_come_after_doubling_waits_and_a_success_resets_them() -> None:
         own.shadow([1] * 7, [0.05] * 7)
         own.committed([7])
     assert waits[0] == 4
-    assert waits[1:] == [7, 15, 31, 31, 31, 31]  # the probe's own step commits a token too
+    assert waits[1:] == [15, 31, 31, 31, 31, 31]  # the probe's own step commits a token too
     seen(owner, own, 0.9)
     assert not own.backing_off
     seen(owner, own, 0.05)
@@ -367,7 +374,7 @@ def test_probe_that_would_have_paid_is_repeated_at_once() -> None:
 
 def test_first_draft_that_would_have_paid_is_repeated_at_once() -> None:
     owner = policy()
-    seen(owner, sequence(owner), 0.05)
+    seen(owner, sequence(owner), 0.3)
     own = sequence(owner)
     assert owner.plan_drafts([view(own)])[0] > 0
     assert owner.choose([offer(own, 0.05, slots=7)])[0].kind == "plain"

@@ -278,7 +278,7 @@ def test_hopeless_drafter_costs_little_and_is_given_up_soon(claimed: float) -> N
         assert sum(choice != "plain" for _, _, choice in stream.log) <= 2
 
 
-def test_next_request_with_a_hopeless_drafter_tries_once_and_then_waits() -> None:
+def test_next_request_with_a_hopeless_drafter_waits_before_it_tries() -> None:
     world = World(CPU, 1)
     world.add(HOPELESS)
     world.run(100)
@@ -286,7 +286,7 @@ def test_next_request_with_a_hopeless_drafter_tries_once_and_then_waits() -> Non
     second = world.add(HOPELESS)
     assert world.run(256) >= 0.98 * PLAIN_CPU
     drafted = [tokens for tokens, slots, _ in second.log if slots]
-    assert drafted[0] == 0 and drafted[1] >= AUTO.probe
+    assert drafted[0] >= AUTO.probe and len(drafted) <= 3
     assert speculating(second, 0) == 0
 
 

@@ -67,7 +67,7 @@ def test_verified_proposal_drops_the_shadow() -> None:
 
 
 @pytest.mark.parametrize(("outlook", "waits"), [
-    (0.99, [4, 4, 4, 4]), (0.9, [6, 6, 6, 6]), (0.8, [13, 13, 13, 13]), (0.5, [16, 32, 64, 128]),
+    (0.99, [4, 4, 4, 4]), (0.95, [8, 8, 8, 8]), (0.8, [16, 32, 64, 128]), (0.5, [16, 32, 64, 128]),
     (0.0, [16, 32, 64, 128]),
 ])
 def test_waits_depend_on_how_far_from_paying_it_is(outlook: float, waits: list[int]) -> None:

@@ -13,7 +13,9 @@ from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64
 _LONGEST_WAIT, _SHORTEST_WAIT = 8, 0.25  # times the gate's probe
-_FAR_FROM_PAYING = 0.25  # share of plain decoding's speed that is missing
+_HOPELESS_GAIN = 0.15  # accepted tokens to expect of three drafted ones
+_HOPELESS_FACTOR = 4  # probes grow rare faster where there is no hope
+_FAR_FROM_PAYING = 0.1  # share of plain decoding's speed that is missing
 _FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
 _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
 
@@ -81,6 +83,11 @@ class SequencePolicy:
     def tried(self) -> bool:
         return self._tried
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether next to nothing of what was drafted lately, here or for others, was right."""
+        return self.gains.known and self.gains.expected(3, 3, branching=False) < _HOPELESS_GAIN
+
     def back_off(self, outlook: float) -> None:
         """Speculation does not pay: plain decoding until the first probe.
 
@@ -89,6 +96,8 @@ class SequencePolicy:
         """
         if not self.backing_off:
             nearness = min(1.0, max(_SHORTEST_WAIT, (1.0 - outlook) / _FAR_FROM_PAYING))
+            if self.hopeless and not self._tried:
+                nearness = _HOPELESS_FACTOR
             self._interval = self._wait = max(1, round(nearness * self.gate.probe))
             self._break_even = math.inf
 
@@ -99,7 +108,8 @@ class SequencePolicy:
         """
         self._break_even = break_even
         if self._tried and outlook < 1.0 - _FAR_FROM_PAYING:
-            self._interval = min(2 * self._interval, _LONGEST_WAIT * self.gate.probe)
+            factor = _HOPELESS_FACTOR if self.hopeless else 2
+            self._interval = min(factor * self._interval, _LONGEST_WAIT * self.gate.probe)
         self._wait = self._interval
 
     def believed(self) -> None:
