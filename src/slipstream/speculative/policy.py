@@ -19,7 +19,6 @@ __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View
 
 _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
 _PLAN_STEPS = 4
-_CAUTION = 1.05  # the plan that looks best does so partly by luck, so it must look better than plain by some margin
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
 _FASTEST = 8.0
@@ -79,7 +78,7 @@ class Policy:
         step_of = partial(self._step, views, fixed=fixed)
         plan = self._plan_for([views[index] for index in able], step_of)
         outlook = plan.worth * self._beyond_plan.value / plain if plan else 0.0
-        paying = [index for index in able if plan and outlook > _CAUTION and views[index].policy in plan.drafting]
+        paying = [index for index in able if plan and outlook > 1.0 and views[index].policy in plan.drafting]
         self._plans += bool(paying)
         self._planned_rate = plan.rate if plan and paying else 0.0
         slots = [0] * len(views)
