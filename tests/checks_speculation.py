@@ -20,7 +20,6 @@ from tests import checks
 
 MODES = ("chain:2", "chain:4", "chain:8", "chain", "tree:8", "tree:16", "tree:32", "tree:64", "tree:32:seed", "auto")
 CONTEXTS = (512, 1024, 2048, 4097, 7500)
-DRAFTS = ("smollm2-dflash", "smollm2-dspark")
 
 
 @cache

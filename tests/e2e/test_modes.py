@@ -43,8 +43,10 @@ def test_trees_keep_what_penalties_and_filters_choose() -> None:
     assert reports["tree:32"].ok, reports["tree:32"].row()
 
 
-@pytest.mark.parametrize("draft", promises.DRAFTS)
-@pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("draft", "settings"), [("smollm2-dspark", checks.GREEDY), ("smollm2-dflash", checks.SAMPLED)],
+    ids=["dspark-greedy", "dflash-sampled"],
+)
 def test_wider_trees_accept_more(draft: str, settings: dict[str, object]) -> None:
     llm, prompts = promises.pair_with(draft), checks.eval_prompts(3)
     chain, tree = (checks.total_tau(llm, prompts, TOKENS, mode=mode, **settings).tau for mode in ("chain", "tree:32"))
@@ -117,12 +119,6 @@ def test_a_published_gate_closes_for_the_rest_of_the_request(gate: str) -> None:
     assert not any(nodes[first_plain:])
     plain = llm.generate(prompt, chat=True, mode="plain", max_tokens=64)
     assert [token.id for event in events for token in event.tokens] == plain.token_ids
-
-
-def test_long_contexts_keep_their_acceptance() -> None:
-    llm = promises.pair_with("smollm2-dspark")
-    taus = promises.context_taus(llm, promises.set_prompts("humaneval", 2), (512, 2048), TOKENS)
-    assert taus[2048] > 0.8 * taus[512], taus
 
 
 def test_a_long_conversation_is_the_same_with_and_without_the_prefix_cache() -> None:
