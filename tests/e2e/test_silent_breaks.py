@@ -244,9 +244,10 @@ def test_7_taps_off_by_one(llm: LLM, healthy_tau: float, monkeypatch: pytest.Mon
     assert_collapsed(measured_tau(llm), healthy_tau)
 
 
-def test_7_causal_block_where_the_drafter_is_bidirectional(
-    llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_7_causal_block_where_the_drafter_is_bidirectional(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = checks.real_pair()
+    healthy_tau = measured_tau(llm)
+
     def causal(*args: object, **kwargs: object) -> RowGroup:
         group = make_group(*args, **kwargs)  # type: ignore[arg-type]
         rows, keys = group.mask.shape
@@ -295,7 +296,7 @@ def test_12_state_left_over_from_the_last_request(llm: LLM, monkeypatch: pytest.
         run_ids(llm, long_prompt(llm, 600))
         return checks.total_tau(llm, prompts[1:], TOKENS).accepted
 
-    fresh = LLM("smollm2", config=EngineConfig(weight_format=llm.engine._runner.target.weight_format))
+    fresh = LLM("smollm2", DRAFT, config=EngineConfig(weight_format=llm.engine._runner.target.weight_format))
     alone = checks.total_tau(fresh, prompts[1:], TOKENS).accepted
     assert second_after_first() == alone
 
