@@ -260,7 +260,7 @@ class _Driver:
         mode = Mode.parse(rng.choice(MODES))
         gate = gate_for(mode)
         if mode.kind in ("chain", "tree"):
-            gate = Gate(rng.choice(["off", "off", "ema", "entropy", "auto"]))
+            gate = Gate(rng.choice(["off", "off", "ema", "entropy", "off" if mode.seeded else "auto"]))
         request = Request(
             id=f"r{sum(self.report.done.values())}", prompt_ids=tuple(prompt), sampling=sampling,
             mode=mode, gate=gate,

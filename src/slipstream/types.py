@@ -159,6 +159,8 @@ class Request:
         _require(0 <= self.min_confidence <= 1, "min_confidence", self.min_confidence, "between 0 and 1")
         if self.mode.kind == "auto" and self.gate.kind != "auto":
             raise RequestError(f"mode auto contradicts gate '{self.gate}'", "name a mode, such as chain or tree:32")
+        if self.mode.seeded and self.gate.kind == "auto":
+            raise RequestError(f"gate auto grows trees without the seed of '{self.mode}'", "leave one of them out")
         if self.mode.kind == "plain" and self.gate.kind != "off":
             raise RequestError(f"plain decoding has nothing to gate with '{self.gate}'", "leave the gate out")
         if not self.prompt_ids:

@@ -95,7 +95,7 @@ def test_a_mixed_batch_writes_the_same_text_with_and_without_speculation(folder:
 def test_modes_and_gates_may_be_mixed_in_one_batch(folder: Path) -> None:
     plain = tiny_llm(folder, weight_format="int8").run(mixed_requests("plain"))
     modes = ("auto", "chain", "tree:24", "tree:24:seed", "plain", "auto", "tree:9", "chain:3")
-    gates = ("auto", "ema", "entropy", "auto", "off", "auto", "ema:warmup=0,sustain=1,margin=50", "entropy:hard=1")
+    gates = ("auto", "ema", "auto", "entropy", "off", "auto", "ema:warmup=0,sustain=1,margin=50", "entropy:hard=1")
     requests = [
         replace(request, mode=Mode.parse(mode), gate=Gate.parse(gate))
         for request, mode, gate in zip(mixed_requests("plain"), modes, gates, strict=True)

@@ -101,3 +101,28 @@ def test_a_confidence_threshold_cuts_what_is_verified(tmp_path: Path) -> None:
 def test_a_confidence_threshold_without_the_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no confidence head"):
         llm_of(tmp_path, "vanilla").generate("abc", mode="chain", min_confidence=0.5)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree:16", "auto"])
+def test_a_head_that_is_no_number_is_counted_and_changes_no_text(tmp_path: Path, mode: str) -> None:
+    llm = llm_of(tmp_path, "vanilla")
+    plain = llm.generate("abcabc", mode="plain", max_tokens=20, ignore_eos=True)
+    drafter = llm.engine._runner.drafter
+    assert drafter is not None and drafter.drafter.heads is not None
+    begin = drafter.drafter.heads.begin
+
+    class Broken:
+        def __init__(self, walk: object) -> None:
+            self._walk = walk
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._walk, name)
+
+        def correct(self, slot: int, previous: int, state: object) -> tuple[object, object]:
+            correction, state = self._walk.correct(slot, previous, state)  # type: ignore[attr-defined]
+            return correction * float("nan"), state
+
+    drafter.drafter.heads.begin = lambda *inputs: Broken(begin(*inputs))  # type: ignore[method-assign,assignment]
+    done = llm.generate("abcabc", mode=mode, max_tokens=20, ignore_eos=True)
+    assert done.token_ids == plain.token_ids
+    assert done.stats.drafted == 0 < done.stats.bad_drafts

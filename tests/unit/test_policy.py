@@ -85,11 +85,12 @@ def test_chosen_chain_is_the_best_of_all_combinations(speedup: float) -> None:
                 value *= rng.random() ** 0.3
                 survival.append(value)
             offers.append(Offer(sequence(owner), 100, False, (), survival))
-        choices = owner.choose(offers, spent_ms=20.0)
+        spent = owner.costs.draft_ms(3, 6, 100)
+        choices = owner.choose(offers)
         total = sum(choice.decision.expected_tokens or 0 for choice in choices)
         price = speedup * 3 / owner.costs.step_ms(StepShape(3, 3, 100, False, False))
         worth = total - price * (choices[0].decision.expected_ms or 0)
-        assert worth == pytest.approx(brute_force(owner.costs, offers, 20.0, price), abs=1e-3)
+        assert worth == pytest.approx(brute_force(owner.costs, offers, spent, price), abs=1e-3)
 
 
 def test_time_is_priced_by_the_speed_seen_so_far() -> None:

@@ -126,6 +126,8 @@ def test_a_gate_that_means_nothing_is_refused(name: str, said: str) -> None:
 
 
 def test_mode_and_gate_must_not_contradict_each_other() -> None:
+    with pytest.raises(RequestError, match="without the seed of 'tree:8:seed'"):
+        Request("r", (1,), mode=Mode.parse("tree:8:seed"), gate=Gate("auto"))
     with pytest.raises(RequestError, match="mode auto contradicts gate 'ema'"):
         Request("r", (1,), gate=Gate("ema"))
     with pytest.raises(RequestError, match="plain decoding has nothing to gate"):

@@ -11,17 +11,18 @@ import torch
 from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
+from slipstream.engine.proposer import AUTO_CANDIDATES
 from slipstream.engine.runner import RowWork, Runner
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.planning import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import Proposal, SamplingParams
 
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)  # kernels work in steps, so neighbours may differ much
 _TREE_ROWS = (4, 8, 16, 32)
-_SLOTS = (3, 7, 15)
 _CONTEXT = 64
 _REPEATS = 3
 
@@ -45,7 +46,7 @@ def measure_costs(
     runner.write_context(prompt, [(0, range(_CONTEXT))])
     state.commit(range(_CONTEXT), [], _CONTEXT)
     sampler = RowSampler(SamplingParams(), target.config.vocab_size, state.tokens, share_noise=True)
-    slots = sorted({min(count, blocks.proposals) for count in _SLOTS} | {blocks.proposals})
+    slots = sorted({min(count, blocks.proposals) for count in SLOT_OPTIONS} | {blocks.proposals})
     done, total = 0, len(_ROWS) + len(slots) + len(_TREE_ROWS)
 
     def report() -> None:
@@ -64,7 +65,7 @@ def measure_costs(
         steps[rows] = _best_ms(partial(step, RowWork(state, _CONTEXT, [1] * rows, rows)))
         report()
     for count in slots:
-        drafts[count] = _best_ms(partial(blocks.draft, [DraftJob(state, sampler, count, candidates=16)]))
+        drafts[count] = _best_ms(partial(blocks.draft, [DraftJob(state, sampler, count, AUTO_CANDIDATES)]))
         report()
     table = CostTable(steps, drafts)
     for rows in _TREE_ROWS:

@@ -20,7 +20,7 @@ from slipstream.speculative.tree import Growth, grow_chain, grow_tree
 from slipstream.types import Decision, Proposal, Verdict
 
 _HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
-_AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
+AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
 _FLOOR_SHARE = 0.7  # rows become dearer in steps, so a node below the average price may still come for free
 _log = logging.getLogger("slipstream")
 
@@ -81,6 +81,9 @@ class Proposer:
             chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
             for index, plan in zip(governed, chosen, strict=True):
                 plans[index] = plan
+        for session, block in zip(sessions, drafts, strict=True):
+            if block is not None and block.broken:
+                self._bad_draft(session, "the drafter's head gives numbers that are not finite; nothing follows there")
         spent = time.perf_counter() - began
         if jobs and self._policy is not None:
             # growing and choosing are part of what a draft costs
@@ -118,7 +121,7 @@ class Proposer:
         speculation, request = session.speculation, session.ticket.request
         candidates = speculation.rows - 1 if request.mode.kind == "tree" else 1
         if speculation.policy is not None:
-            candidates = _AUTO_CANDIDATES
+            candidates = AUTO_CANDIDATES
         elif self._runner.drafter is not None and self._runner.drafter.drafter.heads is not None:
             candidates = max(candidates, _HEAD_CANDIDATES)
         return DraftJob(session.ticket.state, session.sampler, slots, candidates, request.min_confidence)

@@ -40,6 +40,7 @@ class BlockDrafts:
         self._scale = scale
         self._min_confidence = min_confidence
         self._ready: dict[tuple[int, int], Branch] = {}
+        self.broken = False  # a head answered with numbers that are none; nothing is offered there
 
     def bind(self, walk: HeadWalk) -> None:
         """Gives the block the heads' walk, which is made from the candidates."""
@@ -69,6 +70,9 @@ class BlockDrafts:
         state = walk.first_state() if slot == 0 else memory
         correction, state = walk.correct(slot, previous, state)
         corrected = self._scores[slot].astype(np.float64) + self._scale * correction
+        if not np.isfinite(correction).all() or (confidence is not None and not np.isfinite(confidence)):
+            self.broken = True
+            return _NONE
         shift = max(0.0, float(corrected.max()))  # a low temperature may lift a correction out of exp's range
         weights = np.exp(corrected - shift)
         branch = self._branch(slot, weights / (weights.sum() + self._rest[slot] * np.exp(-shift)), state)

@@ -104,22 +104,18 @@ class Policy:
 
     def choose(
         self, offers: Sequence[Offer], fixed_rows: int = 0, fixed_sequences: int | None = None,
-        fixed_context: int = 0, fixed_sampled: bool = False, spent_ms: float | None = None,
+        fixed_context: int = 0, fixed_sampled: bool = False,
     ) -> list[Choice]:
-        """After drafting: what each offer verifies; `fixed` as in plan_drafts.
-
-        `spent_ms` is the time drafting took. Left out it is estimated, which keeps a hiccup out of the choice.
-        """
+        """After drafting: what each offer verifies; `fixed` as in plan_drafts."""
         drafted = [offer for offer in offers if offer.chain or offer.tree]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
         if not drafted:
             return self._all_plain(offers, self._shape(offers, *fixed))
         most = sum(max(len(offered_nodes(offer, True)), len(offered_nodes(offer, False))) for offer in offers)
         step = self._step(offers, most, fixed)
-        if spent_ms is None:
-            slots = max((len(offer.chain) for offer in drafted), default=0)
-            spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
-        margin = max((offer.policy.gate.margin for offer in drafted), default=1.0)
+        # the estimate, not the time it took: a hiccup must not enter the choice
+        spent_ms = self.costs.draft_ms(len(drafted), max(len(offer.chain) for offer in drafted), step.context)
+        margin = max(offer.policy.gate.margin for offer in drafted)
         self._plain_rate = step.plain_rate
         # a millisecond is worth what it yields in the long run, not what it yields in this step
         price = step.plain_rate * max(self._speedup.value, margin)
@@ -129,10 +125,10 @@ class Policy:
             taken = best_prefix(self.costs, step, offers, branching, spent_ms, price)
             if taken and taken.worth(price) > best.worth(price):
                 best = taken
-        if drafted and self._planned_rate:
+        if self._planned_rate:
             self._beyond_plan.add(best.rate * best.ms, self._planned_rate * best.ms)
         # a sequence's share of what the step takes longer than a plain one
-        per_block = spent_ms / max(1, len(drafted))
+        per_block = spent_ms / len(drafted)
         per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
         for offer, nodes, tokens in zip(offers, best.nodes, best.tokens, strict=True):
             self._remember(offer, tokens - 1.0, (per_block + nodes * per_node) * step.plain_rate)
