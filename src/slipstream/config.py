@@ -7,8 +7,8 @@ from typing import Literal
 
 from slipstream.errors import ConfigError
 
-WeightFormat = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
+WeightFormat = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("auto", "native", "fp32", "fp16", "bf16", "int8", "int4")
 PAGE_TOKENS = 64
 DRAFT_WINDOW_LIMIT = 2048
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference import row_attention, write_rows
-from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group, page_runs
+from slipstream.errors import IntegrityError
+from slipstream.kernels.reference import group_layout, page_runs, row_attention, write_rows
+from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
 PAGE = 64
 CAUSAL = AttentionPattern()
@@ -198,7 +199,7 @@ class Tree:
         return [*self.way(self.parents[row]), row] if row else [0]
 
     def attend(self, pattern: AttentionPattern = CAUSAL) -> Tensor:
-        group = make_tree_group(0, self.start, self.parents, self.pages, self.page, self.kv_heads, pattern)
+        group = make_tree_group(0, self.start, self.parents, self.pages, self.page, pattern)
         return row_attention(self.sequence.queries[self.start :], *self.pools, [group], self.sequence.scale)
 
     def plain(self, row: int, pattern: AttentionPattern = CAUSAL) -> Tensor:
@@ -273,7 +274,7 @@ def test_trees_share_a_batch_with_chains_and_single_rows() -> None:
     chain.store(tree.pools, pages)
     groups = [
         make_group(0, range(80, 90), pages, PAGE, CAUSAL),
-        make_tree_group(10, 50, tree.parents, tree.pages, PAGE, 2, CAUSAL),
+        make_tree_group(10, 50, tree.parents, tree.pages, PAGE, CAUSAL),
         make_group(30, range(89, 90), pages, PAGE, CAUSAL),
     ]
     queries = torch.cat((chain.queries[80:], tree.sequence.queries[50:], chain.queries[89:]))
@@ -297,10 +298,26 @@ def test_a_row_of_a_tree_reads_nothing_of_other_branches() -> None:
 
 
 def test_pages_out_of_sight_are_not_read() -> None:
-    group = make_group(0, range(500, 504), list(range(20, 28)), PAGE, AttentionPattern(window=70))
-    assert group.runs == ((26, 28),) and group.mask.shape == (4, 128), "positions 431 to 503 lie on pages 6 and 7"
-    assert make_group(0, range(500, 504), list(range(20, 30)), PAGE, CAUSAL).runs == ((20, 28),), "nor those ahead"
-    assert make_group(3, range(500, 504), list(range(20, 28)), PAGE, CAUSAL, earliest=128).runs == ((22, 28),)
+    windowed = make_group(0, range(500, 504), list(range(20, 28)), PAGE, AttentionPattern(window=70))
+    layout = group_layout(windowed, 2)
+    assert layout.runs == ((26, 28),) and layout.mask.shape == (4, 128), "positions 431 to 503 lie on pages 6 and 7"
+    behind = make_group(0, range(500, 504), list(range(20, 30)), PAGE, CAUSAL)
+    assert group_layout(behind, 2).runs == ((20, 28),), "nor those ahead"
+    hidden = make_group(3, range(500, 504), list(range(20, 28)), PAGE, CAUSAL, earliest=128)
+    assert group_layout(hidden, 2).runs == ((22, 28),)
+
+
+def test_a_layout_is_worked_out_once_per_number_of_key_heads() -> None:
+    tree = make_tree_group(0, 5, [-1, 0, 0], [3], PAGE, CAUSAL)
+    first, second = group_layout(tree, 1), group_layout(tree, 2)
+    assert group_layout(tree, 1) is first and group_layout(tree, 2) is second
+    assert first.tail is not None and second.tail is not None
+    assert (first.tail.shape[1], second.tail.shape[1]) == (1, 2)
+
+
+def test_trees_are_causal() -> None:
+    with pytest.raises(IntegrityError, match="see ahead"):
+        make_tree_group(0, 5, [-1, 0, 0], [3], PAGE, AttentionPattern(causal=False))
 
 
 def test_page_runs_join_neighbours_in_order() -> None:

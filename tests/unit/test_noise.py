@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from slipstream.kernels import noise
-from slipstream.kernels.noise import NoiseRows, gumbel_rows, philox
+from slipstream.kernels.noise import gumbel_rows, philox
 from slipstream.types import MAX_SEED
 
 ONES = 0xFFFFFFFF
@@ -80,41 +79,6 @@ def test_rows_do_not_depend_on_how_positions_are_grouped() -> None:
     for start, stop in ((5, 6), (5, 13), (13, 25), (24, 25)):
         assert torch.equal(gumbel_rows(42, range(start, stop), 101), whole[start - 5 : stop - 5])
     assert torch.equal(gumbel_rows(42, range(5, 25), 50), whole[:, :50]), "nor on the size of the vocabulary"
-
-
-def test_kept_rows_are_the_drawn_rows_in_any_order_of_asking() -> None:
-    rows = NoiseRows(7, 33)
-    for span in (range(4, 5), range(5, 20), range(5, 12), range(9, 25), range(24, 26), range(2, 30)):
-        assert torch.equal(rows.get(span), gumbel_rows(7, span, 33)), span
-
-
-def test_the_positions_of_a_tree_come_in_any_order_and_more_than_once() -> None:
-    rows = NoiseRows(7, 33)
-    for positions in ([5, 6, 6, 7, 6, 8], [9, 8, 8], [8, 20, 12], [8, 13], [20, 19]):
-        expected = torch.cat([gumbel_rows(7, range(position, position + 1), 33) for position in positions])
-        assert torch.equal(rows.get(positions), expected), positions
-
-
-def test_a_row_is_drawn_once_for_drafting_and_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-
-    def counted(seed: int, positions: range, vocab_size: int) -> torch.Tensor:
-        drawn.extend(positions)
-        return gumbel_rows(seed, positions, vocab_size)
-
-    monkeypatch.setattr(noise, "gumbel_rows", counted)
-    rows = NoiseRows(7, 33)
-    rows.get(range(5, 12))
-    rows.get([5, 6, 6, 7, 11, 8])
-    rows.get([7, 8, 12])
-    assert drawn == list(range(5, 13))
-
-
-def test_past_positions_are_forgotten() -> None:
-    rows = NoiseRows(7, 33)
-    for start in range(0, 200, 10):
-        rows.get(range(start, start + 16))
-    assert min(rows._rows) == 190 and len(rows._rows) == 16
 
 
 @pytest.mark.parametrize("by", ["position", "seed"])

@@ -104,7 +104,7 @@ class LLM:
 
     def _draft_format(self) -> WeightFormat:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
-        return "int8" if self._target.weight_format in ROW_INVARIANT_FORMATS else self._target.weight_format
+        return "int8" if self._target.weight_format in ("int4", "int8") else self._target.weight_format
 
     def _pool_shapes(self) -> tuple[PoolShape, PoolShape | None]:
         shape, draft = self._target.config, self._drafter.config if self._drafter is not None else None

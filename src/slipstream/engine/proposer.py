@@ -16,7 +16,7 @@ from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
-from slipstream.speculative.tree import Growth, grow_chain, grow_tree
+from slipstream.speculative.tree import Growth
 from slipstream.types import Decision, Proposal, Verdict
 
 _HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
@@ -73,14 +73,17 @@ class Proposer:
             drafts[index] = block
             if block is None:
                 self._bad_draft(sessions[index], "the drafter's numbers are not finite; such steps run plain")
-        plans = [_fixed(session, block) for session, block in zip(sessions, drafts, strict=True)]
-        governed = [index for index, session in enumerate(sessions) if session.speculation.policy is not None]
+        fixed = {
+            index: _fixed(session, drafts[index])
+            for index, session in enumerate(sessions) if session.speculation.policy is None
+        }
+        governed = [index for index in range(len(sessions)) if index not in fixed]
+        chosen: list[Plan] = []
         if governed:
-            fixed = [index for index in range(len(sessions)) if index not in governed]
-            rest = _rest([sessions[i] for i in fixed], sum(len(plans[i].proposal.tokens) for i in fixed))
+            rest = _rest([sessions[i] for i in fixed], sum(len(plan.proposal.tokens) for plan in fixed.values()))
             chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
-            for index, plan in zip(governed, chosen, strict=True):
-                plans[index] = plan
+        settled = fixed | dict(zip(governed, chosen, strict=True))
+        plans = [settled[index] for index in range(len(sessions))]
         for session, block in zip(sessions, drafts, strict=True):
             if block is not None and block.broken:
                 self._bad_draft(session, "the drafter's head gives numbers that are not finite; nothing follows there")
@@ -146,7 +149,7 @@ class Proposer:
         """Lets the policy pick among what was drafted, for all sequences it governs at once."""
         trees, chains, offers = [], [], []
         for session, block in zip(sessions, drafts, strict=True):
-            tree, chain = self._grow(session, block)
+            chain, tree = self._grow(session, block)
             trees.append(tree)
             chains.append(chain)
             policy, ticket = session.speculation.policy, session.ticket
@@ -158,19 +161,18 @@ class Proposer:
         return [_settled(*settled) for settled in zip(sessions, trees, chains, choices, strict=True)]
 
     def _grow(self, session: Session, block: BlockDrafts | None) -> tuple[Growth, Growth]:
-        """The tree and the chain a sequence could verify, with calibrated survival."""
+        """The chain and the tree a sequence could verify, with calibrated survival."""
         speculation, ticket = session.speculation, session.ticket
         anchor = ticket.state.tokens[ticket.state.length]
         policy = speculation.policy
         if block is None or policy is None:
             return Growth([anchor]), Growth([anchor])
         depth = min(block.slots, ticket.room - 1)
-        calibrate = policy.calibration.chance
-        chain = grow_chain(block, anchor, min(depth, speculation.rows - 1), calibrate)
+        nodes = speculation.rows - 1
         if ticket.request.mode.kind == "chain":
-            return Growth([anchor]), chain
+            return block.grow(anchor, min(depth, nodes), 0, 0, policy.calibration)
         floor = _FLOOR_SHARE * self.policy.row_price(ticket.state.length, not session.greedy)
-        return grow_tree(block, anchor, speculation.rows - 1, depth, calibrate, floor=floor), chain
+        return block.grow(anchor, min(depth, nodes), nodes, depth, policy.calibration, floor=floor)
 
     def learn(self, session: Session, plan: Plan, verdict: Verdict, taken: int, top1: float | None) -> None:
         """Tells the sequence's policy or gate what came of the step."""
@@ -197,9 +199,9 @@ class Proposer:
         self._policy.costs.observe_step(shape, step_s * 1e3)
         if any(session.speculation.policy is not None for session in sessions):
             self._policy.progress(sum(committed), (draft_s + step_s) * 1e3)
-        plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
         for session, plan, tokens in zip(sessions, plans, committed, strict=True):
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
+                plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
                 step_ms = (draft_s + step_s) * 1e3
                 session.speculation.gate.observe(tokens, step_ms, self._policy.costs.step_ms(plain))
 
@@ -228,14 +230,14 @@ def _fixed(session: Session, block: BlockDrafts | None) -> Plan:
     """The shape the request asked for, or the anchor alone."""
     ticket, speculation = session.ticket, session.speculation
     anchor = ticket.state.tokens[ticket.state.length]
-    if block is None or speculation.policy is not None:
+    if block is None:
         closed = speculation.gate is not None and not speculation.gate.open
         return Plan(Proposal((anchor,), (-1,)), Decision("plain", "the gate has closed" if closed else ""))
     mode, depth = ticket.request.mode, min(block.slots, ticket.room - 1)
     if mode.kind == "tree":
-        growth = grow_tree(block, anchor, speculation.rows - 1, depth, seeded=mode.seeded)
+        growth = block.grow(anchor, 0, speculation.rows - 1, depth, seeded=mode.seeded)[1]
     else:
-        growth = grow_chain(block, anchor, min(depth, speculation.rows - 1))
+        growth = block.grow(anchor, min(depth, speculation.rows - 1), 0, 0)[0]
     return Plan(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
 
 

@@ -71,15 +71,14 @@ class Runner:
         """One pass of the target over all rows of all sequences."""
         batch, starts = self._batch(works)
         tapped = self.drafter.drafter.config.target_layer_ids if self.drafter and self._taps_wanted(works) else ()
-        hidden, taps = self.target.forward(batch, self._pools.target, tapped)
         wanted = [
             row
             for start, work in zip(starts, works, strict=True)
             for row in range(start + work.rows - work.logit_rows, start + work.rows)
         ]
+        logits, taps = self.target.forward_logits(batch, self._pools.target, tapped, wanted)
         counts = [work.logit_rows for work in works]
-        logits = self.target.logits(hidden[torch.tensor(wanted)]).split(counts) if wanted else [hidden[:0]] * len(works)
-        return ForwardResult(works, list(logits), taps, starts)
+        return ForwardResult(works, list(logits.split(counts)), taps, starts)
 
     def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the draft context of kept rows, given as (work item, its rows in order), at consecutive positions."""
@@ -134,15 +133,11 @@ class Runner:
             pattern: [self._group(start, work, pattern) for start, work in zip(starts, works, strict=True)]
             for pattern in self.target.patterns
         }
-        where = torch.tensor(places)
-        batch = RowBatch(
-            torch.tensor(tokens), torch.tensor(positions), where[:, 0], where[:, 1], max(positions) + 1, groups
-        )
-        return batch, starts
+        page_ids, offsets = zip(*places, strict=True)
+        return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts
 
     def _group(self, row_start: int, work: RowWork, pattern: AttentionPattern) -> RowGroup:
         pages, size = work.state.pages, self._page_tokens
         if work.proposal is not None and work.branching:
-            kv_heads = self.target.config.kv_heads
-            return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, kv_heads, pattern)
+            return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, pattern)
         return make_group(row_start, range(work.start, work.start + work.rows), pages, size, pattern)

@@ -45,6 +45,11 @@ class WeightTensor:
                 flat[start : start + len(raw)] = decode_rows(raw, self.type_name)
         return result
 
+    def raw(self) -> Bytes:
+        """The rows' bytes as stored [rows, bytes]; a view of the file unless rows were selected."""
+        parts = [part for _, part in self._chunks(whole=self._index is None)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def q4_groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Nibbles, scales and minima of a 4-bit tensor, value = q * scale + minimum per group of 32; else None."""
         if self.type_name not in Q4_TYPES:
@@ -72,7 +77,7 @@ class WeightTensor:
         """Rows that can be read on their own: the first dimension, unless blocks span it."""
         return self.shape[0] if self.shape and (len(self.shape) > 1 or self._entry.block == 1) else 1
 
-    def _chunks(self) -> Iterator[tuple[int, Bytes]]:
+    def _chunks(self, whole: bool = False) -> Iterator[tuple[int, Bytes]]:
         entry = self._entry
         try:
             stored = np.frombuffer(self._mapped, np.uint8, entry.nbytes, entry.offset)
@@ -80,7 +85,7 @@ class WeightTensor:
             raise IntegrityError(f"tensor '{self.name}' is read after its file was closed") from None
         count = self._row_count()
         stored = stored.reshape(entry.shape[0] if self._index is not None else count, -1)
-        step = max(1, CHUNK_ELEMENTS * count // max(1, int(np.prod(self.shape, dtype=np.int64))))
+        step = count if whole else max(1, CHUNK_ELEMENTS * count // max(1, int(np.prod(self.shape, dtype=np.int64))))
         selected = None if self._index is None else self._index.numpy()
         for start in range(0, count, step):
             yield start, stored[start : start + step] if selected is None else stored[selected[start : start + step]]

@@ -10,8 +10,8 @@ from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_grou
 
 _ROWS = 16
 _LENGTHS = (20, 150, 700)
-# int8 sums are integers and int4 sums run in the order of the inputs; torch's dense GEMMs promise neither
-ROW_INVARIANT_FORMATS = ("int4", "int8")
+# int8 sums are integers, int4 and native sums run in the order of the inputs; torch's dense GEMMs promise neither
+ROW_INVARIANT_FORMATS = ("native", "int4", "int8")
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: in
 
     for length in _LENGTHS:
         together = attend(length, 0, _ROWS)
-        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, kv_heads, AttentionPattern())
+        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, AttentionPattern())
         if not torch.equal(row_attention(queries, keys, values, [tree], head_dim**-0.5), together):
             return False
         for start in range(0, _ROWS, 5):

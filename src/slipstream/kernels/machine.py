@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
@@ -71,25 +72,44 @@ def cpu_name() -> str:
 
 
 def _amx_survives() -> bool:
-    """Whether low-precision matmuls live through their first call here; asked once per machine and torch version."""
-    remembered = user_cache() / "machine.json"
-    key = f"{cpu_name()} | {platform.node()} | torch {torch.__version__}"
+    """Whether torch's low-precision matmuls live through their first call here."""
+    return _remembered(f"torch {torch.__version__}", _PROBE)
+
+
+def amx_works(handle: ctypes.CDLL) -> bool:
+    """Whether this process may use int8 tiles and they give the right products; tried in a child, which may die."""
+    if not handle.slip_request_amx():
+        return False
+    probe = f"""
+import ctypes, sys
+library = ctypes.CDLL({handle._name!r})
+sys.exit(0 if library.slip_request_amx() and library.slip_probe_amx() else 1)
+"""
+    works = _remembered(f"tiles of {Path(handle._name).stat().st_mtime_ns}", probe)
+    handle.slip_use_amx(int(works))
+    return works
+
+
+def _remembered(what: str, probe: str) -> bool:
+    """Whether a script ends well in a process of its own; asked once per machine and `what`."""
+    path = user_cache() / "machine.json"
+    key = f"{cpu_name()} | {platform.node()} | {what}"
     known: dict[str, bool] = {}
-    if remembered.is_file():
+    if path.is_file():
         try:
-            known = json.loads(remembered.read_text())
+            known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = {}
     if key not in known:
         try:
-            probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=120, check=False)
-            known[key] = probe.returncode == 0
+            done = subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=120, check=False)
+            known[key] = done.returncode == 0
         except subprocess.TimeoutExpired:
             known[key] = False
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        scratch = remembered.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(known))
-        scratch.replace(remembered)
+        scratch.replace(path)
     return bool(known[key])
 
 

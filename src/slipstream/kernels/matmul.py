@@ -16,18 +16,17 @@ from torch.nn import functional as F
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
+from slipstream.kernels.native.library import Library, availability, library
+from slipstream.kernels.native.matrix import PackedLinear, StoredTensor, multiply
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INT4_GROUP = 32
 _FINE_STEPS = 254.0  # a remainder of at most half a coarse step becomes an int8 of its own
 
 
-class MatrixSource(Protocol):
-    """What a matrix is built from: a tensor of a model file that can say its values or its 4-bit groups."""
+class MatrixSource(StoredTensor, Protocol):
+    """What a matrix is built from: a tensor of a model file that can say its values, bytes or 4-bit groups."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def dense(self) -> Tensor: ...
     def q4_groups(self) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 
@@ -111,8 +110,35 @@ class Int4Matrix(Matrix):
         ).float()
 
 
-def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:
-    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`."""
+class NativeMatrix(Matrix):
+    """Weights in the types the file has, multiplied by the compiled kernels in one order per row."""
+
+    format = "native"
+
+    def __init__(self, compiled: Library, sources: list[MatrixSource], float_rows: bool) -> None:
+        self._library = compiled
+        self.packed = PackedLinear(compiled, sources, float_rows)
+        self.out_features, self.in_features = self.packed.out_features, self.packed.in_features
+        self.nbytes = self.packed.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return multiply(self._library, self.packed, rows, torch.get_num_threads())
+
+
+def make_matrix(
+    sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False, float_rows: bool = False
+) -> Matrix:
+    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`.
+
+    `float_rows` promises rows in at least half precision's range and single precision's accuracy.
+    """
+    if weight_format == "native":
+        compiled = library()
+        if compiled is None:
+            raise ConfigError(f"the native format is not available: {availability().reason}", "use --dtype auto")
+        return NativeMatrix(compiled, sources, float_rows)
+    if float_rows:
+        weight_format = "fp32"
     if weight_format in DENSE_DTYPES:
         return DenseMatrix(torch.cat([source.dense() for source in sources]), DENSE_DTYPES[weight_format])
     if weight_format == "int4":

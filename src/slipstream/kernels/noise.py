@@ -40,24 +40,3 @@ def gumbel_rows(seed: int, positions: range, vocab_size: int) -> Tensor:
     # the smallest uniform values make the largest noise, where log1p keeps them apart
     uniform = torch.stack(words, dim=-1).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_().view(len(positions), -1)[:, :vocab_size]
-
-
-class NoiseRows:
-    """The noise rows of one request, each drawn once although drafting and verify both need it."""
-
-    def __init__(self, seed: int, vocab_size: int) -> None:
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._rows: dict[int, Tensor] = {}
-
-    def get(self, positions: Sequence[int]) -> Tensor:
-        """Noise [positions, vocabulary]; forgets positions before the smallest one asked for."""
-        first = min(positions)
-        for old in [p for p in self._rows if p < first]:
-            del self._rows[old]
-        missing = [p for p in positions if p not in self._rows]
-        if missing:
-            span = range(min(missing), max(missing) + 1)
-            fresh = gumbel_rows(self._seed, span, self._vocab_size)
-            self._rows.update(zip(span, fresh, strict=True))
-        return torch.stack([self._rows[p] for p in positions])

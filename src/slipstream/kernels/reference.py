@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.rows import MIN_ATTENTION_ROWS, RowGroup
+from slipstream.kernels.rows import AttentionPattern, RowGroup
+
+# MKL sums fewer than four rows in another order than four or more; padding keeps one order for all.
+MIN_ATTENTION_ROWS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +49,8 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
     rows, heads, dim = queries.shape
     kv_heads, page_tokens = keys.shape[1], keys.shape[2]
     share = heads // kv_heads
-    mask, tail = group.mask, group.tail
+    layout = group_layout(group, kv_heads)
+    runs, mask, tail = layout.runs, layout.mask, layout.tail
     padded = rows
     if rows * share < MIN_ATTENTION_ROWS:
         padded = -(-MIN_ATTENTION_ROWS // share)
@@ -54,7 +59,7 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         tail = None if tail is None else torch.cat((tail, tail[:, :, -1:].expand(-1, -1, padded - rows, -1)), dim=2)
     # query heads that share a kv head become extra rows of it, so keys are never repeated
     grouped = queries.view(padded, kv_heads, share, dim).permute(1, 0, 2, 3).reshape(kv_heads, padded * share, dim)
-    parts = [_run_scores(grouped, keys[first:last]) for first, last in group.runs]
+    parts = [_run_scores(grouped, keys[first:last]) for first, last in runs]
     if tail is not None:
         parts.append(_tail_scores(grouped, _own_rows(keys, tail)))
     scores = _joined(parts)
@@ -63,7 +68,7 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
     weights = torch.softmax(flat.add_(mask[None, :, None, :]), dim=-1)
     paged = weights.view(kv_heads, padded * share, pages, page_tokens).permute(2, 0, 1, 3)
     parts, done = [], 0
-    for first, last in group.runs:
+    for first, last in runs:
         span = paged[done : done + last - first].reshape(-1, padded * share, page_tokens)
         sums = torch.bmm(span, values[first:last].reshape(-1, page_tokens, dim))
         parts.append(sums.view(-1, kv_heads, padded * share, dim))
@@ -117,3 +122,90 @@ def _run_scores(grouped: Tensor, keys: Tensor) -> Tensor:
     repeated = grouped[None].expand(pages, -1, -1, -1).reshape(pages * kv_heads, rows, dim)
     flat = torch.bmm(repeated, keys.reshape(-1, page_tokens, dim).transpose(1, 2))
     return flat.view(pages, kv_heads, rows, page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """What torch's attention needs of a group: the pages to read, and what each row sees of them."""
+
+    runs: tuple[tuple[int, int], ...]  # ranges of page ids, in position order
+    mask: Tensor  # [rows, keys], 0 or -inf
+    # behind the runs, each row's own way through a tree: [pages, kv heads, rows, page tokens] as rows of a flat pool
+    tail: Tensor | None = None
+
+
+def group_layout(group: RowGroup, kv_heads: int) -> GroupLayout:
+    """Worked out when the first layer asks, kept for the others; pages nobody in the group sees are not read."""
+    key = f"layout for {kv_heads}"
+    found = group.derived.get(key)
+    if not isinstance(found, GroupLayout):
+        found = _chain_layout(group) if group.parents is None else _tree_layout(group, group.parents, kv_heads)
+        group.derived[key] = found
+    return found
+
+
+def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Joins consecutive page ids into ranges, so that neighbouring pages are read in one call."""
+    runs: list[tuple[int, int]] = []
+    for page in page_ids:
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return tuple(runs)
+
+
+def _chain_layout(group: RowGroup) -> GroupLayout:
+    page_tokens, end = group.page_tokens, group.base + group.rows
+    first_page, last_page = _first_page(group), -(-end // page_tokens)
+    keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
+    queries = torch.arange(group.base, end)[:, None]
+    runs = page_runs(group.page_ids[first_page:last_page])
+    return GroupLayout(runs, _mask(queries, keys, end - 1, group.pattern, group.earliest))
+
+
+def _tree_layout(group: RowGroup, parents: Sequence[int], kv_heads: int) -> GroupLayout:
+    """The stretch from the page of the root on is gathered for every row through its ancestors in position order,
+    so that the row does the very sums a plain row at its position would.
+    """
+    start, page_tokens = group.base, group.page_tokens
+    ways: list[list[int]] = []  # rows from the root to each row
+    for row, parent in enumerate(parents):
+        ways.append([*ways[parent], row] if parent >= 0 else [row])
+    deepest = max(map(len, ways))
+    first_page = _first_page(group)
+    tail_page, last_page = start // page_tokens, -(-(start + deepest) // page_tokens)
+    committed = list(range(tail_page * page_tokens, start))
+    behind = last_page * page_tokens - start
+    slots = [committed + [start + row for row in way] + [start] * (behind - len(way)) for way in ways]
+    queries = torch.tensor([start + len(way) - 1 for way in ways])[:, None]
+    keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
+    return GroupLayout(
+        page_runs(group.page_ids[first_page:tail_page]),
+        _mask(queries, keys, start + deepest - 1, group.pattern, group.earliest),
+        _pool_rows(torch.tensor(slots), group.page_ids, page_tokens, kv_heads),
+    )
+
+
+def _pool_rows(slots: Tensor, page_ids: Sequence[int], page_tokens: int, kv_heads: int) -> Tensor:
+    """Where slots [rows, tokens] stand in a pool [pages, kv heads, page tokens, dim] seen as a list of vectors."""
+    pages = torch.tensor(page_ids)[slots // page_tokens].view(slots.shape[0], -1, page_tokens).transpose(0, 1)
+    offsets = (slots % page_tokens).view(slots.shape[0], -1, page_tokens).transpose(0, 1)
+    heads = torch.arange(kv_heads)[:, None, None]
+    return ((pages[:, None] * kv_heads + heads) * page_tokens + offsets[:, None]).contiguous()
+
+
+def _first_page(group: RowGroup) -> int:
+    window = group.pattern.window
+    return max(group.earliest, group.base - window + 1 if window else 0, 0) // group.page_tokens
+
+
+def _mask(queries: Tensor, keys: Tensor, last: int, pattern: AttentionPattern, earliest: int) -> Tensor:
+    """0 where a query position sees a key position, -inf elsewhere."""
+    last_visible = queries if pattern.causal else torch.full_like(queries, last)
+    visible = (keys >= earliest) & (keys <= last_visible)
+    if pattern.window:
+        visible &= queries - keys < pattern.window
+        if not pattern.causal:
+            visible &= keys - queries < pattern.window
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# MKL sums fewer than four rows in another order than four or more; padding keeps one order for all.
-MIN_ATTENTION_ROWS = 4
+from slipstream.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,39 +22,70 @@ class AttentionPattern:
     causal: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RowGroup:
-    """The rows of one sequence in a batch: where they stand, which pages hold their keys, what each row sees."""
+    """The rows of one sequence in a batch: where they stand, which pages hold their keys, what each row sees.
 
-    start: int
+    A description and nothing more, since every step makes one per sequence: `page_ids` is the sequence's own list,
+    and what a kernel works out of it (masks, arrays) is kept in `derived`, because every layer asks for the same.
+    """
+
+    start: int  # rows of the batch
     stop: int
-    runs: tuple[tuple[int, int], ...]  # ranges of page ids, in position order
-    mask: Tensor  # [rows, keys], 0 or -inf
-    # behind the runs, each row's own way through a tree: [pages, kv heads, rows, page tokens] as rows of a flat pool
-    tail: Tensor | None = None
+    base: int  # position of the first row; row i is stored in slot base + i
+    page_ids: Sequence[int]
+    page_tokens: int
+    pattern: AttentionPattern
+    earliest: int = 0  # keys at positions before this one are hidden
+    parents: tuple[int, ...] | None = None  # each row's parent row, -1 for the root; None for a chain
+    derived: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Everything one forward needs to know about its rows; groups are given per attention pattern."""
+    """Everything one forward needs to know about its rows; groups are given per attention pattern.
 
-    token_ids: Tensor
-    positions: Tensor
-    pages: Tensor
-    offsets: Tensor
-    end: int  # one more than the largest position, known without asking the device
-    groups: Mapping[AttentionPattern, Sequence[RowGroup]]
+    Numbers are kept as the native kernels read them; torch's kernels get tensors of them when they first ask.
+    """
+
+    def __init__(
+        self, tokens: Iterable[int], positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int,
+        groups: Mapping[AttentionPattern, Sequence[RowGroup]],
+    ) -> None:
+        self.token_list = array("i", tokens)
+        self.position_list = array("i", positions)
+        self.page_list = array("i", pages)
+        self.offset_list = array("i", offsets)
+        self.end = end  # one more than the largest position
+        self.groups = groups
+        self.derived: dict[AttentionPattern, Any] = {}  # what kernels work out once for all layers of a pattern
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_list)
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        return _tensor(self.token_list)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return _tensor(self.position_list)
+
+    @cached_property
+    def pages(self) -> Tensor:
+        return _tensor(self.page_list)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        return _tensor(self.offset_list)
 
 
-def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Joins consecutive page ids into ranges, so that neighbouring pages are read in one call."""
-    runs: list[tuple[int, int]] = []
-    for page in page_ids:
-        if runs and runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], page + 1)
-        else:
-            runs.append((page, page + 1))
-    return tuple(runs)
+def _tensor(numbers: array[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def make_group(
@@ -63,70 +96,17 @@ def make_group(
     pattern: AttentionPattern,
     earliest: int = 0,
 ) -> RowGroup:
-    """Describes the attention of rows at consecutive positions of one sequence.
-
-    Keys before `earliest` are hidden; pages nobody in the group can see are not read at all.
-    """
-    first_page = _first_page(positions.start, page_tokens, pattern, earliest)
-    last_page = -(-positions.stop // page_tokens)
-    keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
-    queries = torch.arange(positions.start, positions.stop)[:, None]
-    return RowGroup(
-        start=row_start,
-        stop=row_start + len(positions),
-        runs=page_runs(page_ids[first_page:last_page]),
-        mask=_mask(queries, keys, positions.stop - 1, pattern, earliest),
-    )
+    """Describes the attention of rows at consecutive positions of one sequence; keys before `earliest` are hidden."""
+    return RowGroup(row_start, row_start + len(positions), positions.start, page_ids, page_tokens, pattern, earliest)
 
 
 def make_tree_group(
-    row_start: int, start: int, parents: Sequence[int], page_ids: Sequence[int], page_tokens: int, kv_heads: int,
+    row_start: int, start: int, parents: Sequence[int], page_ids: Sequence[int], page_tokens: int,
     pattern: AttentionPattern,
 ) -> RowGroup:
-    """Describes the attention of a tree's rows: row i is stored in slot start + i and stands at start + its depth.
-
-    The stretch from the page of `start` on is gathered for every row through its ancestors in position order, so
-    that the row does the very sums a plain row at its position would.
-    """
-    ways: list[list[int]] = []  # rows from the root to each row
-    for row, parent in enumerate(parents):
-        ways.append([*ways[parent], row] if parent >= 0 else [row])
-    deepest = max(map(len, ways))
-    first_page = _first_page(start, page_tokens, pattern, 0)
-    tail_page, last_page = start // page_tokens, -(-(start + deepest) // page_tokens)
-    committed = list(range(tail_page * page_tokens, start))
-    behind = last_page * page_tokens - start
-    slots = [committed + [start + row for row in way] + [start] * (behind - len(way)) for way in ways]
-    own_slots = torch.tensor(slots)
-    queries = torch.tensor([start + len(way) - 1 for way in ways])[:, None]
-    keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
+    """Describes the attention of a tree's rows: row i is stored in slot start + i and stands at start + its depth."""
+    if not pattern.causal:
+        raise IntegrityError("the rows of a tree cannot see ahead", "use a causal pattern")
     return RowGroup(
-        start=row_start,
-        stop=row_start + len(parents),
-        runs=page_runs(page_ids[first_page:tail_page]),
-        mask=_mask(queries, keys, start + deepest - 1, pattern, 0),
-        tail=_pool_rows(own_slots, page_ids, page_tokens, kv_heads),
+        row_start, row_start + len(parents), start, page_ids, page_tokens, pattern, parents=tuple(parents)
     )
-
-
-def _pool_rows(slots: Tensor, page_ids: Sequence[int], page_tokens: int, kv_heads: int) -> Tensor:
-    """Where slots [rows, tokens] stand in a pool [pages, kv heads, page tokens, dim] seen as a list of vectors."""
-    pages = torch.tensor(page_ids)[slots // page_tokens].view(slots.shape[0], -1, page_tokens).transpose(0, 1)
-    offsets = (slots % page_tokens).view(slots.shape[0], -1, page_tokens).transpose(0, 1)
-    heads = torch.arange(kv_heads)[:, None, None]
-    return ((pages[:, None] * kv_heads + heads) * page_tokens + offsets[:, None]).contiguous()
-
-
-def _first_page(start: int, page_tokens: int, pattern: AttentionPattern, earliest: int) -> int:
-    return max(earliest, start - pattern.window + 1 if pattern.window else 0, 0) // page_tokens
-
-
-def _mask(queries: Tensor, keys: Tensor, last: int, pattern: AttentionPattern, earliest: int) -> Tensor:
-    """0 where a query position sees a key position, -inf elsewhere."""
-    last_visible = queries if pattern.causal else torch.full_like(queries, last)
-    visible = (keys >= earliest) & (keys <= last_visible)
-    if pattern.window:
-        visible &= queries - keys < pattern.window
-        if not pattern.causal:
-            visible &= keys - queries < pattern.window
-    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))

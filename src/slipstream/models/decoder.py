@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.matmul import Int8Matrix
+from slipstream.kernels.matmul import Int8Matrix, Matrix
+from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.reference import rms_norm
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.models.layers import RotaryRows, TransformerLayer
+from slipstream.models.native_pass import native_stack, packed
 from slipstream.models.rope import RopeConfig, RotaryTable
 from slipstream.models.weights import Weights
 
@@ -73,9 +75,12 @@ class Decoder:
             [weights.source(head, (config.vocab_size, config.hidden_size))],
             "int8" if weights.weight_format == "int4" else None,
         )
-        self._rough_head = self.head.roughened() if isinstance(self.head, Int8Matrix) else self.head
+        # drafts share the head, and their logits need not be exact
+        self.draft_head: Matrix = self.head.roughened() if isinstance(self.head, Int8Matrix) else self.head
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
+        self._native = native_stack(config, self.layers, self.norm)
+        self._pools: tuple[KvLayers, LayerPools] | None = None
         weights.finish(names.ignored)
 
     def forward(self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
@@ -83,6 +88,9 @@ class Decoder:
 
         Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm.
         """
+        if self._native is not None:
+            done = self._run_native(self._native, batch, kv, tap_layers, ())
+            return done.hidden, done.taps
         x = self.embed(batch.token_ids)
         rotary = self.rotary.rows(batch.positions, batch.end)
         recorded = {-1: x}
@@ -93,10 +101,27 @@ class Decoder:
         taps = torch.cat([recorded[index] for index in tap_layers], dim=-1) if tap_layers else None
         return rms_norm(x, self.norm, self.config.rms_eps), taps
 
+    def forward_logits(
+        self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward`, with the wanted rows taken through the head: in one native call where that is possible."""
+        if self._native is not None and wanted:
+            done = self._run_native(self._native, batch, kv, tap_layers, wanted)
+            if done.logits is not None:
+                return done.logits, done.taps
+        hidden, taps = self.forward(batch, kv, tap_layers)
+        return (self.logits(hidden[torch.tensor(wanted)]) if wanted else hidden[:0]), taps
+
+    def _run_native(
+        self, stack: NativeStack, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
+    ) -> PassResult:
+        if self._pools is None or self._pools[0] is not kv:
+            # addresses are read once per set of pools, which is kept so that it cannot become another one's
+            self._pools = kv, LayerPools([keys for keys, _ in kv], [values for _, values in kv])
+        return stack.run(
+            batch, self.embed(batch.token_ids), self._pools[1], self.rotary.tables(batch.end),
+            torch.get_num_threads(), tap_layers, wanted, packed(self.head),
+        )
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
-
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """The shared head for drafts, whose logits need not be exact."""
-        return self._rough_head(hidden)
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.native.matrix import PackedLinear
+from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.reference import rms_norm, rotate
 from slipstream.kernels.rows import RowBatch
 from slipstream.models import dflash_config
@@ -18,11 +21,9 @@ from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in, shapes_in
 from slipstream.models.heads import DraftHeads
 from slipstream.models.layers import BlockConvolution, TransformerLayer, biased
+from slipstream.models.native_pass import ContextWriter, native_stack, packed
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Progress, Weights
-
-# The taps reach 24,000 where the stream has attention sinks; half precision overflows in this one projection.
-_FC_FORMAT: WeightFormat = "fp32"
 
 LUCEBOX_ARCH = "dflash-draft"
 
@@ -40,7 +41,8 @@ class DFlashDrafter:
                 "target_layer_ids does not belong to these weights",
             )
         self.tap_width = fc.shape[1]
-        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], _FC_FORMAT)
+        # the taps reach 24,000 where the stream has attention sinks: too much for half precision and for rows in int8
+        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], float_rows=True)
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
         self.layers = [
             TransformerLayer(weights, config, f"layers.{index}.", pattern)
@@ -64,6 +66,8 @@ class DFlashDrafter:
         self.heads = DraftHeads.load(weights, config)
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
+        self._native = native_stack(config, self.layers, self.norm)
+        self._context = ContextWriter.make(self.fc, self.context_kv, self.context_bias)
         weights.finish(lambda name: False)
 
     def _load_convolutions(self, weights: Weights) -> None:
@@ -82,6 +86,12 @@ class DFlashDrafter:
     ) -> None:
         """Projects the taps of committed rows into all layers' keys and values [layers, pages, heads, tokens, dim]."""
         config = self.config
+        if self._context is not None:
+            self._context.write(
+                taps, positions, pages, offsets, self.rotary.tables(end), keys, values, self.hidden_norm,
+                self.context_k_norm, config.rms_eps,
+            )
+            return
         context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
         projected = biased(self.context_kv(context), self.context_bias)
         projected = projected.view(-1, config.layers, 2, config.kv_heads, config.head_dim)
@@ -93,14 +103,39 @@ class DFlashDrafter:
 
     def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
         """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
+        x = self._scaled(embedded)
+        if self._native is not None:
+            return self._run_native(self._native, x, batch, keys, values, (), None).hidden
         rotary = self.rotary.rows(batch.positions, batch.end)
-        x = embedded
-        if self.config.input_embedding_scale is not None:
-            x = x * self.config.input_embedding_scale
         # the block stands behind the context in the pools for the length of this pass
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, rotary, keys[index], values[index])
         return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def forward_logits(
+        self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix
+    ) -> tuple[Tensor, Tensor]:
+        """The wanted hidden rows of the blocks and their logits under `head`, in one native call where possible."""
+        own_head = packed(head)
+        rows = torch.tensor(wanted)
+        if self._native is not None and own_head is not None:
+            done = self._run_native(self._native, self._scaled(embedded), batch, keys, values, wanted, own_head)
+            if done.logits is not None:
+                return done.hidden[rows], done.logits
+        hidden = self.forward(embedded, batch, keys, values)[rows]
+        return hidden, head(hidden)
+
+    def _scaled(self, embedded: Tensor) -> Tensor:
+        scale = self.config.input_embedding_scale
+        return embedded if scale is None else embedded * scale
+
+    def _run_native(
+        self, stack: NativeStack, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int],
+        head: PackedLinear | None,
+    ) -> PassResult:
+        pools = LayerPools(list(keys), list(values))
+        tables, threads = self.rotary.tables(batch.end), torch.get_num_threads()
+        return stack.run(batch, x, pools, tables, threads, wanted=wanted, head=head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """The drafter's own multiplier and softcap on logits of the shared head."""

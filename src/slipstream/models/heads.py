@@ -1,11 +1,12 @@
 """Heads that correct a slot's candidates once the token before them is chosen, and say how far to trust the slot.
 
-`DraftHeads.begin` gathers all that one block's walk can need in a few tensor calls; the walk itself, one call per
-chosen token or tree node, is numpy on small arrays.
+Compiled code reads the tables of the simplest heads itself. For the others a walk gathers all that one block can need
+in a few tensor calls, and is then numpy on small arrays, one call per chosen token or tree node.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.formats.weights import WeightTensor
+from slipstream.kernels.native.growth import BRAIN, FLOAT, HALF, CompiledWalk, HeadTables
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import shapes_in
 from slipstream.models.weights import FLOAT_TYPES, Weights
@@ -33,10 +35,15 @@ class TokenRows:
         if dtype is None:
             # quantised values are coarser than half precision, but their range may be wider
             dtype = torch.float16 if float(values.abs().max()) <= _HALF_LIMIT else torch.float32
-        self._table = values.to(dtype)
+        self._table = values.to(dtype).contiguous()
         self._brain = dtype is torch.bfloat16
         # numpy has no bfloat16: its bits are the upper half of a float32
         self._view = self._table.view(torch.uint16).numpy() if self._brain else self._table.numpy()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the rows stand in memory and how their numbers are stored, for compiled code."""
+        return self._view.ctypes.data, BRAIN if self._brain else HALF if self._view.itemsize == 2 else FLOAT
 
     def row(self, token: int) -> Floats:
         stored = self._view[token]
@@ -69,6 +76,7 @@ class MarkovHead:
         self.embedding = TokenRows(weights.source("markov_head.markov_w1.weight", (config.vocab_size, rank)))
         self.output = TokenRows(weights.source("markov_head.markov_w2.weight", (config.vocab_size, rank)))
         self.rank = rank
+        self.vocabulary = config.vocab_size
         if self.kind == "gated":
             joined, self._bias = _linear(weights, "markov_head.gate_proj", rank, hidden + rank)
             self._of_hidden, inner = joined[:, :hidden], joined[:, hidden:]
@@ -174,27 +182,43 @@ class ConfidenceHead:
         bias = weights.optional_vector(f"{name}.bias", 1)
         self._bias = 0.0 if bias is None else float(bias)
         self._of_hidden = weight[: config.hidden_size]
-        self._of_token: Floats = weight[config.hidden_size :].numpy()
+        self._of_token: Floats = np.ascontiguousarray(weight[config.hidden_size :].numpy())
 
-    def begin(self, hidden: Tensor) -> list[float]:
+    def begin(self, hidden: Tensor) -> Floats:
         """The part of each slot's score that does not depend on the token before it."""
-        scores: list[float] = (hidden @ self._of_hidden + self._bias).tolist()
-        return scores
+        return _numpy(hidden @ self._of_hidden + self._bias)
+
+    @property
+    def of_token(self) -> Floats | None:
+        """What weighs the row of the token before; None if it does not matter."""
+        return self._of_token if self._embedding is not None else None
 
     def chance(self, score: float, previous: int) -> float:
         if self._embedding is not None:
-            score += float(self._of_token @ self._embedding.row(previous))
+            score = score + float(self._of_token @ self._embedding.row(previous))
         return float(_sigmoid(np.float32(score)))
 
 
 class HeadPass:
     """The heads over one sequence's block; slot 0 is the first proposal."""
 
-    def __init__(self, walk: _Walk | None, candidates: int, confidence: ConfidenceHead | None, hidden: Tensor) -> None:
-        self._walk = walk
-        self._nothing = np.zeros(candidates, np.float32)
+    def __init__(
+        self, corrector: _Corrector | None, confidence: ConfidenceHead | None, tables: HeadTables | None,
+        hidden: Tensor, candidates: Tensor,
+    ) -> None:
+        self._corrector = corrector
+        self._hidden = hidden
+        self._candidates = candidates
         self._confidence = confidence
-        self._scores = confidence.begin(hidden) if confidence is not None else []
+        self._scores = confidence.begin(_on_host(hidden)) if confidence is not None else None
+        self.compiled = CompiledWalk(tables, self._scores) if tables is not None else None
+
+    @cached_property
+    def _walk(self) -> _Walk | None:
+        # compiled code needs no walk, and making one takes longer than all that it does
+        if self._corrector is None:
+            return None
+        return self._corrector.begin(_on_host(self._hidden), self._candidates.to("cpu"))
 
     def first_state(self) -> State:
         return self._walk.first_state() if self._walk is not None else None
@@ -202,14 +226,14 @@ class HeadPass:
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
         """What to add to the logits of the slot's candidates behind `previous`, and the state behind the slot."""
         if self._walk is None:
-            return self._nothing, state
+            return np.zeros(self._candidates.shape[-1], np.float32), state
         return self._walk.correct(slot, previous, state)
 
     def confidence(self, slot: int, previous: int) -> float | None:
         """How likely the slot's proposal behind `previous` is accepted; None without a confidence head."""
-        if self._confidence is None:
+        if self._confidence is None or self._scores is None:
             return None
-        return self._confidence.chance(self._scores[slot], previous)
+        return self._confidence.chance(float(self._scores[slot]), previous)
 
 
 class DraftHeads:
@@ -222,6 +246,9 @@ class DraftHeads:
         if parts.selector_rank:
             self._corrector = CandidateSelector(weights, config)
         self._confidence = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None
+        self._tables: HeadTables | None = None
+        if self._corrector is None or (self._corrector is markov and markov.kind == "vanilla"):
+            self._tables = _tables(markov, self._confidence)
         self.candidate_limit = parts.selector_top_k or None  # None: the caller chooses how many
         self.corrects = self._corrector is not None
         self.has_confidence = self._confidence is not None
@@ -232,9 +259,21 @@ class DraftHeads:
 
     def begin(self, hidden: Tensor, candidates: Tensor) -> HeadPass:
         """Prepares one block: hidden rows [slots, H] after the final norm, candidate ids [slots, K]."""
-        hidden, candidates = hidden.detach().to("cpu", torch.float32), candidates.to("cpu")
-        walk = self._corrector.begin(hidden, candidates) if self._corrector is not None else None
-        return HeadPass(walk, candidates.shape[-1], self._confidence, hidden)
+        return HeadPass(self._corrector, self._confidence, self._tables, hidden, candidates)
+
+
+def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> HeadTables:
+    """Heads that compiled code can walk; the owners of the memory live as long as their DraftHeads."""
+    of_token = confidence.of_token if confidence is not None else None
+    trusted = None if of_token is None else of_token.ctypes.data
+    if markov is None:
+        return HeadTables(0, 0, FLOAT, FLOAT, None, None, trusted)
+    (before, before_type), (after, after_type) = markov.embedding.place, markov.output.place
+    return HeadTables(markov.vocabulary, markov.rank, before_type, after_type, before, after, trusted)
+
+
+def _on_host(hidden: Tensor) -> Tensor:
+    return hidden.detach().to("cpu", torch.float32)
 
 
 def _linear(weights: Weights, name: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.reference import rms_norm, rotate, row_attention, write_rows
+from slipstream.kernels.attention import attention
+from slipstream.kernels.reference import rms_norm, rotate, write_rows
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.models.weights import Weights
 
@@ -109,7 +110,7 @@ class TransformerLayer:
         turned = rotate(turned, *rotary)
         write_rows(keys, batch.pages, batch.offsets, turned[:, heads:])
         write_rows(values, batch.pages, batch.offsets, qkv[:, turning:])
-        mixed = row_attention(turned[:, :heads], keys, values, batch.groups[self.pattern], shape.head_dim**-0.5)
+        mixed = attention(turned[:, :heads], keys, values, batch.groups[self.pattern], shape.head_dim**-0.5)
         y = biased(self.output(mixed), self.output_bias)
         if self.attention_conv is not None:
             y = self.attention_conv.leave(y, closing)

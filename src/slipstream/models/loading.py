@@ -10,6 +10,7 @@ from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.kernels.machine import measure_formats, pick_format
+from slipstream.kernels.native.library import availability, library
 from slipstream.models import llama, qwen3
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder
@@ -53,13 +54,21 @@ def load_target(path: Path, weight_format: WeightFormat, progress: Progress | No
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
-    """The asked format, or the fastest measured here among those that keep the file's precision."""
+    """The asked format; else the file's own types where kernels are compiled, or the fastest torch has here."""
     kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) == 2}
     four_bit = bool(kinds & {"Q4_0", "Q4_1"})
     if asked == "int4" and not four_bit:
         raise ConfigError(f"{file.path.name} has no Q4_0 or Q4_1 weights to run as int4", "use --dtype int8 or auto")
     if asked != "auto":
         return asked, "asked for"
+    compiled, reason = library(), availability().reason
+    if compiled is not None:
+        return "native", reason
+    chosen, measured_reason = _fastest_torch_format(kinds, four_bit, outputs, inputs)
+    return chosen, f"{reason}; {measured_reason}"
+
+
+def _fastest_torch_format(kinds: set[str], four_bit: bool, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
     candidates: list[WeightFormat]
     if kinds <= {"F32", "F64"}:
         return "fp32", "the file's own precision"

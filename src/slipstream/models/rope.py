@@ -117,9 +117,14 @@ class RotaryTable:
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos, and sin with its first half negated, [rows, 1, dim] for positions below `end`."""
+        cos, sin = self.tables(end)
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def tables(self, end: int) -> tuple[Tensor, Tensor]:
+        """The same by position [positions, dim], at least up to `end`."""
         if end > self._cos.shape[0]:
             self._grow(max(end, 2 * self._cos.shape[0], _FIRST_TABLE))
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        return self._cos, self._sin
 
     def _grow(self, size: int) -> None:
         angles = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies

@@ -11,6 +11,8 @@ from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, WeightTensor
 from slipstream.kernels.matmul import Matrix, make_matrix
+from slipstream.kernels.native.library import library
+from slipstream.kernels.native.matrix import RowTable
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Progress = Callable[[str, int, int], None]
@@ -21,14 +23,18 @@ def keep_name(name: str) -> str:
 
 
 class Embedding:
-    """A token table: float tables stay in memory as stored, quantised ones are read row by row from the file."""
+    """A token table, read row by row from the file, except that torch keeps float tables in memory."""
 
     def __init__(self, source: WeightTensor) -> None:
         self._source = source
-        dtype = FLOAT_TYPES.get(source.type_name)
+        compiled = library()
+        self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
+        dtype = FLOAT_TYPES.get(source.type_name) if self._compiled is None else None
         self._table = source.dense().to(dtype) if dtype is not None else None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(token_ids)
         if self._table is not None:
             return self._table[token_ids].float()
         return self._source.rows(token_ids).dense()
@@ -79,9 +85,11 @@ class Weights:
     def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
         return Embedding(self.source(name, (vocab, hidden)))
 
-    def matrix(self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None) -> Matrix:
-        """Stacks tensors along the outputs into one matrix."""
-        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough)
+    def matrix(
+        self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None, float_rows: bool = False
+    ) -> Matrix:
+        """Stacks tensors along the outputs into one matrix; `float_rows` keeps the rows' range and accuracy."""
+        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough, float_rows)
         self.step_bytes += matrix.nbytes
         return matrix
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.sequence_policy import SequencePolicy
@@ -31,12 +32,19 @@ class Step:
         self.batch = plain.batch
         self.context = plain.context
         self.sampled = plain.sampled
-        most = plain.rows + most_nodes
-        straight, branched = (
-            costs.steps_ms(replace(plain, rows=most, branching=branching)) for branching in (False, True)
-        )
-        self.straight, self.branched = straight[plain.rows : most + 1], branched[plain.rows : most + 1]  # ms by nodes
+        self._costs = costs
+        self._rows = plain.rows
+        self._most = plain.rows + most_nodes
+        self.straight = self._times(branching=False)  # ms by nodes
         self.plain_rate = plain.batch / self.straight[0]
+
+    @cached_property
+    def branched(self) -> list[float]:
+        return self._times(branching=True)
+
+    def _times(self, branching: bool) -> list[float]:
+        times = self._costs.steps_ms(StepShape(self.batch, self._most, self.context, self.sampled, branching))
+        return times[self._rows : self._most + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,45 +67,43 @@ def best_prefix(
 ) -> Taken | None:
     """All sequences' nodes in one order by survival per millisecond, cut where they stop to be worth their time."""
     lists = [offered_nodes(offer, branching) for offer in offers]
-    trunks = [common_nodes(nodes, offer.chain) for nodes, offer in zip(lists, offers, strict=True)]
-    taken, left = [0] * len(offers), sum(len(nodes) for nodes in lists)
-    order: list[int] = []
-    best_count, best_worth, best_rate, best_ms = 0, -math.inf, 0.0, 0.0
-    tokens, times = float(step.batch), step.straight
-    for index, survival in _merged(costs, offers, lists, step):
-        # no later prefix can win if even all nodes at today's survival would not
-        if tokens + left * survival - price * (spent_ms + times[len(order) + 1]) <= best_worth:
-            break
-        order.append(index)
-        taken[index] += 1
-        left -= 1
-        tokens += survival
-        if taken[index] > trunks[index]:
-            times = step.branched
-        ms = spent_ms + times[len(order)]
-        if tokens - price * ms > best_worth:
-            best_count, best_worth, best_rate, best_ms = len(order), tokens - price * ms, tokens / ms, ms
-    if not best_count:
+    order, survivals = _merged(costs, offers, lists, step)
+    if not order:
         return None
-    counts = [0] * len(offers)
-    for index in order[:best_count]:
-        counts[index] += 1
+    straight = _before_branching(order, lists, offers) if branching else len(order)
+    times = [*step.straight[1 : straight + 1], *(step.branched[straight + 1 : len(order) + 1] if branching else ())]
+    tokens = list(accumulate(survivals, initial=float(step.batch)))
+    worths = [gained - price * (spent_ms + ms) for gained, ms in zip(tokens[1:], times, strict=True)]
+    best = worths.index(max(worths)) + 1
+    counts = [order[:best].count(index) for index in range(len(offers))]
     each = tuple(1.0 + sum(nodes[:count]) for nodes, count in zip(lists, counts, strict=True))
-    return Taken(tuple(counts), branching, each, best_ms, best_rate)
+    ms = spent_ms + times[best - 1]
+    return Taken(tuple(counts), branching, each, ms, tokens[best] / ms)
 
 
 def _merged(
     costs: CostTable, offers: Sequence[Offer], lists: Sequence[Sequence[float]], step: Step
-) -> Iterator[tuple[int, float]]:
-    if sum(1 for nodes in lists if nodes) == 1:
-        index = next(index for index, nodes in enumerate(lists) if nodes)
-        return ((index, survival) for survival in lists[index])
+) -> tuple[list[int], Sequence[float]]:
+    """Whose node comes when, and the nodes' survivals in that order."""
+    some = [index for index, nodes in enumerate(lists) if nodes]
+    if len(some) == 1:
+        return some * len(lists[some[0]]), lists[some[0]]
     prices = [costs.row_ms(offer.context, step.batch, step.sampled) for offer in offers]
     ranked = sorted(
         (-survival / price, index, survival)
         for index, (nodes, price) in enumerate(zip(lists, prices, strict=True)) for survival in nodes
     )
-    return ((index, survival) for _, index, survival in ranked)
+    return [index for _, index, _ in ranked], [survival for _, _, survival in ranked]
+
+
+def _before_branching(order: Sequence[int], lists: Sequence[Sequence[float]], offers: Sequence[Offer]) -> int:
+    """How many of the first nodes belong to nothing but chains."""
+    left = [common_nodes(nodes, offer.chain) for nodes, offer in zip(lists, offers, strict=True)]
+    for count, index in enumerate(order):
+        if not left[index]:
+            return count
+        left[index] -= 1
+    return len(order)
 
 
 def offered_nodes(offer: Offer, branching: bool) -> Sequence[float]:
@@ -108,7 +114,7 @@ def offered_nodes(offer: Offer, branching: bool) -> Sequence[float]:
 
 def common_nodes(nodes: Sequence[float], chain: Sequence[float]) -> int:
     """How many of the first nodes are those of the chain; equal survival makes them as good as the same."""
-    count = 0
-    while count < min(len(nodes), len(chain)) and nodes[count] == chain[count]:
-        count += 1
-    return count
+    for count, (node, chained) in enumerate(zip(nodes, chain, strict=False)):
+        if node != chained:
+            return count
+    return min(len(nodes), len(chain))

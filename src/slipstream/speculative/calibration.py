@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from bisect import bisect_right
-from dataclasses import dataclass
+
+from slipstream.kernels.native.growth import CalibrationTable
 
 LEAST, MOST = 0.001, 0.999
 _CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _DEPTH_EDGES = (2, 4, 8)
+_PLACES = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
 _CLAIM_WEIGHT, _PARENT_WEIGHT = 4.0, 12.0  # outcomes that a bin's prior is worth: the claim, or the engine's record
 _MEMORY_SHARED, _MEMORY_OWN = 0.99, 0.975  # kept of a bin's counts at each outcome: about 100 and 40 outcomes
 _OWN_JUDGEMENT = 4.0  # hits after which a sequence's own trust counts more than the engine's
@@ -18,21 +22,13 @@ _SUREST = 0.9  # a miss against a perfect record is a surprise, not a proof
 
 # Trust is a guess at which of three drafters this is: one as good as its record, a poor one, or a hopeless one.
 _POOR, _HOPELESS = 0.4, 0.03
-_QUALITY = (1.0, _POOR, _HOPELESS)
 _POOR_POWERS = [_POOR**level for level in range(_TRUST_DEPTHS)]
 _HOPELESS_POWERS = [_HOPELESS**level for level in range(_TRUST_DEPTHS)]
 _SHARED_PRIOR = (0.78, 0.05, 0.17)
 _OWN_PRIOR = (0.96, 0.02, 0.02)
 
-
-@dataclass(slots=True)
-class _Bin:
-    hits: float = 0.0
-    seen: float = 0.0
-
-    def add(self, hit: bool, keep: float) -> None:
-        self.hits = self.hits * keep + hit
-        self.seen = self.seen * keep + 1.0
+# where compiled code reads the edges
+_CLAIMS, _DEPTHS = array("d", _CLAIM_EDGES), array("d", _DEPTH_EDGES)
 
 
 class Calibration:
@@ -46,11 +42,20 @@ class Calibration:
     def __init__(self, parent: Calibration | None = None) -> None:
         self._parent = parent
         self._keep = _MEMORY_OWN if parent else _MEMORY_SHARED
+        self._weight = _PARENT_WEIGHT if parent else _CLAIM_WEIGHT
         self._prior = _OWN_PRIOR if parent else _SHARED_PRIOR
         self._belief = self._prior
-        self._bins: dict[tuple[int, int], _Bin] = {}
+        self._bins = array("d", bytes(2 * 8 * _PLACES))  # hits and outcomes of every place, fading
         self._hits = 0.0
         self._proven = parent is not None
+        self._trusts = (ctypes.c_double * _TRUST_DEPTHS)()
+        self._says = (ctypes.c_double * _TRUST_DEPTHS)()
+        self._table = CalibrationTable(
+            len(_CLAIMS), len(_DEPTHS), _TRUST_DEPTHS, _CLAIMS.buffer_info()[0], _DEPTHS.buffer_info()[0],
+            LEAST, MOST, _CLAIM_WEIGHT, _PARENT_WEIGHT, self._bins.buffer_info()[0],
+            parent._bins.buffer_info()[0] if parent else None, ctypes.addressof(self._trusts),
+            ctypes.addressof(self._says),
+        )
 
     def trust(self, depth: int = 1) -> float:
         """Expected share of the recorded acceptance that still holds at a depth, given that it was reached.
@@ -58,10 +63,19 @@ class Calibration:
         Reaching it is itself good news: a hopeless drafter would not have come there.
         """
         sure, poor, hopeless = self._belief
-        level = min(depth, _TRUST_DEPTHS) - 1
+        level = (depth if depth < _TRUST_DEPTHS else _TRUST_DEPTHS) - 1
         poor *= _POOR_POWERS[level]
         hopeless *= _HOPELESS_POWERS[level]
         return (sure + poor * _POOR + hopeless * _HOPELESS) / (sure + poor + hopeless)
+
+    def table(self) -> CalibrationTable:
+        """All that `chance` depends on, as compiled code reads it; good until the next outcome."""
+        depths = range(1, _TRUST_DEPTHS + 1)
+        self._trusts[:] = [self.trust(depth) for depth in depths]
+        if self._parent is not None:
+            say = self._parent_say()
+            self._says[:] = [self._parent.trust(depth) ** say for depth in depths]
+        return self._table
 
     @property
     def standing(self) -> float:
@@ -75,49 +89,64 @@ class Calibration:
 
     def chance(self, claimed: float, depth: int) -> float:
         """How likely a drafted token is accepted once its parent was, from its claim and depth (1 is the first)."""
-        return _clamp(self.trust(depth) * self._recorded(claimed, depth))
+        place = _place(claimed, depth)
+        if self._parent is not None:
+            claimed = self._inherited(self._parent._recorded(claimed, place), depth)
+        return min(MOST, max(LEAST, self.trust(depth) * self._recorded(claimed, place)))
 
     def observe(self, claimed: float, depth: int, hit: bool, leading: bool = True) -> None:
         """One outcome, for this calibration and its parent; trust falls only when a first guess (`leading`) misses."""
-        if leading or hit:
-            self._judge(claimed, depth, hit)
-        self._bins.setdefault(_place(claimed, depth), _Bin()).add(hit, self._keep)
-        if self._parent is not None:
-            self._parent.observe(claimed, depth, hit, leading)
+        place, parent, judged = _place(claimed, depth), self._parent, leading or hit
+        if parent is not None:
+            shared = parent._recorded(claimed, place)
+            claimed = self._inherited(shared, depth)
+            parent._take(place, hit, shared if judged else None)
+        self._take(place, hit, self._recorded(claimed, place) if judged else None)
 
-    def _recorded(self, claimed: float, depth: int) -> float:
-        prior = claimed
-        if self._parent is not None:
-            prior = self._parent._recorded(claimed, depth) * self._parent.trust(depth) ** self._parent_say()
-        found = self._bins.get(_place(claimed, depth))
-        if found is None:
-            return _clamp(prior)
-        weight = _PARENT_WEIGHT if self._parent else _CLAIM_WEIGHT
-        return _clamp((weight * prior + found.hits) / (weight + found.seen))
+    def _take(self, place: int, hit: bool, recorded: float | None) -> None:
+        """Counts an outcome; where it says something about trust, `recorded` is what was to be expected."""
+        if recorded is not None:
+            self._judge(recorded, hit)
+        bins, keep = self._bins, self._keep
+        bins[place] = bins[place] * keep + hit
+        bins[place + 1] = bins[place + 1] * keep + 1.0
+
+    def _recorded(self, prior: float, place: int) -> float:
+        """The acceptance that a place's outcomes speak for, on top of what is known without them."""
+        seen = self._bins[place + 1]
+        if seen:
+            prior = (self._weight * prior + self._bins[place]) / (self._weight + seen)
+        return LEAST if prior < LEAST else MOST if prior > MOST else prior
+
+    def _inherited(self, shared: float, depth: int) -> float:
+        """What the engine's record says to a sequence."""
+        assert self._parent is not None
+        return shared * self._parent.trust(depth) ** self._parent_say()
 
     def _parent_say(self) -> float:
         """A sequence whose drafts are accepted does not suffer for what others' drafts do."""
         return 1.0 / (1.0 + self._hits / _OWN_JUDGEMENT)
 
-    def _judge(self, claimed: float, depth: int, hit: bool) -> None:
-        expected = min(self._recorded(claimed, depth), _SUREST)
+    def _judge(self, recorded: float, hit: bool) -> None:
+        expected = recorded if recorded < _SUREST else _SUREST
         if hit:
             self._proven = True
-        elif not self._proven:
+        elif not self._proven and expected < _UNPROVEN_CLAIM:
             # until anything was accepted a miss speaks against the drafter, however modest its claim
-            expected = max(expected, _UNPROVEN_CLAIM)
-        weights = []
-        for belief, prior, quality in zip(self._belief, self._prior, _QUALITY, strict=True):
-            chance = max(LEAST, expected * quality)
-            weights.append((belief + _CHANGE * (prior - belief)) * (chance if hit else 1.0 - chance))
-        total = sum(weights)
-        self._belief = (weights[0] / total, weights[1] / total, weights[2] / total)
+            expected = _UNPROVEN_CLAIM
+        good, weak, none = expected, max(LEAST, expected * _POOR), max(LEAST, expected * _HOPELESS)
+        if not hit:
+            good, weak, none = 1.0 - good, 1.0 - weak, 1.0 - none
+        (sure, poor, hopeless), prior = self._belief, self._prior
+        sure = (sure + _CHANGE * (prior[0] - sure)) * good
+        poor = (poor + _CHANGE * (prior[1] - poor)) * weak
+        hopeless = (hopeless + _CHANGE * (prior[2] - hopeless)) * none
+        total = sure + poor + hopeless
+        self._belief = (sure / total, poor / total, hopeless / total)
         self._hits = self._hits * self._keep + hit
 
 
-def _place(claimed: float, depth: int) -> tuple[int, int]:
-    return bisect_right(_CLAIM_EDGES, claimed), bisect_right(_DEPTH_EDGES, depth)
-
-
-def _clamp(chance: float) -> float:
-    return min(MOST, max(LEAST, chance))
+def _place(claimed: float, depth: int) -> int:
+    """Where a claim's hits are counted; its outcomes stand behind them."""
+    claim = bisect_right(_CLAIM_EDGES, claimed)
+    return 2 * (claim * (len(_DEPTH_EDGES) + 1) + bisect_right(_DEPTH_EDGES, depth))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.speculative.tree import Branch
+from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
+from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
 _NONE = Branch((), ())
 
@@ -24,31 +27,74 @@ class HeadWalk(Protocol):
 class BlockDrafts:
     """Candidates [slots, K] of one sequence, likeliest first; a head makes them depend on the token before.
 
-    A head is asked within these candidates only: what is not among them is taken to keep its probability.
+    `scores` are the candidates' log-probabilities. A head is asked within these candidates only: what is not among
+    them is taken to keep its probability.
     """
 
     def __init__(
-        self, scores: Tensor, count: int, scale: float = 1.0, min_confidence: float = 0.0
+        self, tokens: NDArray[np.int64], scores: NDArray[np.float32], scale: float = 1.0, min_confidence: float = 0.0
     ) -> None:
-        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
-        self.tokens: NDArray[np.int64] = best.indices.numpy()
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        self._scores: NDArray[np.float32] = (best.values - total).numpy()
-        self._chances: NDArray[np.float32] = np.exp(self._scores)
-        self._rest = np.maximum(0.0, 1.0 - self._chances.sum(axis=1))
+        self.tokens: NDArray[np.int64] = np.ascontiguousarray(tokens, np.int64)
+        self._scores: NDArray[np.float32] = np.ascontiguousarray(scores, np.float32)
         self._walk: HeadWalk | None = None
+        self._compiled: CompiledWalk | None = None
         self._scale = scale
         self._min_confidence = min_confidence
         self._ready: dict[tuple[int, int], Branch] = {}
         self.broken = False  # a head answered with numbers that are none; nothing is offered there
 
-    def bind(self, walk: HeadWalk) -> None:
-        """Gives the block the heads' walk, which is made from the candidates."""
-        self._walk = walk
+    @classmethod
+    def best_of(cls, scores: Tensor, count: int, scale: float = 1.0, min_confidence: float = 0.0) -> BlockDrafts:
+        """The `count` best tokens of every row of scores [slots, vocabulary]."""
+        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        return cls(best.indices.numpy(), (best.values - total).numpy(), scale, min_confidence)
+
+    def bind(self, walk: HeadWalk, compiled: CompiledWalk | None = None) -> None:
+        """Gives the block the heads' walk, which is made from the candidates, and its compiled twin if there is one."""
+        self._walk, self._compiled = walk, compiled
 
     @property
     def slots(self) -> int:
         return self.tokens.shape[0]
+
+    @cached_property
+    def _chances(self) -> NDArray[np.float64]:
+        return np.exp(self._scores.astype(np.float64))
+
+    @cached_property
+    def _rest(self) -> NDArray[np.float64]:
+        return np.maximum(0.0, 1.0 - self._chances.sum(axis=1))
+
+    def grow(
+        self, anchor: int, length: int, nodes: int, depth: int, calibration: Calibration | None = None,
+        seeded: bool = False, floor: float = 0.0,
+    ) -> tuple[Growth, Growth]:
+        """A chain of at most `length` nodes and a tree of at most `nodes`, as grow_chain and grow_tree have them."""
+        compiled = grower()
+        if compiled is None or (self._walk is not None and self._compiled is None) or self.slots >= MOST_ROWS:
+            return self.grow_plainly(anchor, length, nodes, depth, calibration, seeded, floor)
+        table = calibration.table() if calibration is not None else None
+        chain, tree, broken = compiled.grow(self.block(), table, anchor, length, nodes, depth, seeded, floor)
+        self.broken = self.broken or broken
+        return Growth(*chain.lists()), Growth(*tree.lists())
+
+    def grow_plainly(
+        self, anchor: int, length: int, nodes: int, depth: int, calibration: Calibration | None = None,
+        seeded: bool = False, floor: float = 0.0,
+    ) -> tuple[Growth, Growth]:
+        """`grow` without compiled code, for any head."""
+        calibrate = calibration.chance if calibration is not None else as_claimed
+        chain = grow_chain(self, anchor, length, calibrate)
+        return chain, grow_tree(self, anchor, nodes, depth, calibrate, seeded, floor)
+
+    def block(self) -> Block:
+        """The candidates as compiled code reads them; what it points to is this object's."""
+        head = self._compiled
+        return Block(
+            *self.tokens.shape, self.tokens.ctypes.data, self._scores.ctypes.data,
+            head.tables_at if head else None, head.confidence_at if head else None, self._scale, self._min_confidence,
+        )
 
     def after(self, slot: int, previous: int, memory: object) -> Branch:
         if self._walk is None:

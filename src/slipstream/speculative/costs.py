@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from slipstream.errors import IntegrityError
 
@@ -21,15 +21,16 @@ _CLIP = math.log(2.0)  # a timing counts as at most twice, at least half of what
 _GAINS = (0.08, 0.03, 0.03)  # of the machine's factor, the kind's, and that of kind and context
 _KNOT_GAINS = (0.02, 0.02, 0.02)  # the same for a number of rows
 _LESSONS = 16
+_USUAL_SIZES = 64
 _STALE = 3  # timings between two drawings of the curves: drawing takes time as well
-_HALF_LIFE = 400  # timings until an unvisited cell's own factor has half faded, so that no bad spell rules it out
+_FADING = 0.5 ** (1 / 400)  # kept of a cell's own factor at every timing, so that no bad spell rules it out
+_LEAST_UNIT = 1e-60
 _LEAST_ROW_SHARE = 0.002  # of a step: where rows are free, noise must not make one sequence's look dearer
 
 Slice = tuple[Hashable, int]
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What a target step's time depends on."""
 
     batch: int  # sequences in the step
@@ -37,12 +38,6 @@ class StepShape:
     context: int  # the longest
     sampled: bool
     branching: bool  # some sequence verifies a real tree
-
-
-@dataclass(slots=True)
-class _Factor:
-    log: float = 0.0
-    touched: int = 0
 
 
 class _Curve:
@@ -55,7 +50,10 @@ class _Curve:
         self.sizes = sizes
         self.knots = sorted({*sizes, *_KNOTS})
         self._base = [_line(sizes, times, knot) for knot in self.knots]
-        self._factors: dict[Hashable, _Factor] = {}
+        self._machine = 0.0
+        # per level its own factor and those of the knots, as logarithms in units that fade with every timing
+        self._factors: dict[Hashable, list[float]] = {}
+        self._unit = 1.0
         self._recent: dict[tuple[Slice, int], deque[float]] = {}
         self._times: dict[Slice, list[float]] = {}  # at the knots, until the next timing
         self._listed: dict[Slice, list[float]] = {}
@@ -72,7 +70,7 @@ class _Curve:
         listed = self._listed.get(where)
         if listed is None or len(listed) <= most:
             self.at(where, most)
-            listed = self._listed[where] = _every(self.knots, self._times[where], most)
+            listed = self._listed[where] = _every(self.knots, self._times[where], max(most, _USUAL_SIZES))
         return listed
 
     def observe(self, where: Slice, x: int, ms: float) -> None:
@@ -83,48 +81,52 @@ class _Curve:
         error = math.log(typical / self.at(where, x))
         error = max(-_CLIP, min(_CLIP, error))
         self.observed += 1
+        self._unit *= _FADING
+        if self._unit < _LEAST_UNIT:
+            self._factors = {level: [self._unit * log for log in logs] for level, logs in self._factors.items()}
+            self._unit = 1.0
         shares = self._shares(x)
         spread = sum(share * share for _, share in shares)
         for level, gain, knot_gain in zip(_levels(where), _GAINS, _KNOT_GAINS, strict=True):
-            self._move(level, gain * error)
-            for knot, share in shares:
-                self._move((level, knot), knot_gain * error * share / spread)
+            logs = self._logs(level)
+            if level:
+                logs[0] += gain * error / self._unit
+            else:
+                self._machine += gain * error  # the machine's own factor is always fresh
+            for place, share in shares:
+                logs[place + 1] += knot_gain * error * share / spread / self._unit
         if not self.observed % _STALE:
             self._times.clear()
-        self._listed.clear()
+            self._listed.clear()
 
     def _estimate(self, where: Slice) -> list[float]:
         """Times at the knots, non-decreasing: halfway between the hulls from below and from above."""
-        levels = _levels(where)
-        common = sum(self._log(level) for level in levels)
-        raw = [
-            base * math.exp(common + sum(self._log((level, knot)) for level in levels))
-            for knot, base in zip(self.knots, self._base, strict=True)
-        ]
-        below = list(accumulate(raw, max))
-        above = list(accumulate(reversed(raw), min))[::-1]
-        return [(low + high) / 2 for low, high in zip(below, above, strict=True)]
+        unit = self._unit
+        logs = [unit * (a + b + c) for a, b, c in zip(*map(self._logs, _levels(where)), strict=True)]
+        common = self._machine + logs[0]
+        raw = [base * math.exp(common + log) for base, log in zip(self._base, logs[1:], strict=True)]
+        if raw == sorted(raw):
+            return raw
+        below = accumulate(raw, max)
+        above = list(accumulate(reversed(raw), min))
+        return [(low + high) / 2 for low, high in zip(below, reversed(above), strict=True)]
 
     def _shares(self, x: int) -> list[tuple[int, float]]:
-        """The knots around x and how much of it each stands for."""
+        """The places of the knots around x and how much of it each stands for."""
         right = bisect_left(self.knots, x)
         if right == len(self.knots):
-            return [(self.knots[-1], 1.0)]
+            return [(right - 1, 1.0)]
         if self.knots[right] == x or right == 0:
-            return [(self.knots[right], 1.0)]
+            return [(right, 1.0)]
         low, high = self.knots[right - 1], self.knots[right]
         part = (x - low) / (high - low)
-        return [(low, 1.0 - part), (high, part)]
+        return [(right - 1, 1.0 - part), (right, part)]
 
-    def _log(self, key: Hashable) -> float:
-        factor = self._factors.get(key)
-        if factor is None:
-            return 0.0
-        # the machine's own factor is always fresh
-        return factor.log if key == () else factor.log * 0.5 ** ((self.observed - factor.touched) / _HALF_LIFE)
-
-    def _move(self, key: Hashable, change: float) -> None:
-        self._factors[key] = _Factor(self._log(key) + change, self.observed)
+    def _logs(self, level: Hashable) -> list[float]:
+        logs = self._factors.get(level)
+        if logs is None:
+            logs = self._factors[level] = [0.0] * (len(self.knots) + 1)
+        return logs
 
 
 class CostTable:
@@ -159,6 +161,13 @@ class CostTable:
             return math.inf
         return self._drafts.at(_draft_slice(blocks, context), slots) * self._growth(blocks)
 
+    def drafts_ms(self, blocks: int, options: Sequence[int], context: int) -> list[float]:
+        """draft_ms of several numbers of slots, all above 0."""
+        if self._drafts is None:
+            return [math.inf] * len(options)
+        where, growth = _draft_slice(blocks, context), self._growth(blocks)
+        return [self._drafts.at(where, slots) * growth for slots in options]
+
     def observe_step(self, shape: StepShape, ms: float) -> None:
         if math.isfinite(ms) and ms > 0 and shape.rows > 0:
             self._steps.observe(_step_slice(shape), shape.rows, ms)
@@ -174,7 +183,8 @@ class CostTable:
 
     def row_ms(self, context: int, batch: int = 1, sampled: bool = False) -> float:
         """What one more row costs around eight rows at that context."""
-        few, many = (self.step_ms(StepShape(batch, rows, context, sampled, branching=False)) for rows in (4, 12))
+        where = _step_slice(StepShape(batch, 1, context, sampled, branching=False))
+        few, many = self._steps.at(where, 4), self._steps.at(where, 12)
         return max((many - few) / 8, _LEAST_ROW_SHARE * few)
 
     def to_json(self) -> dict[str, object]:

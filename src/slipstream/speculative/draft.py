@@ -39,23 +39,22 @@ class BlockDrafter:
         self._pools = pools
         self._page_tokens = page_tokens
         self._embed = drafter.embed or target.embed
-        self._head = drafter.head or target.draft_logits
+        self._head = drafter.head or target.draft_head
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
         """What each job's block offers; None where the drafter's numbers are not finite."""
         if not jobs:
             return []
         batch = self._batch(jobs)
-        hidden = self.drafter.forward(
-            self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values
-        )
         # only slots that may be verified go through the output head
         first = self.drafter.config.first_slot
         wanted = [
             block * self.block_size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)
         ]
-        hidden = hidden[torch.tensor(wanted)]
-        logits = self.drafter.shape_logits(self._head(hidden))
+        hidden, logits = self.drafter.forward_logits(
+            self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
+        )
+        logits = self.drafter.shape_logits(logits)
         counts = [job.slots for job in jobs]
         return [
             self._offer(job, rows, states)
@@ -68,10 +67,11 @@ class BlockDrafter:
             return None
         heads = self.drafter.heads
         if heads is None:
-            return BlockDrafts(scores, job.candidates)
+            return BlockDrafts.best_of(scores, job.candidates)
         count = heads.candidate_limit or job.candidates
-        drafts = BlockDrafts(scores, count, scale=job.sampler.draft_scale, min_confidence=job.min_confidence)
-        drafts.bind(heads.begin(hidden, torch.from_numpy(drafts.tokens)))
+        drafts = BlockDrafts.best_of(scores, count, job.sampler.draft_scale, job.min_confidence)
+        walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
+        drafts.bind(walk, walk.compiled)
         return drafts
 
     def write_context(self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor) -> None:
@@ -103,7 +103,5 @@ class BlockDrafter:
                 )
                 for index, job in enumerate(jobs)
             ]
-        where = torch.tensor(places)
-        return RowBatch(
-            torch.tensor(tokens), torch.tensor(positions), where[:, 0], where[:, 1], max(positions) + 1, groups
-        )
+        page_ids, offsets = zip(*places, strict=True)
+        return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -30,8 +30,13 @@ class Gains:
 
     def blend(self, chain: Sequence[float], tree: Sequence[float], proposals: int) -> None:
         """Takes in the survival probabilities of one draft; `proposals` is how many slots a full block has."""
+        slots = len(chain)
         deep = self._whole_chain(chain, proposals)
-        wide = [value / _reach(deep, size, len(chain)) for size, value in zip(SIZES, _curve(tree), strict=True)]
+        reached = _between(deep, slots)
+        wide = [
+            value if size <= slots or whole <= 0 else value * whole / reached
+            for size, value, whole in zip(SIZES, _curve(tree), deep, strict=True)
+        ]
         self._curves += 1
         share = max(_SLOWEST, 1.0 / self._curves) if self.known else 1.0
         self.chain = _mix(self.chain, deep, share)
@@ -40,8 +45,8 @@ class Gains:
     def correct(self, ratio: float) -> None:
         """Follows a change of calibration: drafts seen before it would be valued `ratio` times as much today."""
         ratio = min(_LARGEST_CORRECTION, max(1.0 / _LARGEST_CORRECTION, ratio))
-        self.chain = tuple(min(size, value * ratio) for size, value in zip(SIZES, self.chain, strict=False))
-        self.tree = tuple(min(size, value * ratio) for size, value in zip(SIZES, self.tree, strict=False))
+        self.chain = _scaled(self.chain, ratio)
+        self.tree = _scaled(self.tree, ratio)
 
     def expected(self, nodes: int, slots: int, branching: bool) -> float:
         """Accepted tokens to expect from verifying `nodes` of a draft of `slots`."""
@@ -59,10 +64,8 @@ class Gains:
         if self.known and 0 < drafted < proposals:
             scale = sum(survival) / max(_between(self.chain, drafted), _TINY)
             seen = _curve(survival)
-            return tuple(
-                value if size <= drafted else max(value, scale * before)
-                for size, value, before in zip(SIZES, seen, self.chain, strict=True)
-            )
+            deeper = bisect_right(SIZES, drafted)
+            return (*seen[:deeper], *map(max, seen[deeper:], [scale * before for before in self.chain[deeper:]]))
         whole = list(survival)
         while whole and len(whole) < proposals:
             whole.append(whole[-1] * survival[-1] ** (1.0 / drafted))
@@ -115,11 +118,18 @@ def assumed(proposals: int) -> Gains:
 
 def _curve(survival: Sequence[float]) -> tuple[float, ...]:
     sums = list(accumulate(survival)) or [0.0]
-    return tuple(sums[min(size, len(sums)) - 1] for size in SIZES)
+    inside = bisect_right(SIZES, len(sums))
+    return (*[sums[size - 1] for size in SIZES[:inside]], *[sums[-1]] * (len(SIZES) - inside))
+
+
+def _scaled(curve: Sequence[float], ratio: float) -> tuple[float, ...]:
+    """No curve promises more tokens than nodes."""
+    values = [value * ratio for value in curve]
+    return tuple([value if value < size else size for size, value in zip(SIZES, values, strict=False)])
 
 
 def _mix(old: Sequence[float], new: Sequence[float], share: float) -> tuple[float, ...]:
-    return tuple(new) if not old else tuple(a + share * (b - a) for a, b in zip(old, new, strict=True))
+    return tuple([a + share * (b - a) for a, b in zip(old, new, strict=True)]) if old else tuple(new)
 
 
 def _reach(chain: Sequence[float], nodes: int, slots: int) -> float:

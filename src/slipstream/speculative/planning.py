@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 from slipstream.speculative.allocation import Step
 from slipstream.speculative.costs import CostTable
@@ -37,10 +39,11 @@ def best_plan(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gain
     deepest = max((most_slots(view) for view, _ in prospects), default=0)
     widest = max((view.policy.max_nodes for view, _ in prospects), default=0)
     plans: list[Plan] = []
-    for slots in slot_options(deepest):
-        spent = [costs.draft_ms(count + 1, slots, step.context) for count in range(len(prospects))]
-        ways = _ways(slots, widest)
-        best = max(_grow(step, prospects, slots, width, branching, spent) for width, branching in ways)
+    options = slot_options(deepest)
+    spent = [costs.drafts_ms(count + 1, options, step.context) for count in range(len(prospects))]
+    for slots, times in zip(options, zip(*spent, strict=True), strict=True):
+        each = [(view.policy, gains, min(slots, most_slots(view))) for view, gains in prospects]
+        best = max(_grow(step, each, width, branching, times) for width, branching in _ways(slots, widest))
         drafting = frozenset(view.policy for view, _ in prospects[: best[1]])
         plans.append(Plan(worth=best[0], drafting=drafting, rate=best[2]))
     return max(plans, key=lambda plan: plan.worth, default=None)
@@ -52,8 +55,8 @@ def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float
     In a batch everybody waits for its draft, so a good neighbour does not make a hopeless one look fair.
     """
     best = 0.0
-    for slots in slot_options(most_slots(view)):
-        spent = costs.draft_ms(1, slots, step.context)
+    options = slot_options(most_slots(view))
+    for slots, spent in zip(options, costs.drafts_ms(1, options, step.context), strict=True):
         for width, branching in _ways(slots, 0 if view.policy.chains_only else view.policy.max_nodes):
             times = step.branched if branching else step.straight
             forgone = (spent + times[width] - step.straight[0]) * step.plain_rate
@@ -62,16 +65,14 @@ def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float
 
 
 def _grow(
-    step: Step, prospects: Sequence[tuple[View, Gains]], slots: int, width: int, branching: bool,
+    step: Step, prospects: Sequence[tuple[SequencePolicy, Gains, int]], width: int, branching: bool,
     spent: Sequence[float],
 ) -> tuple[float, int, float]:
-    """The best of one, two, ... sequences drafting so many slots for so many nodes: worth, sequences, rate."""
+    """The best of one, two, ... sequences drafting to their depth for so many nodes: worth, sequences, rate."""
     best = (0.0, 0, 0.0)
     tokens, nodes, margin = float(step.batch), 0, 0.0
     times = step.branched if branching else step.straight
-    for count, (view, gains) in enumerate(prospects, start=1):
-        policy = view.policy
-        depth = min(slots, most_slots(view))
+    for count, (policy, gains, depth) in enumerate(prospects, start=1):
         wide = branching and not policy.chains_only
         wanted = min(width, policy.max_nodes) if wide else min(width, depth)
         tokens += gains.expected(wanted, depth, wide)
@@ -84,31 +85,30 @@ def _grow(
 
 
 def most_slots(view: View) -> int:
-    policy = view.policy
-    deepest = min(policy.proposals, policy.max_nodes, view.room - 1)
-    return max(0, deepest)
+    return max(0, min(view.policy.deepest, view.room - 1))
 
 
 def cut_worths(chain: Sequence[float], times: Sequence[float], price: float) -> dict[int, float]:
     """What a drafted chain is worth beyond the price of its rows if it is cut at each option of slots."""
     worths: dict[int, float] = {}
-    best, tokens = 0.0, 0.0
-    options = slot_options(len(chain))
-    for nodes, survival in enumerate(chain, start=1):
-        tokens += survival
-        best = max(best, tokens - price * (times[nodes] - times[0]))
-        if nodes in options:
-            worths[nodes] = best
+    best, start = 0.0, 0
+    sums = list(accumulate(chain))
+    for cut in slot_options(len(chain)):
+        rows = zip(sums[start:cut], times[start + 1 : cut + 1], strict=True)
+        best = max([best, *[tokens - price * (ms - times[0]) for tokens, ms in rows]])
+        worths[cut], start = best, cut
     return worths
 
 
-def slot_options(deepest: int) -> list[int]:
-    return [*(slots for slots in SLOT_OPTIONS if slots < deepest), deepest] if deepest > 0 else []
+@cache
+def slot_options(deepest: int) -> tuple[int, ...]:
+    return (*(slots for slots in SLOT_OPTIONS if slots < deepest), deepest) if deepest > 0 else ()
 
 
-def _ways(slots: int, widest: int) -> list[tuple[int, bool]]:
+@cache
+def _ways(slots: int, widest: int) -> tuple[tuple[int, bool], ...]:
     """Nodes to verify, and whether they may branch."""
-    return [(width, False) for width in _widths(slots)] + [(width, True) for width in _widths(widest)]
+    return (*((width, False) for width in _widths(slots)), *((width, True) for width in _widths(widest)))
 
 
 def _widths(most: int) -> list[int]:

@@ -18,7 +18,7 @@ from slipstream.types import Decision, Gate, Mode
 __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View"]
 
 _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
-_PLAN_STEPS = 4
+_PLAN_STEPS = 8
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
 _FASTEST = 8.0
@@ -71,9 +71,10 @@ class Policy:
         """
         if self._resting(views):
             return [0] * len(views)
-        able = [index for index, view in enumerate(views) if most_slots(view) > 0]
+        most = [most_slots(view) for view in views]
+        able = [index for index, slots in enumerate(most) if slots]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
-        step = self._step(views, max((most_slots(view) for view in views), default=0), fixed)
+        step = self._step(views, max(most, default=0), fixed)
         plain = step.plain_rate
         step_of = partial(self._step, views, fixed=fixed)
         plan = self._plan_for([views[index] for index in able], step_of)
@@ -87,14 +88,14 @@ class Policy:
             views[index].policy.believed()
         rest = [index for index in able if index not in paying]
         probing = self._due(views, rest, step_of)
-        probe_slots = max(self._probe_slots(step, views, paying + probing), max(slots, default=0))
+        probe_slots = max(self._probe_slots(step, views, paying + probing), max(slots)) if probing else 0
         for index in probing:
-            slots[index] = min(probe_slots, most_slots(views[index]))
+            slots[index] = min(probe_slots, most[index])
             extra = self.costs.draft_ms(1, slots[index], step.context) + step.straight[slots[index]] - step.straight[0]
             break_even = extra * plain * views[index].policy.gate.margin
             views[index].policy.probed(break_even, self._own_outlook(views[index], step_of))
         for index, view in enumerate(views):
-            slots[index] = min(slots[index], most_slots(view))
+            slots[index] = min(slots[index], most[index])
             view.policy.planned(slots[index])
             if not slots[index]:
                 view.policy.note = _why_plain(view, plan, plain)
@@ -220,7 +221,7 @@ class Policy:
         # what nobody has tried promises everything, but not of a drafter nobody has seen work
         proven = view.policy.shared.calibration.proven
         assumed_worths = {} if proven else cut_worths(assumed_chain(options[-1]), step.straight, price)
-        times = [self.costs.draft_ms(blocks, slots, step.context) for slots in options]
+        times = self.costs.drafts_ms(blocks, options, step.context)
         place = 0
         while place + 1 < len(options):
             shallow, deep = options[place : place + 2]
@@ -253,10 +254,8 @@ class Policy:
         return probing
 
     def _probe_slots(self, step: Step, views: Sequence[View], drafting: Sequence[int]) -> int:
-        if not drafting:
-            return 0
         options = slot_options(max(most_slots(views[index]) for index in drafting))
-        times = [self.costs.draft_ms(len(drafting), slots, step.context) for slots in options]
+        times = self.costs.drafts_ms(len(drafting), options, step.context)
         return max(slots for slots, ms in zip(options, times, strict=True) if ms <= _PROBE_SLACK * times[0])
 
 

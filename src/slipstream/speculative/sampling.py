@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.noise import NoiseRows
-from slipstream.speculative.accept import NO_TOKEN
+from slipstream.kernels.noise import gumbel_rows
+from slipstream.kernels.ranking import (
+    LEAST_TEMPERATURE,
+    Candidates,
+    Flags,
+    Floats,
+    best_tokens,
+    noisy_best,
+    noisy_top,
+    top_scores,
+)
 from slipstream.types import Proposal, SamplingParams
 
 _NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
+_RANKED = 64  # enough of a row to see where nearly every filter cuts it
 _HIDDEN = float("-inf")
 
 
@@ -52,6 +63,43 @@ def _nucleus_edge(scaled: Tensor, top_p: float) -> Tensor:
         size = scaled.shape[-1]
 
 
+def filter_floors(logits: Tensor, params: SamplingParams, temperature: float) -> Floats:
+    """The smallest logit / temperature of each row that `filter_logits` keeps, from its best few where they suffice."""
+    values, _, total = top_scores(logits, _RANKED, temperature)
+    floors = np.full(len(values), _HIDDEN, np.float32)
+    if params.min_p > 0.0:
+        floors = values[:, 0] + np.log(np.float32(params.min_p))
+    narrowed = 0 < params.top_k < logits.shape[-1]
+    if narrowed and params.top_k <= values.shape[1]:
+        floors = np.maximum(floors, values[:, params.top_k - 1])
+    # nothing that is kept so far stands behind the last of the ranked values
+    complete = (floors > values[:, -1]) | np.isneginf(values[:, -1]) | (values.shape[1] == logits.shape[-1])
+    settled = complete | (not narrowed or params.top_k <= values.shape[1])
+    if params.top_p < 1.0:
+        kept = values >= floors[:, None]
+        if narrowed or params.min_p > 0.0:
+            shares = np.where(kept, np.exp(values - values[:, :1]), np.float32(0.0))
+            shares /= shares.sum(axis=1, keepdims=True)
+            settled &= complete
+        else:
+            shares = np.exp(values - total[:, None])
+        inside = (shares.cumsum(axis=1) < params.top_p).sum(axis=1)
+        count = kept.sum(axis=1)
+        settled &= complete | (inside < count)
+        edges = np.take_along_axis(values, np.maximum(np.minimum(inside, count - 1), 0)[:, None], axis=1)
+        floors = np.maximum(floors, edges[:, 0])
+    return _settle(floors, settled | np.isnan(total), logits, params, temperature)
+
+
+def _settle(floors: Floats, settled: Flags, logits: Tensor, params: SamplingParams, temperature: float) -> Floats:
+    """Filters the whole vocabulary of rows whose best few do not show the floor."""
+    if not settled.all():
+        rows = np.flatnonzero(~settled)
+        filtered = filter_logits(logits[torch.from_numpy(rows)] / temperature, params)
+        floors[rows] = filtered.masked_fill(filtered.isneginf(), float("inf")).amin(dim=-1).numpy()
+    return floors
+
+
 class RowSampler:
     """Chooses the tokens of one request; keeps what its penalties and noise depend on."""
 
@@ -59,9 +107,10 @@ class RowSampler:
         self.params = params
         self.share_noise = share_noise
         self.plain_greedy = params.greedy and not params.penalised
-        self._noise = None if params.greedy else NoiseRows(params.seed, vocab_size)
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool)
-        self._counts = torch.zeros(vocab_size)
+        self._temperature = max(params.temperature, LEAST_TEMPERATURE)
+        self._filtered = params.min_p > 0.0 or 0 < params.top_k < vocab_size or params.top_p < 1.0
+        self._seen = torch.zeros(vocab_size if params.penalised else 0, dtype=torch.bool)
+        self._counts = torch.zeros(vocab_size if params.penalised else 0)
         if params.penalised:
             self._seen[torch.tensor(prompt)] = True
 
@@ -77,35 +126,55 @@ class RowSampler:
 
         The token after row 0 will stand at `first_position`; further rows are the proposal's drafts.
         """
-        depths = proposal.depths if proposal is not None else [0]
-        usable = _usable(logits)
         if self.params.penalised:
             logits = penalise(logits, *self._history(logits.shape, proposal), self.params)
-        scores = self._scores(logits, [first_position + depth for depth in depths], noisy=True)
-        return _best(scores).masked_fill(~usable, NO_TOKEN)
+        if self.params.greedy:
+            return torch.from_numpy(best_tokens(logits)[0])
+        positions = [first_position + depth for depth in proposal.depths] if proposal else [first_position]
+        ids, _ = noisy_best(logits, positions, self.params.seed, self._temperature, self._floors(logits))
+        return torch.from_numpy(ids)
 
-    def draft_scores(self, logits: Tensor, first_position: int) -> Tensor | None:
-        """What ranks the drafts of consecutive positions: the target's own rule on the drafter's logits.
+    def draft_candidates(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
+        """The `count` likeliest drafts of consecutive positions by the target's own rule on the drafter's logits.
 
         Above temperature 0 the noise the target will use there is added, which couples the two choices. None if
         the drafter's numbers are not finite.
         """
-        if not bool(_usable(logits).all()):
+        params = self.params
+        if params.penalised:
+            logits = penalise(logits, self._seen, self._counts, params)
+        if params.greedy:
+            return Candidates.of(top_scores(logits, count))
+        floors = self._floors(logits)
+        if self.share_noise:
+            positions = range(first_position, first_position + logits.shape[0])
+            return Candidates.of(noisy_top(logits, positions, params.seed, self._temperature, count, floors))
+        if floors is None:
+            return Candidates.of(top_scores(logits, count, self._temperature))
+        scaled = logits / self._temperature
+        return Candidates.of(top_scores(scaled.masked_fill(scaled < torch.from_numpy(floors)[:, None], _HIDDEN), count))
+
+    def draft_scores(self, logits: Tensor, first_position: int) -> Tensor | None:
+        """What `draft_candidates` ranks, over the whole vocabulary."""
+        if not bool(logits.amax(dim=-1).isfinite().all()):
             return None
         if self.params.penalised:
             logits = penalise(logits, self._seen, self._counts, self.params)
-        return self._scores(logits, range(first_position, first_position + logits.shape[0]), noisy=self.share_noise)
+        if self.params.greedy:
+            return logits
+        scores = filter_logits(logits / self._temperature, self.params)
+        if not self.share_noise:
+            return scores
+        span = range(first_position, first_position + logits.shape[0])
+        return scores + gumbel_rows(self.params.seed, span, logits.shape[-1])
 
     @property
     def draft_scale(self) -> float:
-        """What one unit of a draft logit is worth in `draft_scores`."""
-        return 1.0 if self.params.greedy else 1.0 / self.params.temperature
+        """What one unit of a draft logit is worth in a candidate's score."""
+        return 1.0 if self.params.greedy else 1.0 / self._temperature
 
-    def _scores(self, logits: Tensor, positions: Sequence[int], noisy: bool) -> Tensor:
-        if self._noise is None:
-            return logits
-        scores = filter_logits(logits / self.params.temperature, self.params)
-        return scores + self._noise.get(positions) if noisy else scores
+    def _floors(self, logits: Tensor) -> Floats | None:
+        return filter_floors(logits, self.params, self._temperature) if self._filtered else None
 
     def _history(self, shape: torch.Size, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """Per row, the committed tokens and those of its own ancestors."""
@@ -115,17 +184,6 @@ class RowSampler:
                 ahead[row] = ahead[proposal.parents[row]]
                 ahead[row, proposal.tokens[row]] += 1.0
         return self._seen | (ahead > 0), self._counts + ahead
-
-
-def _best(scores: Tensor) -> Tensor:
-    """The largest score's token per row, the lowest id among equals."""
-    # on a CPU numpy does this twelve times as fast, and torch leaves open which of several equals it returns
-    return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
-
-
-def _usable(logits: Tensor) -> Tensor:
-    """Rows without NaN and +inf that leave some token possible; -inf alone is what masks write."""
-    return logits.amax(dim=-1).isfinite()
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,7 @@ class SequencePolicy:
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
+        self.deepest = min(proposals, self.max_nodes)
         self.shared = shared
         self.calibration = Calibration(shared.calibration)
         self.gains = Gains(shared.gains)
@@ -132,16 +133,16 @@ class SequencePolicy:
         self._outcome(verdict.accepted)
         if not proposal.chances or verdict.failed:
             return
-        children: list[list[int]] = [[] for _ in proposal.tokens]
+        tokens, chances = proposal.tokens, proposal.chances
+        children: dict[int, list[int]] = {row: [] for row in verdict.path}
         for row, parent in enumerate(proposal.parents):
-            if parent >= 0:
+            if parent in children:
                 children[parent].append(row)
         before = self._standings()
-        for depth, (row, chosen) in enumerate(zip(verdict.path, truth, strict=False), start=1):
-            ranked = sorted(children[row], key=lambda child: -proposal.chances[child])
-            for rank, child in enumerate(ranked[:_OBSERVED_CHILDREN]):
-                hit = proposal.tokens[child] == chosen
-                self.calibration.observe(proposal.chances[child], depth, hit, leading=rank == 0)
+        for depth, (siblings, chosen) in enumerate(zip(children.values(), truth, strict=False), start=1):
+            siblings.sort(key=chances.__getitem__, reverse=True)
+            for rank, child in enumerate(siblings[:_OBSERVED_CHILDREN]):
+                self.calibration.observe(chances[child], depth, tokens[child] == chosen, leading=rank == 0)
         self._revalue(before)
 
     def shadow(self, tokens: Sequence[int], chances: Sequence[float]) -> None:

@@ -63,11 +63,11 @@ class Growth:
         return Proposal(tuple(self.tokens[:rows]), tuple(self.parents[:rows]), tuple(self.chances[:rows]))
 
 
-def _as_claimed(claimed: float, depth: int) -> float:
+def as_claimed(claimed: float, depth: int) -> float:
     return claimed
 
 
-def grow_chain(drafts: Drafts, anchor: int, length: int, calibrate: Calibrate = _as_claimed) -> Growth:
+def grow_chain(drafts: Drafts, anchor: int, length: int, calibrate: Calibrate = as_claimed) -> Growth:
     """The likeliest candidate of each slot behind the one chosen before it."""
     growth = Growth([anchor])
     _extend_chain(drafts, growth, min(length, drafts.slots), calibrate)
@@ -90,7 +90,7 @@ def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibr
 
 
 def grow_tree(
-    drafts: Drafts, anchor: int, nodes: int, depth: int, calibrate: Calibrate = _as_claimed, seeded: bool = False,
+    drafts: Drafts, anchor: int, nodes: int, depth: int, calibrate: Calibrate = as_claimed, seeded: bool = False,
     floor: float = 0.0,
 ) -> Growth:
     """At most `nodes` prefixes no deeper than `depth`, the most probable ones first, none less likely than `floor`.

@@ -1,0 +1,77 @@
+"""Loads the compiled kernels and says which instruction set they use here, or why the torch kernels serve instead."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+# The only way to try an older machine's kernels on a newer one: avx2, avx512, amx, or none for torch's kernels.
+CAP_VARIABLE = "SLIPSTREAM_CPU"
+LEVELS = ("none", "avx2", "avx512", "amx")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The compiled kernels; `isa` names the ones that are called, `amx` whether tiles multiply."""
+
+    handle: ctypes.CDLL
+    isa: str
+    amx: bool
+
+    def function(self, name: str, arguments: Sequence[Any], result: Any = None) -> Any:
+        """A kernel of the chosen instruction set by its name without suffix."""
+        found = getattr(self.handle, f"{name}_{self.isa}")
+        found.argtypes = list(arguments)
+        found.restype = result
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """The library where it can be used, and one line that explains the choice."""
+
+    library: Library | None
+    reason: str
+
+
+def library() -> Library | None:
+    return availability().library
+
+
+@functools.cache
+def availability() -> Availability:
+    cap = os.environ.get(CAP_VARIABLE, LEVELS[-1])
+    if cap not in LEVELS:
+        return Availability(None, f"{CAP_VARIABLE}={cap} is not one of {', '.join(LEVELS)}: torch's kernels serve")
+    if cap == "none":
+        return Availability(None, f"torch's kernels, as {CAP_VARIABLE} asks")
+    path = _built()
+    if path is None:
+        return Availability(None, "torch's kernels: none were compiled (install with a C++17 compiler for faster ones)")
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Availability(None, f"torch's kernels: the compiled ones do not load ({error})")
+    return _choose(handle, LEVELS.index(cap))
+
+
+def _choose(handle: ctypes.CDLL, cap: int) -> Availability:
+    from slipstream.kernels.machine import amx_works
+
+    if not handle.slip_has_avx2():
+        return Availability(None, "torch's kernels: this processor lacks AVX2")
+    if cap < LEVELS.index("avx512") or not handle.slip_has_avx512():
+        return Availability(Library(handle, "avx2", False), "compiled kernels, AVX2")
+    amx = cap >= LEVELS.index("amx") and amx_works(handle)
+    return Availability(Library(handle, "avx512", amx), f"compiled kernels, {'AMX' if amx else 'AVX-512 VNNI'}")
+
+
+def _built() -> Path | None:
+    here = Path(__file__).parent
+    return next((here / f"_rows{suffix}" for suffix in EXTENSION_SUFFIXES if (here / f"_rows{suffix}").is_file()), None)

@@ -1,0 +1,165 @@
+#include "matmul.h"
+
+#include "weights.h"
+
+#include <cstring>
+
+namespace slip {
+namespace SLIP_ISA {
+namespace {
+
+constexpr float kCodes = 127.0f;
+#if defined(__AVX512F__)
+constexpr int kMostFloatRows = 8;  // two sums a row must fit the registers
+#else
+constexpr int kMostFloatRows = 4;
+#endif
+
+// R rows of a group, from `first` on, through one tile.
+template <int K, int R>
+void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
+    using Weights = WeightBlock<K>;
+    const int blocks = blocks_of(matrix.inputs);
+    const size_t width = in.width;
+    Floats total[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
+    size_t at = in.block(group, 0);
+    for (int index = 0; index < blocks; ++index, ++at) {
+        const Weights weights(tile, index);
+        const int8_t* codes = in.codes + (at * width + first) * kBlock;
+        const float* scales = in.scales + at * width + first;
+        const float* sums = in.sums + at * width + first;
+        const int32_t* negated = in.negated + at * 3 * width + first;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const int8_t* own = codes + r * kBlock;
+            const Floats factor = set1(scales[r]);
+            if (Weights::kHalves == 1) {
+                Ints sum = start_sum<K>(negated + r);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i) sum = dot<Weights::kWide>(sum, weights.quads[i], own + 4 * i);
+                total[r] = fma(to_floats(sum), weights.scale[0] * factor, total[r]);
+                if (Weights::kMinimum) total[r] = fma(weights.minimum, set1(sums[r]), total[r]);
+            } else {
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    Ints sum = start_sum<K>(negated + (1 + half) * width + r);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; ++i)
+                        sum = dot<Weights::kWide>(sum, weights.quads[4 * half + i], own + 16 * half + 4 * i);
+                    total[r] = fma(to_floats(sum), weights.scale[half] * factor, total[r]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(out + (first + r) * kTile, total[r]);
+}
+
+template <int K>
+inline Floats load_weights(const uint8_t* p) {
+    if (K == kF32) return load(reinterpret_cast<const float*>(p));
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
+    return K == kF16 ? load_half(halves) : load_brain(halves);
+}
+
+// Float weights: two running sums per row, over even and odd inputs, so that a single row need not wait for itself.
+template <int K, int R>
+void float_tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
+    constexpr size_t line = kTile * (K == kF32 ? 4 : 2);
+    const float* rows = in.values + (static_cast<size_t>(group) * kGroup + first) * in.stride;
+    Floats even[R], odd[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) even[r] = odd[r] = set1(0.0f);
+    int k = 0;
+    for (; k + 1 < matrix.inputs; k += 2) {
+        const Floats a = load_weights<K>(tile + k * line), b = load_weights<K>(tile + (k + 1) * line);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            even[r] = fma(a, set1(rows[r * in.stride + k]), even[r]);
+            odd[r] = fma(b, set1(rows[r * in.stride + k + 1]), odd[r]);
+        }
+    }
+    if (k < matrix.inputs) {
+        const Floats a = load_weights<K>(tile + k * line);
+        for (int r = 0; r < R; ++r) even[r] = fma(a, set1(rows[r * in.stride + k]), even[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(out + (first + r) * kTile, even[r] + odd[r]);
+}
+
+struct Kernel {
+    void (*run)(const SlipMatrix&, const uint8_t*, const RowsIn&, int group, int first, float* out);
+    int rows;
+};
+
+// The widest kernel that does not exceed the rows at hand, or the next wider one if a few spare rows cost less than
+// another pass over the weights; spare rows are computed from whatever the buffers hold and never looked at.
+template <int K>
+Kernel quantised_kernel(int rows) {
+#if defined(__AVX512F__)
+    if (rows > 12) return {tile_rows<K, 16>, 16};
+    if (rows > 8) return {tile_rows<K, 12>, 12};
+    if (rows > 6) return {tile_rows<K, 8>, 8};
+    if (rows > 4) return {tile_rows<K, 6>, 6};
+#endif
+    if (rows > 2) return {tile_rows<K, 4>, 4};
+    if (rows > 1) return {tile_rows<K, 2>, 2};
+    return {tile_rows<K, 1>, 1};
+}
+
+template <int K>
+Kernel float_kernel(int rows) {
+    // these read the rows themselves, so there are no spare ones
+    if (kMostFloatRows == 8 && rows >= 8) return {float_tile_rows<K, 8>, 8};
+    if (rows >= 4) return {float_tile_rows<K, 4>, 4};
+    return {float_tile_rows<K, 1>, 1};
+}
+
+Kernel kernel_for(int kind, int rows) {
+    switch (kind) {
+        case kQ4_0: return quantised_kernel<kQ4_0>(rows);
+        case kQ4_1: return quantised_kernel<kQ4_1>(rows);
+        case kQ8_0: return quantised_kernel<kQ8_0>(rows);
+        case kQ4_K: return quantised_kernel<kQ4_K>(rows);
+        case kQ6_K: return quantised_kernel<kQ6_K>(rows);
+        case kF16: return float_kernel<kF16>(rows);
+        case kBF16: return float_kernel<kBF16>(rows);
+        default: return float_kernel<kF32>(rows);
+    }
+}
+
+}  // namespace
+
+void quantise_block(const float* x, const RowsIn& in, int row, int index) {
+    const size_t at = in.block(row / kGroup, index);
+    const int place = row % kGroup;
+    const Floats low = load(x), high = load(x + kLanes);
+    const float top = magnitude(low, high);
+    const float scale = top / kCodes;
+    const Floats steps = set1(top > 0.0f ? kCodes / top : 0.0f);
+    int8_t* codes = in.codes + (at * in.width + place) * kBlock;
+    store_bytes(codes, to_ints(low * steps));
+    store_bytes(codes + kLanes, to_ints(high * steps));
+    const int32_t first = byte_sum(codes), last = byte_sum(codes + kLanes);
+    in.scales[at * in.width + place] = scale;
+    in.sums[at * in.width + place] = scale * static_cast<float>(first + last);
+    int32_t* negated = in.negated + at * 3 * in.width + place;
+    negated[0] = -(first + last);
+    negated[in.width] = -first;
+    negated[2 * in.width] = -last;
+}
+
+void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out) {
+    const uint8_t* data = matrix.data + tile * tile_bytes(matrix.kind, matrix.inputs);
+    int first = 0;
+    while (first < rows) {
+        const Kernel kernel = kernel_for(matrix.kind, rows - first);
+        kernel.run(matrix, data, in, group, first, out);
+        first += kernel.rows;
+    }
+}
+
+}  // namespace SLIP_ISA
+}  // namespace slip

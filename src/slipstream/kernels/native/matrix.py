@@ -1,0 +1,167 @@
+"""Weights in the types their file stores them in, repacked once and multiplied by the compiled row kernels.
+
+A row's sum has one order whatever the rows beside it, so speculative text equals plain text to the last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.errors import IntegrityError
+from slipstream.kernels.native.library import Library
+
+# The order of matrix.h.
+KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
+_FLOAT_KINDS = ("F16", "BF16", "F32")
+_OTHER_TYPES_AS = "Q8_0"  # fine enough for every coarser type
+_ALIGNMENT = 64
+_ARENA_BYTES = 32 << 20
+_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
+
+
+class StoredTensor(Protocol):
+    """A tensor of a model file that can say its values and its bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type_name(self) -> str: ...
+    def dense(self) -> Tensor: ...
+    def raw(self) -> NDArray[np.uint8]: ...
+
+
+class SlipMatrix(ctypes.Structure):
+    _fields_ = (("kind", _INT), ("outputs", _INT), ("inputs", _INT), ("data", _POINTER))
+
+
+class SlipLinear(ctypes.Structure):
+    _fields_ = (("parts", _INT), ("outputs", _INT), ("part", _POINTER), ("bias", _POINTER))
+
+
+class _Arena:
+    """Memory for packed weights in large pages, which the processor walks through twice as fast as small ones."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._used = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Zeroed bytes, aligned; they live as long as anybody holds them."""
+        if self._memory is None or self._used + size > len(self._memory):
+            self._memory = mmap.mmap(-1, max(size, _ARENA_BYTES))
+            self._used = 0
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        taken = np.frombuffer(self._memory, np.uint8, size, self._used)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return taken
+
+
+_arena = _Arena()
+
+
+class PackedLinear:
+    """Matrices that read the same rows, their outputs one behind the other."""
+
+    def __init__(self, library: Library, sources: Sequence[StoredTensor], float_rows: bool) -> None:
+        self.in_features = sources[0].shape[1]
+        self.out_features = sum(source.shape[0] for source in sources)
+        parts = [_pack(library, source, float_rows) for source in sources]
+        self.nbytes = sum(data.nbytes for _, data in parts)
+        self._data = [data for _, data in parts]
+        self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
+        self._struct = self.struct(None)
+        self.address = ctypes.addressof(self._struct)
+
+    def struct(self, bias: Tensor | None) -> SlipLinear:
+        """What native code gets; whoever gives a bias keeps it alive."""
+        return SlipLinear(
+            len(self._data), self.out_features, ctypes.addressof(self._matrices),
+            None if bias is None else bias.data_ptr(),
+        )
+
+
+def _pack(library: Library, source: StoredTensor, float_rows: bool) -> tuple[SlipMatrix, NDArray[np.uint8]]:
+    outputs, inputs = source.shape
+    kind, rows = _native_rows(source, float_rows)
+    size, pack = _packers(library)
+    data = _arena.take(size(KINDS[kind], outputs, inputs))
+    if rows.nbytes != outputs * _row_bytes(kind, inputs):
+        raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
+    pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
+    return SlipMatrix(KINDS[kind], outputs, inputs, data.ctypes.data), data
+
+
+def _native_rows(source: StoredTensor, float_rows: bool) -> tuple[str, NDArray[np.uint8]]:
+    """The type a kernel reads and the tensor's bytes in it."""
+    kind = source.type_name
+    if kind in _FLOAT_KINDS or (kind in KINDS and not float_rows):
+        return kind, np.ascontiguousarray(source.raw())
+    dense = source.dense()
+    if float_rows:
+        # quantised values are coarser than half precision, but their range may be wider
+        half = float(dense.abs().max()) <= float(torch.finfo(torch.float16).max)
+        kept = dense.to(torch.float16 if half else torch.float32).numpy()
+        return "F16" if half else "F32", kept.view(np.uint8)
+    if dense.shape[1] % 32:
+        return "F32", dense.numpy().view(np.uint8)
+    return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
+
+
+def _row_bytes(kind: str, inputs: int) -> int:
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return inputs // elements * size
+
+
+@functools.cache
+def _packers(library: Library) -> tuple[Callable[[int, int, int], int], Any]:
+    size, pack = library.handle.slip_packed_bytes, library.handle.slip_pack
+    size.argtypes, size.restype = [_INT, _INT, _INT], ctypes.c_int64
+    pack.argtypes, pack.restype = [_INT, _INT, _INT, _POINTER, _POINTER], None
+    return size, pack
+
+
+@functools.cache
+def _product(library: Library) -> Any:
+    return library.function("slip_matmul", [_POINTER, _POINTER, _INT, _POINTER, _INT])
+
+
+def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
+    """rows [n, in] times the weights, in fp32."""
+    rows = rows.contiguous()
+    out = torch.empty(rows.shape[0], linear.out_features)
+    _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
+    return out
+
+
+class RowTable:
+    """A table of a model file whose rows become floats one at a time, as embeddings do."""
+
+    def __init__(self, library: Library, source: StoredTensor) -> None:
+        self._rows = source.raw()
+        self._count, self._width = source.shape
+        self._kind = KINDS[source.type_name]
+        self._decode = library.handle.slip_decode_rows
+        self._decode.argtypes, self._decode.restype = [_INT, _INT, _POINTER, _POINTER, _INT, _POINTER], None
+
+    @staticmethod
+    def serves(source: StoredTensor) -> bool:
+        return source.type_name in KINDS
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        ids = token_ids.to(torch.int32)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._count:
+            raise IntegrityError(f"a token is not in the table of {self._count}")
+        out = torch.empty(ids.numel(), self._width)
+        self._decode(self._kind, self._width, self._rows.ctypes.data, ids.data_ptr(), ids.numel(), out.data_ptr())
+        return out

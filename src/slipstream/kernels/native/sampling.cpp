@@ -1,0 +1,354 @@
+// Rankings of logits: the best token, the K best with the row's logsumexp, and both with seeded Gumbel noise.
+//
+// Rows are cut into stretches that fit the first cache; the team takes stretches in any order and their findings are
+// put together in the order of tokens, so an answer depends on its row only. Noise is drawn where it can matter: a
+// bound on a token's noise rules nearly all of them out before a logarithm is taken.
+#include "sampling.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+#include "native.h"
+
+namespace slip {
+namespace SLIP_ISA {
+namespace {
+
+constexpr float kBinary = 1.44269504f;      // of ln 2 one: turns powers of e into powers of two
+constexpr float kLeastNoise = -2.82f;     // of the largest words: -ln(24 ln 2), rounded down
+// Terms of a noisy logsumexp this far below its largest are left out: a whole vocabulary of them changes no digit of fp32.
+constexpr float kNegligible = 25.0f;
+
+// A search for the K best of every row, and where the answers go.
+struct Search {
+    const Rows& rows;
+    int count;
+    float* values;
+    int64_t* ids;
+    float* total;
+    Finding* findings;
+    Ranked* places;
+    Bar* bars;
+
+    Search(const Rows& rows, int count, float* values, int64_t* ids, float* total)
+        : rows(rows), count(count), values(values), ids(ids), total(total),
+          findings(memory.findings.get(rows.pieces())),
+          places(memory.places.get(static_cast<size_t>(rows.pieces()) * 2 * count)),
+          bars(memory.bars.get(rows.count)) {
+        for (int row = 0; row < rows.count; ++row) bars[row].score.store(-FLT_MAX, std::memory_order_relaxed);
+    }
+
+    Ranked* places_of(int piece) const { return places + static_cast<size_t>(piece) * 2 * count; }
+
+    // Puts a row's findings together, largest first; returns how many there are.
+    int merge(int row) const {
+        Ranked* first = places_of(row * rows.stretches);
+        Ranked* end = first;
+        const float bar = bars[row].score.load(std::memory_order_relaxed);
+        const auto matters = [bar](const Ranked& one) { return one.value >= bar; };
+        for (int piece = row * rows.stretches; piece < (row + 1) * rows.stretches; ++piece)
+            end = std::copy_if(places_of(piece), places_of(piece) + findings[piece].size, end, matters);
+        if (end - first > count) std::nth_element(first, first + count - 1, end, ahead);
+        const int size = std::min(count, static_cast<int>(end - first));
+        std::sort(first, first + size, ahead);
+        return size;
+    }
+
+    // `sum` is that of e^(score - shift); the scores are divided by `divisor`.
+    void answer(int row, bool usable, double shift, double sum, float divisor) const {
+        const Ranked* found = places_of(row * rows.stretches);
+        const int size = usable ? merge(row) : 0;
+        for (int i = 0; i < count; ++i) {
+            const size_t at = static_cast<size_t>(row) * count + i;
+            values[at] = i < size ? found[i].value / divisor : usable ? kHidden : NAN;
+            ids[at] = i < size ? found[i].id : 0;
+        }
+        total[row] = usable ? static_cast<float>(shift + std::log(sum)) : NAN;
+    }
+};
+
+inline Floats largest_of(const Floats score[kVectors]) {
+    Floats most = score[0];
+    SLIP_UNROLL for (int i = 1; i < kVectors; ++i) most = max(score[i], most);
+    return most;
+}
+
+// 2^x for x up to 0, good to seven digits near it; 2^-115, which counts for nothing in a sum, for all below.
+inline Floats power(Floats x) {
+    const Floats bounded = max(x, set1(-115.0f));
+    const Floats n = round_even(bounded);
+    const Floats f = bounded - n;
+    Floats p = set1(0.0013276472632f);  // fitted for the least relative error between -½ and ½
+    p = fma(p, f, set1(0.0096755413431f));
+    p = fma(p, f, set1(0.055507132719f));
+    p = fma(p, f, set1(0.24022119724f));
+    p = fma(p, f, set1(0.69314696707f));
+    p = fma(p, f, set1(1.0000000717f));
+    return bits_to_floats(bits_to_ints(p) + shift_left<23>(to_ints(n)));
+}
+
+// The K best of one stretch, and the sum of e^((score - largest) / temperature).
+void rank_stretch(const Search& search, int piece, float inverse) {
+    const Rows& rows = search.rows;
+    const int row_index = piece / rows.stretches, stretch = piece % rows.stretches;
+    const float* row = rows.row(row_index);
+    const int start = rows.start(stretch), stop = rows.stop(stretch);
+    Floats maxima[kBlocks];
+    const Look seen = rows.looks[piece] = look(row, start, stop, maxima);
+    search.findings[piece] = {};
+    if (!seen.usable()) return;
+    Bar& bar = search.bars[row_index];
+    const int blocks = (stop - start + kBlock - 1) / kBlock;
+    bar.raise(reached_by(search.count, maxima, blocks, seen.largest, bar.score.load(std::memory_order_relaxed)));
+    Leaders leaders(search.places_of(piece), search.count, &bar);
+    Floats terms = set1(0.0f);
+    for (int at = start; at < stop; at += kTile) {
+        Floats score[kVectors];
+        load_tile(row, at, stop, score);
+        Floats tile = set1(0.0f);
+        SLIP_UNROLL for (int i = 0; i < kVectors; ++i)
+            tile = tile + power((score[i] - set1(seen.largest)) * set1(inverse * kBinary));
+        terms = terms + tile;
+        if (greater(set1(leaders.bar()), largest_of(score)) == 0xFFFF) continue;
+        for (int i = 0; i < kVectors; ++i)
+            for (uint32_t kept = ~greater(set1(leaders.bar()), score[i]) & 0xFFFF; kept; kept &= kept - 1) {
+                const int id = at + i * kLanes + __builtin_ctz(kept);
+                if (row[id] >= leaders.bar()) leaders.offer(row[id], id);
+            }
+    }
+    search.findings[piece] = {leaders.finish(), sum(terms)};
+}
+
+void finish_ranking(const Search& search, int row, float temperature) {
+    const Rows& rows = search.rows;
+    const Look whole = rows.whole(row);
+    double terms = 0.0;
+    for (int piece = row * rows.stretches; whole.usable() && piece < (row + 1) * rows.stretches; ++piece) {
+        const double below = (static_cast<double>(rows.looks[piece].largest) - whole.largest) / temperature;
+        terms += search.findings[piece].sum * std::exp(below);
+    }
+    search.answer(row, whole.usable(), static_cast<double>(whole.largest) / temperature, terms, temperature);
+}
+
+// What noise depends on beside the token, and what tokens it may choose.
+struct Noise {
+    const int64_t* positions;
+    uint64_t seed;
+    float temperature;
+    const float* floors;  // per row, or null
+    float inverse;
+    int* order;   // rows by position
+    int* groups;  // where in that order each position's rows begin, and its end
+    int group_count = 0;
+
+    Noise(const int64_t* positions, int rows, uint64_t seed, float temperature, const float* floors)
+        : positions(positions), seed(seed), temperature(temperature), floors(floors), inverse(1.0f / temperature),
+          order(memory.order.get(2 * static_cast<size_t>(rows) + 1)), groups(order + rows) {
+        for (int row = 0; row < rows; ++row) order[row] = row;
+        std::sort(order, order + rows, [positions](int a, int b) { return positions[a] < positions[b]; });
+        for (int i = 0; i < rows; ++i)
+            if (i == 0 || positions[order[i]] != positions[order[i - 1]]) groups[group_count++] = i;
+        groups[group_count] = rows;
+    }
+};
+
+// One row in the stretch at hand.
+struct NoisyRow {
+    const float* scores;
+    Finding* finding;
+    Leaders leaders;
+    Floats terms;
+    float largest;  // divided by the temperature
+    float slack;    // more than rounding can change in score * inverse + bound
+    float floor;
+    bool bounded;   // false where the scaled scores overflow: then nothing is ruled out
+    bool summing;
+
+    float ranked_reach() const { return bounded ? leaders.bar() - slack : kHidden; }
+    // What score * inverse + noise must come to if the token is to matter.
+    float reach() const {
+        return summing ? std::min(ranked_reach(), largest + kLeastNoise - kNegligible) : ranked_reach();
+    }
+};
+
+// The search among scores with noise; `summing` asks for the logsumexp as well.
+struct NoisySearch {
+    const Search& search;
+    const Noise& noise;
+    bool summing;
+
+    // Prepares a row for one stretch; false if it has nothing to choose from.
+    bool begin(NoisyRow& it, const NoiseSource& source, int row, int stretch) const {
+        const Rows& rows = search.rows;
+        const Look whole = rows.whole(row);
+        const int piece = row * rows.stretches + stretch;
+        search.findings[piece] = {};
+        if (!whole.usable()) return false;
+        it.scores = rows.row(row);
+        it.finding = search.findings + piece;
+        it.terms = set1(0.0f);
+        it.largest = whole.largest / noise.temperature;
+        it.bounded = std::isfinite(it.largest) && std::isfinite(noise.inverse);
+        it.slack = 0x1p-20f * (2.0f * std::fabs(it.largest) + 64.0f);
+        it.floor = noise.floors ? noise.floors[row] : kHidden;
+        it.summing = summing;
+        if (search.count == 1) search.bars[row].raise(score_of(source, it.scores, whole.where));
+        it.leaders = Leaders(search.places_of(piece), search.count, search.bars + row);
+        return true;
+    }
+
+    float score_of(const NoiseSource& source, const float* row, int token) const {
+        Ints words[kVectors];
+        source.draw(token / kTile * kTile, words);
+        float lanes[kLanes];
+        store(lanes, gumbel(exponential(words[token % kTile / kLanes])));
+        return row[token] / noise.temperature + lanes[token % kLanes];
+    }
+
+    // Whether none of these tokens can matter, whatever its noise.
+    bool hopeless(const NoisyRow& it, Floats score) const {
+        float least = it.reach() - kMostNoise;
+        if (it.bounded) least = std::max(least, it.floor - it.slack);
+        return greater(set1(least), score * set1(noise.inverse)) == 0xFFFF;
+    }
+
+    // Kept apart from `weigh`, which few tiles need.
+    void meet(NoisyRow& it, const Floats score[kVectors], const Ints words[kVectors], int first) const {
+        Floats most[kVectors];
+        SLIP_UNROLL for (int i = 0; i < kVectors; ++i) most[i] = fma(score[i], set1(noise.inverse), noise_bound(words[i]));
+        if (greater(set1(it.reach()), largest_of(most)) == 0xFFFF) return;
+        for (int i = 0; i < kVectors; ++i)
+            if (greater(set1(it.reach()), most[i]) != 0xFFFF) weigh(it, score[i], words[i], most[i], first + i * kLanes);
+    }
+
+    void weigh(NoisyRow& it, Floats score, Ints words, Floats most, int first) const {
+        const Floats exponentials = exponential(words);
+        if (it.summing) {
+            Floats below = fma(score, set1(noise.inverse), set1(-it.largest)) * set1(kBinary);
+            if (noise.floors) below = choose(score / set1(noise.temperature), set1(it.floor), set1(kHidden), below);
+            it.terms = it.terms + power(below) / exponentials;
+        }
+        uint32_t kept = ~greater(set1(it.ranked_reach()), most) & 0xFFFF;
+        if (!kept) return;
+        Floats scaled = score / set1(noise.temperature);
+        if (noise.floors) scaled = choose(scaled, set1(it.floor), set1(kHidden), scaled);
+        float lanes[kLanes];
+        store(lanes, scaled + gumbel(exponentials));
+        for (; kept; kept &= kept - 1) {
+            const int lane = __builtin_ctz(kept);
+            if (lanes[lane] >= it.leaders.bar()) it.leaders.offer(lanes[lane], first + lane);
+        }
+    }
+
+    // The rows of one position share the words of a stretch.
+    void run(int group, int stretch) const {
+        const int first = noise.groups[group], size = noise.groups[group + 1] - first;
+        thread_local Kept<NoisyRow> kept;
+        NoisyRow* live = kept.get(size);
+        NoisyRow* end = live;
+        const NoiseSource source(noise.seed, noise.positions[noise.order[first]]);
+        for (int i = 0; i < size; ++i) end += begin(*end, source, noise.order[first + i], stretch);
+        const int stop = search.rows.stop(stretch);
+        for (int at = search.rows.start(stretch); end > live && at < stop; at += kTile) {
+            Ints words[kVectors];
+            bool drawn = false;
+            for (NoisyRow* it = live; it < end; ++it) {
+                Floats score[kVectors];
+                load_tile(it->scores, at, stop, score);
+                if (hopeless(*it, largest_of(score))) continue;
+                if (!drawn) source.draw(at, words);
+                drawn = true;
+                meet(*it, score, words, at);
+            }
+        }
+        for (NoisyRow* it = live; it < end; ++it) *it->finding = {it->leaders.finish(), sum(it->terms)};
+    }
+
+    void run_all() const {
+        Team& team = Team::shared();
+        look_at_all(search.rows);
+        team.barrier();
+        const int stretches = search.rows.stretches;
+        for (int piece; (piece = team.take()) < noise.group_count * stretches;)
+            run(piece / stretches, piece % stretches);
+        team.barrier();
+    }
+};
+
+}  // namespace
+}  // namespace SLIP_ISA
+}  // namespace slip
+
+using namespace slip;
+using namespace slip::SLIP_ISA;
+
+SLIP_EXPORT(void, slip_best_tokens)
+(const float* logits, int count, int vocab, int threads, int64_t* ids, uint8_t* usable) {
+    const Rows rows(logits, count, vocab);
+    Team::shared().run(rows.threads(threads), [&rows](int) { look_at_all(rows); });
+    for (int row = 0; row < count; ++row) {
+        const Look whole = rows.whole(row);
+        usable[row] = whole.usable();
+        ids[row] = whole.usable() ? whole.where : -1;
+    }
+}
+
+SLIP_EXPORT(void, slip_top_scores)
+(const float* scores, int count, int vocab, int threads, float temperature, int wanted, float* values, int64_t* ids,
+ float* total) {
+    const Rows rows(scores, count, vocab);
+    const Search search(rows, wanted, values, ids, total);
+    const auto body = [&search, temperature](int) {
+        Team& team = Team::shared();
+        for (int piece; (piece = team.take()) < search.rows.pieces();) rank_stretch(search, piece, 1.0f / temperature);
+        team.barrier();
+        for (int row; (row = team.take()) < search.rows.count;) finish_ranking(search, row, temperature);
+    };
+    Team::shared().run(rows.threads(threads), body);
+}
+
+SLIP_EXPORT(void, slip_noisy_best)
+(const float* logits, int count, int vocab, int threads, const int64_t* positions, uint64_t seed, float temperature,
+ const float* floors, int64_t* ids, uint8_t* usable) {
+    const Rows rows(logits, count, vocab);
+    const Search search(rows, 1, nullptr, nullptr, nullptr);
+    const Noise noise(positions, count, seed, temperature, floors);
+    const NoisySearch noisy{search, noise, false};
+    Team::shared().run(rows.threads(threads), [&noisy](int) { noisy.run_all(); });
+    for (int row = 0; row < count; ++row) {
+        usable[row] = rows.whole(row).usable();
+        ids[row] = usable[row] && search.merge(row) ? search.places_of(row * rows.stretches)->id : -1;
+    }
+}
+
+SLIP_EXPORT(void, slip_noisy_top)
+(const float* logits, int count, int vocab, int threads, const int64_t* positions, uint64_t seed, float temperature,
+ const float* floors, int wanted, float* values, int64_t* ids, float* total) {
+    const Rows rows(logits, count, vocab);
+    const Search search(rows, wanted, values, ids, total);
+    const Noise noise(positions, count, seed, temperature, floors);
+    const NoisySearch noisy{search, noise, true};
+    const auto body = [&noisy](int) {
+        const Search& search = noisy.search;
+        noisy.run_all();
+        for (int row; (row = Team::shared().take()) < search.rows.count;) {
+            const Look whole = search.rows.whole(row);
+            double terms = 0.0;
+            for (int i = 0; i < search.rows.stretches; ++i) terms += search.findings[row * search.rows.stretches + i].sum;
+            search.answer(row, whole.usable(), whole.largest / noisy.noise.temperature, terms, 1.0f);
+        }
+    };
+    Team::shared().run(rows.threads(threads), body);
+}
+
+SLIP_EXPORT(void, slip_gumbel_row)(uint64_t seed, int64_t position, int vocab, float* out) {
+    const NoiseSource source(seed, position);
+    for (int at = 0; at < vocab; at += kTile) {
+        Ints words[kVectors];
+        float lanes[kTile];
+        source.draw(at, words);
+        for (int i = 0; i < kVectors; ++i) store(lanes + i * kLanes, gumbel(exponential(words[i])));
+        std::copy(lanes, lanes + std::min(kTile, vocab - at), out + at);
+    }
+}

@@ -1,0 +1,375 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+#include "matmul.h"
+
+namespace slip {
+namespace SLIP_ISA {
+namespace {
+
+// out = x / rms(x) * weight; a row's sum of squares runs over sixteen lanes, then over them.
+void norm_row(const float* x, const float* weight, int size, float eps, float* out) {
+    Floats squares = set1(0.0f);
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+    float total = sum(squares);
+    for (; i < size; ++i) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+    for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * set1(factor) * load(weight + i));
+    for (; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// Rotary embedding in place, halves paired.
+void rotate_head(float* x, const float* cosines, const float* sines, int dim) {
+    const int half = dim / 2;
+    for (int i = 0; i < half; ++i) {
+        const float low = x[i], high = x[i + half];
+        x[i] = std::fma(high, sines[i], low * cosines[i]);
+        x[i + half] = std::fma(low, sines[i + half], high * cosines[i + half]);
+    }
+}
+
+inline Floats swish(Floats gate, Floats up) { return gate * up / (set1(1.0f) + exp(set1(0.0f) - gate)); }
+
+bool wants_values(const SlipLinear& linear) {
+    for (int i = 0; i < linear.parts; ++i)
+        if (is_float(linear.part[i].kind)) return true;
+    return false;
+}
+bool wants_codes(const SlipLinear& linear) {
+    for (int i = 0; i < linear.parts; ++i)
+        if (!is_float(linear.part[i].kind)) return true;
+    return false;
+}
+
+// The rows a linear layer reads, in the forms its parts want.
+struct Operand {
+    RowBuffer buffer;
+    std::vector<float> values;
+    RowsIn in;
+    bool codes = false, floats = false;
+
+    void forget() { codes = floats = false; }
+    void serve(const SlipLinear& linear) {
+        codes = codes || wants_codes(linear);
+        floats = floats || wants_values(linear);
+    }
+    void shape(const SlipLinear& linear, int rows) {
+        const int inputs = linear.part[0].inputs;
+        if (codes) in = buffer.shaped(rows, inputs);
+        const size_t size = static_cast<size_t>(rows) * inputs;
+        if (floats && values.size() < size) values.resize(size);
+        in.inputs = inputs;
+        in.values = values.data();
+        in.stride = inputs;
+    }
+    void put(const float* x, int row) {
+        if (codes) quantise_row(x, in, row);
+        if (floats) std::memcpy(values.data() + static_cast<size_t>(row) * in.stride, x, in.stride * sizeof(float));
+    }
+    // Up to 32 inputs from a block's start on.
+    void put_block(const float* x, int row, int index, int count) {
+        if (codes) quantise_block(x, in, row, index);
+        if (floats)
+            std::memcpy(values.data() + static_cast<size_t>(row) * in.stride + index * kBlock, x, count * sizeof(float));
+    }
+};
+
+constexpr int kPatterns = 4;
+
+struct Scratch {
+    Operand normed, mixed, inner, wanted;
+    RowPlan plans[kPatterns];
+    std::vector<float> qkv, attended;
+
+    // Room for a pass; layers of one stack differ in their weights' types only, so the rows serve them all.
+    void prepare(const SlipForward& job, int rows) {
+        const SlipStack& stack = *job.stack;
+        for (Operand* operand : {&normed, &mixed, &inner, &wanted}) operand->forget();
+        for (int i = 0; i < stack.layers; ++i) {
+            const SlipLayer& layer = stack.layer[i];
+            normed.serve(layer.qkv);
+            normed.serve(layer.gate_up);
+            mixed.serve(layer.output);
+            inner.serve(layer.down);
+        }
+        normed.shape(stack.layer[0].qkv, rows);
+        mixed.shape(stack.layer[0].output, rows);
+        inner.shape(stack.layer[0].down, rows);
+        if (job.wanted) {
+            wanted.serve(*job.head);
+            wanted.shape(*job.head, job.wanted);
+        }
+        for (int i = 0; i < job.patterns; ++i) plans[i].build(job.batches[i], stack.heads, stack.kv_heads, job.threads);
+        room(qkv, static_cast<size_t>(rows) * stack.layer[0].qkv.outputs);
+        room(attended, static_cast<size_t>(rows) * stack.heads * stack.head_dim);
+    }
+
+    static float* room(std::vector<float>& memory, size_t size) {
+        if (memory.size() < size) memory.resize(size);
+        return memory.data();
+    }
+};
+
+void one_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out) {
+    if (amx_tile != nullptr && rows >= kAmxRows && !is_float(matrix.kind)) amx_tile(matrix, tile, in, group, out);
+    else multiply_tile(matrix, tile, in, group, rows, out);
+}
+
+// All tiles of a linear layer: done(group, rows of it, first output, outputs, products [16, 16]).
+template <class Done>
+void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Done done) {
+    int total = 0;
+    for (int i = 0; i < linear.parts; ++i) total += tiles_of(linear.part[i].outputs);
+    const int step = std::max(1, total / (team.threads() * 8));
+    alignas(64) float out[kGroup * kTile];
+    for (int taken = team.take(); taken * step < total; taken = team.take()) {
+        for (int tile = taken * step; tile < std::min(total, (taken + 1) * step); ++tile) {
+            int part = 0, local = tile, first = 0;
+            while (local >= tiles_of(linear.part[part].outputs)) {
+                local -= tiles_of(linear.part[part].outputs);
+                first += linear.part[part++].outputs;
+            }
+            const SlipMatrix& matrix = linear.part[part];
+            const int count = std::min(kTile, matrix.outputs - local * kTile);
+            for (int group = 0; group < groups_of(rows); ++group) {
+                const int own = std::min(kGroup, rows - group * kGroup);
+                one_tile(matrix, local, in, group, own, out);
+                done(group * kGroup, own, first + local * kTile, count, out);
+            }
+        }
+    }
+    team.barrier();
+}
+
+// to[row, output] = products (+ bias), or added to what is there.
+template <bool Add>
+void multiply_into(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, float* to, size_t stride) {
+    multiply(team, linear, in, rows, [&](int row, int own, int first, int count, const float* products) {
+        for (int r = 0; r < own; ++r) {
+            float* at = to + (row + r) * stride + first;
+            const float* from = products + r * kTile;
+            for (int c = 0; c < count; ++c) {
+                const float value = linear.bias ? from[c] + linear.bias[first + c] : from[c];
+                at[c] = Add ? at[c] + value : value;
+            }
+        }
+    });
+}
+
+template <class Each>
+void for_rows(Team& team, int rows, Each each) {
+    for (int row = team.take(); row < rows; row = team.take()) each(row);
+    team.barrier();
+}
+
+void add_bias(const float* bias, int count, int rows, float* products) {
+    for (int r = 0; r < rows; ++r)
+        for (int c = 0; c < count; ++c) products[r * kTile + c] += bias[c];
+}
+
+// gate and up for 32 outputs at a time, which become one block of what `down` reads.
+void gated(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Operand& inner) {
+    const SlipMatrix &gate = linear.part[0], &up = linear.part[1];
+    const int size = gate.outputs, units = blocks_of(size);
+    alignas(64) float gates[2][kGroup * kTile], ups[2][kGroup * kTile], mixed[kBlock];
+    for (int unit = team.take(); unit < units; unit = team.take()) {
+        const int halves = unit * 2 + 1 < tiles_of(size) ? 2 : 1;
+        for (int group = 0; group < groups_of(rows); ++group) {
+            const int own = std::min(kGroup, rows - group * kGroup);
+            for (int half = 0; half < halves; ++half) {
+                const int tile = unit * 2 + half, count = std::min(kTile, size - tile * kTile);
+                one_tile(gate, tile, in, group, own, gates[half]);
+                one_tile(up, tile, in, group, own, ups[half]);
+                if (!linear.bias) continue;
+                add_bias(linear.bias + tile * kTile, count, own, gates[half]);
+                add_bias(linear.bias + size + tile * kTile, count, own, ups[half]);
+            }
+            for (int r = 0; r < own; ++r) {
+                for (int half = 0; half < halves; ++half) {
+                    const Floats g = load(gates[half] + r * kTile), u = load(ups[half] + r * kTile);
+                    store(mixed + half * kTile, swish(g, u));
+                }
+                inner.put_block(mixed, group * kGroup + r, unit, std::min(kBlock, size - unit * kBlock));
+            }
+        }
+    }
+    team.barrier();
+}
+
+struct Pass {
+    Team& team;
+    const SlipForward& job;
+    const SlipStack& stack;
+    Scratch& scratch;
+    int rows;
+
+    void norm(const float* weight, Operand& to) const {
+        thread_local std::vector<float> buffer;
+        float* normed = Scratch::room(buffer, stack.hidden);
+        for_rows(team, rows, [&](int row) {
+            norm_row(job.x + static_cast<size_t>(row) * stack.hidden, weight, stack.hidden, stack.eps, normed);
+            to.put(normed, row);
+        });
+    }
+
+    // Norms, rotates and stores what one row adds to the cache; its queries stay where they are.
+    void turn(int index, int row, float* qkv) const {
+        const SlipLayer& layer = stack.layer[index];
+        const SlipBatch& batch = job.batches[0];
+        const int dim = stack.head_dim, turning = stack.heads + stack.kv_heads;
+        const size_t position = batch.positions[row];
+        for (int head = 0; head < turning; ++head) {
+            float* x = qkv + head * dim;
+            if (layer.q_norm) norm_row(x, head < stack.heads ? layer.q_norm : layer.k_norm, dim, stack.eps, x);
+            rotate_head(x, job.cosines + position * dim, job.sines + position * dim, dim);
+        }
+        for (int head = 0; head < stack.kv_heads; ++head) {
+            const size_t line = static_cast<size_t>(batch.pages[row]) * stack.kv_heads + head;
+            const size_t place = (line * batch.page_tokens + batch.offsets[row]) * dim;
+            std::memcpy(job.keys[index] + place, qkv + (stack.heads + head) * dim, dim * sizeof(float));
+            std::memcpy(job.values[index] + place, qkv + (turning + head) * dim, dim * sizeof(float));
+        }
+    }
+
+    void run_layer(int index) const {
+        const SlipLayer& layer = stack.layer[index];
+        const int width = layer.qkv.outputs, mixed = stack.heads * stack.head_dim;
+        float* qkv = scratch.qkv.data();
+        float* attended = scratch.attended.data();
+        norm(layer.input_norm, scratch.normed);
+        multiply_into<false>(team, layer.qkv, scratch.normed.in, rows, qkv, width);
+        for_rows(team, rows, [&](int row) { turn(index, row, qkv + static_cast<size_t>(row) * width); });
+        const float scale = 1.0f / std::sqrt(static_cast<float>(stack.head_dim));
+        attend(team, scratch.plans[layer.pattern], qkv, width, job.keys[index], job.values[index], stack.heads, stack.kv_heads,
+               stack.head_dim, scale, attended, mixed);
+        team.barrier();
+        for_rows(team, rows, [&](int row) { scratch.mixed.put(attended + static_cast<size_t>(row) * mixed, row); });
+        multiply_into<true>(team, layer.output, scratch.mixed.in, rows, job.x, stack.hidden);
+        norm(layer.post_norm, scratch.normed);
+        gated(team, layer.gate_up, scratch.normed.in, rows, scratch.inner);
+        multiply_into<true>(team, layer.down, scratch.inner.in, rows, job.x, stack.hidden);
+    }
+
+    void tap(int index) const {
+        for (int t = 0; t < job.taps; ++t) {
+            if (job.tap_layers[t] != index) continue;
+            for_rows(team, rows, [&](int row) {
+                std::memcpy(job.tapped + (static_cast<size_t>(row) * job.taps + t) * stack.hidden,
+                            job.x + static_cast<size_t>(row) * stack.hidden, stack.hidden * sizeof(float));
+            });
+        }
+    }
+
+    void finish() const {
+        for_rows(team, rows, [&](int row) {
+            const size_t at = static_cast<size_t>(row) * stack.hidden;
+            norm_row(job.x + at, stack.norm, stack.hidden, stack.eps, job.hidden + at);
+        });
+        if (job.wanted == 0) return;
+        for_rows(team, job.wanted, [&](int row) {
+            scratch.wanted.put(job.hidden + static_cast<size_t>(job.wanted_rows[row]) * stack.hidden, row);
+        });
+        multiply_into<false>(team, *job.head, scratch.wanted.in, job.wanted, job.logits, job.head->outputs);
+    }
+
+    void run() const {
+        if (amx_enter) amx_enter();
+        tap(-1);
+        for (int index = 0; index < stack.layers; ++index) {
+            run_layer(index);
+            tap(index);
+        }
+        finish();
+        if (amx_leave) amx_leave();
+    }
+};
+
+// Every row of the taps through fc, a norm and the draft layers' key and value projections, into their pools.
+void store_context(const SlipContext& job, int row, float* projected, size_t width) {
+    const int dim = job.head_dim, heads = job.kv_heads;
+    const size_t position = job.positions[row];
+    for (int layer = 0; layer < job.layers; ++layer) {
+        float* keys = projected + row * width + static_cast<size_t>(layer) * 2 * heads * dim;
+        const float* values = keys + heads * dim;
+        for (int head = 0; head < heads; ++head) {
+            float* key = keys + head * dim;
+            if (job.k_norms) norm_row(key, job.k_norms + layer * dim, dim, job.eps, key);
+            rotate_head(key, job.cosines + position * dim, job.sines + position * dim, dim);
+            const size_t line = static_cast<size_t>(job.pages[row]) * heads + head;
+            const size_t place = layer * job.layer_stride + (line * job.page_tokens + job.offsets[row]) * dim;
+            std::memcpy(job.keys + place, key, dim * sizeof(float));
+            std::memcpy(job.values + place, values + head * dim, dim * sizeof(float));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace SLIP_ISA
+}  // namespace slip
+
+SLIP_EXPORT(void, slip_forward)(const SlipForward* job) {
+    using namespace slip;
+    using namespace slip::SLIP_ISA;
+    thread_local Scratch scratch;
+    const int rows = job->batches[0].rows;
+    scratch.prepare(*job, rows);
+    Team& team = Team::shared();
+    const Pass pass{team, *job, *job->stack, scratch, rows};
+    team.run(job->threads, [&](int) { pass.run(); });
+}
+
+SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
+    using namespace slip;
+    using namespace slip::SLIP_ISA;
+    thread_local Operand taps, context;
+    thread_local std::vector<float> mixed, projected;
+    const int hidden = job->fc->outputs, inputs = job->fc->part[0].inputs;
+    const size_t width = job->projection->outputs;
+    taps.forget();
+    taps.serve(*job->fc);
+    taps.shape(*job->fc, job->rows);
+    context.forget();
+    context.serve(*job->projection);
+    context.shape(*job->projection, job->rows);
+    float* from_fc = Scratch::room(mixed, static_cast<size_t>(job->rows) * hidden);
+    float* out = Scratch::room(projected, job->rows * width);
+    Team& team = Team::shared();
+    Operand &first = taps, &second = context;  // thread_local names mean another object on another thread
+    team.run(job->threads, [&](int) {
+        if (amx_enter) amx_enter();
+        for_rows(team, job->rows, [&](int row) { first.put(job->taps + static_cast<size_t>(row) * inputs, row); });
+        multiply_into<false>(team, *job->fc, first.in, job->rows, from_fc, hidden);
+        for_rows(team, job->rows, [&](int row) {
+            float* x = from_fc + static_cast<size_t>(row) * hidden;
+            norm_row(x, job->norm, hidden, job->eps, x);
+            second.put(x, row);
+        });
+        multiply_into<false>(team, *job->projection, second.in, job->rows, out, width);
+        for_rows(team, job->rows, [&](int row) { store_context(*job, row, out, width); });
+        if (amx_leave) amx_leave();
+    });
+}
+
+// out [rows, outputs] = rows [rows, inputs] times the linear layer.
+SLIP_EXPORT(void, slip_matmul)(const SlipLinear* linear, const float* rows, int count, float* out, int threads) {
+    using namespace slip;
+    using namespace slip::SLIP_ISA;
+    thread_local Operand memory;
+    Operand& operand = memory;
+    operand.forget();
+    operand.serve(*linear);
+    operand.shape(*linear, count);
+    const size_t inputs = linear->part[0].inputs;
+    Team& team = Team::shared();
+    team.run(threads, [&](int) {
+        if (amx_enter) amx_enter();
+        for_rows(team, count, [&](int row) { operand.put(rows + row * inputs, row); });
+        multiply_into<false>(team, *linear, operand.in, count, out, linear->outputs);
+        if (amx_leave) amx_leave();
+    });
+}

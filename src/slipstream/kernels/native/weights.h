@@ -1,0 +1,195 @@
+// Reading a block of packed weights: codes as unsigned bytes in registers, and what their integer sums are worth.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "matrix.h"
+#include "simd.h"
+
+namespace slip {
+namespace SLIP_ISA {
+
+#if defined(__AVX512F__)
+
+using Codes = __m512i;  // a quad of every output
+inline Codes load_codes(const uint8_t* p) { return _mm512_load_si512(p); }
+inline Codes low_nibbles(Codes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline Codes high_nibbles(Codes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+template <int Shift>
+inline Codes with_high_bits(Codes low, Codes high) {
+    const Codes bits = _mm512_and_si512(_mm512_srli_epi16(high, Shift), _mm512_set1_epi8(3));
+    return _mm512_or_si512(low, _mm512_slli_epi16(bits, 4));
+}
+inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
+// Adds the products of four unsigned codes and four signed ones to every output.
+template <bool Wide>
+inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    return {_mm512_dpbusd_epi32(sum.v, codes, _mm512_set1_epi32(word))};
+}
+inline Floats bytes_to_floats(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Floats signed_to_floats(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Floats load_brain(const uint16_t* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+// The largest magnitude of 32 floats; NaN counts as larger than everything.
+inline float magnitude(Floats a, Floats b) {
+    const __m512i bits = _mm512_max_epi32(_mm512_castps_si512(abs(a).v), _mm512_castps_si512(abs(b).v));
+    const int32_t top = _mm512_reduce_max_epi32(bits);
+    float value;
+    std::memcpy(&value, &top, 4);
+    return value;
+}
+inline int32_t byte_sum(const int8_t* p) {  // of 16
+    return _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+#else
+
+struct Codes {
+    __m256i lo, hi;
+};
+inline Codes load_codes(const uint8_t* p) {
+    const __m256i* from = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_load_si256(from), _mm256_load_si256(from + 1)};
+}
+inline Codes low_nibbles(Codes a) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline Codes high_nibbles(Codes a) {
+    return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)});
+}
+template <int Shift>
+inline Codes with_high_bits(Codes low, Codes high) {
+    const __m256i mask = _mm256_set1_epi8(3);
+    const __m256i lo = _mm256_and_si256(_mm256_srli_epi16(high.lo, Shift), mask);
+    const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(high.hi, Shift), mask);
+    return {_mm256_or_si256(low.lo, _mm256_slli_epi16(lo, 4)), _mm256_or_si256(low.hi, _mm256_slli_epi16(hi, 4))};
+}
+inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// Without a dot-product instruction pairs are summed in 16 bits, where products with 8-bit codes (Wide) would
+// overflow: those are taken as signed numbers, sign moved to the other factor, and 128 times the sum put back.
+template <bool Wide>
+inline __m256i pairs(__m256i codes, __m256i four) {
+    if (!Wide) return _mm256_maddubs_epi16(codes, four);
+    const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(four, centred));
+}
+template <bool Wide>
+inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    const __m256i spread = _mm256_set1_epi32(word), ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(pairs<Wide>(codes.lo, spread), ones)),
+            _mm256_add_epi32(sum.hi, _mm256_madd_epi16(pairs<Wide>(codes.hi, spread), ones))};
+}
+inline Floats bytes_to_floats(const uint8_t* p) {
+    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline Floats signed_to_floats(const uint8_t* p) {
+    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline Floats load_brain(const uint16_t* p) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from + 1)), 16))};
+}
+inline float magnitude(Floats a, Floats b) {
+    const Floats x = abs(a), y = abs(b);
+    __m256i top = _mm256_max_epi32(_mm256_max_epi32(_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)),
+                                   _mm256_max_epi32(_mm256_castps_si256(y.lo), _mm256_castps_si256(y.hi)));
+    int32_t lanes[8];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), top);
+    const int32_t best = *std::max_element(lanes, lanes + 8);
+    float value;
+    std::memcpy(&value, &best, 4);
+    return value;
+}
+inline int32_t byte_sum(const int8_t* p) {
+    int32_t total = 0;
+    for (int i = 0; i < 16; ++i) total += p[i];
+    return total;
+}
+
+#endif
+
+// What one block of a tile is made of: codes, and the factors its integer sums are worth.
+template <int K>
+struct WeightBlock {
+    static constexpr bool kWide = K == kQ8_0;
+    static constexpr bool kMinimum = K == kQ4_1 || K == kQ4_K;
+    static constexpr int kOffsetBits = K == kQ4_0 ? 3 : K == kQ8_0 ? 7 : K == kQ6_K ? 5 : 0;  // codes stand 2^n too high
+    static constexpr int kHalves = K == kQ6_K ? 2 : 1;
+    Codes quads[8];
+    Floats scale[2];
+    Floats minimum;
+
+    WeightBlock(const uint8_t* tile, int index) {
+        const BlockPlace place(K, index);
+        const uint8_t* codes = tile + place.codes;
+        const uint8_t* scales = tile + place.scales;
+        if (K == kQ8_0) {
+            for (int i = 0; i < 8; ++i) quads[i] = load_codes(codes + i * 64);
+        } else {
+            for (int i = 0; i < 4; ++i) {
+                const Codes both = load_codes(codes + i * 64);
+                quads[i] = low_nibbles(both);
+                quads[i + 4] = high_nibbles(both);
+            }
+        }
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
+        if (K == kQ4_K || K == kQ6_K) load_k_scales(tile + place.shared, scales);
+        else scale[0] = load_half(halves);
+        if (K == kQ4_1) minimum = load_half(halves + kTile);
+        if (K == kQ6_K) add_high_bits(load_codes(codes + 256), load_codes(codes + 320));
+    }
+
+private:
+    void load_k_scales(const uint8_t* shared, const uint8_t* scales) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(shared);
+        const Floats whole = load_half(halves);
+        if (K == kQ4_K) {
+            scale[0] = whole * bytes_to_floats(scales);
+            minimum = set1(-1.0f) * (load_half(halves + kTile) * bytes_to_floats(scales + kTile));
+        } else {
+            scale[0] = whole * signed_to_floats(scales);
+            scale[1] = whole * signed_to_floats(scales + kTile);
+        }
+    }
+    void add_high_bits(Codes first, Codes second) {
+        quads[0] = with_high_bits<0>(quads[0], first);
+        quads[1] = with_high_bits<2>(quads[1], first);
+        quads[2] = with_high_bits<4>(quads[2], first);
+        quads[3] = with_high_bits<6>(quads[3], first);
+        quads[4] = with_high_bits<0>(quads[4], second);
+        quads[5] = with_high_bits<2>(quads[5], second);
+        quads[6] = with_high_bits<4>(quads[6], second);
+        quads[7] = with_high_bits<6>(quads[7], second);
+    }
+};
+
+// What 2^bits too much in every code has added to a sum; AVX2 takes wide codes as signed and has added nothing.
+template <int K>
+inline Ints start_sum(const int32_t* negated) {
+#if !defined(__AVX512F__)
+    if (K == kQ8_0) return zero_ints();
+#endif
+    constexpr int bits = WeightBlock<K>::kOffsetBits;
+    if (bits == 0) return zero_ints();
+    return shift_left<bits>(set1(*negated));
+}
+
+}  // namespace SLIP_ISA
+}  // namespace slip
