@@ -10,6 +10,7 @@ import pytest
 # reason of a skip -> why it may stand
 ALLOWED_SKIPS = {
     "no GPU": "tests of CUDA kernels need a CUDA device",
+    "xllamacpp is not installed": "it is optional: only the comparison with llama.cpp needs it",
 }
 
 # Set before torch is imported. The tests' models are tiny: more threads than this only fight each other.

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
+from tests import verify_cpu as cpu
 from tests import verify_speculation as speculation
 from tests.verify_report import Outcome, Report
 
@@ -111,9 +112,9 @@ def fuzz(report: Report) -> None:
 Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
     sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
-    oracles, operations, fuzz,
+    oracles, operations, fuzz, *cpu.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = speculation.TIMED
+TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import RequestError
+from slipstream.kernels.native.library import availability, library
+from slipstream.models.heads import HeadPass
+from slipstream.types import Proposal
 from tests.tiny import BLOCK, HIDDEN, VOCAB, tiny_llm, write_pair
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -103,26 +107,45 @@ def test_a_confidence_threshold_without_the_head_is_refused(tmp_path: Path) -> N
         llm_of(tmp_path, "vanilla").generate("abc", mode="chain", min_confidence=0.5)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
 @pytest.mark.parametrize("mode", ["chain", "tree:16", "auto"])
-def test_a_head_that_is_no_number_is_counted_and_changes_no_text(tmp_path: Path, mode: str) -> None:
-    llm = llm_of(tmp_path, "vanilla")
-    plain = llm.generate("abcabc", mode="plain", max_tokens=20, ignore_eos=True)
-    drafter = llm.engine._runner.drafter
-    assert drafter is not None and drafter.drafter.heads is not None
-    begin = drafter.drafter.heads.begin
-
-    class Broken:
-        def __init__(self, walk: object) -> None:
-            self._walk = walk
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._walk, name)
-
-        def correct(self, slot: int, previous: int, state: object) -> tuple[object, object]:
-            correction, state = self._walk.correct(slot, previous, state)  # type: ignore[attr-defined]
-            return correction * float("nan"), state
-
-    drafter.drafter.heads.begin = lambda *inputs: Broken(begin(*inputs))  # type: ignore[method-assign,assignment]
-    done = llm.generate("abcabc", mode=mode, max_tokens=20, ignore_eos=True)
+def test_a_head_that_is_no_number_is_counted_and_changes_no_text(tmp_path: Path, mode: str, kind: str) -> None:
+    plain = llm_of(tmp_path, kind).generate("abcabc", mode="plain", max_tokens=20, ignore_eos=True)
+    weights = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["markov_head.markov_w1.weight"][:] = float("nan")
+    save_file(tensors, weights)
+    done = tiny_llm(tmp_path, weight_format="int8").generate("abcabc", mode=mode, max_tokens=20, ignore_eos=True)
     assert done.token_ids == plain.token_ids
     assert done.stats.drafted == 0 < done.stats.bad_drafts
+
+
+@pytest.mark.skipif(library() is None, reason=availability().reason)
+@pytest.mark.parametrize("kind", ["vanilla", "confidence"])
+@pytest.mark.parametrize("mode", ["chain", "tree:8", "tree:12:seed"])
+def test_compiled_code_proposes_what_the_walk_would(
+    tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_of(tmp_path, kind)
+
+    def proposals() -> list[Proposal]:
+        events = llm.stream("abcabc", mode=mode, max_tokens=30, ignore_eos=True)
+        return [event.step.proposal for event in events if event.step is not None]
+
+    compiled = proposals()
+    corrected: list[int] = []
+    correct = HeadPass.correct
+
+    def counted(self: HeadPass, slot: int, previous: int, state: Any) -> Any:
+        corrected.append(slot)
+        return correct(self, slot, previous, state)
+
+    monkeypatch.setattr(HeadPass, "correct", counted)
+    assert proposals() == compiled and not corrected
+    monkeypatch.setattr("slipstream.speculative.candidates.grower", lambda: None)
+    walked = proposals()
+    assert corrected
+    assert [(each.tokens, each.parents) for each in walked] == [(each.tokens, each.parents) for each in compiled]
+    assert max(each.nodes for each in walked) > 3
+    for mine, theirs in zip(walked, compiled, strict=True):
+        assert mine.chances == pytest.approx(theirs.chances, rel=1e-4)

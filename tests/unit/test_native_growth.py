@@ -13,24 +13,22 @@ from numpy.typing import NDArray
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.native.growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
-from slipstream.kernels.native.library import Library, library
+from slipstream.kernels.native.library import availability
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import Growth
+from tests.native import libraries
 
 VOCAB = 300
 Floats = NDArray[np.float32]
 TYPES = {FLOAT: torch.float32, HALF: torch.float16, BRAIN: torch.bfloat16}
 
 
-@pytest.fixture(params=["avx2", "avx512"])
+@pytest.fixture(params=libraries() or [None], ids=lambda each: each.isa if each else "none")
 def grower(request: pytest.FixtureRequest) -> Grower:
-    found = library()
-    if found is None:
-        pytest.skip("no compiled kernels")
-    if request.param == "avx512" and not found.handle.slip_has_avx512():
-        pytest.skip("no AVX-512")
-    return Grower(Library(found.handle, request.param, False))
+    if request.param is None:
+        pytest.skip(availability().reason)
+    return Grower(request.param)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.native.library import Library, library
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import (
+    LEAST_TEMPERATURE,
     NO_BEST,
     NativeRanking,
     torch_best_tokens,
@@ -25,7 +26,7 @@ from slipstream.types import MAX_SEED
 
 HIDDEN = float("-inf")
 # one lane, less than a vector, a tile and its neighbours, a stretch and its neighbours, real vocabularies
-SIZES = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 8191, 8192, 8193, 20_000, 49_152]
+SIZES = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 8192, 8193, 20_000]
 
 
 def compiled(isa: str) -> NativeRanking:
@@ -81,7 +82,8 @@ def test_the_best_token_is_the_first_of_the_largest(native: NativeRanking, vocab
     for name, logits in {**odd_rows(vocab), "random": random_rows(9, vocab)}.items():
         ids, usable = native.best_tokens(logits)
         assert usable.tolist() == logits.amax(dim=-1).isfinite().tolist(), name
-        expected = [row.tolist().index(float(row.max())) if use else NO_BEST for row, use in zip(logits, usable)]
+        first = (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1).tolist()
+        expected = [token if use else NO_BEST for token, use in zip(first, usable, strict=True)]
         assert ids.tolist() == expected, name
         assert [part.tolist() for part in torch_best_tokens(logits)] == [expected, usable.tolist()], name
 
@@ -97,13 +99,13 @@ def assert_same_ranking(ours: tuple[NDArray, ...], theirs: tuple[NDArray, ...], 
 @pytest.mark.parametrize("vocab", SIZES)
 @pytest.mark.usefixtures("threads")
 def test_the_best_scores_and_their_logsumexp(native: NativeRanking, vocab: int) -> None:
-    for (name, scores), count in itertools.product({**odd_rows(vocab), "random": random_rows(9, vocab)}.items(), (1, 5, 64)):
+    rows = {**odd_rows(vocab), "random": random_rows(9, vocab)}
+    for (name, scores), count in itertools.product(rows.items(), (1, 5, 64)):
         count = min(count, vocab)
         ours = native.top_scores(scores, count, 1.0)
         assert_same_ranking(ours, torch_top_scores(scores, count), 0.0, name)
         for row in np.flatnonzero(np.isfinite(ours[2])):
-            order = sorted(range(vocab), key=lambda token: -float(scores[row, token]))[:count]  # noqa: B023
-            assert ours[0][row].tolist() == scores[row, order].tolist(), name
+            assert ours[0][row].tolist() == scores[row].sort(descending=True).values[:count].tolist(), name
             exact = scores[row].double().logsumexp(dim=0).item()
             assert ours[2][row] == pytest.approx(exact, abs=5e-6, rel=2e-7), name
     assert not np.isfinite(native.top_scores(odd_rows(vocab)["none"], 1, 1.0)[2]).any()
@@ -130,7 +132,7 @@ def test_the_noise_of_rare_words_is_that_of_torch(native: NativeRanking) -> None
     ours = native.gumbel_row(5, 9, 500_000)
     theirs = gumbel_rows(5, range(9, 10), 500_000)[0].numpy()
     assert theirs.max() > 12 and theirs.min() < -2.5
-    assert ours == pytest.approx(theirs, abs=2e-6, rel=1e-6)
+    assert np.allclose(ours, theirs, atol=2e-6, rtol=1e-6)
 
 
 def all_noise(native: NativeRanking, logits: Tensor, positions: list[int], seed: int, temperature: float) -> Tensor:
@@ -139,20 +141,27 @@ def all_noise(native: NativeRanking, logits: Tensor, positions: list[int], seed:
     return logits / temperature + torch.from_numpy(noise)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 0.05, 0.8, 1.0, 3.0, 500.0])
-@pytest.mark.parametrize("vocab", [1, 17, 129, 8193, 49_152])
+@pytest.mark.parametrize("temperature", [0.05, 0.8, 3.0, 500.0])
+@pytest.mark.parametrize("vocab", [1, 17, 129, 8193, 20_000])
 def test_pruning_never_changes_the_choice(native: NativeRanking, vocab: int, temperature: float) -> None:
-    for name, logits in {**odd_rows(vocab), "random": random_rows(2, vocab), "real": random_rows(2, vocab, 7, 9.0)}.items():
-        for seed, positions in ((3, [5, 6]), (MAX_SEED, [2**33, 2**33])):
-            ids, usable = native.noisy_best(logits, positions, seed, temperature)
-            expected, _ = torch_best_tokens(all_noise(native, logits, positions, seed, temperature).nan_to_num(9e9))
-            assert usable.tolist() == logits.amax(dim=-1).isfinite().tolist(), name
-            # scaled scores may overflow: then the first of the infinite ones is the best
-            scores = all_noise(native, logits, positions, seed, temperature)
-            for row in np.flatnonzero(usable):
-                best = scores[row].tolist().index(float(scores[row].max()))
-                assert ids[row] == best, (name, seed)
-            assert (ids[~usable] == NO_BEST).all() and len(expected) == len(ids), name
+    rows = {**odd_rows(vocab), "random": random_rows(2, vocab), "wide": random_rows(2, vocab, 7, 9.0)}
+    for (name, logits), (seed, positions) in itertools.product(rows.items(), ((3, [5, 6]), (MAX_SEED, [2**33] * 2))):
+        ids, usable = native.noisy_best(logits, positions, seed, temperature)
+        assert usable.tolist() == logits.amax(dim=-1).isfinite().tolist(), name
+        scores = all_noise(native, logits, positions, seed, temperature)[usable].numpy()
+        assert ids[usable].tolist() == scores.argmax(axis=1).tolist(), (name, seed)
+        assert (ids[~usable] == NO_BEST).all()
+
+
+def test_the_lowest_temperature_is_greedy_and_overflow_is_not_usable(native: NativeRanking) -> None:
+    logits = random_rows(3, 3000)
+    logits[2] *= 1e9
+    for ranked in (native.noisy_best, torch_noisy_best):
+        ids, usable = ranked(logits, [1, 2, 3], 0, LEAST_TEMPERATURE)
+        assert usable.tolist() == [True, True, False]
+        assert ids.tolist() == [*logits[:2].argmax(dim=-1).tolist(), NO_BEST]
+    for top in (native.noisy_top, torch_noisy_top):
+        assert np.isfinite(top(logits, [1, 2, 3], 0, LEAST_TEMPERATURE, 2)[2]).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -165,7 +174,7 @@ def test_many_draws_equal_the_unpruned_ones(native: NativeRanking, seed: int, sp
     assert ids.tolist() == torch_noisy_best(logits, positions, seed, 0.8)[0].tolist()
 
 
-@pytest.mark.parametrize("vocab", [1, 17, 129, 8193, 49_152])
+@pytest.mark.parametrize("vocab", [1, 17, 129, 8193, 20_000])
 @pytest.mark.usefixtures("threads")
 def test_the_best_noisy_scores_and_their_logsumexp(native: NativeRanking, vocab: int) -> None:
     rows = odd_rows(vocab)
@@ -179,8 +188,8 @@ def test_the_best_noisy_scores_and_their_logsumexp(native: NativeRanking, vocab:
             if not usable:
                 assert np.isnan(values[row]).all() and np.isnan(total[row]) and (ids[row] == 0).all(), name
                 continue
-            order = sorted(range(vocab), key=lambda token: -float(scores[row, token]))[:count]  # noqa: B023
-            expected = scores[row, order].numpy()
+            order = (-scores[row].numpy()).argsort(kind="stable")[:count]
+            expected = scores[row].numpy()[order]
             assert np.array_equal(values[row], expected), name
             assert ids[row].tolist() == np.where(np.isneginf(expected), 0, order).tolist(), name
             assert total[row] == pytest.approx(scores[row].double().logsumexp(dim=0).item(), abs=1e-5, rel=2e-7), name

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.noise import gumbel_rows
+from slipstream.kernels.ranking import NO_BEST, Candidates
 from slipstream.speculative.accept import NO_TOKEN
-from slipstream.speculative.sampling import RowSampler, filter_logits, log_probabilities
+from slipstream.speculative.sampling import RowSampler, filter_floors, filter_logits, log_probabilities
 from slipstream.types import Proposal, SamplingParams
 
 EVERYTHING = SamplingParams(
@@ -138,6 +139,30 @@ def test_filtered_rows_of_a_batch_equal_single_rows_bit_for_bit(vocab: int, para
         assert torch.equal(filter_logits(logits[row : row + 1], params)[0], together[row])
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        EVERYTHING, SamplingParams(top_k=1), SamplingParams(top_k=64), SamplingParams(top_k=65),
+        SamplingParams(top_k=999), SamplingParams(min_p=0.02), SamplingParams(min_p=1e-4, top_p=0.9), SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.95), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999),
+        SamplingParams(top_k=300, min_p=0.1, top_p=0.8), SamplingParams(top_k=64, top_p=0.99), SamplingParams(),
+    ],
+    ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}",
+)
+@pytest.mark.parametrize("vocab", [30, 64, 3000])
+def test_the_floor_of_a_row_is_what_its_filters_keep(params: SamplingParams, vocab: int) -> None:
+    """Peaked, flat, tied and masked rows in one batch: some need the whole vocabulary, others their best few."""
+    logits = torch.cat([random_logits(2, vocab, 5, spread) for spread in (0.01, 1.0, 3.0, 9.0)])
+    logits = torch.cat([logits, logits[4:6].round(), torch.zeros(1, vocab)])
+    logits[5, 7:] = float("-inf")
+    floors = filter_floors(logits, params, 0.8)
+    kept = logits / 0.8 >= torch.from_numpy(floors)[:, None]
+    expected = filter_logits(logits / 0.8, params).isfinite()
+    assert torch.equal(kept & logits.isfinite(), expected)
+    for row in range(len(logits)):
+        assert filter_floors(logits[row : row + 1], params, 0.8)[0] == floors[row], "a floor depends on its row only"
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """torch splits some sums over its threads; one thread would hide it."""
@@ -159,6 +184,8 @@ def test_the_edge_of_a_nucleus_does_not_depend_on_the_batch() -> None:
             together = filter_logits(logits[[row, row - 1]], params)[0].isfinite()
             alone = filter_logits(logits[row : row + 1], params)[0].isfinite()
             assert torch.equal(alone, together)
+            pair, single = (filter_floors(logits[rows], params, 1.0) for rows in ([row, row - 1], [row]))
+            assert pair[0] == single[0]
 
 
 def choices(params: SamplingParams, logits: Tensor, text: list[int], widths: list[int]) -> list[int]:
@@ -195,10 +222,14 @@ def test_the_token_is_the_largest_scaled_logit_with_its_noise() -> None:
     assert torch.equal(chosen, (logits / 0.7 + gumbel_rows(3, range(9, 13), 40)).argmax(dim=-1))
 
 
+def candidates(sampler: RowSampler, logits: Tensor, first_position: int, count: int) -> Candidates:
+    found = sampler.draft_candidates(logits, first_position, count)
+    assert found is not None
+    return found
+
+
 def drafted(sampler: RowSampler, logits: Tensor, first_position: int) -> Tensor:
-    scores = sampler.draft_scores(logits, first_position)
-    assert scores is not None
-    return scores.argmax(dim=-1)
+    return torch.from_numpy(candidates(sampler, logits, first_position, 1).tokens[:, 0])
 
 
 def test_a_draft_shares_the_targets_noise_when_asked() -> None:
@@ -211,17 +242,39 @@ def test_a_draft_shares_the_targets_noise_when_asked() -> None:
     assert torch.equal(greedy.choose(logits, 9, chain([0] * 49)), target), "drafting changes no text"
 
 
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.5, seed=3), EVERYTHING], ids=str)
-def test_one_unit_of_a_draft_logit_is_worth_the_scale_in_draft_scores(params: SamplingParams) -> None:
+def test_candidates_are_the_likeliest_tokens_under_the_targets_rule(params: SamplingParams, share: bool) -> None:
+    logits = random_logits(5, 300)
+    sampler = RowSampler(params, 300, [4, 5], share_noise=share)
+    sampler.observe([6, 6])
+    found = candidates(sampler, logits, 9, 12)
+    rows = [penalised_row(row, [4, 5], [6, 6], params) for row in logits] if params.penalised else logits.tolist()
+    scores = torch.tensor(rows)
+    if not params.greedy:
+        scores = filter_logits(scores / params.temperature, params)
+        scores = scores + gumbel_rows(params.seed, range(9, 14), 300) if share else scores
+    best = scores.log_softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    kept = best.values[:, :12].isfinite()
+    assert bool(kept[:, 0].all()) and found.tokens.shape == found.scores.shape == (5, 12)
+    assert torch.equal(torch.from_numpy(found.tokens)[kept], best.indices[:, :12][kept])
+    assert found.scores == pytest.approx(best.values[:, :12].numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.5, seed=3), EVERYTHING], ids=str)
+def test_one_unit_of_a_draft_logit_is_worth_the_scale_in_a_candidates_score(params: SamplingParams) -> None:
     """Heads add to the scores what they would have added to the logits."""
-    logits = random_logits(2, 40).abs() + 1.0  # above zero, where a repetition penalty divides
+    logits = random_logits(1, 40, spread=0.2).abs() + 1.0  # above zero, where a repetition penalty divides
     sampler = RowSampler(params, 40, [39], share_noise=True)
+    token = int(logits[0].argmax())
     lifted = logits.clone()
-    lifted[0, int(logits[0].argmax())] += 0.25
-    before, after = sampler.draft_scores(logits, 9), sampler.draft_scores(lifted, 9)
-    assert before is not None and after is not None
-    difference = (after - before)[0, int(logits[0].argmax())].item()
-    assert difference == pytest.approx(0.25 * sampler.draft_scale, abs=1e-5)
+    lifted[0, token] += 0.25
+    scores: list[dict[int, float]] = []
+    for drafts in (candidates(sampler, logits, 9, 40), candidates(sampler, lifted, 9, 40)):
+        scores.append({int(t): float(s) for t, s in zip(drafts.tokens[0], drafts.scores[0], strict=True) if s > -99})
+    other = next(t for t in scores[0] if t != token and t in scores[1])  # the total moved, for all alike
+    gains = [after - before for before, after in ((scores[0][t], scores[1][t]) for t in (token, other))]
+    assert gains[0] - gains[1] == pytest.approx(0.25 * sampler.draft_scale, abs=1e-5)
 
 
 def random_tree(rows: int, vocab: int, seed: int) -> Proposal:
@@ -288,19 +341,31 @@ def test_minus_infinity_is_a_mask_and_not_an_error(params: SamplingParams) -> No
     logits[:, 10:] = float("-inf")
     sampler = RowSampler(params, 40, [1], share_noise=True)
     assert all(0 <= token < 10 for token in sampler.choose(logits, 5, chain([1, 2, 3])).tolist())
-    scores = sampler.draft_scores(logits, 5)
-    assert scores is not None and bool((scores[:, 10:] == float("-inf")).all())
-    assert not bool(scores.isnan().any())
+    drafts = candidates(sampler, logits, 5, 20)
+    assert bool((drafts.tokens < 10).all()) and not bool((drafts.scores != drafts.scores).any())
+    assert bool((drafts.scores[:, 10:] == float("-inf")).all()) and bool((drafts.scores[:, 0] > -5).all())
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), EVERYTHING], ids=["greedy", "everything"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_draft_that_is_no_number_has_no_scores(params: SamplingParams, bad: float) -> None:
+def test_a_draft_that_is_no_number_has_no_candidates(params: SamplingParams, bad: float) -> None:
     logits = random_logits(4, 40)
     sampler = RowSampler(params, 40, [1], share_noise=True)
-    assert sampler.draft_scores(logits, 5) is not None
+    assert sampler.draft_candidates(logits, 5, 3) is not None
     logits[2, 11] = bad
-    assert sampler.draft_scores(logits, 5) is None
+    assert sampler.draft_candidates(logits, 5, 3) is None
+
+
+def test_a_temperature_too_low_for_fp32_is_greedy() -> None:
+    logits = random_logits(4, 40)
+    for temperature in (1e-30, 1e-45, 1e-300):
+        sampler = RowSampler(SamplingParams(temperature=temperature, seed=2), 40, [1], share_noise=True)
+        assert torch.equal(sampler.choose(logits, 5, chain([1, 2, 3])), logits.argmax(dim=-1))
+        assert torch.equal(drafted(sampler, logits, 5), logits.argmax(dim=-1))
+
+
+def test_the_kernels_and_the_verdicts_mean_the_same_by_no_token() -> None:
+    assert NO_BEST == NO_TOKEN
 
 
 def test_sampling_follows_the_filtered_softmax() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from slipstream.speculative.gains import Draft
 from slipstream.speculative.sequence_policy import Memory, SequencePolicy
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
@@ -121,7 +122,7 @@ def test_trust_that_falls_takes_the_gains_along() -> None:
     shared = Memory()
     first, second = (SequencePolicy(Mode("auto"), AUTO, 15, shared) for _ in range(2))
     for gains in (first.gains, shared.gains):
-        gains.blend([0.9**slot for slot in range(1, 16)], (), 15)
+        gains.blend(Draft.of([0.9**slot for slot in range(1, 16)], ()), 15)
     before = first.gains.expected(7, 7, branching=False)
     for _ in range(3):
         first.learn(Proposal((0, 5), (-1, 0), (1.0, 0.9)), Verdict((0,), (9,)), (9,))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from slipstream.bench.floors import RowCost
 from slipstream.bench.measure import AUTO, PLAIN, Comparison, Ratio
+from slipstream.bench.race import PrefillRace, Race
+from slipstream.bench.rival import NAME
 from slipstream.types import RequestStats
 
 # Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
 HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
+RACE_HEADS = ("side", "tok/s, median", f"over {NAME}, 95 %", "over plain, 95 %", "tau")
+COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
 
 
 def rows(result: Comparison) -> list[tuple[str, ...]]:
@@ -110,6 +115,67 @@ def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
         f"Byte floor: {weights / 1e6:.1f} MB of weights at {bandwidth:.1f} GB/s take {floor_ms:.2f} ms a token "
         f"({1000 / floor_ms:.0f} tok/s); plain decoding reaches {reached:.0%} of that."
     )
+
+
+def race_rows(result: Race) -> list[tuple[str, ...]]:
+    """The table's rows under RACE_HEADS, llama.cpp's last."""
+    return [
+        (
+            side, f"{result.median_speed(side):.1f}",
+            *("" if side in (over, NAME) else _ratio_text(result.against(side, over)) for over in (NAME, PLAIN)),
+            f"{result.tau[side]:.2f}" if side in result.tau else "",
+        )
+        for side in result.samples
+    ]
+
+
+def _ratio_text(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else speedup_text(ratio)
+
+
+def cost_rows(costs: Sequence[RowCost]) -> list[tuple[str, ...]]:
+    """The table's rows under COST_HEADS."""
+    return [
+        (
+            str(cost.rows), f"{cost.ms:.2f}", f"{cost.of_one:.2f}", f"{cost.byte_floor_ms:.2f}",
+            "-" if cost.product_floor_ms is None else f"{cost.product_floor_ms:.2f}",
+        )
+        for cost in costs
+    ]
+
+
+def prefill_sentence(result: PrefillRace) -> str:
+    return (
+        f"A prompt of {result.tokens} tokens: {result.ours_per_second:.0f} tok/s against {NAME}'s "
+        f"{result.rival_per_second:.0f}, {_ratio_text(result.against)}."
+    )
+
+
+def rival_sentence(rival: Mapping[str, object], describe: Mapping[str, object]) -> str:
+    """Who was raced, how it was built, and on how many threads."""
+    return f"{NAME} is {rival['version']} ({built_for(str(rival['system']))}) on {describe.get('threads')} threads."
+
+
+def built_for(system: str) -> str:
+    """The instruction sets of llama.cpp's own description, without what says nothing."""
+    found = [name.strip() for name, _, value in (part.partition("=") for part in system.split("|")) if "1" in value]
+    return f"built for {', '.join(name.removeprefix('CPU : ') for name in found)}" if found else system
+
+
+def race_texts_sentence(result: Race) -> str:
+    if result.same == result.prompts:
+        return f"All {result.prompts} texts are identical with and without speculation."
+    return f"{result.same} of {result.prompts} texts are identical with and without speculation."
+
+
+def idle_sentence(result: Race) -> str:
+    """What the side that was not measured did meanwhile; empty where the machine does not say."""
+    if result.watch is None:
+        return ""
+    ours, theirs = result.watch.share("ours"), result.watch.share(NAME)
+    if ours is None or theirs is None:
+        return ""
+    return f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}."
 
 
 def _number(describe: Mapping[str, object], key: str) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from slipstream.cli import options as o
+from slipstream.cli.race import check_race, race
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
 
@@ -37,6 +38,10 @@ def command(
         str | None, typer.Option(metavar="NAME", help="Gate for the modes other than plain and auto.")
     ] = None,
     confidence: o.Confidence = None,
+    rival: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or a llama-server."),
+    ] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")] = None,
     trace: o.TraceFile = None,
     temperature: o.Temperature = 0.0,
@@ -57,16 +62,20 @@ def command(
     conversations = read_prompts(prompts, limit)
     plot_path = None if plot is None else check_plot_path(plot)
     config = o.engine_config(dtype, threads, max_context, draft_window)
+    about: dict[str, object] = {
+        "target": target, "prompts": prompts, "count": len(conversations), "turns": turns, "max_tokens": max_tokens,
+        "temperature": temperature, "seed": seed, "gate": gate, "min_confidence": confidence,
+    }
+    if rival is not None:
+        check_race(rival, {"--turns all": plan.all_turns, "--plot": plot is not None, "--trace": trace is not None})
+        race(ui, lambda: o.load(ui, target, draft, config), rival, conversations, plan, about)
+        return
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
         result = _measure(ui, llm, target, conversations, plan, steps_file)
         describe = llm.describe()
     title = f"{target} on {prompts}: {result.answers} answers of up to {max_tokens} tokens"
     if json_output:
-        ui.print_json({
-            "target": target, "draft": describe.get("draft"), "prompts": prompts, "count": len(conversations),
-            "turns": turns, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-            "gate": gate, "min_confidence": confidence, **result.to_json(), "describe": describe,
-        })
+        ui.print_json({**about, "draft": describe.get("draft"), **result.to_json(), "describe": describe})
     else:
         draw(ui, result, describe, title)
     if plot_path is not None:

@@ -32,6 +32,7 @@ torch._int_mm(x.to(torch.int8), w.to(torch.int8).t())
 """
 _MEASURED_ROWS = (1, 16)
 _ROUNDS = 6
+_READ_ROUNDS = 24
 
 
 def usable_cores() -> int:
@@ -114,11 +115,15 @@ def _remembered(what: str, probe: str) -> bool:
 
 
 @functools.cache
-def read_bandwidth() -> float:
-    """Bytes per second this process reads from memory, all threads together; the floor under every step time."""
-    data = torch.ones(64 * 1024 * 1024)  # 256 MB: larger than most caches
+def read_bandwidth(size: int = 96 << 20) -> float:
+    """Bytes per second this process reads, all threads together, from a buffer of `size` bytes read again and again.
+
+    That is the floor under every step time if `size` is that of the weights: caches keep part of what fits them.
+    """
+    data = torch.ones(max(size, 1 << 20) // torch.float32.itemsize)
     data.sum()
-    best = min(_timed(data.sum) for _ in range(3))
+    # whatever disturbs a round makes it slower, and a round takes milliseconds
+    best = min(_timed(data.sum) for _ in range(_READ_ROUNDS))
     return data.nbytes / best
 
 

@@ -115,9 +115,9 @@ class NativeMatrix(Matrix):
 
     format = "native"
 
-    def __init__(self, compiled: Library, sources: list[MatrixSource], float_rows: bool) -> None:
+    def __init__(self, compiled: Library, sources: list[MatrixSource]) -> None:
         self._library = compiled
-        self.packed = PackedLinear(compiled, sources, float_rows)
+        self.packed = PackedLinear(compiled, sources)
         self.out_features, self.in_features = self.packed.out_features, self.packed.in_features
         self.nbytes = self.packed.nbytes
 
@@ -125,20 +125,13 @@ class NativeMatrix(Matrix):
         return multiply(self._library, self.packed, rows, torch.get_num_threads())
 
 
-def make_matrix(
-    sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False, float_rows: bool = False
-) -> Matrix:
-    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`.
-
-    `float_rows` promises rows in at least half precision's range and single precision's accuracy.
-    """
+def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:
+    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`."""
     if weight_format == "native":
         compiled = library()
         if compiled is None:
             raise ConfigError(f"the native format is not available: {availability().reason}", "use --dtype auto")
-        return NativeMatrix(compiled, sources, float_rows)
-    if float_rows:
-        weight_format = "fp32"
+        return NativeMatrix(compiled, sources)
     if weight_format in DENSE_DTYPES:
         return DenseMatrix(torch.cat([source.dense() for source in sources]), DENSE_DTYPES[weight_format])
     if weight_format == "int4":

@@ -21,7 +21,7 @@ from slipstream.kernels.native.library import Library, library
 from slipstream.kernels.noise import gumbel_rows
 
 NO_BEST = -1  # stands for the token of a row that has none: its logits are not numbers, or it masks everything
-LEAST_TEMPERATURE = 1e-30  # logits divided by less would overflow
+LEAST_TEMPERATURE = 1e-30  # what logits can be divided by without leaving fp32's range
 _REMEMBERED_NOISE = 64  # drafting and verify ask for the same rows
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -188,13 +188,13 @@ def torch_best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
 
 
 def torch_top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
-    return _top(scores / temperature, count, _usable(scores))
+    return _top(scores / temperature, count, _usable(scores / temperature))
 
 
 def torch_noisy_best(
     logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
 ) -> tuple[Ids, Flags]:
-    usable = _usable(logits)
+    usable = _usable(logits / temperature)
     ids, _ = torch_best_tokens(_noisy(logits, positions, seed, temperature, floors))
     return np.where(usable, ids, NO_BEST), usable
 
@@ -202,7 +202,7 @@ def torch_noisy_best(
 def torch_noisy_top(
     logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
 ) -> tuple[Floats, Ids, Floats]:
-    return _top(_noisy(logits, positions, seed, temperature, floors), count, _usable(logits))
+    return _top(_noisy(logits, positions, seed, temperature, floors), count, _usable(logits / temperature))
 
 
 def _usable(logits: Tensor) -> Flags:

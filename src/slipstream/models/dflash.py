@@ -41,8 +41,9 @@ class DFlashDrafter:
                 "target_layer_ids does not belong to these weights",
             )
         self.tap_width = fc.shape[1]
-        # the taps reach 24,000 where the stream has attention sinks: too much for half precision and for rows in int8
-        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], float_rows=True)
+        # the taps reach 24,000 where the stream has attention sinks; of torch's formats only fp32 takes that well
+        fc_format: WeightFormat = "native" if weights.weight_format == "native" else "fp32"
+        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], fc_format)
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
         self.layers = [
             TransformerLayer(weights, config, f"layers.{index}.", pattern)

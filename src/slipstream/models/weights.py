@@ -85,11 +85,9 @@ class Weights:
     def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
         return Embedding(self.source(name, (vocab, hidden)))
 
-    def matrix(
-        self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None, float_rows: bool = False
-    ) -> Matrix:
-        """Stacks tensors along the outputs into one matrix; `float_rows` keeps the rows' range and accuracy."""
-        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough, float_rows)
+    def matrix(self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None) -> Matrix:
+        """Stacks tensors along the outputs into one matrix."""
+        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough)
         self.step_bytes += matrix.nbytes
         return matrix
 

@@ -63,10 +63,10 @@ class Taken:
 
 
 def best_prefix(
-    costs: CostTable, step: Step, offers: Sequence[Offer], branching: bool, spent_ms: float, price: float
+    costs: CostTable, step: Step, offers: Sequence[Offer], lists: Sequence[Sequence[float]], branching: bool,
+    spent_ms: float, price: float,
 ) -> Taken | None:
-    """All sequences' nodes in one order by survival per millisecond, cut where they stop to be worth their time."""
-    lists = [offered_nodes(offer, branching) for offer in offers]
+    """The offers' nodes (`lists`) in one order by survival per millisecond, cut where they are not worth their time."""
     order, survivals = _merged(costs, offers, lists, step)
     if not order:
         return None
@@ -75,7 +75,8 @@ def best_prefix(
     tokens = list(accumulate(survivals, initial=float(step.batch)))
     worths = [gained - price * (spent_ms + ms) for gained, ms in zip(tokens[1:], times, strict=True)]
     best = worths.index(max(worths)) + 1
-    counts = [order[:best].count(index) for index in range(len(offers))]
+    chosen = order[:best]
+    counts = [chosen.count(index) for index in range(len(offers))]
     each = tuple(1.0 + sum(nodes[:count]) for nodes, count in zip(lists, counts, strict=True))
     ms = spent_ms + times[best - 1]
     return Taken(tuple(counts), branching, each, ms, tokens[best] / ms)

@@ -62,16 +62,15 @@ class BlockDrafter:
         ]
 
     def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor) -> BlockDrafts | None:
-        scores = job.sampler.draft_scores(logits, job.state.length + 1)
-        if scores is None:
-            return None
         heads = self.drafter.heads
-        if heads is None:
-            return BlockDrafts.best_of(scores, job.candidates)
-        count = heads.candidate_limit or job.candidates
-        drafts = BlockDrafts.best_of(scores, count, job.sampler.draft_scale, job.min_confidence)
-        walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
-        drafts.bind(walk, walk.compiled)
+        count = job.candidates if heads is None else heads.candidate_limit or job.candidates
+        found = job.sampler.draft_candidates(logits, job.state.length + 1, count)
+        if found is None:
+            return None
+        drafts = BlockDrafts(found.tokens, found.scores, job.sampler.draft_scale, job.min_confidence)
+        if heads is not None:
+            walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
+            drafts.bind(walk, walk.compiled)
         return drafts
 
     def write_context(self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor) -> None:

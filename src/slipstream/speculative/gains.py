@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes the curves are kept at
 _PLACES = {size: place for place, size in enumerate(SIZES)}
@@ -13,6 +14,18 @@ _LARGEST_CORRECTION = 50.0
 _TINY = 1e-9
 _QUOTIENT_KEEP, _QUOTIENT_PRIOR = 0.95, 20.0
 _UNKNOWN_CHANCE = 0.7  # of each drafted token, before any draft was seen
+
+
+class Draft(NamedTuple):
+    """The survival probabilities of one draft and the curves they make."""
+
+    survivals: Sequence[float]  # of the chain, by depth
+    chain: tuple[float, ...]
+    tree: tuple[float, ...]  # empty if no tree was grown
+
+    @classmethod
+    def of(cls, chain: Sequence[float], tree: Sequence[float]) -> Draft:
+        return cls(chain, _curve(chain), _curve(tree) if tree else ())
 
 
 class Gains:
@@ -28,19 +41,19 @@ class Gains:
     def known(self) -> bool:
         return bool(self.chain)
 
-    def blend(self, chain: Sequence[float], tree: Sequence[float], proposals: int) -> None:
-        """Takes in the survival probabilities of one draft; `proposals` is how many slots a full block has."""
-        slots = len(chain)
-        deep = self._whole_chain(chain, proposals)
-        reached = _between(deep, slots)
-        wide = [
-            value if size <= slots or whole <= 0 else value * whole / reached
-            for size, value, whole in zip(SIZES, _curve(tree), deep, strict=True)
-        ]
+    def blend(self, draft: Draft, proposals: int) -> None:
+        """Takes in one draft; `proposals` is how many slots a full block has."""
+        slots = len(draft.survivals)
+        deep = wide = self._whole_chain(draft, proposals)
+        if draft.tree:
+            reached = _between(deep, slots)
+            inside = bisect_right(SIZES, slots)
+            beyond = zip(draft.tree[inside:], deep[inside:], strict=True)
+            wide = (*draft.tree[:inside], *[value * whole / reached if whole > 0 else value for value, whole in beyond])
         self._curves += 1
         share = max(_SLOWEST, 1.0 / self._curves) if self.known else 1.0
         self.chain = _mix(self.chain, deep, share)
-        self.tree = _mix(self.tree, wide if tree else deep, share)
+        self.tree = _mix(self.tree, wide, share)
 
     def correct(self, ratio: float) -> None:
         """Follows a change of calibration: drafts seen before it would be valued `ratio` times as much today."""
@@ -54,21 +67,23 @@ class Gains:
             return _between(self.chain, min(nodes, slots))
         return _between(self.tree, nodes) * _reach(self.chain, nodes, slots)
 
-    def _whole_chain(self, survival: Sequence[float], proposals: int) -> tuple[float, ...]:
+    def _whole_chain(self, draft: Draft, proposals: int) -> tuple[float, ...]:
         """The curve of a drafted chain, continued to the full block if fewer slots were drafted.
 
         It goes on as earlier ones did. A chain that did well so far must not be continued at its own mean, which
         would take its luck for skill; only the very first one has to be.
         """
-        drafted = len(survival)
-        if self.known and 0 < drafted < proposals:
-            scale = sum(survival) / max(_between(self.chain, drafted), _TINY)
-            seen = _curve(survival)
+        drafted, seen = len(draft.survivals), draft.chain
+        if not 0 < drafted < proposals:
+            return seen
+        if self.known:
+            scale = seen[-1] / max(_between(self.chain, drafted), _TINY)
             deeper = bisect_right(SIZES, drafted)
             return (*seen[:deeper], *map(max, seen[deeper:], [scale * before for before in self.chain[deeper:]]))
-        whole = list(survival)
-        while whole and len(whole) < proposals:
-            whole.append(whole[-1] * survival[-1] ** (1.0 / drafted))
+        whole = list(draft.survivals)
+        fading = whole[-1] ** (1.0 / drafted)
+        while len(whole) < proposals:
+            whole.append(whole[-1] * fading)
         return _curve(whole)
 
 
@@ -112,7 +127,7 @@ def assumed_chain(slots: int) -> list[float]:
 def assumed(proposals: int) -> Gains:
     """What such a chain is worth."""
     gains = Gains()
-    gains.blend(assumed_chain(proposals), (), proposals)
+    gains.blend(Draft.of(assumed_chain(proposals), ()), proposals)
     return gains
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from slipstream.speculative.allocation import Offer, Step, Taken, best_prefix, common_nodes, offered_nodes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.gains import Gains, Quotient, assumed, assumed_chain
+from slipstream.speculative.gains import Draft, Gains, Quotient, assumed, assumed_chain
 from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, own_outlook, slot_options
 from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, Memory, SequencePolicy
 from slipstream.types import Decision, Gate, Mode
@@ -49,6 +49,8 @@ class Policy:
         self._plan_age = 0
         self._plan_promise = 0.0
         self._rested_key: tuple[object, ...] = ()
+        self._held_slots: list[int] = []  # of the last step, where everybody drafted because it pays
+        self._held_key: tuple[object, ...] = ()
         self._planned_rate = 0.0
         self._plain_rate = 0.0
         # what choosing after the draft makes of a plan made before it, and what speculation makes of plain decoding
@@ -72,8 +74,10 @@ class Policy:
         if self._resting(views):
             return [0] * len(views)
         most = [most_slots(view) for view in views]
-        able = [index for index, slots in enumerate(most) if slots]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
+        if self._same_again(views, most, fixed):
+            return list(self._held_slots)
+        able = [index for index, slots in enumerate(most) if slots]
         step = self._step(views, max(most, default=0), fixed)
         plain = step.plain_rate
         step_of = partial(self._step, views, fixed=fixed)
@@ -100,7 +104,10 @@ class Policy:
             if not slots[index]:
                 view.policy.note = _why_plain(view, plan, plain)
         if not any(slots) and all(view.policy.backing_off for view in views):
-            self._rested_key = (self.costs, *(view.policy for view in views))
+            self._rested_key = self._key(views)
+        # a look deeper than what pays is for one step only
+        self._held_slots = list(slots) if len(paying) == len(views) and self._plans % _LOOK_DEEPER else []
+        self._held_key = (*self._plan_key, fixed_rows, fixed_sequences)
         return slots
 
     def choose(
@@ -112,7 +119,8 @@ class Policy:
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
         if not drafted:
             return self._all_plain(offers, self._shape(offers, *fixed))
-        most = sum(max(len(offered_nodes(offer, True)), len(offered_nodes(offer, False))) for offer in offers)
+        chains, trees = ([offered_nodes(offer, branching) for offer in offers] for branching in (False, True))
+        most = sum(max(len(chain), len(tree)) for chain, tree in zip(chains, trees, strict=True))
         step = self._step(offers, most, fixed)
         # the estimate, not the time it took: a hiccup must not enter the choice
         spent_ms = self.costs.draft_ms(len(drafted), max(len(offer.chain) for offer in drafted), step.context)
@@ -122,8 +130,8 @@ class Policy:
         price = step.plain_rate * max(self._speedup.value, margin)
         stay_ms = spent_ms + step.straight[0]
         best = stay = Taken((0,) * len(offers), False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
-        for branching in (False, True):
-            taken = best_prefix(self.costs, step, offers, branching, spent_ms, price)
+        for branching, nodes in ((False, chains), (True, trees)):
+            taken = best_prefix(self.costs, step, offers, nodes, branching, spent_ms, price)
             if taken and taken.worth(price) > best.worth(price):
                 best = taken
         if self._planned_rate:
@@ -131,9 +139,9 @@ class Policy:
         # a sequence's share of what the step takes longer than a plain one
         per_block = spent_ms / len(drafted)
         per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
-        for offer, nodes, tokens in zip(offers, best.nodes, best.tokens, strict=True):
-            self._remember(offer, tokens - 1.0, (per_block + nodes * per_node) * step.plain_rate)
-            worths = cut_worths(offered_nodes(offer, branching=False), step.straight, price)
+        for offer, chain, count, tokens in zip(offers, chains, best.nodes, best.tokens, strict=True):
+            self._remember(offer, tokens - 1.0, (per_block + count * per_node) * step.plain_rate)
+            worths = cut_worths(chain, step.straight, price)
             for depths in (offer.policy.depths, offer.policy.shared.depths):
                 depths.blend(worths)
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
@@ -179,8 +187,9 @@ class Policy:
         if offer.chain or offer.tree:
             if gained > forgone * policy.gate.margin:
                 policy.paid()
+            draft = Draft.of(offer.chain, offer.tree)
             for gains in (policy.gains, policy.shared.gains):
-                gains.blend(offer.chain, offer.tree, policy.proposals)
+                gains.blend(draft, policy.proposals)
         elif policy.asked:
             policy.draft_failed()
 
@@ -191,22 +200,48 @@ class Policy:
 
     def _resting(self, views: Sequence[View]) -> bool:
         """Whether nothing can have changed since everybody was found to do better without drafts."""
-        key = (self.costs, *(view.policy for view in views))
-        if self._rested_key != key or self._plan_age >= _PLAN_STEPS or any(view.policy.probe_due for view in views):
+        rested = bool(self._rested_key) and self._rested_key == self._key(views) and self._plan_age < _PLAN_STEPS
+        if not rested or any(view.policy.probe_due for view in views):
             self._rested_key = ()
             return False
         self._plan_age += 1
         return True
 
+    def _same_again(self, views: Sequence[View], most: Sequence[int], fixed: _Fixed) -> bool:
+        """Whether everybody drafts as many slots as in the last step without a new look at the costs."""
+        if (
+            not self._held_slots or self._held_key != (*self._key(views), *fixed[:2]) or not self._holds(views)
+            or not (self._plans + 1) % _LOOK_DEEPER
+            or any(room < slots for room, slots in zip(most, self._held_slots, strict=True))
+            or any(view.policy.backing_off for view in views)
+        ):
+            return False
+        self._plan_age += 1
+        self._plans += 1
+        for view in views:
+            view.policy.planned(1)
+        return True
+
+    def _key(self, views: Sequence[View]) -> tuple[object, ...]:
+        """Whom and what a plan was made for."""
+        return (self.costs, *(view.policy for view in views))
+
+    def _promise(self, views: Sequence[View]) -> float:
+        return sum(view.policy.gains.expected(7, 7, branching=False) for view in views if view.policy.gains.known)
+
+    def _holds(self, views: Sequence[View]) -> bool:
+        """Whether the last plan is young and the gains promise about what they did when it was made."""
+        promise = self._promise(views)
+        alike = promise <= _OTHER_PROMISE * self._plan_promise <= _OTHER_PROMISE**2 * promise
+        return self._plan_age < _PLAN_STEPS and alike
+
     def _plan_for(self, views: Sequence[View], step_of: Callable[[int], Step]) -> Plan | None:
         """The best plan for these sequences; it holds for a few steps, since planning takes time as well."""
-        key = (self.costs, *(view.policy for view in views))
-        promise = sum(view.policy.gains.expected(7, 7, branching=False) for view in views if view.policy.gains.known)
-        alike = promise <= _OTHER_PROMISE * self._plan_promise <= _OTHER_PROMISE**2 * promise
-        if key == self._plan_key and self._plan_age < _PLAN_STEPS and alike:
+        key = self._key(views)
+        if key == self._plan_key and self._holds(views):
             self._plan_age += 1
             return self._plan
-        self._plan_promise = promise
+        self._plan_promise = self._promise(views)
         gains = [(view, self._prospect(view.policy)) for view in views if view.policy.hopeful]
         gains.sort(key=lambda prospect: -prospect[1].expected(7, 7, branching=False))
         self._plan = best_plan(self.costs, step_of(sum(view.policy.max_nodes for view in views)), gains)

@@ -79,7 +79,7 @@ def filter_floors(logits: Tensor, params: SamplingParams, temperature: float) ->
         kept = values >= floors[:, None]
         if narrowed or params.min_p > 0.0:
             shares = np.where(kept, np.exp(values - values[:, :1]), np.float32(0.0))
-            shares /= shares.sum(axis=1, keepdims=True)
+            shares /= np.maximum(shares.sum(axis=1, keepdims=True), np.float32(1e-30))  # 0 where values are not numbers
             settled &= complete
         else:
             shares = np.exp(values - total[:, None])

@@ -35,72 +35,80 @@ struct alignas(64) TileConfig {
     }
 };
 
+constexpr int kAtOnce = 6;  // blocks: enough that neither tiles nor floats wait for each other's memory
+constexpr int kQuadBytes = 8 * 64;
+
 // Integer sums of one block for 16 rows: [half][row][output].
+using Sums = int32_t[2][kGroup * kTile];
+
 template <int K>
-void block_sums(const WeightBlock<K>& weights, const int8_t* codes, int32_t (*sums)[kGroup * kTile]) {
-    alignas(64) uint8_t quads[8 * 64];
-    for (int i = 0; i < 8; ++i) _mm512_store_si512(quads + i * 64, weights.quads[i]);
-    settle(quads);
-    if (WeightBlock<K>::kHalves == 1) {
-        _tile_zero(SUMS);
+inline void tile_sums(const uint8_t* quads, const int8_t* codes, Sums& sums) {
+    _tile_zero(SUMS);
+    if (WeightTraits<K>::kHalves == 1) {
         _tile_loadd(ROWS, codes, kBlock);
         _tile_loadd(WEIGHTS, quads, 64);
         _tile_dpbsud(SUMS, ROWS, WEIGHTS);
         _tile_stored(SUMS, sums[0], 64);
-    } else {
-        _tile_zero(SUMS);
-        _tile_zero(OTHER_SUMS);
-        _tile_loadd(HALF_ROWS, codes, kBlock);
-        _tile_loadd(HALF_WEIGHTS, quads, 64);
-        _tile_dpbsud(SUMS, HALF_ROWS, HALF_WEIGHTS);
-        _tile_stored(SUMS, sums[0], 64);
-        _tile_loadd(HALF_ROWS, codes + 16, kBlock);
-        _tile_loadd(HALF_WEIGHTS, quads + 256, 64);
-        _tile_dpbsud(OTHER_SUMS, HALF_ROWS, HALF_WEIGHTS);
-        _tile_stored(OTHER_SUMS, sums[1], 64);
+        return;
     }
+    _tile_zero(OTHER_SUMS);
+    _tile_loadd(HALF_ROWS, codes, kBlock);
+    _tile_loadd(HALF_WEIGHTS, quads, 64);
+    _tile_dpbsud(SUMS, HALF_ROWS, HALF_WEIGHTS);
+    _tile_stored(SUMS, sums[0], 64);
+    _tile_loadd(HALF_ROWS, codes + 16, kBlock);
+    _tile_loadd(HALF_WEIGHTS, quads + kQuadBytes / 2, 64);
+    _tile_dpbsud(OTHER_SUMS, HALF_ROWS, HALF_WEIGHTS);
+    _tile_stored(OTHER_SUMS, sums[1], 64);
 }
 
-// What the block adds to the rows' results: the same roundings in the same order as without tiles.
+// Where a block's codes lie as whole bytes: 8-bit ones in the tile itself, others after unpacking.
 template <int K>
-inline void add_block(const Floats* scale, Floats minimum, const int32_t (*sums)[kGroup * kTile], const RowsIn& in,
-                      size_t at, Floats* total) {
-    using Weights = WeightBlock<K>;
-    const float* scales = in.scales + at * in.width;
-    const int32_t* negated = in.negated + at * 3 * in.width;
+inline const uint8_t* whole_codes(const uint8_t* tile, int index, uint8_t* room) {
+    if (K == kQ8_0) return tile + BlockPlace(K, index).codes;
+    const WeightCodes<K> codes(tile, index);
+    for (int i = 0; i < 8; ++i) _mm512_store_si512(room + i * 64, codes.quads[i]);
+    return room;
+}
+
+// What a block adds to the rows' results: the same roundings in the same order as without tiles.
+template <int K>
+inline void add_tile_sums(const uint8_t* tile, int index, const Sums& found, const RowsIn& in, size_t at, Floats* total) {
+    const WeightFactors<K> factors(tile, index);
+    const size_t width = in.width;
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) {
-        const Floats factor = set1(scales[r]);
-#pragma GCC unroll 2
-        for (int half = 0; half < Weights::kHalves; ++half) {
-            const int part = Weights::kHalves == 1 ? 0 : (1 + half) * in.width;
-            const Ints sum = start_sum<K>(negated + part + r) + load(sums[half] + r * kTile);
-            total[r] = fma(to_floats(sum), scale[half] * factor, total[r]);
-        }
-        if (Weights::kMinimum) total[r] = fma(minimum, set1(in.sums[at * in.width + r]), total[r]);
+        Ints sums[2];
+        start_sums<K>(sums, in.main, at, width, r);
+        for (int half = 0; half < WeightTraits<K>::kHalves; ++half) sums[half] = sums[half] + load(found[half] + r * kTile);
+        total[r] = add_sums<K>(total[r], factors, sums, in.main, at * width + r);
     }
+    const uint8_t* spiky = in.spiky + at * width;
+    if (!any_of<kGroup>(spiky)) return;
+    const WeightCodes<K> codes(tile, index);
+#pragma GCC unroll 16
+    for (int r = 0; r < kGroup; ++r)
+        if (r < in.width && spiky[r]) total[r] = add_block<K>(total[r], codes, factors, in.rest, at, width, r);
 }
 
 template <int K>
 void sixteen_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, float* out) {
     const int blocks = blocks_of(matrix.inputs);
-    alignas(64) int32_t sums[2][2][kGroup * kTile];  // two blocks in flight: tiles work on one, floats on the other
+    alignas(64) uint8_t unpacked[kAtOnce][kQuadBytes];
+    alignas(64) Sums sums[kAtOnce];
+    const uint8_t* quads[kAtOnce];
     Floats total[kGroup];
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) total[r] = set1(0.0f);
-    Floats scale[2][2], minimum[2];
     const size_t first = in.block(group, 0);
-    for (int index = 0; index <= blocks; ++index) {
-        if (index < blocks) {
-            const WeightBlock<K> weights(tile, index);
-            block_sums<K>(weights, in.codes + (first + index) * in.width * kBlock, sums[index % 2]);
-            for (int half = 0; half < WeightBlock<K>::kHalves; ++half) scale[index % 2][half] = weights.scale[half];
-            if (WeightBlock<K>::kMinimum) minimum[index % 2] = weights.minimum;
-        }
-        if (index > 0) {
-            const int before = (index - 1) % 2;
-            add_block<K>(scale[before], minimum[before], sums[before], in, first + index - 1, total);
-        }
+    for (int start = 0; start < blocks; start += kAtOnce) {
+        const int count = std::min(kAtOnce, blocks - start);
+        for (int i = 0; i < count; ++i) quads[i] = whole_codes<K>(tile, start + i, unpacked[i]);
+        settle(unpacked);
+        for (int i = 0; i < count; ++i)
+            tile_sums<K>(quads[i], in.main.codes + (first + start + i) * in.width * kBlock, sums[i]);
+        settle(sums);
+        for (int i = 0; i < count; ++i) add_tile_sums<K>(tile, start + i, sums[i], in, first + start + i, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) store(out + r * kTile, total[r]);

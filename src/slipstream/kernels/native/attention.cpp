@@ -26,7 +26,7 @@ constexpr int kTileVectors = 2;
 #endif
 constexpr int kBlockRows = 16;  // rows of a piece where there is work enough
 constexpr int64_t kBlockScores = 1 << 17;  // scores of a piece that still leave room for keys in the cache
-constexpr int kPiecesPerThread = 3;  // so that nobody waits long for the last one
+constexpr double kReading = 1.5;  // what a piece costs before its first query, in queries
 constexpr int kNoBorder = std::numeric_limits<int>::max();
 const float kHidden = -std::numeric_limits<float>::infinity();
 
@@ -293,7 +293,7 @@ void RowPlan::build(const SlipBatch& batch, int heads, int kv_heads, int threads
     pieces.clear();
     places.clear();
     for (int index = 0; index < batch.groups; ++index) add_group(batch, batch.group[index], kv_heads);
-    cut(batch, heads, kv_heads, threads);
+    cut(batch, heads, kv_heads, std::max(threads, 1));
 }
 
 void RowPlan::add_group(const SlipBatch& batch, const SlipGroup& group, int kv_heads) {
@@ -340,20 +340,30 @@ void RowPlan::add_way(const SlipBatch& batch, const SlipGroup& group, int index,
         if (positions_[node] >= row.low) places[row.own + positions_[node] - shared] = slots.place(group.base + node);
 }
 
+// How long the threads need if every piece holds `block` rows and `together` heads: reading the keys counts as much as
+// kReading queries, and the slowest thread decides.
+double RowPlan::estimate(const SlipBatch& batch, int heads, int threads, int block, int together) {
+    int64_t blocks = 0;
+    for (int i = 0; i < batch.groups; ++i)
+        blocks += (batch.group[i].stop - batch.group[i].start + block - 1) / block;
+    const int64_t turns = (blocks * (heads / together) + threads - 1) / threads;
+    return turns * (kReading + block * together);
+}
+
 void RowPlan::cut(const SlipBatch& batch, int heads, int kv_heads, int threads) {
     const int share = heads / kv_heads;
     int longest = kLanes;
     for (const Row& row : rows) longest = std::max(longest, row.high - row.low + 1);
-    int block = std::clamp<int64_t>(kBlockScores / (int64_t{longest} * share), 1, kBlockRows);
-    const auto count = [&] {
-        int64_t blocks = 0;
-        for (int i = 0; i < batch.groups; ++i)
-            blocks += (batch.group[i].stop - batch.group[i].start + block - 1) / block;
-        return blocks * kv_heads;
+    int block = std::clamp<int64_t>(kBlockScores / (int64_t{longest} * share), 1, kBlockRows), together = share;
+    double best = estimate(batch, heads, threads, block, together);
+    const auto consider = [&](int rows_each, int heads_each) {
+        const double cost = estimate(batch, heads, threads, rows_each, heads_each);
+        if (cost >= best) return;
+        best = cost, block = rows_each, together = heads_each;
     };
-    const int wanted = threads > 1 ? kPiecesPerThread * threads : 1;
-    while (block > 1 && count() < wanted) block = (block + 1) / 2;
-    const int together = block == 1 && count() < wanted ? 1 : share;
+    for (int fewer = block / 2; fewer > 0; fewer /= 2) consider(fewer, share);
+    for (int fewer = share - 1; fewer > 0; --fewer)
+        if (share % fewer == 0) consider(1, fewer);
     // later rows see more keys: long pieces first leave the short ones to even out the end
     for (int i = batch.groups - 1; i >= 0; --i)
         for (int stop = batch.group[i].stop; stop > batch.group[i].start; stop -= block)

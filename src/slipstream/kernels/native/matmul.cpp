@@ -9,6 +9,7 @@ namespace SLIP_ISA {
 namespace {
 
 constexpr float kCodes = 127.0f;
+constexpr float kSpike = 12.0f;  // times the mean: the largest of 32 normal numbers is about 3 times theirs
 #if defined(__AVX512F__)
 constexpr int kMostFloatRows = 8;  // two sums a row must fit the registers
 #else
@@ -18,7 +19,6 @@ constexpr int kMostFloatRows = 4;
 // R rows of a group, from `first` on, through one tile.
 template <int K, int R>
 void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
-    using Weights = WeightBlock<K>;
     const int blocks = blocks_of(matrix.inputs);
     const size_t width = in.width;
     Floats total[R];
@@ -26,32 +26,15 @@ void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, 
     for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
     size_t at = in.block(group, 0);
     for (int index = 0; index < blocks; ++index, ++at) {
-        const Weights weights(tile, index);
-        const int8_t* codes = in.codes + (at * width + first) * kBlock;
-        const float* scales = in.scales + at * width + first;
-        const float* sums = in.sums + at * width + first;
-        const int32_t* negated = in.negated + at * 3 * width + first;
+        const WeightCodes<K> codes(tile, index);
+        const WeightFactors<K> factors(tile, index);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const int8_t* own = codes + r * kBlock;
-            const Floats factor = set1(scales[r]);
-            if (Weights::kHalves == 1) {
-                Ints sum = start_sum<K>(negated + r);
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i) sum = dot<Weights::kWide>(sum, weights.quads[i], own + 4 * i);
-                total[r] = fma(to_floats(sum), weights.scale[0] * factor, total[r]);
-                if (Weights::kMinimum) total[r] = fma(weights.minimum, set1(sums[r]), total[r]);
-            } else {
-#pragma GCC unroll 2
-                for (int half = 0; half < 2; ++half) {
-                    Ints sum = start_sum<K>(negated + (1 + half) * width + r);
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i)
-                        sum = dot<Weights::kWide>(sum, weights.quads[4 * half + i], own + 16 * half + 4 * i);
-                    total[r] = fma(to_floats(sum), weights.scale[half] * factor, total[r]);
-                }
-            }
-        }
+        for (int r = 0; r < R; ++r) total[r] = add_block<K>(total[r], codes, factors, in.main, at, width, first + r);
+        const uint8_t* spiky = in.spiky + at * width + first;
+        if (!any_of<R>(spiky)) continue;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+            if (spiky[r]) total[r] = add_block<K>(total[r], codes, factors, in.rest, at, width, first + r);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(out + (first + r) * kTile, total[r]);
@@ -130,25 +113,37 @@ Kernel kernel_for(int kind, int rows) {
     }
 }
 
-}  // namespace
-
-void quantise_block(const float* x, const RowsIn& in, int row, int index) {
-    const size_t at = in.block(row / kGroup, index);
-    const int place = row % kGroup;
-    const Floats low = load(x), high = load(x + kLanes);
-    const float top = magnitude(low, high);
+// Codes, scale and sums of one row's block.
+void put_codes(const CodeRows& rows, size_t width, size_t place, Floats low, Floats high, float top) {
     const float scale = top / kCodes;
     const Floats steps = set1(top > 0.0f ? kCodes / top : 0.0f);
-    int8_t* codes = in.codes + (at * in.width + place) * kBlock;
+    int8_t* codes = rows.codes + place * kBlock;
     store_bytes(codes, to_ints(low * steps));
     store_bytes(codes + kLanes, to_ints(high * steps));
     const int32_t first = byte_sum(codes), last = byte_sum(codes + kLanes);
-    in.scales[at * in.width + place] = scale;
-    in.sums[at * in.width + place] = scale * static_cast<float>(first + last);
-    int32_t* negated = in.negated + at * 3 * in.width + place;
+    rows.scales[place] = scale;
+    rows.sums[place] = scale * static_cast<float>(first + last);
+    int32_t* negated = rows.negated + place / width * 3 * width + place % width;
     negated[0] = -(first + last);
-    negated[in.width] = -first;
-    negated[2 * in.width] = -last;
+    negated[width] = -first;
+    negated[2 * width] = -last;
+}
+
+}  // namespace
+
+void quantise_block(const float* x, const RowsIn& in, int row, int index) {
+    const size_t place = in.block(row / kGroup, index) * in.width + row % kGroup;
+    const Floats low = load(x), high = load(x + kLanes);
+    const float top = magnitude(low, high);
+    const float scale = top / kCodes;
+    put_codes(in.main, in.width, place, low, high, top);
+    const bool spiky = top * kBlock > kSpike * sum(abs(low) + abs(high));
+    in.spiky[place] = spiky;
+    if (!spiky) return;
+    const int8_t* codes = in.main.codes + place * kBlock;
+    const Floats down = set1(-scale);
+    const Floats low_rest = fma(load_signed(codes), down, low), high_rest = fma(load_signed(codes + kLanes), down, high);
+    put_codes(in.rest, in.width, place, low_rest, high_rest, magnitude(low_rest, high_rest));
 }
 
 void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out) {

@@ -15,21 +15,36 @@ namespace slip {
 
 constexpr int kGroup = 16;  // rows that are multiplied together
 
-// Rows as the kernels read them: int8 per 32 inputs with a scale (as llama.cpp has them), or the floats themselves.
-// Within a group the rows of one block stand together; a group is no wider than needed, so that few rows stay in the
-// nearest cache while the weights stream past.
-struct RowsIn {
-    int inputs = 0;
-    int width = kGroup;          // rows of a group
+// Rows as int8 codes with a scale per 32 inputs. Within a group the rows of one block stand together.
+struct CodeRows {
     int8_t* codes = nullptr;     // [groups, blocks, width, 32]
     float* scales = nullptr;     // [groups, blocks, width]
     float* sums = nullptr;       // [groups, blocks, width]: scale times the sum of the codes
     int32_t* negated = nullptr;  // [groups, blocks, 3, width]: minus the sum of all, the first and the last 16 codes
+};
+
+// Rows as the kernels read them: codes, or the floats themselves. A group is no wider than needed, so that few rows
+// stay in the nearest cache while the weights stream past.
+//
+// Where one value dwarfs the others of its block, 8 bits leave nothing of them. Such a block is marked, and what the
+// rounding lost is coded once more in `rest`: a few per cent of all blocks, and most of the rounding's damage.
+struct RowsIn {
+    int inputs = 0;
+    int width = kGroup;  // rows of a group
+    CodeRows main, rest;
+    uint8_t* spiky = nullptr;       // [groups, blocks, width]
     const float* values = nullptr;  // [rows, stride]
     size_t stride = 0;
 
     size_t block(int group, int index) const { return static_cast<size_t>(group) * blocks_of(inputs) + index; }
 };
+
+template <int Count>
+inline bool any_of(const uint8_t* marks) {
+    uint8_t found = 0;
+    for (int i = 0; i < Count; ++i) found |= marks[i];
+    return found != 0;
+}
 
 inline int groups_of(int rows) { return (rows + kGroup - 1) / kGroup; }
 
@@ -39,31 +54,40 @@ public:
     RowsIn shaped(int rows, int inputs) {
         // one group more than needed, since tiles always read 16 rows
         const size_t blocks = static_cast<size_t>(groups_of(rows) + 1) * blocks_of(inputs);
-        if (scales_.size() < blocks * kGroup) {
-            codes_.resize(blocks * kGroup * kBlock);
-            scales_.resize(blocks * kGroup);
-            sums_.resize(blocks * kGroup);
-            negated_.resize(blocks * kGroup * 3);
-        }
         RowsIn in;
         in.inputs = inputs;
         in.width = rows <= 2 ? rows : rows < kGroup ? (rows + 3) / 4 * 4 : kGroup;
-        in.codes = codes_.data();
-        in.scales = scales_.data();
-        in.sums = sums_.data();
-        in.negated = negated_.data();
+        in.main = main_.shaped(blocks);
+        in.rest = rest_.shaped(blocks);
+        // rows that only fill up a group are never written, and must not look as if they wanted anything
+        spiky_.assign(blocks * kGroup, 0);
+        in.spiky = spiky_.data();
         return in;
     }
 
 private:
-    std::vector<int8_t> codes_;
-    std::vector<float> scales_, sums_;
-    std::vector<int32_t> negated_;
+    struct Memory {
+        std::vector<int8_t> codes;
+        std::vector<float> scales, sums;
+        std::vector<int32_t> negated;
+
+        CodeRows shaped(size_t blocks) {
+            if (scales.size() < blocks * kGroup) {
+                codes.resize(blocks * kGroup * kBlock);
+                scales.resize(blocks * kGroup);
+                sums.resize(blocks * kGroup);
+                negated.resize(blocks * kGroup * 3);
+            }
+            return {codes.data(), scales.data(), sums.data(), negated.data()};
+        }
+    };
+    Memory main_, rest_;
+    std::vector<uint8_t> spiky_;
 };
 
 namespace SLIP_ISA {
 
-// Thirty-two floats become codes of the block; NaN and infinity make the scale, hence the results, no number.
+// Thirty-two floats become codes of the block; NaN and infinity make its scale, hence the row's results, no number.
 void quantise_block(const float* x, const RowsIn& in, int row, int index);
 inline void quantise_row(const float* x, const RowsIn& in, int row) {
     for (int index = 0; index < in.inputs / kBlock; ++index) quantise_block(x + index * kBlock, in, row, index);

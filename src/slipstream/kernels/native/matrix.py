@@ -11,7 +11,6 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,8 +21,8 @@ from slipstream.kernels.native.library import Library
 
 # The order of matrix.h.
 KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
-_FLOAT_KINDS = ("F16", "BF16", "F32")
 _OTHER_TYPES_AS = "Q8_0"  # fine enough for every coarser type
+_SPIKE = 12.0  # times a block's mean magnitude, as matmul.cpp has it
 _ALIGNMENT = 64
 _ARENA_BYTES = 32 << 20
 _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
@@ -73,10 +72,10 @@ _arena = _Arena()
 class PackedLinear:
     """Matrices that read the same rows, their outputs one behind the other."""
 
-    def __init__(self, library: Library, sources: Sequence[StoredTensor], float_rows: bool) -> None:
+    def __init__(self, library: Library, sources: Sequence[StoredTensor]) -> None:
         self.in_features = sources[0].shape[1]
         self.out_features = sum(source.shape[0] for source in sources)
-        parts = [_pack(library, source, float_rows) for source in sources]
+        parts = [_pack(library, source) for source in sources]
         self.nbytes = sum(data.nbytes for _, data in parts)
         self._data = [data for _, data in parts]
         self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
@@ -91,44 +90,38 @@ class PackedLinear:
         )
 
 
-def _pack(library: Library, source: StoredTensor, float_rows: bool) -> tuple[SlipMatrix, NDArray[np.uint8]]:
+def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
     outputs, inputs = source.shape
-    kind, rows = _native_rows(source, float_rows)
-    size, pack = _packers(library)
+    kind, rows = _native_rows(source)
+    row_bytes, size, pack = _packers(library)
     data = _arena.take(size(KINDS[kind], outputs, inputs))
-    if rows.nbytes != outputs * _row_bytes(kind, inputs):
+    if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
     pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
     return SlipMatrix(KINDS[kind], outputs, inputs, data.ctypes.data), data
 
 
-def _native_rows(source: StoredTensor, float_rows: bool) -> tuple[str, NDArray[np.uint8]]:
+def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
     """The type a kernel reads and the tensor's bytes in it."""
     kind = source.type_name
-    if kind in _FLOAT_KINDS or (kind in KINDS and not float_rows):
+    if kind in KINDS:
         return kind, np.ascontiguousarray(source.raw())
     dense = source.dense()
-    if float_rows:
-        # quantised values are coarser than half precision, but their range may be wider
-        half = float(dense.abs().max()) <= float(torch.finfo(torch.float16).max)
-        kept = dense.to(torch.float16 if half else torch.float32).numpy()
-        return "F16" if half else "F32", kept.view(np.uint8)
     if dense.shape[1] % 32:
         return "F32", dense.numpy().view(np.uint8)
+    import gguf  # only few files need it here, and some machines do not have it
+
     return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
 
 
-def _row_bytes(kind: str, inputs: int) -> int:
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    return inputs // elements * size
-
-
 @functools.cache
-def _packers(library: Library) -> tuple[Callable[[int, int, int], int], Any]:
-    size, pack = library.handle.slip_packed_bytes, library.handle.slip_pack
+def _packers(library: Library) -> tuple[Callable[[int, int], int], Callable[[int, int, int], int], Any]:
+    handle = library.handle
+    row_bytes, size, pack = handle.slip_row_bytes, handle.slip_packed_bytes, handle.slip_pack
+    row_bytes.argtypes, row_bytes.restype = [_INT, _INT], ctypes.c_int64
     size.argtypes, size.restype = [_INT, _INT, _INT], ctypes.c_int64
     pack.argtypes, pack.restype = [_INT, _INT, _INT, _POINTER, _POINTER], None
-    return size, pack
+    return row_bytes, size, pack
 
 
 @functools.cache
@@ -142,6 +135,24 @@ def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int)
     out = torch.empty(rows.shape[0], linear.out_features)
     _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
     return out
+
+
+def reference_product(rows: Tensor, weight: Tensor, float_rows: bool) -> Tensor:
+    """What `multiply` computes, in plain torch: rows rounded to int8 per 32 inputs unless they stay floats.
+
+    Blocks with a spike are rounded in two steps, since the spike alone would fill the 8 bits.
+    """
+    if not float_rows:
+        blocks = rows.view(rows.shape[0], -1, 32)
+        coarse = _rounded(blocks)
+        spiky = blocks.abs().amax(dim=-1, keepdim=True) > _SPIKE * blocks.abs().mean(dim=-1, keepdim=True)
+        rows = torch.where(spiky, coarse + _rounded(blocks - coarse), coarse).view_as(rows)
+    return (rows.double() @ weight.double().t()).float()
+
+
+def _rounded(blocks: Tensor) -> Tensor:
+    top = blocks.abs().amax(dim=-1, keepdim=True)
+    return torch.where(top > 0, blocks * (127.0 / top), 0.0).round() * (top / 127.0)
 
 
 class RowTable:

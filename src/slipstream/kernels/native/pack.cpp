@@ -148,6 +148,11 @@ void decode_block(int kind, const Block& block, float* out) {
 }  // namespace
 }  // namespace slip
 
+// Bytes of a row in the file.
+SLIP_VISIBLE int64_t slip_row_bytes(int kind, int inputs) {
+    return static_cast<int64_t>(inputs / slip::kRawBlock[kind]) * slip::kRawBytes[kind];
+}
+
 // Bytes of a packed matrix; its memory must be aligned to 64 bytes.
 SLIP_VISIBLE int64_t slip_packed_bytes(int kind, int outputs, int inputs) {
     return static_cast<int64_t>(slip::tile_bytes(kind, inputs)) * slip::tiles_of(outputs);
@@ -155,7 +160,7 @@ SLIP_VISIBLE int64_t slip_packed_bytes(int kind, int outputs, int inputs) {
 
 // Packs file rows [outputs, row bytes] into zeroed memory.
 SLIP_VISIBLE void slip_pack(int kind, int outputs, int inputs, const uint8_t* rows, uint8_t* packed) {
-    const size_t row_bytes = static_cast<size_t>(inputs / slip::kRawBlock[kind]) * slip::kRawBytes[kind];
+    const size_t row_bytes = slip_row_bytes(kind, inputs);
     for (int output = 0; output < outputs; ++output)
         slip::pack_row(kind, rows + output * row_bytes, inputs, output % slip::kTile,
                        packed + output / slip::kTile * slip::tile_bytes(kind, inputs));
@@ -165,7 +170,7 @@ SLIP_VISIBLE void slip_pack(int kind, int outputs, int inputs, const uint8_t* ro
 SLIP_VISIBLE void slip_decode_rows(int kind, int inputs, const uint8_t* table, const int32_t* ids,
                                    int count, float* out) {
     using namespace slip;
-    const size_t row_bytes = static_cast<size_t>(inputs / kRawBlock[kind]) * kRawBytes[kind];
+    const size_t row_bytes = slip_row_bytes(kind, inputs);
     for (int i = 0; i < count; ++i) {
         const uint8_t* row = table + ids[i] * row_bytes;
         float* to = out + static_cast<size_t>(i) * inputs;

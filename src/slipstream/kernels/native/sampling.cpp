@@ -151,6 +151,9 @@ struct Noise {
             if (i == 0 || positions[order[i]] != positions[order[i - 1]]) groups[group_count++] = i;
         groups[group_count] = rows;
     }
+
+    // Scores that a low temperature lifts out of fp32's range say nothing any more.
+    bool usable(const Look& whole) const { return whole.usable() && std::isfinite(whole.largest / temperature); }
 };
 
 // One row in the stretch at hand.
@@ -162,10 +165,9 @@ struct NoisyRow {
     float largest;  // divided by the temperature
     float slack;    // more than rounding can change in score * inverse + bound
     float floor;
-    bool bounded;   // false where the scaled scores overflow: then nothing is ruled out
     bool summing;
 
-    float ranked_reach() const { return bounded ? leaders.bar() - slack : kHidden; }
+    float ranked_reach() const { return leaders.bar() - slack; }
     // What score * inverse + noise must come to if the token is to matter.
     float reach() const {
         return summing ? std::min(ranked_reach(), largest + kLeastNoise - kNegligible) : ranked_reach();
@@ -184,12 +186,11 @@ struct NoisySearch {
         const Look whole = rows.whole(row);
         const int piece = row * rows.stretches + stretch;
         search.findings[piece] = {};
-        if (!whole.usable()) return false;
+        if (!noise.usable(whole)) return false;
         it.scores = rows.row(row);
         it.finding = search.findings + piece;
         it.terms = set1(0.0f);
         it.largest = whole.largest / noise.temperature;
-        it.bounded = std::isfinite(it.largest) && std::isfinite(noise.inverse);
         it.slack = 0x1p-20f * (2.0f * std::fabs(it.largest) + 64.0f);
         it.floor = noise.floors ? noise.floors[row] : kHidden;
         it.summing = summing;
@@ -208,8 +209,7 @@ struct NoisySearch {
 
     // Whether none of these tokens can matter, whatever its noise.
     bool hopeless(const NoisyRow& it, Floats score) const {
-        float least = it.reach() - kMostNoise;
-        if (it.bounded) least = std::max(least, it.floor - it.slack);
+        const float least = std::max(it.reach() - kMostNoise, it.floor - it.slack);
         return greater(set1(least), score * set1(noise.inverse)) == 0xFFFF;
     }
 
@@ -317,7 +317,7 @@ SLIP_EXPORT(void, slip_noisy_best)
     const NoisySearch noisy{search, noise, false};
     Team::shared().run(rows.threads(threads), [&noisy](int) { noisy.run_all(); });
     for (int row = 0; row < count; ++row) {
-        usable[row] = rows.whole(row).usable();
+        usable[row] = noise.usable(rows.whole(row));
         ids[row] = usable[row] && search.merge(row) ? search.places_of(row * rows.stretches)->id : -1;
     }
 }
@@ -336,7 +336,7 @@ SLIP_EXPORT(void, slip_noisy_top)
             const Look whole = search.rows.whole(row);
             double terms = 0.0;
             for (int i = 0; i < search.rows.stretches; ++i) terms += search.findings[row * search.rows.stretches + i].sum;
-            search.answer(row, whole.usable(), whole.largest / noisy.noise.temperature, terms, 1.0f);
+            search.answer(row, noisy.noise.usable(whole), whole.largest / noisy.noise.temperature, terms, 1.0f);
         }
     };
     Team::shared().run(rows.threads(threads), body);

@@ -1,11 +1,10 @@
-// Reading a block of packed weights: codes as unsigned bytes in registers, and what their integer sums are worth.
+// One block of packed weights times one row: codes as unsigned bytes in registers, integer sums, and their worth.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
-#include "matrix.h"
-#include "simd.h"
+#include "matmul.h"
 
 namespace slip {
 namespace SLIP_ISA {
@@ -32,8 +31,8 @@ inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
 inline Floats bytes_to_floats(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-inline Floats signed_to_floats(const uint8_t* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))))};
+inline Floats load_signed(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 inline Floats load_brain(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -96,8 +95,8 @@ inline Floats bytes_to_floats(const uint8_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
-inline Floats signed_to_floats(const uint8_t* p) {
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+inline Floats load_signed(const int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
@@ -125,49 +124,34 @@ inline int32_t byte_sum(const int8_t* p) {
 
 #endif
 
-// What one block of a tile is made of: codes, and the factors its integer sums are worth.
 template <int K>
-struct WeightBlock {
-    static constexpr bool kWide = K == kQ8_0;
+struct WeightTraits {
+    static constexpr bool kWide = K == kQ8_0;  // codes of all 8 bits
     static constexpr bool kMinimum = K == kQ4_1 || K == kQ4_K;
     static constexpr int kOffsetBits = K == kQ4_0 ? 3 : K == kQ8_0 ? 7 : K == kQ6_K ? 5 : 0;  // codes stand 2^n too high
-    static constexpr int kHalves = K == kQ6_K ? 2 : 1;
-    Codes quads[8];
-    Floats scale[2];
-    Floats minimum;
+    static constexpr int kHalves = K == kQ6_K ? 2 : 1;  // parts of a block with a scale of their own
+};
 
-    WeightBlock(const uint8_t* tile, int index) {
-        const BlockPlace place(K, index);
-        const uint8_t* codes = tile + place.codes;
-        const uint8_t* scales = tile + place.scales;
+// The codes of one block, unsigned, a register per quad.
+template <int K>
+struct WeightCodes {
+    Codes quads[8];
+
+    WeightCodes(const uint8_t* tile, int index) {
+        const uint8_t* codes = tile + BlockPlace(K, index).codes;
         if (K == kQ8_0) {
             for (int i = 0; i < 8; ++i) quads[i] = load_codes(codes + i * 64);
-        } else {
-            for (int i = 0; i < 4; ++i) {
-                const Codes both = load_codes(codes + i * 64);
-                quads[i] = low_nibbles(both);
-                quads[i + 4] = high_nibbles(both);
-            }
+            return;
         }
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
-        if (K == kQ4_K || K == kQ6_K) load_k_scales(tile + place.shared, scales);
-        else scale[0] = load_half(halves);
-        if (K == kQ4_1) minimum = load_half(halves + kTile);
+        for (int i = 0; i < 4; ++i) {
+            const Codes both = load_codes(codes + i * 64);
+            quads[i] = low_nibbles(both);
+            quads[i + 4] = high_nibbles(both);
+        }
         if (K == kQ6_K) add_high_bits(load_codes(codes + 256), load_codes(codes + 320));
     }
 
 private:
-    void load_k_scales(const uint8_t* shared, const uint8_t* scales) {
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(shared);
-        const Floats whole = load_half(halves);
-        if (K == kQ4_K) {
-            scale[0] = whole * bytes_to_floats(scales);
-            minimum = set1(-1.0f) * (load_half(halves + kTile) * bytes_to_floats(scales + kTile));
-        } else {
-            scale[0] = whole * signed_to_floats(scales);
-            scale[1] = whole * signed_to_floats(scales + kTile);
-        }
-    }
     void add_high_bits(Codes first, Codes second) {
         quads[0] = with_high_bits<0>(quads[0], first);
         quads[1] = with_high_bits<2>(quads[1], first);
@@ -180,15 +164,73 @@ private:
     }
 };
 
+// What the integer sums of one block are worth.
+template <int K>
+struct WeightFactors {
+    Floats scale[2], minimum;
+
+    WeightFactors(const uint8_t* tile, int index) {
+        const BlockPlace place(K, index);
+        const uint8_t* scales = tile + place.scales;
+        const int8_t* signed_scales = reinterpret_cast<const int8_t*>(scales);
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(scales);
+        const uint16_t* shared = reinterpret_cast<const uint16_t*>(tile + place.shared);
+        if (K == kQ4_K) {
+            scale[0] = load_half(shared) * bytes_to_floats(scales);
+            minimum = set1(-1.0f) * (load_half(shared + kTile) * bytes_to_floats(scales + kTile));
+        } else if (K == kQ6_K) {
+            scale[0] = load_half(shared) * load_signed(signed_scales);
+            scale[1] = load_half(shared) * load_signed(signed_scales + kTile);
+        } else {
+            scale[0] = load_half(halves);
+            if (K == kQ4_1) minimum = load_half(halves + kTile);
+        }
+    }
+};
+
 // What 2^bits too much in every code has added to a sum; AVX2 takes wide codes as signed and has added nothing.
 template <int K>
 inline Ints start_sum(const int32_t* negated) {
 #if !defined(__AVX512F__)
     if (K == kQ8_0) return zero_ints();
 #endif
-    constexpr int bits = WeightBlock<K>::kOffsetBits;
+    constexpr int bits = WeightTraits<K>::kOffsetBits;
     if (bits == 0) return zero_ints();
     return shift_left<bits>(set1(*negated));
+}
+
+// Adds to a row's result what its integer sums (without the start) are worth: the one place where results are rounded.
+template <int K>
+inline __attribute__((always_inline)) Floats add_sums(Floats total, const WeightFactors<K>& factors, const Ints* sums,
+                                                      const CodeRows& rows, size_t place) {
+    const Floats factor = set1(rows.scales[place]);
+    for (int half = 0; half < WeightTraits<K>::kHalves; ++half)
+        total = fma(to_floats(sums[half]), factors.scale[half] * factor, total);
+    if (WeightTraits<K>::kMinimum) total = fma(factors.minimum, set1(rows.sums[place]), total);
+    return total;
+}
+
+// Minus what the offset of the codes adds to a row's sums of one block.
+template <int K>
+inline __attribute__((always_inline)) void start_sums(Ints* sums, const CodeRows& rows, size_t at, size_t width, int row) {
+    const int32_t* negated = rows.negated + at * 3 * width + row;
+    sums[0] = start_sum<K>(negated + (WeightTraits<K>::kHalves == 1 ? 0 : width));
+    if (WeightTraits<K>::kHalves == 2) sums[1] = start_sum<K>(negated + 2 * width);
+}
+
+// One block of one row.
+template <int K>
+inline __attribute__((always_inline)) Floats add_block(Floats total, const WeightCodes<K>& codes,
+                                                       const WeightFactors<K>& factors, const CodeRows& rows, size_t at,
+                                                       size_t width, int row) {
+    constexpr int per_half = 8 / WeightTraits<K>::kHalves;
+    const int8_t* own = rows.codes + (at * width + row) * kBlock;
+    Ints sums[2];
+    start_sums<K>(sums, rows, at, width, row);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        sums[i / per_half] = dot<WeightTraits<K>::kWide>(sums[i / per_half], codes.quads[i], own + 4 * i);
+    return add_sums<K>(total, factors, sums, rows, at * width + row);
 }
 
 }  // namespace SLIP_ISA

@@ -1,0 +1,289 @@
+"""llama.cpp in a process of its own, asked for one answer at a time and asleep in between.
+
+It comes as the package `xllamacpp` or as a `llama-server` program built for this machine. Both run with the same
+settings: our number of threads, no prompt cache, one slot, and everything that bears on speed left at its default.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import RequestError, SlipstreamError
+
+NAME = "llama.cpp"
+PACKAGE = "xllamacpp"
+HOW_TO_GET = f"pip install {PACKAGE}"
+SETTLE_SECONDS = 0.05  # worker threads spin for some milliseconds after their last work before they sleep
+_START_SECONDS = 120
+_STOP_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RivalAnswer:
+    """llama.cpp's own timings of one request; the first token belongs to the prompt, as with us."""
+
+    prompt_tokens: int
+    prompt_ms: float
+    tokens: int
+    decode_ms: float
+
+    @classmethod
+    def from_timings(cls, timings: Mapping[str, float]) -> RivalAnswer:
+        if timings.get("cache_n"):
+            raise SlipstreamError(f"{NAME} answered from its prompt cache", "its prompt speed would mean nothing")
+        return cls(
+            int(timings["prompt_n"]), float(timings["prompt_ms"]),
+            max(0, int(timings["predicted_n"]) - 1), float(timings["predicted_ms"]),
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 * self.tokens / self.decode_ms if self.decode_ms else 0.0
+
+    @property
+    def prompt_per_second(self) -> float:
+        return 1000 * self.prompt_tokens / self.prompt_ms if self.prompt_ms else 0.0
+
+
+def available() -> bool:
+    """Whether the package is installed; nothing is imported for the answer."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def completion_body(prompt_ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, object]:
+    """A request that does our work and no more: the same ids, all tokens asked for, only the temperature to sample by.
+
+    Greedy choice goes through top-k 1, the cheapest way llama.cpp has: its temperature 0 ranks the whole vocabulary.
+    """
+    chosen: dict[str, object] = (
+        {"samplers": ["temperature"], "temperature": temperature, "seed": seed}
+        if temperature > 0 else {"samplers": ["top_k"], "top_k": 1, "temperature": 1.0, "seed": seed}
+    )
+    return {
+        "prompt": list(prompt_ids), "n_predict": max_tokens, "ignore_eos": True, "cache_prompt": False,
+        "stream": False, **chosen,
+    }
+
+
+class Rival(ABC):
+    """One llama.cpp process; close it when done."""
+
+    version = ""
+    system = ""  # the instruction sets it was built for, in llama.cpp's own words
+
+    def __init__(self, command: Sequence[str], stdin: int, stdout: int) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+        )
+
+    @abstractmethod
+    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]: ...
+
+    def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> RivalAnswer:
+        reply = self._ask(completion_body(prompt_ids, max_tokens, temperature, seed))
+        timings = reply.get("timings")
+        if not isinstance(timings, dict):
+            raise SlipstreamError(f"{NAME} failed: {str(reply.get('error', reply))[:200]}")
+        return RivalAnswer.from_timings(timings)
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time it has used so far, to see that it sleeps while others are measured; None where unknown."""
+        return process_seconds(self._process.pid)
+
+    def describe(self) -> dict[str, object]:
+        return {"name": NAME, "version": self.version, "system": self.system}
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Rival:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class PackageRival(Rival):
+    """The package, served by this very file over two pipes."""
+
+    def __init__(self, model: Path, threads: int, context: int) -> None:
+        super().__init__(
+            [sys.executable, "-m", "slipstream.bench.rival", str(model), str(threads), str(context)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        try:
+            ready = self._read()
+        except SlipstreamError:
+            self.close()
+            raise
+        if "error" in ready:
+            self.close()
+            raise SlipstreamError(f"{NAME} did not start: {ready['error']}")
+        self.version, self.system = str(ready["version"]), str(ready["system"])
+
+    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(body), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise _gone() from None
+        return self._read()
+
+    def _read(self) -> dict[str, object]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise _gone()
+        found: dict[str, object] = json.loads(line)
+        return found
+
+
+class ServerRival(Rival):
+    """A `llama-server` program, asked over HTTP on this machine."""
+
+    def __init__(self, program: str, model: Path, threads: int, context: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._address = f"http://127.0.0.1:{port}"
+        count = str(threads)
+        super().__init__(
+            [program, "--model", str(model), "--threads", count, "--threads-batch", count, "--ctx-size", str(context),
+             "--parallel", "1", "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )
+        try:
+            self._wait()
+            about = self._get("/props")
+        except SlipstreamError:
+            self.close()
+            raise
+        self.version = str(about.get("build_info", "unknown"))
+        self.system = f"as {Path(program).name} was built"
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _START_SECONDS
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise _gone()
+            try:
+                self._get("/health")
+                return
+            except (OSError, SlipstreamError):
+                time.sleep(0.1)
+        raise SlipstreamError(f"{NAME} was not ready after {_START_SECONDS} seconds")
+
+    def _get(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"})
+        # Straight to this machine, whatever proxy the environment names.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request) as reply:
+                found: dict[str, object] = json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            raise SlipstreamError(f"{NAME} failed: {error.read().decode(errors='replace')[:200]}") from None
+        except (OSError, ValueError):
+            raise _gone() from None
+        return found
+
+    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
+        return self._get("/completion", body)
+
+
+def find(program: str = PACKAGE) -> str:
+    """The package's name if it is installed, or the path of a `llama-server`; refuses what is not there."""
+    if program == PACKAGE:
+        if not available():
+            raise RequestError(f"{PACKAGE} is not installed", HOW_TO_GET)
+        return PACKAGE
+    found = shutil.which(program)
+    if found is None:
+        raise RequestError(f"there is no program {program}", f"name a llama-server or '{PACKAGE}'")
+    return found
+
+
+def start(model: Path, threads: int, context: int, program: str = PACKAGE) -> Rival:
+    """llama.cpp on a GGUF file."""
+    if not is_model(model):
+        raise RequestError(f"{NAME} cannot read {model.name}", "compare on a target that is one .gguf file")
+    found = find(program)
+    if found == PACKAGE:
+        return PackageRival(model, threads, context)
+    return ServerRival(found, model, threads, context)
+
+
+def is_model(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def process_seconds(pid: int) -> float | None:
+    """Processor time of all threads of a process, as Linux counts it; None elsewhere."""
+    counts = Path(f"/proc/{pid}/stat")
+    if not counts.is_file():
+        return None
+    # The name in parentheses may hold blanks; the times are the 12th and 13th field behind it.
+    user, system = counts.read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _gone() -> SlipstreamError:
+    return SlipstreamError(f"{NAME} ended unexpectedly", "its own program may say why it cannot run here")
+
+
+def serve(model: str, threads: int, context: int) -> None:
+    """The child's side: a line of JSON in, a line out, until the input ends."""
+    # Whatever llama.cpp prints must not end up between the replies.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        import xllamacpp
+
+        settings = xllamacpp.CommonParams()
+        settings.model.path = model
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
+        settings.n_ctx, settings.n_parallel = context, 1
+        settings.cache_prompt, settings.cache_ram_mib = False, 0
+        settings.verbosity = 0
+        server = xllamacpp.Server(settings)
+        version = getattr(xllamacpp, "__version__", None) or importlib.metadata.version(PACKAGE)
+        ready = {"version": f"{PACKAGE} {version}", "system": xllamacpp.get_system_info()}
+    except Exception as error:  # the parent must learn of it, whatever it is
+        ready = {"error": str(error) or type(error).__name__}
+    print(json.dumps(ready), file=replies, flush=True)
+    if "error" in ready:
+        return
+    for line in sys.stdin:
+        try:
+            reply = server.handle_completions(json.loads(line))
+        except Exception as error:
+            reply = {"error": str(error) or type(error).__name__}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,85 @@
+"""The target on given tokens, outside any request: how it predicts a text, and what a step of some rows costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import KvPools, PoolShape
+from slipstream.cache.sequence import SequenceState
+from slipstream.config import PAGE_TOKENS
+from slipstream.engine.runner import RowWork, Runner
+from slipstream.models.decoder import Decoder
+
+_CONTEXT = 64
+_LEAST_SECONDS = 0.3  # of timing per number of rows
+
+
+class _Scratch:
+    """A small cache of its own with one sequence in it."""
+
+    def __init__(self, target: Decoder, tokens: Sequence[int], room: int) -> None:
+        shape = target.config
+        pages = -(-room // PAGE_TOKENS) + 1
+        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None)
+        self.runner = Runner(target, pools, PAGE_TOKENS, None)
+        self.state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=False)
+        self.state.start(tokens, [])
+        self.state.reserve(room)
+
+    def run(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
+        """The logits of the last rows of a stretch behind what was committed."""
+        return self.runner.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
+
+
+def text_logits(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterator[Tensor]:
+    """The logits behind every token of a text, `chunk` rows at a time, through the forward of every request."""
+    scratch = _Scratch(target, ids, len(ids))
+    for start in range(0, len(ids), chunk):
+        rows = ids[start : start + chunk]
+        # not around the whole loop: the caller's code between two chunks must not inherit the mode
+        with torch.inference_mode():
+            logits = scratch.run(rows, len(rows))
+        yield logits
+        scratch.state.commit(range(len(rows)), [], 0)
+
+
+def predictions(
+    target: Decoder, ids: Sequence[int], chunk: int = 256, progress: Callable[[int], None] = lambda done: None
+) -> Iterator[tuple[float, int]]:
+    """For every token but the first: its log-probability, and the token the target would have chosen."""
+    position = 0
+    for logits in text_logits(target, ids, chunk):
+        following = torch.tensor(ids[position + 1 : position + 1 + len(logits)])
+        known = logits[: len(following)]
+        chosen = torch.log_softmax(known.double(), dim=-1).gather(1, following[:, None])[:, 0]
+        yield from zip(chosen.tolist(), known.argmax(dim=-1).tolist(), strict=True)
+        position += len(logits)
+        progress(len(logits))
+
+
+@torch.inference_mode()
+def row_times(target: Decoder, rows: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of a greedy step by its rows, all with logits, behind a short context; the median of many."""
+    scratch = _Scratch(target, [1] * (_CONTEXT + 1), _CONTEXT + max(rows))
+    scratch.run(scratch.state.tokens[:_CONTEXT], 0)
+    scratch.state.commit(range(_CONTEXT), [], 0)
+
+    def step(count: int) -> float:
+        began = time.perf_counter()
+        scratch.run([1] * count, count).argmax(dim=-1).tolist()
+        return 1e3 * (time.perf_counter() - began)
+
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    until = time.perf_counter() + _LEAST_SECONDS * len(rows)
+    # Taking turns: a busy moment of the machine hits all widths, not one.
+    while time.perf_counter() < until or len(times[rows[0]]) < 3:
+        for count in rows:
+            step(count)  # what the width before left in the caches is no part of this one's cost
+            times[count].append(step(count))
+    return {count: statistics.median(seen) for count, seen in times.items()}

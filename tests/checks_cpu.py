@@ -1,0 +1,129 @@
+"""The promises about speed beside llama.cpp and about the quality of a weight format, as functions of their size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.bench.floors import ROWS, RowCost, products_per_row, row_costs
+from slipstream.bench.measure import Plan
+from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
+from slipstream.bench.race import Race, Watch, prose_ids, race
+from slipstream.bench.rival import NAME, Rival
+from slipstream.bench.workloads import read_prompts
+from slipstream.config import EngineConfig, WeightFormat
+from slipstream.engine.llm import LLM
+from slipstream.engine.scoring import predictions, row_times
+
+WINDOW = 1024  # tokens read on their own: the text is longer than the target's context
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The least (or most) a figure may be, and what it was."""
+
+    promise: str
+    value: float
+    bar: float
+    about: str
+    at_most: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.bar if self.at_most else self.value >= self.bar
+
+    def seen(self) -> str:
+        return f"{self.value:.3f} ({'at most' if self.at_most else 'at least'} {self.bar:g}); {self.about}"
+
+
+# mode over which side, and the least it may be: by prompt set, greedy
+FAST_SETS, SLOW_SET = ("humaneval", "gsm8k"), "mt-bench"
+PLAIN_OVER_RIVAL, AUTO_OVER_RIVAL, AUTO_OVER_PLAIN, AUTO_NEVER_SLOWER, PREFILL = 1.0, 2.0, 1.5, 0.97, 0.8
+ROWS_WITH_AMX, ROWS_WITHOUT = 2.0, 3.0
+
+
+def bars_of(name: str, temperature: float) -> list[tuple[str, str, float]]:
+    """What one race is held to: (mode, over which side, at least)."""
+    if temperature > 0:
+        return [("auto", "plain", AUTO_NEVER_SLOWER)]
+    plain = ("plain", NAME, PLAIN_OVER_RIVAL)
+    if name in FAST_SETS:
+        return [plain, ("auto", "plain", AUTO_OVER_PLAIN), ("auto", NAME, AUTO_OVER_RIVAL)]
+    return [plain, ("auto", "plain", AUTO_NEVER_SLOWER)]
+
+
+def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]:
+    """The bars of one race beside what was measured."""
+    how = f"T {temperature:g}" if temperature else "greedy"
+    speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.samples)
+    found = []
+    for mode, over, bar in bars_of(name, temperature):
+        ratio = result.against(mode, over)
+        value = 0.0 if ratio is None else ratio.value
+        low, high = (ratio.interval if ratio else None) or (value, value)
+        about = (
+            f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau.get('auto', 0):.2f}, "
+            f"{result.same}/{result.prompts} texts same, {tokens} tokens each"
+        )
+        found.append(Bar(f"{name}, {how}: {mode} over {over}", value, bar, about))
+    return found
+
+
+def run_race(llm: LLM, rival: Rival, name: str, prompts: int, tokens: int, temperature: float) -> Race:
+    plan = Plan(max_tokens=tokens, temperature=temperature, seed=1)
+    return race(llm, rival, read_prompts(name, prompts), plan)
+
+
+def measured_rows(llm: LLM, peak: float | None) -> list[RowCost]:
+    """Our steps by their rows with both floors beside them."""
+    about, target = llm.describe(), llm._target
+    times = row_times(target, ROWS)
+    bandwidth = 1e9 * float(str(about["bandwidth_gbs"]))
+    return row_costs(times, float(str(about["weight_bytes"])), bandwidth, products_per_row(target.config), peak)
+
+
+def judge_rows(costs: Sequence[RowCost], amx: bool) -> Bar:
+    by_rows = {cost.rows: cost for cost in costs}
+    table = ", ".join(f"{cost.rows}: {cost.ms:.2f}{_product_floor(cost)}" for cost in costs)
+    about = f"ms by rows: {table}; byte floor {costs[0].byte_floor_ms:.2f} ms"
+    bar = ROWS_WITH_AMX if amx else ROWS_WITHOUT
+    kind = "with AMX" if amx else "without AMX"
+    return Bar(f"16 rows over one row, {kind}", by_rows[16].of_one, bar, about, at_most=True)
+
+
+def _product_floor(cost: RowCost) -> str:
+    return "" if cost.product_floor_ms is None else f" (products alone {cost.product_floor_ms:.2f})"
+
+
+def judge_watch(watch: Watch) -> tuple[str, bool]:
+    """Whether the waiting side slept: how much of a core it kept busy."""
+    shares = {side: watch.share(side) for side in ("ours", NAME)}
+    text = ", ".join(f"{side}: {'unknown' if share is None else f'{share:.2%}'}" for side, share in shares.items())
+    return f"of a core while the other ran: {text}", all(share is None or share < 0.02 for share in shares.values())
+
+
+@cache
+def alone(weight_format: WeightFormat, threads: int) -> LLM:
+    """The default target without a drafter."""
+    return LLM("smollm2", None, config=EngineConfig(weight_format=weight_format, threads=threads, max_context=WINDOW))
+
+
+@cache
+def predict(weight_format: WeightFormat, tokens: int, threads: int = 1) -> list[Prediction]:
+    """What the target in one format makes of the first tokens of the shipped prompts."""
+    llm = alone(weight_format, threads)
+    ids = prose_ids(llm, tokens)
+    seen: list[Prediction] = []
+    for number, window in enumerate(windows(ids, WINDOW)):
+        seen += [Prediction(*found) for found in predictions(llm._target, window)]
+        if number % 4 == 3:
+            print(f"{weight_format}: {len(seen)} of {tokens} tokens", file=sys.stderr, flush=True)
+    return seen
+
+
+def quality(formats: Sequence[WeightFormat], tokens: int, threads: int = 1) -> dict[str, Quality]:
+    """Every format against the same file unpacked to fp32."""
+    reference = predict("fp32", tokens, threads)
+    return {name: compare_predictions(predict(name, tokens, threads), reference) for name in formats}

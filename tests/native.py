@@ -1,0 +1,71 @@
+"""What the tests of native kernels share: every instruction set this machine can run, and made-up stored tensors."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from slipstream.formats.quants import decode_rows
+from slipstream.kernels.native.library import Library, availability
+
+QUANTISED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+FLOATS = ("F16", "BF16", "F32")
+# where the half-precision scales of a block stand, by type
+_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
+
+
+@functools.cache
+def libraries() -> list[Library]:
+    """The module once per instruction set, plainest first; amx stands for avx512 with tiles."""
+    found = availability().library
+    if found is None:
+        return []
+    plain = [Library(found.handle, isa, False) for isa in ("avx2", found.isa)]
+    return list(dict.fromkeys(plain))
+
+
+def every_library() -> pytest.MarkDecorator:
+    reason = availability().reason
+    known = libraries() or [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+    return pytest.mark.parametrize("library", known, ids=lambda each: each.isa if each else "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a file would hold it."""
+
+    shape: tuple[int, int]
+    type_name: str
+    bytes: NDArray[np.uint8]
+
+    def raw(self) -> NDArray[np.uint8]:
+        return self.bytes
+
+    def dense(self) -> torch.Tensor:
+        return torch.from_numpy(decode_rows(self.bytes, self.type_name).reshape(self.shape))
+
+
+def stored(type_name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
+    """Random weights of any type: quantised from floats where a quantiser exists, else random codes."""
+    source = np.random.default_rng(seed)
+    if type_name in _SCALES:
+        kind = GGMLQuantizationType[type_name]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = source.integers(0, 256, (outputs, inputs // elements, size), dtype=np.uint8)
+        for place in _SCALES[type_name]:
+            halves = (source.random((outputs, inputs // elements)) * 0.01).astype(np.float16)
+            blocks[:, :, place : place + 2] = halves[..., None].view(np.uint8)
+        return Stored((outputs, inputs), type_name, blocks.reshape(outputs, -1))
+    values = source.standard_normal((outputs, inputs)).astype(np.float32)
+    if type_name == "F32":
+        return Stored((outputs, inputs), type_name, values.view(np.uint8))
+    if type_name == "F16":
+        return Stored((outputs, inputs), type_name, values.astype(np.float16).view(np.uint8))
+    return Stored((outputs, inputs), type_name, gguf.quants.quantize(values, GGMLQuantizationType[type_name]))

@@ -1,0 +1,298 @@
+"""Holding ourselves against llama.cpp: the arithmetic and the report on given timings, and the real thing if there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.bench import floors, rival
+from slipstream.bench.measure import Plan
+from slipstream.bench.race import PrefillRace, Race, Watch, race, race_prefill
+from slipstream.bench.report import (
+    RACE_HEADS,
+    built_for,
+    cost_rows,
+    idle_sentence,
+    prefill_sentence,
+    race_rows,
+    race_texts_sentence,
+)
+from slipstream.errors import RequestError, SlipstreamError
+from tests.checks_cpu import Bar, bars_of, judge, judge_rows
+from tests.fakes import FakeLLM
+
+TIMINGS = {"cache_n": 0, "prompt_n": 16, "prompt_ms": 40.0, "predicted_n": 65, "predicted_ms": 400.0}
+
+
+def sample_race(auto_ms: float = 50.0) -> Race:
+    samples: dict[str, list[tuple[int, float]]] = {
+        "plain": [(10, 100.0), (10, 80.0), (10, 125.0)],
+        "auto": [(10, auto_ms)] * 3,
+        rival.NAME: [(10, 200.0)] * 3,
+    }
+    return Race(samples, None, 3, {"auto": 2.5})
+
+
+def test_the_first_token_belongs_to_the_prompt() -> None:
+    answer = rival.RivalAnswer.from_timings(TIMINGS)
+    assert (answer.tokens, answer.tokens_per_second, answer.prompt_per_second) == (64, 160.0, 400.0)
+    with pytest.raises(SlipstreamError, match="prompt cache"):
+        rival.RivalAnswer.from_timings({**TIMINGS, "cache_n": 3})
+
+
+def test_requests_ask_for_the_same_work() -> None:
+    greedy, sampled = (rival.completion_body((1, 2, 3), 9, temperature, 5) for temperature in (0.0, 0.8))
+    for body in (greedy, sampled):
+        assert body["prompt"] == [1, 2, 3] and body["n_predict"] == 9 and body["seed"] == 5
+        assert body["ignore_eos"] is True and body["cache_prompt"] is False
+    assert (greedy["samplers"], greedy["top_k"]) == (["top_k"], 1)
+    assert (sampled["samplers"], sampled["temperature"]) == (["temperature"], 0.8)
+
+
+def test_medians_and_ratios() -> None:
+    result = sample_race()
+    assert [result.median_speed(side) for side in result.samples] == [100.0, 200.0, 50.0]
+    found = {(side, ratio.over): ratio for side, ratio in result.ratios()}
+    assert set(found) == {("plain", rival.NAME), ("auto", rival.NAME), ("auto", "plain")}
+    assert found["auto", rival.NAME].value == pytest.approx(4.0)
+    assert found["plain", rival.NAME].value == pytest.approx(600 / 305)
+    interval = found["plain", rival.NAME].interval
+    assert interval is not None and interval[0] < 600 / 305 < interval[1]
+    seen = json.loads(json.dumps(result.to_json()))
+    assert seen["sides"]["plain"] == {"median_tokens_per_second": 100.0, "tokens": 30, "decode_ms": 305.0}
+    assert seen["same_texts"] == {"same": 3, "of": 3} and len(seen["ratios"]) == 3
+
+
+def test_what_the_report_says() -> None:
+    rows = race_rows(sample_race())
+    assert [row[0] for row in rows] == ["plain", "auto", rival.NAME] and {len(row) for row in rows} == {len(RACE_HEADS)}
+    assert rows[1][1:] == ("200.0", "4.00x", rows[1][3], "2.50") and rows[1][3].startswith("2.03x")
+    assert rows[0][3] == "" and rows[2][1:] == ("50.0", "", "", "")
+    assert race_texts_sentence(sample_race()).startswith("All 3 texts") and idle_sentence(sample_race()) == ""
+    prefill = PrefillRace(512, [1000.0, 500.0, 1000.0], [2000.0] * 3)
+    assert prefill.against.value == pytest.approx(2.0)
+    assert "512 tok/s against llama.cpp's 256, 2.00x" in prefill_sentence(prefill)
+    assert built_for("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | REPACK = 1 | ") == "built for SSE3, AVX2, REPACK"
+    assert built_for("as llama-server was built") == "as llama-server was built"
+
+
+def test_row_costs_beside_their_floors() -> None:
+    steps = {1: 4.0, 2: 5.0, 16: 8.0, 3: 1.0}
+    costs = floors.row_costs(steps, weight_bytes=90e6, bandwidth=30e9, products=134e6, peak=1.34e12)
+    assert [cost.rows for cost in costs] == [1, 2, 16]
+    assert [cost.of_one for cost in costs] == [1.0, 1.25, 2.0]
+    assert [cost.byte_floor_ms for cost in costs] == pytest.approx([3.0] * 3)
+    assert [cost.product_floor_ms for cost in costs] == pytest.approx([0.1, 0.2, 1.6])
+    wide = floors.row_costs({1: 4.0, 64: 20.0}, 90e6, 30e9, 134e6, 1.34e12)[1]
+    assert wide.floor_ms == pytest.approx(6.4) and wide.to_json()["floor_share"] == pytest.approx(0.32)
+    unknown = floors.row_costs(steps, 90e6, 30e9)
+    assert {cost.product_floor_ms for cost in unknown} == {None} and cost_rows(unknown)[0][-1] == "-"
+
+
+def test_products_of_a_row_are_the_weights_it_meets() -> None:
+    class Small:
+        hidden_size, layers, heads, kv_heads, head_dim, intermediate_size, vocab_size = 8, 2, 4, 2, 3, 10, 50
+
+    attention = 8 * 12 + 2 * 8 * 6 + 12 * 8
+    assert floors.products_per_row(Small()) == 2 * (attention + 3 * 8 * 10) + 50 * 8
+
+
+def test_bars_pass_and_fail() -> None:
+    assert Bar("a", 1.0, 1.0, "").ok and not Bar("a", 0.999, 1.0, "").ok
+    assert Bar("a", 3.0, 3.0, "", at_most=True).ok and not Bar("a", 3.1, 3.0, "", at_most=True).ok
+    fast = judge(sample_race(), "humaneval", 0.0, 10)
+    assert [bar.ok for bar in fast] == [True, True, True] and [bar.bar for bar in fast] == [1.0, 1.5, 2.0]
+    slow = judge(sample_race(auto_ms=110.0), "gsm8k", 0.0, 10)
+    assert [bar.ok for bar in slow] == [True, False, False]
+    assert bars_of("mt-bench", 0.0)[1:] == bars_of("gsm8k", 0.8) == [("auto", "plain", 0.97)]
+    costs = floors.row_costs({1: 4.0, 16: 10.0}, 90e6, 30e9)
+    assert judge_rows(costs, amx=False).ok and not judge_rows(costs, amx=True).ok
+
+
+class FixedRival(rival.Rival):
+    """Answers with given timings, without a process."""
+
+    def __init__(self, ms_per_token: float) -> None:
+        self.ms, self.asked = ms_per_token, list[dict[str, Any]]()
+
+    def _ask(self, body: Any) -> Any:
+        self.asked.append(body)
+        count, length = body["n_predict"], len(body["prompt"])
+        return {"timings": {"prompt_n": length, "prompt_ms": 2.0 * length, "predicted_n": count,
+                            "predicted_ms": self.ms * (count - 1)}}
+
+    def cpu_seconds(self) -> float | None:
+        return 0.0
+
+
+class RunnableFake(FakeLLM):
+    """The stand-in engine with the part of its API that runs prepared requests."""
+
+    def prompt_ids(self, messages: Any, *, chat: bool = False) -> list[int]:
+        return [ord(letter) for letter in messages]
+
+    def request(self, ids: Any, **settings: Any) -> Any:
+        return ("".join(map(chr, ids)), settings)
+
+    def run(self, requests: Any) -> Any:
+        return [self._complete([{"role": "user", "content": text}], settings) for text, settings in requests]
+
+
+def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    llm, opponent = RunnableFake("t"), FixedRival(4.0)
+    result = race(llm, opponent, [("a",), ("b",), ("c",)], Plan(max_tokens=20, seed=3))  # type: ignore[arg-type]
+    assert [request["mode"] for request in llm.requests[2:]] == ["plain", "auto", "auto", "plain", "plain", "auto"]
+    assert all(request["ignore_eos"] and not request["cache_prompt"] for request in llm.requests)
+    assert [body["prompt"] for body in opponent.asked[1:]] == [[ord(letter)] for letter in "abc"]
+    assert result.samples[rival.NAME] == [(19, 76.0)] * 3 and result.median_speed(rival.NAME) == 250.0
+    assert result.median_speed("plain") == 1000.0 and result.same == 3
+    assert result.tau["auto"] == pytest.approx(19 / 5)
+
+
+def test_prefill_counts_only_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    result = race_prefill(RunnableFake("t"), FixedRival(1.0), tokens=100, rounds=2)  # type: ignore[arg-type]
+    assert (result.ours_ms, result.rival_ms) == ([5.0, 5.0], [200.0, 200.0])
+    assert result.against.value == pytest.approx(40.0)
+    opponent = FixedRival(1.0)
+    ask = opponent._ask
+    monkeypatch.setattr(opponent, "_ask", lambda body: ask({**body, "prompt": body["prompt"][1:]}))
+    with pytest.raises(SlipstreamError, match="99 prompt tokens of 100"):
+        race_prefill(RunnableFake("t"), opponent, tokens=100, rounds=1)  # type: ignore[arg-type]
+
+
+def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    watch = Watch(FixedRival(1.0))
+    with watch.turn(rival.NAME):
+        until = time.process_time() + 0.1
+        while time.process_time() < until:
+            pass
+    with watch.turn("ours"):
+        time.sleep(0.02)
+    # in seconds, not as a share of the turn: on a busy machine the loop waits for its core
+    assert (watch.stolen_s["ours"] or 0) >= 0.08 and watch.stolen_s[rival.NAME] == 0.0
+    watch.turns_s[rival.NAME], watch.stolen_s["ours"] = 0.4, 0.1
+    assert watch.share("ours") == pytest.approx(0.25) and watch.to_json() == {"ours": 0.25, rival.NAME: 0.0}
+    assert (rival.process_seconds(os.getpid()) or 0) > 0.1
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"\.gguf"):
+        rival.start(tmp_path, 1, 64)
+    model = tmp_path / "m.gguf"
+    model.touch()
+    with pytest.raises(RequestError, match="there is no program"):
+        rival.start(model, 1, 64, "no-such-program")
+    monkeypatch.setattr(rival, "available", lambda: False)
+    with pytest.raises(RequestError, match="pip install"):
+        rival.start(model, 1, 64)
+
+
+def test_a_program_that_ends_at_once_is_reported(tmp_path: Path) -> None:
+    model, program = tmp_path / "m.gguf", tmp_path / "llama-server"
+    model.touch()
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    with pytest.raises(SlipstreamError, match="ended unexpectedly"):
+        rival.start(model, 1, 64, str(program))
+
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["--threads"] == options["--threads-batch"] == "3" and options["--parallel"] == "1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, value, status=200):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer({{"status": "ok"}} if self.path == "/health" else {{"build_info": "b7"}})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if len(asked["prompt"]) > int(options["--ctx-size"]):
+            return self.answer({{"error": "too long"}}, 400)
+        self.answer({{"timings": {{"prompt_n": len(asked["prompt"]), "prompt_ms": 4.0, "cache_n": 0,
+                                 "predicted_n": asked["n_predict"], "predicted_ms": 10.0}}}})
+
+
+HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
+    model, program = tmp_path / "m.gguf", tmp_path / "llama-server"
+    model.touch()
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    with rival.start(model, 3, 64, str(program)) as opponent:
+        assert opponent.describe() == {"name": "llama.cpp", "version": "b7", "system": "as llama-server was built"}
+        assert opponent.complete(range(40), 11) == rival.RivalAnswer(40, 4.0, 10, 10.0)
+        with pytest.raises(SlipstreamError, match="too long"):
+            opponent.complete(range(65), 11)
+        process = opponent._process
+    assert process.poll() is not None
+
+
+@pytest.mark.parametrize("option", [("--turns", "all"), ("--plot", "p.png"), ("--trace", "t.jsonl")])
+def test_options_that_do_not_go_with_a_rival(cli: Any, option: tuple[str, str]) -> None:
+    done = cli("bench", "--prompts", "gsm8k", "--rival", "xllamacpp", *option)
+    assert done.code == 2 and option[0] in done.err and "--rival" in done.err
+
+
+def test_the_demo_says_how_to_get_the_comparison(
+    cli: Any, fake_engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rival, "available", lambda: False)
+    assert cli("demo", "--max-tokens", "16").out.rstrip().endswith(f"llama.cpp's speed beside it: {rival.HOW_TO_GET}")
+    assert json.loads(cli("demo", "--max-tokens", "16", "--json").out)["llama_cpp"] is None
+
+
+def test_llama_cpp_itself() -> None:
+    """Its figures are of the size its own clock and ours say, it forgets prompts, and it sleeps between requests."""
+    if not rival.available():
+        pytest.skip("xllamacpp is not installed")
+    from slipstream.formats.sources import resolve
+
+    model = resolve("smollm2").path
+    with rival.start(model, 1, 256) as opponent:
+        assert opponent.version.startswith(rival.PACKAGE) and "=" in opponent.system
+        began = time.perf_counter()
+        answers = [opponent.complete(range(300, 364), 24) for _ in range(2)]
+        wall_ms = 1000 * (time.perf_counter() - began)
+        for answer in answers:
+            assert (answer.prompt_tokens, answer.tokens) == (64, 23)
+        timed = sum(answer.prompt_ms + answer.decode_ms for answer in answers)
+        assert 0.5 * wall_ms < timed < 1.05 * wall_ms
+        assert opponent.complete(range(300, 310), 8, temperature=0.8, seed=3).tokens == 7
+        time.sleep(rival.SETTLE_SECONDS)
+        used = opponent.cpu_seconds()
+        time.sleep(0.5)
+        assert used is None or (opponent.cpu_seconds() or 0) - used <= 0.02
+        with pytest.raises(SlipstreamError, match="failed"):
+            opponent.complete(range(300, 900), 8)
+
+
+def test_a_broken_model_is_reported(tmp_path: Path) -> None:
+    if not rival.available():
+        pytest.skip("xllamacpp is not installed")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(SlipstreamError, match="did not start|ended unexpectedly"):
+        rival.start(broken, 1, 64)

@@ -1,0 +1,92 @@
+"""The sections of the verification about speed beside llama.cpp and about the quality of the weight formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+
+from slipstream.bench import race, rival
+from slipstream.bench.quality import BOUND
+from slipstream.bench.report import built_for, prefill_sentence
+from slipstream.bench.workloads import BUILT_IN
+from slipstream.config import WeightFormat
+from slipstream.engine.llm import LLM
+from slipstream.errors import SlipstreamError
+from tests import checks_cpu as promises
+from tests.verify_report import Report
+
+RACE_PROMPTS, RACE_TOKENS, RACE_CONTEXT = 8, 128, 2048
+TEMPERATURES = (0.0, 0.8)
+QUALITY_TOKENS = 20_000
+QUALITY_FORMATS: tuple[WeightFormat, ...] = ("int4", "int8")
+# A llama-server built for this machine may be raced instead of the package.
+PROGRAM = os.environ.get("SLIPSTREAM_RIVAL", rival.PACKAGE)
+Section = Callable[[Report], None]
+
+
+def cpu_speed(report: Report) -> None:
+    """Everything we promise about speed on a CPU, in one run on all cores."""
+    with closing(LLM()) as llm:
+        _add(report, promises.judge_rows(promises.measured_rows(llm, peak_products()), has_amx()))
+        try:
+            opponent = rival.start(llm.target_source.path, llm.threads, RACE_CONTEXT, PROGRAM)
+        except SlipstreamError as error:
+            report.add("decoding and prefill beside llama.cpp", str(error), False)
+            return
+        with opponent:
+            _race(report, llm, opponent)
+
+
+def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
+    about = opponent.describe()
+    prefill = race.race_prefill(llm, opponent)
+    _add(report, promises.Bar(
+        f"prefill of {prefill.tokens} tokens over {rival.NAME}", prefill.against.value, promises.PREFILL,
+        f"{prefill_sentence(prefill)} It is {about['version']}, {built_for(str(about['system']))}, "
+        f"{llm.threads} threads each",
+    ))
+    for temperature in TEMPERATURES:
+        for name in BUILT_IN:
+            seen = promises.run_race(llm, opponent, name, RACE_PROMPTS, RACE_TOKENS, temperature)
+            for bar in promises.judge(seen, name, temperature, RACE_TOKENS):
+                _add(report, bar)
+            if seen.watch is not None:
+                text, ok = promises.judge_watch(seen.watch)
+                report.add(f"{name}, T {temperature:g}: the side that waits sleeps", text, ok)
+
+
+def _add(report: Report, bar: promises.Bar) -> None:
+    report.add(bar.promise, bar.seen(), bar.ok)
+
+
+def has_amx() -> bool:
+    """Whether our kernels use AMX here."""
+    from slipstream.kernels.native.library import library
+
+    native = library()
+    return native is not None and native.amx
+
+
+def peak_products() -> float | None:
+    """8-bit products a second of all cores; None where nothing measures it."""
+    from slipstream.kernels import machine
+
+    measure = getattr(machine, "int8_peak", None)
+    return None if measure is None else measure()
+
+
+def quality(report: Report) -> None:
+    chosen = promises.alone("auto", 1).describe()["weight_format"]
+    formats: tuple[WeightFormat, ...] = (*(name for name in QUALITY_FORMATS if name != chosen), chosen)  # type: ignore[assignment]
+    for name, seen in promises.quality(formats, QUALITY_TOKENS).items():
+        text = (
+            f"perplexity {seen.perplexity:.4f} against {seen.reference:.4f} in fp32, {seen.difference:+.3%} (at most "
+            f"{BOUND:.1%} either way); the same greedy token at {seen.agreement:.2%} of {seen.tokens} positions; text: "
+            f"the shipped prompt sets joined, in windows of {promises.WINDOW} tokens"
+        )
+        report.add(f"{name} predicts a text like the same file in fp32", text, seen.holds)
+
+
+SIDE_BY_SIDE: tuple[Section, ...] = (quality,)
+TIMED: tuple[Section, ...] = (cpu_speed,)
