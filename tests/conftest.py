@@ -10,6 +10,8 @@ import pytest
 # reason of a skip -> why it may stand
 ALLOWED_SKIPS = {
     "no GPU": "tests of CUDA kernels need a CUDA device",
+    "no compiled kernels": "without a compiler torch's kernels serve; with one, a test demands that there are some",
+    "no AVX-512": "tests of its kernels need a processor that has it",
     "xllamacpp is not installed": "it is optional: only the comparison with llama.cpp needs it",
 }
 

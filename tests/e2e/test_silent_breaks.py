@@ -15,7 +15,7 @@ from slipstream.cache.prefix import PrefixCache
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, Runner
-from slipstream.kernels.rows import RowGroup, make_group
+from slipstream.kernels.rows import AttentionPattern, RowGroup, make_group
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.rope import RotaryTable
 from slipstream.speculative import draft as draft_module
@@ -250,12 +250,7 @@ def test_7_causal_block_where_the_drafter_is_bidirectional(monkeypatch: pytest.M
 
     def causal(*args: object, **kwargs: object) -> RowGroup:
         group = make_group(*args, **kwargs)  # type: ignore[arg-type]
-        rows, keys = group.mask.shape
-        positions = args[1]
-        assert isinstance(positions, range)
-        first = keys - (-(-positions.stop // 64) * 64 - positions.start)
-        future = torch.arange(keys)[None] > first + torch.arange(rows)[:, None]
-        return dataclasses.replace(group, mask=group.mask.masked_fill(future, float("-inf")))
+        return dataclasses.replace(group, pattern=AttentionPattern(group.pattern.window, causal=True))
 
     monkeypatch.setattr(draft_module, "make_group", causal)
     assert_collapsed(measured_tau(llm), healthy_tau)

@@ -46,7 +46,7 @@ def test_int8_products_pass_and_uneven_ones_do_not(monkeypatch: pytest.MonkeyPat
 
 
 def test_uneven_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "row_attention", uneven(exactness.row_attention))
+    monkeypatch.setattr(exactness, "attention", uneven(exactness.attention))
     assert not exactness.attention_is_exact(6, 2, 32, 64)
 
 
@@ -56,13 +56,13 @@ def test_the_attention_of_this_machine_is_exact(heads: int, kv_heads: int, dim: 
 
 
 def test_attention_that_is_uneven_only_in_trees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = exactness.row_attention
+    attend = exactness.attention
 
     def changed(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
         out = attend(queries, keys, values, groups, scale)
-        return out * (1 + 2.0**-22) if groups[0].tail is not None else out
+        return out * (1 + 2.0**-22) if groups[0].parents is not None else out
 
-    monkeypatch.setattr(exactness, "row_attention", changed)
+    monkeypatch.setattr(exactness, "attention", changed)
     assert not exactness.attention_is_exact(6, 2, 32, 64)
 
 
@@ -71,7 +71,7 @@ def test_an_engine_promises_exactness_only_where_the_probe_passes(
 ) -> None:
     with keep_threads():
         assert not tiny_llm(folder, weight_format="fp32").exact
-        monkeypatch.setattr(exactness, "row_attention", uneven(exactness.row_attention))
+        monkeypatch.setattr(exactness, "attention", uneven(exactness.attention))
         assert not tiny_llm(folder, weight_format="int8").exact
 
 

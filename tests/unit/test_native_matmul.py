@@ -55,7 +55,7 @@ def test_a_row_is_the_same_alone_and_among_others(library: Library, kind: str) -
     assert torch.equal(multiply(library, linear, rows[40:41], 1), together[40:41])
 
 
-@pytest.mark.skipif(len(libraries()) < 2, reason="this machine has one instruction set only")
+@pytest.mark.skipif(len(libraries()) < 2, reason="no AVX-512")
 @pytest.mark.parametrize("kind", (*QUANTISED, *FLOATS))
 def test_instruction_sets_agree_to_the_bit(kind: str) -> None:
     source, rows = stored(kind, 70, 512), rows_of(21, 512)

@@ -67,6 +67,8 @@ def test_medians_and_ratios() -> None:
     seen = json.loads(json.dumps(result.to_json()))
     assert seen["sides"]["plain"] == {"median_tokens_per_second": 100.0, "tokens": 30, "decode_ms": 305.0}
     assert seen["same_texts"] == {"same": 3, "of": 3} and len(seen["ratios"]) == 3
+    assert seen["ratios"][2].pop("interval")
+    assert seen["ratios"][2] == {"side": "auto", "over": "plain", "ratio": 2.0333}
 
 
 def test_what_the_report_says() -> None:

@@ -143,8 +143,8 @@ def test_filtered_rows_of_a_batch_equal_single_rows_bit_for_bit(vocab: int, para
     "params",
     [
         EVERYTHING, SamplingParams(top_k=1), SamplingParams(top_k=64), SamplingParams(top_k=65),
-        SamplingParams(top_k=999), SamplingParams(min_p=0.02), SamplingParams(min_p=1e-4, top_p=0.9), SamplingParams(top_p=0.5),
-        SamplingParams(top_p=0.95), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999),
+        SamplingParams(top_k=999), SamplingParams(min_p=0.02), SamplingParams(min_p=1e-4, top_p=0.9),
+        SamplingParams(top_p=0.5), SamplingParams(top_p=0.95), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999),
         SamplingParams(top_k=300, min_p=0.1, top_p=0.8), SamplingParams(top_k=64, top_p=0.99), SamplingParams(),
     ],
     ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}",

@@ -100,10 +100,15 @@ class Race:
             for side, samples in self.samples.items()
         }
         return {
-            "sides": sides, "ratios": [{"side": side, **found.to_json()} for side, found in self.ratios()],
+            "sides": sides, "ratios": [_ratio_json(side, found) for side, found in self.ratios()],
             "same_texts": {"same": self.same, "of": self.prompts},
             "idle_side_core_share": None if self.watch is None else self.watch.to_json(),
         }
+
+
+def _ratio_json(side: str, found: Ratio) -> dict[str, object]:
+    known = found.to_json()
+    return {"side": side, "over": known.pop("mode"), **known}
 
 
 def race(
@@ -181,7 +186,7 @@ class PrefillRace:
     def to_json(self) -> dict[str, object]:
         return {
             "tokens": self.tokens, "ours_per_second": round(self.ours_per_second, 2),
-            "rival_per_second": round(self.rival_per_second, 2), **self.against.to_json(),
+            "rival_per_second": round(self.rival_per_second, 2), **_ratio_json("ours", self.against),
         }
 
 

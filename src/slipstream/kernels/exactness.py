@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.kernels.attention import attention
 from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import row_attention
 from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
 _ROWS = 16
@@ -25,12 +25,12 @@ def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: in
     def attend(length: int, start: int, stop: int) -> torch.Tensor:
         span = range(length + start, length + stop)
         group = make_group(0, span, range(pages), page_tokens, AttentionPattern())
-        return row_attention(queries[start:stop], keys, values, [group], head_dim**-0.5)
+        return attention(queries[start:stop], keys, values, [group], head_dim**-0.5)
 
     for length in _LENGTHS:
         together = attend(length, 0, _ROWS)
         tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, AttentionPattern())
-        if not torch.equal(row_attention(queries, keys, values, [tree], head_dim**-0.5), together):
+        if not torch.equal(attention(queries, keys, values, [tree], head_dim**-0.5), together):
             return False
         for start in range(0, _ROWS, 5):
             if not torch.equal(attend(length, start, start + 1)[0], together[start]):

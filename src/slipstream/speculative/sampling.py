@@ -12,7 +12,6 @@ from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import (
     LEAST_TEMPERATURE,
     Candidates,
-    Flags,
     Floats,
     best_tokens,
     noisy_best,
@@ -22,7 +21,7 @@ from slipstream.kernels.ranking import (
 from slipstream.types import Proposal, SamplingParams
 
 _NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
-_RANKED = 64  # enough of a row to see where nearly every filter cuts it
+_RANKED = (64, 1024)  # how much of a row is ranked to see where its filters cut: most rows need little
 _HIDDEN = float("-inf")
 
 
@@ -63,9 +62,11 @@ def _nucleus_edge(scaled: Tensor, top_p: float) -> Tensor:
         size = scaled.shape[-1]
 
 
-def filter_floors(logits: Tensor, params: SamplingParams, temperature: float) -> Floats:
+def filter_floors(
+    logits: Tensor, params: SamplingParams, temperature: float, ranked: Sequence[int] = _RANKED
+) -> Floats:
     """The smallest logit / temperature of each row that `filter_logits` keeps, from its best few where they suffice."""
-    values, _, total = top_scores(logits, _RANKED, temperature)
+    values, _, total = top_scores(logits, ranked[0], temperature)
     floors = np.full(len(values), _HIDDEN, np.float32)
     if params.min_p > 0.0:
         floors = values[:, 0] + np.log(np.float32(params.min_p))
@@ -88,16 +89,20 @@ def filter_floors(logits: Tensor, params: SamplingParams, temperature: float) ->
         settled &= complete | (inside < count)
         edges = np.take_along_axis(values, np.maximum(np.minimum(inside, count - 1), 0)[:, None], axis=1)
         floors = np.maximum(floors, edges[:, 0])
-    return _settle(floors, settled | np.isnan(total), logits, params, temperature)
-
-
-def _settle(floors: Floats, settled: Flags, logits: Tensor, params: SamplingParams, temperature: float) -> Floats:
-    """Filters the whole vocabulary of rows whose best few do not show the floor."""
+    settled |= np.isnan(total)
     if not settled.all():
-        rows = np.flatnonzero(~settled)
-        filtered = filter_logits(logits[torch.from_numpy(rows)] / temperature, params)
-        floors[rows] = filtered.masked_fill(filtered.isneginf(), float("inf")).amin(dim=-1).numpy()
+        open_rows = np.flatnonzero(~settled)
+        left = logits[torch.from_numpy(open_rows)]
+        floors[open_rows] = (
+            filter_floors(left, params, temperature, ranked[1:]) if len(ranked) > 1
+            else _least_kept(filter_logits(left / temperature, params))
+        )
     return floors
+
+
+def _least_kept(filtered: Tensor) -> Floats:
+    least: Floats = filtered.masked_fill(filtered.isneginf(), float("inf")).amin(dim=-1).numpy()
+    return least
 
 
 class RowSampler:

@@ -14,6 +14,7 @@ from typing import Any
 # The only way to try an older machine's kernels on a newer one: avx2, avx512, amx, or none for torch's kernels.
 CAP_VARIABLE = "SLIPSTREAM_CPU"
 LEVELS = ("none", "avx2", "avx512", "amx")
+PATH_VARIABLE = "SLIPSTREAM_NATIVE"  # another build of the module than the installed one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +74,7 @@ def _choose(handle: ctypes.CDLL, cap: int) -> Availability:
 
 
 def _built() -> Path | None:
+    if PATH_VARIABLE in os.environ:
+        return Path(os.environ[PATH_VARIABLE])
     here = Path(__file__).parent
     return next((here / f"_rows{suffix}" for suffix in EXTENSION_SUFFIXES if (here / f"_rows{suffix}").is_file()), None)

@@ -152,7 +152,7 @@ private:
 // ln x of positive normal numbers to about one unit in the last place, also close to 1.
 inline Floats log(Floats x) {
     const Ints bits = bits_to_ints(x);
-    const Ints exponent = shift_right<23>(bits - set1(int32_t{0x3F3504F3}));  // leaves a mantissa between √½ and √2
+    const Ints exponent = shift_right<23>(bits - set1(int32_t{0x3F3504F3}));  // leaves a mantissa of √½ to √2
     const Floats n = to_floats(exponent);
     const Floats f = bits_to_floats(bits - shift_left<23>(exponent)) - set1(1.0f);
     // the polynomial is (ln(1 + f) - f + f²/2) / f³, fitted for the least relative error of the logarithm

@@ -15,9 +15,9 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr float kBinary = 1.44269504f;      // of ln 2 one: turns powers of e into powers of two
+constexpr float kBinary = 1.44269504f;    // log2 e: turns powers of e into powers of two
 constexpr float kLeastNoise = -2.82f;     // of the largest words: -ln(24 ln 2), rounded down
-// Terms of a noisy logsumexp this far below its largest are left out: a whole vocabulary of them changes no digit of fp32.
+// Terms of a noisy logsumexp this far below its largest are left out: together they are less than one in a million.
 constexpr float kNegligible = 25.0f;
 
 // A search for the K best of every row, and where the answers go.
@@ -213,28 +213,36 @@ struct NoisySearch {
         return greater(set1(least), score * set1(noise.inverse)) == 0xFFFF;
     }
 
-    // Kept apart from `weigh`, which few tiles need.
     void meet(NoisyRow& it, const Floats score[kVectors], const Ints words[kVectors], int first) const {
         Floats most[kVectors];
-        SLIP_UNROLL for (int i = 0; i < kVectors; ++i) most[i] = fma(score[i], set1(noise.inverse), noise_bound(words[i]));
-        if (greater(set1(it.reach()), largest_of(most)) == 0xFFFF) return;
-        for (int i = 0; i < kVectors; ++i)
-            if (greater(set1(it.reach()), most[i]) != 0xFFFF) weigh(it, score[i], words[i], most[i], first + i * kLanes);
+        SLIP_UNROLL for (int i = 0; i < kVectors; ++i)
+            most[i] = fma(score[i], set1(noise.inverse), noise_bound(words[i]));
+        const Floats best = largest_of(most);
+        if (greater(set1(it.reach()), best) == 0xFFFF) return;
+        if (it.summing) add_terms(it, score, words);
+        if (greater(set1(it.ranked_reach()), best) == 0xFFFF) return;
+        for (int i = 0; i < kVectors; ++i) {
+            const uint32_t kept = ~greater(set1(it.ranked_reach()), most[i]) & 0xFFFF;
+            if (kept) offer(it, score[i], words[i], first + i * kLanes, kept);
+        }
     }
 
-    void weigh(NoisyRow& it, Floats score, Ints words, Floats most, int first) const {
-        const Floats exponentials = exponential(words);
-        if (it.summing) {
-            Floats below = fma(score, set1(noise.inverse), set1(-it.largest)) * set1(kBinary);
-            if (noise.floors) below = choose(score / set1(noise.temperature), set1(it.floor), set1(kHidden), below);
-            it.terms = it.terms + power(below) / exponentials;
+    // e^(score / temperature - largest + noise), where e^noise is one over the exponentially distributed number.
+    void add_terms(NoisyRow& it, const Floats score[kVectors], const Ints words[kVectors]) const {
+        Floats tile = set1(0.0f);
+        SLIP_UNROLL for (int i = 0; i < kVectors; ++i) {
+            Floats below = fma(score[i], set1(noise.inverse), set1(-it.largest)) * set1(kBinary);
+            if (noise.floors) below = choose(score[i] / set1(noise.temperature), set1(it.floor), set1(kHidden), below);
+            tile = tile + power(below) / exponential(words[i]);
         }
-        uint32_t kept = ~greater(set1(it.ranked_reach()), most) & 0xFFFF;
-        if (!kept) return;
+        it.terms = it.terms + tile;
+    }
+
+    void offer(NoisyRow& it, Floats score, Ints words, int first, uint32_t kept) const {
         Floats scaled = score / set1(noise.temperature);
         if (noise.floors) scaled = choose(scaled, set1(it.floor), set1(kHidden), scaled);
         float lanes[kLanes];
-        store(lanes, scaled + gumbel(exponentials));
+        store(lanes, scaled + gumbel(exponential(words)));
         for (; kept; kept &= kept - 1) {
             const int lane = __builtin_ctz(kept);
             if (lanes[lane] >= it.leaders.bar()) it.leaders.offer(lanes[lane], first + lane);
@@ -335,7 +343,8 @@ SLIP_EXPORT(void, slip_noisy_top)
         for (int row; (row = Team::shared().take()) < search.rows.count;) {
             const Look whole = search.rows.whole(row);
             double terms = 0.0;
-            for (int i = 0; i < search.rows.stretches; ++i) terms += search.findings[row * search.rows.stretches + i].sum;
+            const Finding* findings = search.findings + row * search.rows.stretches;
+            for (int i = 0; i < search.rows.stretches; ++i) terms += findings[i].sum;
             search.answer(row, noisy.noise.usable(whole), whole.largest / noisy.noise.temperature, terms, 1.0f);
         }
     };

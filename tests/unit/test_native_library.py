@@ -1,0 +1,102 @@
+"""The compiled module as a whole: built where it can be, chosen by what the machine has, sound under a sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.kernels.native.library import CAP_VARIABLE, PATH_VARIABLE, availability
+from slipstream.kernels.native.matrix import PackedLinear, multiply
+from tests.native import every_library, stored
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "src/slipstream/kernels/native"
+COMPILER = shutil.which("g++")
+REPORT = "from slipstream.kernels.native.library import availability; print(availability().reason)"
+
+
+def explained(cap: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", REPORT], env=os.environ | {CAP_VARIABLE: cap}, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_a_machine_with_a_compiler_has_compiled_kernels() -> None:
+    assert availability().library is not None or COMPILER is None, availability().reason
+
+
+@pytest.mark.skipif(availability().library is None, reason="no compiled kernels")
+def test_the_environment_caps_the_instruction_set() -> None:
+    assert explained("avx2") == "compiled kernels, AVX2"
+    assert explained("none") == f"torch's kernels, as {CAP_VARIABLE} asks"
+    assert "is not one of none, avx2, avx512, amx" in explained("sse")
+
+
+@pytest.mark.skipif(availability().library is None, reason="no compiled kernels")
+def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
+    tests = [f"tests/unit/test_native_{name}.py" for name in ("matmul", "attention", "sampling", "growth")]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        env=os.environ | {CAP_VARIABLE: "avx2"}, cwd=ROOT, capture_output=True, text=True, check=False,
+    )
+    assert run.returncode == 0, run.stdout[-2000:]
+
+
+@pytest.mark.skipif(availability().library is None or COMPILER is None, reason="no compiled kernels")
+@pytest.mark.timeout(600)
+def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
+    build = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "o")],
+        env=os.environ | {"CFLAGS": "-fsanitize=address -O1", "LDFLAGS": "-fsanitize=address"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )
+    built = next(tmp_path.glob("slipstream/kernels/native/_rows*.so"), None)
+    assert built is not None, build.stderr[-2000:]
+    runtime = subprocess.run([str(COMPILER), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    tests = [f"tests/unit/test_native_{name}.py" for name in ("matmul", "attention", "sampling", "growth")]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        env=os.environ | {
+            "LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", PATH_VARIABLE: str(built),
+        },
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+
+
+@every_library()
+def test_engines_in_several_threads_take_turns(library: object) -> None:
+    linear, rows = PackedLinear(library, [stored("Q4_1", 256, 256)]), torch.randn(4, 256)  # type: ignore[arg-type]
+    expected = multiply(library, linear, rows, 2)  # type: ignore[arg-type]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for turn in range(200):
+            if not torch.equal(multiply(library, linear, rows, 1 + turn % 3), expected):  # type: ignore[arg-type]
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@every_library()
+def test_nobody_spins_while_there_is_nothing_to_do(library: object) -> None:
+    linear = PackedLinear(library, [stored("Q4_1", 256, 256)])  # type: ignore[arg-type]
+    multiply(library, linear, torch.randn(4, 256), 2)  # type: ignore[arg-type]
+    time.sleep(0.01)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
