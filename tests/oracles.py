@@ -344,7 +344,7 @@ class OurDrafts:
         shape = PoolShape(config.layers, config.kv_heads, config.head_dim)
         self.pools = KvPools(pages, PAGE_TOKENS, PoolShape(0, 1, 1), shape)
         self._table = PageTable(pages)
-        target: Any = SimpleNamespace(embed=lambda ids: embedding[ids], draft_logits=lambda hidden: hidden)
+        target: Any = SimpleNamespace(embed=lambda ids: embedding[ids], draft_head=lambda hidden: hidden)
         self._blocks = BlockDrafter(target, drafter, self.pools, PAGE_TOKENS, window)
         self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []

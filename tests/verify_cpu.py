@@ -53,7 +53,7 @@ def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
                 _add(report, bar)
             if seen.watch is not None:
                 text, ok = promises.judge_watch(seen.watch)
-                report.add(f"{name}, T {temperature:g}: the side that waits sleeps", text, ok)
+                report.add(f"{name}, T {temperature:g}: who waits sleeps, and nobody else works", text, ok)
 
 
 def _add(report: Report, bar: promises.Bar) -> None:

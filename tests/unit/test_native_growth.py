@@ -60,7 +60,8 @@ class Walk:
 
     def correct(self, slot: int, previous: int, state: None) -> tuple[Floats, None]:
         rows = self.head.after[torch.from_numpy(self.drafts.tokens[slot])].float().numpy()
-        return rows @ self.head.before[previous].float().numpy(), None
+        with np.errstate(invalid="ignore"):
+            return rows @ self.head.before[previous].float().numpy(), None
 
     def confidence(self, slot: int, previous: int) -> float | None:
         if self.head.confidence_of is None:
@@ -81,7 +82,8 @@ def random_head(source: random.Random, slots: int, trusting: bool | None = None)
     if not trusting:
         return Head(before, after, kind)
     trusted = (0.3 * torch.randn(rank, generator=numbers)).numpy() if source.random() < 0.5 else None
-    return Head(before, after, kind, torch.randn(slots, generator=numbers).numpy() + 1, trusted)
+    doubt = source.choice([1.0, -3.0])  # where hardly anything is trusted the first candidate caps the others
+    return Head(before, after, kind, torch.randn(slots, generator=numbers).numpy() + np.float32(doubt), trusted)
 
 
 def random_block(source: random.Random, slots: int, hidden: bool = False) -> tuple[NDArray[np.int64], Floats]:
@@ -201,6 +203,21 @@ def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(grower:
     for mine in natively(grower, bound(block, head), None, **asked):
         assert all(0.0 <= chance <= 1.0 for chance in mine.chances)
         assert (mine.nodes > 0) == (size > -2000)
+
+
+def test_nobody_overtakes_a_first_candidate_that_is_doubted(grower: Grower) -> None:
+    source = random.Random(5)
+    block, head = random_block(source, 1), random_head(source, 1, trusting=True)
+    assert head.confidence_of is not None and block[0].shape[1] > 2
+    head.confidence_of[0], head.trusted = -4.0, None
+    asked = {"anchor": 1, "length": 1, "nodes": 60, "depth": 1, "seeded": False, "floor": 0.0}
+    drafts = bound(block, head)
+    chain, tree = natively(grower, drafts, None, **asked)
+    expected = drafts.grow_plainly(**asked)  # type: ignore[arg-type]
+    assert chain.chances[1] == pytest.approx(1 / (1 + np.exp(4.0)))
+    assert tree.chances[2] == tree.chances[1], "the second would be likelier"
+    assert tree.tokens == expected[1].tokens
+    np.testing.assert_allclose(tree.chances, expected[1].chances, rtol=2e-5)
 
 
 def spoil_before(head: Head) -> None:

@@ -312,6 +312,31 @@ def test_plan_holds_for_a_few_steps_unless_its_grounds_change(monkeypatch: pytes
     assert plans(view(own), view(other)) == 1
 
 
+def test_slots_hold_with_the_plan_unless_the_step_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = policy()
+    own = sequence(owner)
+    seen(owner, own, 0.85)
+    looks: list[int] = []
+    depth = owner._depth
+
+    def counted(step: Step, seen_by: View, blocks: int) -> int:
+        looks.append(depth(step, seen_by, blocks))
+        return looks[-1]
+
+    monkeypatch.setattr(owner, "_depth", counted)
+    first = owner.plan_drafts([view(own)])
+    assert owner.plan_drafts([view(own)]) == first == looks, "one look served both steps"
+    own.planned(0)
+    owner.plan_drafts([view(own)])
+    assert own.asked and len(looks) == 1, "a held plan asks for drafts like any other"
+    assert owner.plan_drafts([view(own, room=3)]) == [2], "no deeper than there is room"
+    owner.plan_drafts([view(own)], fixed_rows=1, fixed_sequences=1)
+    assert len(looks) == 3, "somebody else has joined the step"
+    own.back_off(0.5)
+    owner.plan_drafts([view(own)], fixed_rows=1, fixed_sequences=1)
+    assert len(looks) == 4, "a sequence that backs off is looked at"
+
+
 def test_broken_promise_ends_drafting_at_once() -> None:
     owner = policy()
     own = sequence(owner)

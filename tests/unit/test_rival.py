@@ -24,7 +24,7 @@ from slipstream.bench.report import (
     race_texts_sentence,
 )
 from slipstream.errors import RequestError, SlipstreamError
-from tests.checks_cpu import Bar, bars_of, judge, judge_rows
+from tests.checks_cpu import Bar, bars_of, judge, judge_rows, judge_watch
 from tests.fakes import FakeLLM
 
 TIMINGS = {"cache_n": 0, "prompt_n": 16, "prompt_ms": 40.0, "predicted_n": 65, "predicted_ms": 400.0}
@@ -182,8 +182,14 @@ def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch)
     # in seconds, not as a share of the turn: on a busy machine the loop waits for its core
     assert (watch.stolen_s["ours"] or 0) >= 0.08 and watch.stolen_s[rival.NAME] == 0.0
     watch.turns_s[rival.NAME], watch.stolen_s["ours"] = 0.4, 0.1
-    assert watch.share("ours") == pytest.approx(0.25) and watch.to_json() == {"ours": 0.25, rival.NAME: 0.0}
+    watch.turns_s["ours"], watch.others_s = 0.1, 0.05
+    assert watch.to_json() == {"ours": 0.25, rival.NAME: 0.0, "others": 0.1} and judge_watch(watch)[1] is False
+    watch.stolen_s["ours"] = 0.004
+    assert judge_watch(watch)[1] and "trust" not in idle_sentence(Race({}, watch))
+    watch.others_s = 0.06
+    assert not judge_watch(watch)[1] and "0.12 cores busy: trust no speed" in idle_sentence(Race({}, watch))
     assert (rival.process_seconds(os.getpid()) or 0) > 0.1
+    assert (rival.machine_seconds() or 1e9) >= (rival.process_seconds(os.getpid()) or 0)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

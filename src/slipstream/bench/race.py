@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.measure import PLAIN, Plan, Ratio
-from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, process_seconds
+from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
 
@@ -30,22 +30,31 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(slots=True)
 class Watch:
-    """How much processor time each of two processes used while it was the other's turn."""
+    """How much processor time each of two processes used while it was the other's turn, and everybody else always."""
 
     rival: Rival
     turns_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
     stolen_s: dict[str, float | None] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
+    others_s: float | None = 0.0
 
     @contextmanager
     def turn(self, whose: str) -> Iterator[None]:
         """One side's turn, after a moment for the other side's threads to fall asleep."""
         time.sleep(SETTLE_SECONDS)
         other = NAME if whose == "ours" else "ours"
-        began, used = time.perf_counter(), self._used(other)
+        began, before = time.perf_counter(), self._counts(whose, other)
         yield
         self.turns_s[whose] += time.perf_counter() - began
-        now, before = self._used(other), self.stolen_s[other]
-        self.stolen_s[other] = None if now is None or used is None or before is None else before + now - used
+        mine, theirs, all_ = (
+            None if now is None or then is None else now - then
+            for now, then in zip(self._counts(whose, other), before, strict=True)
+        )
+        self.stolen_s[other] = _sum(self.stolen_s[other], theirs)
+        rest = None if mine is None or theirs is None or all_ is None else all_ - mine - theirs
+        self.others_s = _sum(self.others_s, rest)
+
+    def _counts(self, whose: str, other: str) -> tuple[float | None, float | None, float | None]:
+        return self._used(whose), self._used(other), machine_seconds()
 
     def _used(self, side: str) -> float | None:
         return self.rival.cpu_seconds() if side == NAME else process_seconds(os.getpid())
@@ -55,9 +64,18 @@ class Watch:
         stolen, turns = self.stolen_s[side], self.turns_s["ours" if side == NAME else NAME]
         return None if stolen is None or not turns else stolen / turns
 
+    def others(self) -> float | None:
+        """The cores that processes of others kept busy meanwhile: above a tenth, speeds mean little."""
+        turns = sum(self.turns_s.values())
+        return None if self.others_s is None or not turns else max(0.0, self.others_s / turns)
+
     def to_json(self) -> dict[str, object]:
-        shares = {side: self.share(side) for side in ("ours", NAME)}
+        shares = {"ours": self.share("ours"), NAME: self.share(NAME), "others": self.others()}
         return {side: None if share is None else round(share, 5) for side, share in shares.items()}
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
 
 
 @dataclass(slots=True)
@@ -102,7 +120,7 @@ class Race:
         return {
             "sides": sides, "ratios": [_ratio_json(side, found) for side, found in self.ratios()],
             "same_texts": {"same": self.same, "of": self.prompts},
-            "idle_side_core_share": None if self.watch is None else self.watch.to_json(),
+            "idle_core_share": None if self.watch is None else self.watch.to_json(),
         }
 
 

@@ -13,6 +13,7 @@ from slipstream.types import RequestStats
 # Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
 HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
 RACE_HEADS = ("side", "tok/s, median", f"over {NAME}, 95 %", "over plain, 95 %", "tau")
+QUIET = 0.1  # cores that others may keep busy in a measurement worth believing
 COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
 
 
@@ -172,10 +173,12 @@ def idle_sentence(result: Race) -> str:
     """What the side that was not measured did meanwhile; empty where the machine does not say."""
     if result.watch is None:
         return ""
-    ours, theirs = result.watch.share("ours"), result.watch.share(NAME)
-    if ours is None or theirs is None:
+    ours, theirs, others = result.watch.share("ours"), result.watch.share(NAME), result.watch.others()
+    if ours is None or theirs is None or others is None:
         return ""
-    return f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}."
+    sentence = f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}"
+    remark = "" if others <= QUIET else ": trust no speed here"
+    return f"{sentence}; the rest of the machine kept {others:.2f} cores busy{remark}."
 
 
 def _number(describe: Mapping[str, object], key: str) -> float:

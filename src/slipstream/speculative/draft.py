@@ -64,13 +64,14 @@ class BlockDrafter:
     def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor) -> BlockDrafts | None:
         heads = self.drafter.heads
         count = job.candidates if heads is None else heads.candidate_limit or job.candidates
-        found = job.sampler.draft_candidates(logits, job.state.length + 1, count)
-        if found is None:
+        best = job.sampler.draft_candidates(logits, job.state.length + 1, count)
+        if best is None:
             return None
-        drafts = BlockDrafts(found.tokens, found.scores, job.sampler.draft_scale, job.min_confidence)
-        if heads is not None:
-            walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
-            drafts.bind(walk, walk.compiled)
+        if heads is None:
+            return BlockDrafts(best.tokens, best.scores)
+        drafts = BlockDrafts(best.tokens, best.scores, job.sampler.draft_scale, job.min_confidence)
+        walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
+        drafts.bind(walk, walk.compiled)
         return drafts
 
     def write_context(self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor) -> None:
