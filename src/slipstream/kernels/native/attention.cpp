@@ -374,11 +374,11 @@ void RowPlan::cut(const SlipBatch& batch, int heads, int kv_heads, int threads) 
 void attend(Team& team, const RowPlan& plan, const float* queries, int query_stride, const float* keys,
             const float* values, int heads, int kv_heads, int dim, float scale, float* out, int out_stride) {
     const int share = heads / kv_heads, pieces = static_cast<int>(plan.pieces.size());
-    for (int next = team.take(); next < pieces; next = team.take()) {
+    team.share(pieces, [&](int next) {
         const RowPlan::Piece& piece = plan.pieces[next];
         const Pool pool{keys, values, int64_t{piece.head / share} * plan.page_tokens, dim};
         PieceWork(plan, piece, pool, queries, query_stride, scale, out, out_stride).run();
-    }
+    });
 }
 
 }  // namespace SLIP_ISA
@@ -392,7 +392,7 @@ SLIP_EXPORT(void, slip_attention)
     RowPlan& plan = mine;  // the team's other threads would otherwise see plans of their own
     plan.build(*batch, heads, kv_heads, threads);
     slip::Team& team = slip::Team::shared();
-    team.run(threads, [&](int) {
+    team.run(threads, [&] {
         attend(team, plan, queries, query_stride, keys, values, heads, kv_heads, dim, scale, out, heads * dim);
     });
 }

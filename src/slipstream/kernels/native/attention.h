@@ -51,7 +51,7 @@ private:
     std::vector<int> positions_;  // of the rows of the group at hand
 };
 
-// Called by all workers of a team, who take pieces until none is left; whoever needs `out` waits at a barrier.
+// One phase of a team, to be called by all its workers.
 //
 // Rows of queries lie query_stride floats apart, heads one behind the other in a row; so do rows of `out`. `dim` is
 // a multiple of kLanes. A row's result depends on its query, its position and the keys it sees, and on nothing else.

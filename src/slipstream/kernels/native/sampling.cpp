@@ -274,13 +274,10 @@ struct NoisySearch {
     }
 
     void run_all() const {
-        Team& team = Team::shared();
         look_at_all(search.rows);
-        team.barrier();
         const int stretches = search.rows.stretches;
-        for (int piece; (piece = team.take()) < noise.group_count * stretches;)
-            run(piece / stretches, piece % stretches);
-        team.barrier();
+        Team::shared().share(noise.group_count * stretches,
+                             [this, stretches](int piece) { run(piece / stretches, piece % stretches); });
     }
 };
 
@@ -294,7 +291,7 @@ using namespace slip::SLIP_ISA;
 SLIP_EXPORT(void, slip_best_tokens)
 (const float* logits, int count, int vocab, int threads, int64_t* ids, uint8_t* usable) {
     const Rows rows(logits, count, vocab);
-    Team::shared().run(rows.threads(threads), [&rows](int) { look_at_all(rows); });
+    Team::shared().run(rows.threads(threads), [&rows] { look_at_all(rows); });
     for (int row = 0; row < count; ++row) {
         const Look whole = rows.whole(row);
         usable[row] = whole.usable();
@@ -307,11 +304,10 @@ SLIP_EXPORT(void, slip_top_scores)
  float* total) {
     const Rows rows(scores, count, vocab);
     const Search search(rows, wanted, values, ids, total);
-    const auto body = [&search, temperature](int) {
+    const auto body = [&search, temperature] {
         Team& team = Team::shared();
-        for (int piece; (piece = team.take()) < search.rows.pieces();) rank_stretch(search, piece, 1.0f / temperature);
-        team.barrier();
-        for (int row; (row = team.take()) < search.rows.count;) finish_ranking(search, row, temperature);
+        team.share(search.rows.pieces(), [&](int piece) { rank_stretch(search, piece, 1.0f / temperature); });
+        team.share(search.rows.count, [&](int row) { finish_ranking(search, row, temperature); });
     };
     Team::shared().run(rows.threads(threads), body);
 }
@@ -323,7 +319,7 @@ SLIP_EXPORT(void, slip_noisy_best)
     const Search search(rows, 1, nullptr, nullptr, nullptr);
     const Noise noise(positions, count, seed, temperature, floors);
     const NoisySearch noisy{search, noise, false};
-    Team::shared().run(rows.threads(threads), [&noisy](int) { noisy.run_all(); });
+    Team::shared().run(rows.threads(threads), [&noisy] { noisy.run_all(); });
     for (int row = 0; row < count; ++row) {
         usable[row] = noise.usable(rows.whole(row));
         ids[row] = usable[row] && search.merge(row) ? search.places_of(row * rows.stretches)->id : -1;
@@ -337,16 +333,16 @@ SLIP_EXPORT(void, slip_noisy_top)
     const Search search(rows, wanted, values, ids, total);
     const Noise noise(positions, count, seed, temperature, floors);
     const NoisySearch noisy{search, noise, true};
-    const auto body = [&noisy](int) {
+    const auto body = [&noisy] {
         const Search& search = noisy.search;
         noisy.run_all();
-        for (int row; (row = Team::shared().take()) < search.rows.count;) {
+        Team::shared().share(search.rows.count, [&](int row) {
             const Look whole = search.rows.whole(row);
             double terms = 0.0;
             const Finding* findings = search.findings + row * search.rows.stretches;
             for (int i = 0; i < search.rows.stretches; ++i) terms += findings[i].sum;
             search.answer(row, noisy.noise.usable(whole), whole.largest / noisy.noise.temperature, terms, 1.0f);
-        }
+        });
     };
     Team::shared().run(rows.threads(threads), body);
 }

@@ -219,12 +219,11 @@ float reached_by(int count, const Floats* maxima, int blocks, float largest, flo
 }
 
 void look_at_all(const Rows& rows) {
-    Team& team = Team::shared();
-    for (int piece; (piece = team.take()) < rows.pieces();) {
+    Team::shared().share(rows.pieces(), [&rows](int piece) {
         const int stretch = piece % rows.stretches;
         Floats maxima[kBlocks];
         rows.looks[piece] = look(rows.row(piece / rows.stretches), rows.start(stretch), rows.stop(stretch), maxima);
-    }
+    });
 }
 
 }  // namespace

@@ -126,8 +126,8 @@ void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, 
     int total = 0;
     for (int i = 0; i < linear.parts; ++i) total += tiles_of(linear.part[i].outputs);
     const int step = std::max(1, total / (team.threads() * 8));
-    alignas(64) float out[kGroup * kTile];
-    for (int taken = team.take(); taken * step < total; taken = team.take()) {
+    team.share((total + step - 1) / step, [&](int taken) {
+        alignas(64) float out[kGroup * kTile];
         for (int tile = taken * step; tile < std::min(total, (taken + 1) * step); ++tile) {
             int part = 0, local = tile, first = 0;
             while (local >= tiles_of(linear.part[part].outputs)) {
@@ -142,8 +142,7 @@ void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, 
                 done(group * kGroup, own, first + local * kTile, count, out);
             }
         }
-    }
-    team.barrier();
+    });
 }
 
 // to[row, output] = products (+ bias), or added to what is there.
@@ -161,12 +160,6 @@ void multiply_into(Team& team, const SlipLinear& linear, const RowsIn& in, int r
     });
 }
 
-template <class Each>
-void for_rows(Team& team, int rows, Each each) {
-    for (int row = team.take(); row < rows; row = team.take()) each(row);
-    team.barrier();
-}
-
 void add_bias(const float* bias, int count, int rows, float* products) {
     for (int r = 0; r < rows; ++r)
         for (int c = 0; c < count; ++c) products[r * kTile + c] += bias[c];
@@ -176,8 +169,8 @@ void add_bias(const float* bias, int count, int rows, float* products) {
 void gated(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Operand& inner) {
     const SlipMatrix &gate = linear.part[0], &up = linear.part[1];
     const int size = gate.outputs, units = blocks_of(size);
-    alignas(64) float gates[2][kGroup * kTile], ups[2][kGroup * kTile], mixed[kBlock];
-    for (int unit = team.take(); unit < units; unit = team.take()) {
+    team.share(units, [&](int unit) {
+        alignas(64) float gates[2][kGroup * kTile], ups[2][kGroup * kTile], mixed[kBlock];
         const int halves = unit * 2 + 1 < tiles_of(size) ? 2 : 1;
         for (int group = 0; group < groups_of(rows); ++group) {
             const int own = std::min(kGroup, rows - group * kGroup);
@@ -197,8 +190,7 @@ void gated(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Ope
                 inner.put_block(mixed, group * kGroup + r, unit, std::min(kBlock, size - unit * kBlock));
             }
         }
-    }
-    team.barrier();
+    });
 }
 
 struct Pass {
@@ -211,7 +203,7 @@ struct Pass {
     void norm(const float* weight, Operand& to) const {
         thread_local std::vector<float> buffer;
         float* normed = Scratch::room(buffer, stack.hidden);
-        for_rows(team, rows, [&](int row) {
+        team.share(rows, [&](int row) {
             norm_row(job.x + static_cast<size_t>(row) * stack.hidden, weight, stack.hidden, stack.eps, normed);
             to.put(normed, row);
         });
@@ -243,12 +235,11 @@ struct Pass {
         float* attended = scratch.attended.data();
         norm(layer.input_norm, scratch.normed);
         multiply_into<false>(team, layer.qkv, scratch.normed.in, rows, qkv, width);
-        for_rows(team, rows, [&](int row) { turn(index, row, qkv + static_cast<size_t>(row) * width); });
+        team.share(rows, [&](int row) { turn(index, row, qkv + static_cast<size_t>(row) * width); });
         const float scale = 1.0f / std::sqrt(static_cast<float>(stack.head_dim));
         attend(team, scratch.plans[layer.pattern], qkv, width, job.keys[index], job.values[index], stack.heads, stack.kv_heads,
                stack.head_dim, scale, attended, mixed);
-        team.barrier();
-        for_rows(team, rows, [&](int row) { scratch.mixed.put(attended + static_cast<size_t>(row) * mixed, row); });
+        team.share(rows, [&](int row) { scratch.mixed.put(attended + static_cast<size_t>(row) * mixed, row); });
         multiply_into<true>(team, layer.output, scratch.mixed.in, rows, job.x, stack.hidden);
         norm(layer.post_norm, scratch.normed);
         gated(team, layer.gate_up, scratch.normed.in, rows, scratch.inner);
@@ -258,7 +249,7 @@ struct Pass {
     void tap(int index) const {
         for (int t = 0; t < job.taps; ++t) {
             if (job.tap_layers[t] != index) continue;
-            for_rows(team, rows, [&](int row) {
+            team.share(rows, [&](int row) {
                 std::memcpy(job.tapped + (static_cast<size_t>(row) * job.taps + t) * stack.hidden,
                             job.x + static_cast<size_t>(row) * stack.hidden, stack.hidden * sizeof(float));
             });
@@ -266,12 +257,12 @@ struct Pass {
     }
 
     void finish() const {
-        for_rows(team, rows, [&](int row) {
+        team.share(rows, [&](int row) {
             const size_t at = static_cast<size_t>(row) * stack.hidden;
             norm_row(job.x + at, stack.norm, stack.hidden, stack.eps, job.hidden + at);
         });
         if (job.wanted == 0) return;
-        for_rows(team, job.wanted, [&](int row) {
+        team.share(job.wanted, [&](int row) {
             scratch.wanted.put(job.hidden + static_cast<size_t>(job.wanted_rows[row]) * stack.hidden, row);
         });
         multiply_into<false>(team, *job.head, scratch.wanted.in, job.wanted, job.logits, job.head->outputs);
@@ -320,7 +311,7 @@ SLIP_EXPORT(void, slip_forward)(const SlipForward* job) {
     scratch.prepare(*job, rows);
     Team& team = Team::shared();
     const Pass pass{team, *job, *job->stack, scratch, rows};
-    team.run(job->threads, [&](int) { pass.run(); });
+    team.run(job->threads, [&] { pass.run(); });
 }
 
 SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
@@ -340,17 +331,17 @@ SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
     float* out = Scratch::room(projected, job->rows * width);
     Team& team = Team::shared();
     Operand &first = taps, &second = context;  // thread_local names mean another object on another thread
-    team.run(job->threads, [&](int) {
+    team.run(job->threads, [&] {
         if (amx_enter) amx_enter();
-        for_rows(team, job->rows, [&](int row) { first.put(job->taps + static_cast<size_t>(row) * inputs, row); });
+        team.share(job->rows, [&](int row) { first.put(job->taps + static_cast<size_t>(row) * inputs, row); });
         multiply_into<false>(team, *job->fc, first.in, job->rows, from_fc, hidden);
-        for_rows(team, job->rows, [&](int row) {
+        team.share(job->rows, [&](int row) {
             float* x = from_fc + static_cast<size_t>(row) * hidden;
             norm_row(x, job->norm, hidden, job->eps, x);
             second.put(x, row);
         });
         multiply_into<false>(team, *job->projection, second.in, job->rows, out, width);
-        for_rows(team, job->rows, [&](int row) { store_context(*job, row, out, width); });
+        team.share(job->rows, [&](int row) { store_context(*job, row, out, width); });
         if (amx_leave) amx_leave();
     });
 }
@@ -366,9 +357,9 @@ SLIP_EXPORT(void, slip_matmul)(const SlipLinear* linear, const float* rows, int 
     operand.shape(*linear, count);
     const size_t inputs = linear->part[0].inputs;
     Team& team = Team::shared();
-    team.run(threads, [&](int) {
+    team.run(threads, [&] {
         if (amx_enter) amx_enter();
-        for_rows(team, count, [&](int row) { operand.put(rows + row * inputs, row); });
+        team.share(count, [&](int row) { operand.put(rows + row * inputs, row); });
         multiply_into<false>(team, *linear, operand.in, count, out, linear->outputs);
         if (amx_leave) amx_leave();
     });

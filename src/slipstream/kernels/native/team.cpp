@@ -11,8 +11,18 @@
 namespace slip {
 namespace {
 
-constexpr long kMostThreads = 0x3ff;
-constexpr int kSpins = 4000;  // some tens of microseconds: the gap between two calls of one step
+constexpr int kMostThreads = 256;
+constexpr int kSpins = 2000;  // some tens of microseconds: as long as waking somebody takes
+
+uint64_t word(uint32_t phase, uint32_t count) { return static_cast<uint64_t>(phase) << 32 | count; }
+uint32_t phase_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+uint32_t count_of(uint64_t word) { return static_cast<uint32_t>(word); }
+
+// Short waits cost nothing but this core; longer ones mean that somebody else needs it.
+void wait_a_little(int turn) {
+    if (turn < kSpins) _mm_pause();
+    else sched_yield();
+}
 
 // The cores this thread may use; pinning changes nothing but which of them each worker keeps to.
 std::vector<int> allowed_cores() {
@@ -54,13 +64,39 @@ Team& Team::shared() {
     return team;
 }
 
+uint32_t& Team::own_phase() {
+    thread_local uint32_t phase = 0;
+    return phase;
+}
+
 Team::~Team() {
     {
         std::lock_guard<std::mutex> lock(sleep_);
         stopping_ = true;
     }
     wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
+    if (process_ == getpid())
+        for (std::thread& thread : threads_) thread.join();
+    else new (&threads_) std::vector<std::thread>;
+}
+
+int Team::claim(uint32_t phase, int pieces) {
+    uint64_t seen = next_.load(std::memory_order_acquire);
+    while (phase_of(seen) == phase && count_of(seen) < static_cast<uint32_t>(pieces))
+        if (next_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return static_cast<int>(count_of(seen));
+    return -1;
+}
+
+// Returns when the phase is over; one of those who see its last piece done opens the next.
+void Team::close(uint32_t phase, int pieces) {
+    for (int turn = 0; phase_of(next_.load(std::memory_order_acquire)) == phase; ++turn) {
+        uint64_t all = word(phase, static_cast<uint32_t>(pieces));
+        if (done_.compare_exchange_strong(all, word(phase + 1, 0), std::memory_order_acq_rel)) {
+            next_.store(word(phase + 1, 0), std::memory_order_release);
+            return;
+        }
+        wait_a_little(turn);
+    }
 }
 
 void Team::grow(int threads) {
@@ -72,74 +108,63 @@ void Team::grow(int threads) {
     }
     while (static_cast<int>(threads_.size()) + 1 < threads) {
         const int worker = static_cast<int>(threads_.size()) + 1;
-        threads_.emplace_back([this, worker, seen = call_.load()] {
-            if (worker < static_cast<int>(cores_.size())) pin(cores_[worker]);
-            serve(worker, seen);
-        });
+        threads_.emplace_back([this, worker] { serve(worker); });
     }
 }
 
 // The first call that is not `call`: watched for a moment, then slept for.
-long Team::after(long call) {
-    for (int spin = 0; spin < kSpins; ++spin) {
+long Team::sleep_until_after(long call) {
+    for (int turn = 0; turn < kSpins; ++turn) {
         const long now = call_.load(std::memory_order_acquire);
-        if (now != call) return now;
+        if (now / 2 != call / 2) return now;
         _mm_pause();
     }
     std::unique_lock<std::mutex> lock(sleep_);
-    wake_.wait(lock, [&] { return stopping_ || call_.load() != call; });
+    wake_.wait(lock, [&] { return stopping_ || call_.load() / 2 != call / 2; });
     return call_.load();
 }
 
-void Team::serve(int worker, long call) {
+// Whether the call is still open and this thread is now counted in; after its end nobody may look at it any more.
+bool Team::enter(long call) {
+    inside_.fetch_add(1);
+    if (call % 2 == 1 && call_.load() == call) return true;
+    inside_.fetch_sub(1);
+    return false;
+}
+
+void Team::serve(int worker) {
+    if (worker < static_cast<int>(cores_.size())) pin(cores_[worker]);
+    long call = 0;
     for (;;) {
-        call = after(call);
+        call = sleep_until_after(call);
         if (stopping_) return;
-        if (worker < (call & kMostThreads)) {
-            (*body_)(worker);
-            busy_.fetch_sub(1, std::memory_order_release);
-        }
+        if (worker >= wanted_.load() || !enter(call)) continue;
+        own_phase() = first_phase_;
+        (*body_)();
+        inside_.fetch_sub(1);
     }
 }
 
-void Team::run(int threads, const std::function<void(int)>& body) {
+void Team::run(int threads, const std::function<void()>& body) {
     std::lock_guard<std::mutex> turn(turn_);
-    threads = std::min(std::max(threads, 1), static_cast<int>(kMostThreads));
-    running_ = threads;
-    arrived_ = 0;
-    next_ = 0;
-    if (threads == 1) {
-        body(0);
+    running_ = std::min(std::max(threads, 1), kMostThreads);
+    first_phase_ = own_phase() = phase_of(next_.load());
+    if (running_ == 1) {
+        body();
         return;
     }
-    grow(threads);
+    grow(running_);
     body_ = &body;
+    wanted_ = running_;
     PinnedCaller pinned(cores_.empty() ? -1 : cores_[0]);
-    busy_ = threads - 1;
     {
         std::lock_guard<std::mutex> lock(sleep_);
-        call_.store(((call_.load() & ~kMostThreads) + kMostThreads + 1) | threads, std::memory_order_release);
+        call_.fetch_add(call_.load() % 2 == 0 ? 3 : 2);  // the next odd number of another pair
     }
     wake_.notify_all();
-    body(0);
-    for (int spin = 0; busy_.load(std::memory_order_acquire) > 0; ++spin) {
-        if (spin < kSpins) _mm_pause();
-        else sched_yield();
-    }
-}
-
-void Team::barrier() {
-    const int phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == running_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
-    }
-    for (int spin = 0; phase_.load(std::memory_order_acquire) == phase; ++spin) {
-        if (spin < kSpins) _mm_pause();
-        else sched_yield();  // another process holds a core: let it finish sooner
-    }
+    body();
+    call_.fetch_sub(1);  // closed: whoever has not come yet stays out
+    for (int wait = 0; inside_.load() > 0; ++wait) wait_a_little(wait);
 }
 
 }  // namespace slip

@@ -1,8 +1,12 @@
 // One team of pinned threads for the whole process: engines take turns, nobody spins while there is nothing to do.
+//
+// Work is a sequence of phases, each cut into pieces. A phase is over when its pieces are done, not when everybody has
+// come by: a thread that some other process keeps off its core is not waited for unless it holds a piece.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -12,23 +16,35 @@ namespace slip {
 
 class Team {
 public:
-    // Runs body(worker) on `threads` threads, the caller being worker 0, and returns when all are through.
-    // Calls from several threads wait for each other: two engines share the cores instead of fighting for them.
-    void run(int threads, const std::function<void(int)>& body);
+    // Runs body() on `threads` threads, the caller being one of them, and returns when none is left in it. Bodies do
+    // nothing but `share`, with the same phases in the same order on every thread. Calls from several threads wait for
+    // each other: two engines share the cores instead of fighting for them.
+    void run(int threads, const std::function<void()>& body);
 
-    // Inside body: nobody goes on before all have come here. Starts a new round of `take`.
-    void barrier();
-    // Inside body: the next piece of work that nobody has taken since the last barrier, counted from 0.
-    int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+    // One phase: each(0), ..., each(pieces - 1), every one called once by whoever is free.
+    template <class Each>
+    void share(int pieces, Each each) {
+        uint32_t& phase = own_phase();
+        for (int piece = claim(phase, pieces); piece >= 0; piece = claim(phase, pieces)) {
+            each(piece);
+            done_.fetch_add(1, std::memory_order_acq_rel);
+        }
+        close(phase, pieces);
+        ++phase;
+    }
 
     int threads() const { return running_; }
     static Team& shared();
     ~Team();
 
 private:
+    static uint32_t& own_phase();
+    int claim(uint32_t phase, int pieces);
+    void close(uint32_t phase, int pieces);
     void grow(int threads);
-    void serve(int worker, long call);
-    long after(long call);
+    void serve(int worker);
+    long sleep_until_after(long call);
+    bool enter(long call);
 
     std::mutex turn_;
     std::mutex sleep_;
@@ -36,13 +52,14 @@ private:
     std::vector<std::thread> threads_;
     std::vector<int> cores_;
     int process_ = 0;
-    const std::function<void(int)>* body_ = nullptr;
-    std::atomic<long> call_{0};  // how many calls there were, and how many threads the last one wants, in one word
     int running_ = 0;
-    std::atomic<int> busy_{0};
-    std::atomic<int> arrived_{0};
-    std::atomic<int> phase_{0};
-    std::atomic<int> next_{0};
+    uint32_t first_phase_ = 0;  // of the call at hand
+    const std::function<void()>* body_ = nullptr;
+    std::atomic<long> call_{0};        // how many calls there were, times two, plus one while the last one is open
+    std::atomic<int> wanted_{0};       // threads the open call asks for
+    std::atomic<int> inside_{0};       // threads, other than the caller, that are in its body
+    std::atomic<uint64_t> next_{0};    // phase and the next piece of it
+    std::atomic<uint64_t> done_{0};    // phase and how many of its pieces are done
     std::atomic<bool> stopping_{false};
 };
 
