@@ -16,6 +16,7 @@ import torch
 from slipstream.kernels.native.library import Library, availability
 from slipstream.kernels.native.matrix import PackedLinear
 from slipstream.kernels.native.stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
+from slipstream.kernels.native.threads import set_threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -66,14 +67,14 @@ class Model:
         angles = torch.rand(1024, DIM, generator=torch.Generator().manual_seed(7))
         self._rotary = angles.cos(), angles.sin()
 
-    def step(self, rows: int, context: int, threads: int) -> PassResult:
+    def step(self, rows: int, context: int) -> PassResult:
         span = range(context, context + rows)
         group = make_group(0, span, range(16), PAGE, AttentionPattern())
         places = [divmod(position, PAGE) for position in span]
         batch = RowBatch([0] * rows, span, [p for p, _ in places], [o for _, o in places], context + rows,
                          {AttentionPattern(): [group]})
         x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(3))
-        return self.stack.run(batch, x, self._pools, self._rotary, threads, (), range(rows), self.head)
+        return self.stack.run(batch, x, self._pools, self._rotary, (), range(rows), self.head)
 
 
 def bandwidth(threads: int) -> float:
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=200)
     asked = parser.parse_args()
+    set_threads(asked.threads)
     found = availability()
     print(found.reason)
     if found.library is None:
@@ -113,7 +115,7 @@ def main() -> None:
             times = []
             for _ in range(ROUNDS):
                 began = time.perf_counter()
-                done = model.step(rows, asked.context, asked.threads)
+                done = model.step(rows, asked.context)
                 times.append(time.perf_counter() - began)
             costs.append(sorted(times)[ROUNDS // 4] * 1e3)
             if rows == ROWS[-1] and done.logits is not None:

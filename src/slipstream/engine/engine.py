@@ -217,7 +217,7 @@ class Engine:
         session.first_token()
         if chosen[0] == NO_TOKEN:
             return _Outcome(session, rows, text=self._fail(session))
-        tokens = self._token_outs(session, chosen, 0, result.logits[item])
+        tokens = self._token_outs(session, chosen, 0, result.logits[item], [0])
         _, text = session.absorb(tokens)
         return _Outcome(session, rows, tokens, text)
 
@@ -231,7 +231,7 @@ class Engine:
             if plan.proposal.nodes:
                 return self._void_outcome(session, plan)
         logits = result.logits[item]
-        tokens = self._token_outs(session, verdict.tokens, verdict.accepted, logits[list(verdict.path)])
+        tokens = self._token_outs(session, verdict.tokens, verdict.accepted, logits, verdict.path)
         taken, text = session.absorb(tokens)
         draft_s, verify_s = seconds
         step = StepRecord(
@@ -263,13 +263,15 @@ class Engine:
         )
 
     @staticmethod
-    def _token_outs(session: Session, tokens: Sequence[int], drafted: int, logits: Tensor) -> list[TokenOut]:
-        """Tokens as they are reported; `logits` are those of the row before each."""
+    def _token_outs(
+        session: Session, tokens: Sequence[int], drafted: int, logits: Tensor, rows: Sequence[int]
+    ) -> list[TokenOut]:
+        """Tokens as they are reported; `rows` of the logits come before each."""
         top = session.ticket.request.sampling.logprobs
         if top is None or not tokens:
             return [TokenOut(token, index < drafted) for index, token in enumerate(tokens)]
         logprobs, values, ids = (
-            part.tolist() for part in log_probabilities(logits[: len(tokens)], torch.tensor(tokens), top)
+            part.tolist() for part in log_probabilities(logits[list(rows[: len(tokens)])], torch.tensor(tokens), top)
         )
         return [
             TokenOut(token, i < drafted, logprobs[i], tuple(zip(ids[i], values[i], strict=True)))

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, overload
 
+import torch
+
 from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
@@ -23,6 +25,7 @@ from slipstream.errors import RequestError
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.machine import prepare_torch, read_bandwidth
+from slipstream.kernels.native.threads import set_threads
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
@@ -82,6 +85,10 @@ class LLM:
         self.target_source = resolve(target, progress=progress)
         loaded = load_target(self.target_source.path, self.config.weight_format, progress)
         self._target, self.format_choice = loaded.model, loaded.format_reason
+        if self._target.weight_format == "native":
+            # what is left to torch is small, and its threads would go on spinning where ours want to work
+            set_threads(self.threads)
+            torch.set_num_threads(1)
         self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
         self._progress = progress
         self._drafter = self._load_drafter(target, draft, progress)

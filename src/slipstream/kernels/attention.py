@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.native.attention import native_attention, serves
 from slipstream.kernels.native.library import library
+from slipstream.kernels.native.threads import threads
 from slipstream.kernels.reference import row_attention
 from slipstream.kernels.rows import RowGroup
 
@@ -17,5 +17,5 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[Ro
     """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
     compiled = library()
     if compiled is not None and serves(queries, keys, values):
-        return native_attention(compiled, queries, keys, values, groups, scale, torch.get_num_threads())
+        return native_attention(compiled, queries, keys, values, groups, scale, threads())
     return row_attention(queries, keys, values, groups, scale)

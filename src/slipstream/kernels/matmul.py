@@ -18,6 +18,7 @@ from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.kernels.native.library import Library, availability, library
 from slipstream.kernels.native.matrix import PackedLinear, StoredTensor, multiply
+from slipstream.kernels.native.threads import threads
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INT4_GROUP = 32
@@ -122,7 +123,7 @@ class NativeMatrix(Matrix):
         self.nbytes = self.packed.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return multiply(self._library, self.packed, rows, torch.get_num_threads())
+        return multiply(self._library, self.packed, rows, threads())
 
 
 def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kernels.native.library import Library, library
+from slipstream.kernels.native.threads import threads
 from slipstream.kernels.noise import gumbel_rows
 
 NO_BEST = -1  # stands for the token of a row that has none: its logits are not numbers, or it masks everything
@@ -153,7 +154,7 @@ def _prepared(scores: Tensor) -> tuple[Tensor, int, int, int]:
     if scores.dtype != torch.float32 or not scores.is_contiguous():
         scores = scores.float().contiguous()
     rows, vocab = scores.shape
-    return scores, rows, vocab, torch.get_num_threads()
+    return scores, rows, vocab, threads()
 
 
 def _per_row(positions: Sequence[int], floors: Floats | None, rows: int) -> tuple[Ids, Floats | None]:

@@ -119,8 +119,8 @@ class Decoder:
             # addresses are read once per set of pools, which is kept so that it cannot become another one's
             self._pools = kv, LayerPools([keys for keys, _ in kv], [values for _, values in kv])
         return stack.run(
-            batch, self.embed(batch.token_ids), self._pools[1], self.rotary.tables(batch.end),
-            torch.get_num_threads(), tap_layers, wanted, packed(self.head),
+            batch, self.embed(batch.token_ids), self._pools[1], self.rotary.tables(batch.end), tap_layers, wanted,
+            packed(self.head),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class DFlashDrafter:
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         self._native = native_stack(config, self.layers, self.norm)
+        self._pools: tuple[Tensor, LayerPools] | None = None  # the keys they belong to, and the addresses
         self._context = ContextWriter.make(self.fc, self.context_kv, self.context_bias)
         weights.finish(lambda name: False)
 
@@ -134,9 +135,9 @@ class DFlashDrafter:
         self, stack: NativeStack, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int],
         head: PackedLinear | None,
     ) -> PassResult:
-        pools = LayerPools(list(keys), list(values))
-        tables, threads = self.rotary.tables(batch.end), torch.get_num_threads()
-        return stack.run(batch, x, pools, tables, threads, wanted=wanted, head=head)
+        if self._pools is None or self._pools[0] is not keys:
+            self._pools = keys, LayerPools(list(keys), list(values))
+        return stack.run(batch, x, self._pools[1], self.rotary.tables(batch.end), wanted=wanted, head=head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """The drafter's own multiplier and softcap on logits of the shared head."""

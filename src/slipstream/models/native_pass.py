@@ -20,6 +20,7 @@ from slipstream.kernels.native.stack import (
     StackShape,
     write_context,
 )
+from slipstream.kernels.native.threads import threads
 from slipstream.models.layers import LayerShape, TransformerLayer
 
 
@@ -81,7 +82,7 @@ class ContextWriter:
             self._library,
             SlipContext(
                 self._fc.address, ctypes.addressof(self._projection), norm.data_ptr(), k_norms.data_ptr(), eps,
-                taps.shape[0], layers, heads, dim, page_tokens, torch.get_num_threads(), taps.data_ptr(),
+                taps.shape[0], layers, heads, dim, page_tokens, threads(), taps.data_ptr(),
                 *[numbers.data_ptr() for numbers in places], rotary[0].data_ptr(), rotary[1].data_ptr(),
                 keys.data_ptr(), values.data_ptr(), keys.stride(0),
             ),

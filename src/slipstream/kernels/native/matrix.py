@@ -163,16 +163,19 @@ class RowTable:
         self._count, self._width = source.shape
         self._kind = KINDS[source.type_name]
         self._decode = library.handle.slip_decode_rows
-        self._decode.argtypes, self._decode.restype = [_INT, _INT, _POINTER, _POINTER, _INT, _POINTER], None
+        self._decode.argtypes = [_INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        self._address = self._rows.ctypes.data
 
     @staticmethod
     def serves(source: StoredTensor) -> bool:
         return source.type_name in KINDS
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        ids = token_ids.to(torch.int32)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._count:
+        """Rows [tokens, width] of int64 ids."""
+        count = token_ids.numel()
+        out = torch.empty(count, self._width)
+        if not self._decode(
+            self._kind, self._count, self._width, self._address, token_ids.data_ptr(), count, out.data_ptr()
+        ):
             raise IntegrityError(f"a token is not in the table of {self._count}")
-        out = torch.empty(ids.numel(), self._width)
-        self._decode(self._kind, self._width, self._rows.ctypes.data, ids.data_ptr(), ids.numel(), out.data_ptr())
         return out

@@ -166,12 +166,13 @@ SLIP_VISIBLE void slip_pack(int kind, int outputs, int inputs, const uint8_t* ro
                        packed + output / slip::kTile * slip::tile_bytes(kind, inputs));
 }
 
-// Rows of a table as the file stores it, one per id, as floats.
-SLIP_VISIBLE void slip_decode_rows(int kind, int inputs, const uint8_t* table, const int32_t* ids,
-                                   int count, float* out) {
+// Rows of a table as the file stores it, one per id, as floats; 0 if an id is not in it.
+SLIP_VISIBLE int slip_decode_rows(int kind, int rows, int inputs, const uint8_t* table, const int64_t* ids, int count,
+                                  float* out) {
     using namespace slip;
     const size_t row_bytes = slip_row_bytes(kind, inputs);
     for (int i = 0; i < count; ++i) {
+        if (ids[i] < 0 || ids[i] >= rows) return 0;
         const uint8_t* row = table + ids[i] * row_bytes;
         float* to = out + static_cast<size_t>(i) * inputs;
         if (kind == kF32) std::memcpy(to, row, row_bytes);
@@ -186,4 +187,5 @@ SLIP_VISIBLE void slip_decode_rows(int kind, int inputs, const uint8_t* table, c
             for (int index = 0; index < blocks_of(inputs); ++index)
                 decode_block(kind, read_block(kind, row, index), to + index * kBlock);
     }
+    return 1;
 }

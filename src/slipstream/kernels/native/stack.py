@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.native.attention import SlipBatch, batch_struct
 from slipstream.kernels.native.library import Library
 from slipstream.kernels.native.matrix import PackedLinear, SlipLinear
+from slipstream.kernels.native.threads import threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 
 MAX_PATTERNS = 4
@@ -123,7 +124,7 @@ class NativeStack:
         )
 
     def run(
-        self, batch: RowBatch, embedded: Tensor, pools: LayerPools, rotary: tuple[Tensor, Tensor], threads: int,
+        self, batch: RowBatch, embedded: Tensor, pools: LayerPools, rotary: tuple[Tensor, Tensor],
         tap_layers: Sequence[int] = (), wanted: Sequence[int] = (), head: PackedLinear | None = None,
     ) -> PassResult:
         """One pass; `embedded` becomes the residual stream, `rotary` are whole tables by position."""
@@ -134,7 +135,7 @@ class NativeStack:
         layers, chosen = array("i", tap_layers), array("i", wanted)
         logits = torch.empty(len(wanted), head.out_features) if head is not None and wanted else None
         job = SlipForward(
-            ctypes.addressof(self._struct), ctypes.addressof(batches), len(self.patterns), threads,
+            ctypes.addressof(self._struct), ctypes.addressof(batches), len(self.patterns), threads(),
             ctypes.addressof(pools.keys), ctypes.addressof(pools.values), embedded.data_ptr(),
             rotary[0].data_ptr(), rotary[1].data_ptr(), len(tap_layers), layers.buffer_info()[0],
             None if taps is None else taps.data_ptr(), hidden.data_ptr(), 0 if logits is None else len(wanted),

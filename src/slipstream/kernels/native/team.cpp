@@ -11,18 +11,11 @@
 namespace slip {
 namespace {
 
-constexpr int kMostThreads = 256;
 constexpr int kSpins = 2000;  // some tens of microseconds: as long as waking somebody takes
 
 uint64_t word(uint32_t phase, uint32_t count) { return static_cast<uint64_t>(phase) << 32 | count; }
 uint32_t phase_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 uint32_t count_of(uint64_t word) { return static_cast<uint32_t>(word); }
-
-// Short waits cost nothing but this core; longer ones mean that somebody else needs it.
-void wait_a_little(int turn) {
-    if (turn < kSpins) _mm_pause();
-    else sched_yield();
-}
 
 // The cores this thread may use; pinning changes nothing but which of them each worker keeps to.
 std::vector<int> allowed_cores() {
@@ -64,9 +57,15 @@ Team& Team::shared() {
     return team;
 }
 
-uint32_t& Team::own_phase() {
-    thread_local uint32_t phase = 0;
-    return phase;
+Team::Worker& Team::worker() {
+    thread_local Worker me;
+    return me;
+}
+
+// Short waits cost nothing but this core; longer ones mean that somebody else needs it.
+void Team::wait_a_little(int turn) {
+    if (turn < kSpins) _mm_pause();
+    else sched_yield();
 }
 
 Team::~Team() {
@@ -80,23 +79,29 @@ Team::~Team() {
     else new (&threads_) std::vector<std::thread>;
 }
 
-int Team::claim(uint32_t phase, int pieces) {
-    uint64_t seen = next_.load(std::memory_order_acquire);
-    while (phase_of(seen) == phase && count_of(seen) < static_cast<uint32_t>(pieces))
-        if (next_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return static_cast<int>(count_of(seen));
+// A piece of one's own stretch, or of another's; -1 where nothing is left (or the phase is only being opened).
+int Team::claim(const Worker& me, int pieces) {
+    for (int i = 0; i < running_; ++i) {
+        const int owner = (me.index + i) % running_;
+        const int first = static_cast<int>(int64_t{pieces} * owner / running_);
+        const uint32_t size = static_cast<uint32_t>(int64_t{pieces} * (owner + 1) / running_) - first;
+        std::atomic<uint64_t>& next = stretches_[owner].next;
+        uint64_t seen = next.load(std::memory_order_acquire);
+        while (phase_of(seen) == me.phase && count_of(seen) < size)
+            if (next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel))
+                return first + static_cast<int>(count_of(seen));
+    }
     return -1;
 }
 
-// Returns when the phase is over; one of those who see its last piece done opens the next.
-void Team::close(uint32_t phase, int pieces) {
-    for (int turn = 0; phase_of(next_.load(std::memory_order_acquire)) == phase; ++turn) {
-        uint64_t all = word(phase, static_cast<uint32_t>(pieces));
-        if (done_.compare_exchange_strong(all, word(phase + 1, 0), std::memory_order_acq_rel)) {
-            next_.store(word(phase + 1, 0), std::memory_order_release);
-            return;
-        }
-        wait_a_little(turn);
-    }
+// Whether all pieces of a phase are done; the one who sees it first opens the next phase.
+bool Team::over(uint32_t phase, int pieces) {
+    uint64_t seen = done_.load(std::memory_order_acquire);
+    if (phase_of(seen) != phase) return true;
+    if (count_of(seen) < static_cast<uint32_t>(pieces)) return false;
+    if (done_.compare_exchange_strong(seen, word(phase + 1, 0), std::memory_order_acq_rel))
+        for (int i = 0; i < running_; ++i) stretches_[i].next.store(word(phase + 1, 0), std::memory_order_release);
+    return true;
 }
 
 void Team::grow(int threads) {
@@ -139,7 +144,7 @@ void Team::serve(int worker) {
         call = sleep_until_after(call);
         if (stopping_) return;
         if (worker >= wanted_.load() || !enter(call)) continue;
-        own_phase() = first_phase_;
+        Team::worker() = {worker, first_phase_};
         (*body_)();
         inside_.fetch_sub(1);
     }
@@ -147,8 +152,11 @@ void Team::serve(int worker) {
 
 void Team::run(int threads, const std::function<void()>& body) {
     std::lock_guard<std::mutex> turn(turn_);
-    running_ = std::min(std::max(threads, 1), kMostThreads);
-    first_phase_ = own_phase() = phase_of(next_.load());
+    running_ = std::min(std::max(threads, 1), static_cast<int>(kMostThreads));
+    first_phase_ = phase_of(done_.load());
+    worker() = {0, first_phase_};
+    // a call with more threads than the last one has stretches that nobody has opened
+    for (int i = 0; i < running_; ++i) stretches_[i].next.store(word(first_phase_, 0));
     if (running_ == 1) {
         body();
         return;

@@ -16,21 +16,29 @@ namespace slip {
 
 class Team {
 public:
+    static constexpr int kMostThreads = 64;
+
     // Runs body() on `threads` threads, the caller being one of them, and returns when none is left in it. Bodies do
     // nothing but `share`, with the same phases in the same order on every thread. Calls from several threads wait for
     // each other: two engines share the cores instead of fighting for them.
     void run(int threads, const std::function<void()>& body);
 
-    // One phase: each(0), ..., each(pieces - 1), every one called once by whoever is free.
+    // One phase: each(0), ..., each(pieces - 1), every one called once. Each thread goes through a stretch of its own,
+    // since memory is fast only where it is read in order, and then helps the others with theirs.
     template <class Each>
     void share(int pieces, Each each) {
-        uint32_t& phase = own_phase();
-        for (int piece = claim(phase, pieces); piece >= 0; piece = claim(phase, pieces)) {
+        Worker& me = worker();
+        for (int turn = 0; !over(me.phase, pieces);) {
+            const int piece = claim(me, pieces);
+            if (piece < 0) {
+                wait_a_little(turn++);
+                continue;
+            }
             each(piece);
             done_.fetch_add(1, std::memory_order_acq_rel);
+            turn = 0;
         }
-        close(phase, pieces);
-        ++phase;
+        ++me.phase;
     }
 
     int threads() const { return running_; }
@@ -38,9 +46,17 @@ public:
     ~Team();
 
 private:
-    static uint32_t& own_phase();
-    int claim(uint32_t phase, int pieces);
-    void close(uint32_t phase, int pieces);
+    struct Worker {
+        int index = 0;
+        uint32_t phase = 0;
+    };
+    struct alignas(64) Stretch {
+        std::atomic<uint64_t> next{0};  // phase, and how many pieces of the stretch are taken
+    };
+    static Worker& worker();
+    static void wait_a_little(int turn);
+    int claim(const Worker& me, int pieces);
+    bool over(uint32_t phase, int pieces);
     void grow(int threads);
     void serve(int worker);
     long sleep_until_after(long call);
@@ -58,8 +74,8 @@ private:
     std::atomic<long> call_{0};        // how many calls there were, times two, plus one while the last one is open
     std::atomic<int> wanted_{0};       // threads the open call asks for
     std::atomic<int> inside_{0};       // threads, other than the caller, that are in its body
-    std::atomic<uint64_t> next_{0};    // phase and the next piece of it
-    std::atomic<uint64_t> done_{0};    // phase and how many of its pieces are done
+    Stretch stretches_[kMostThreads];
+    alignas(64) std::atomic<uint64_t> done_{0};  // phase, and how many of its pieces are done
     std::atomic<bool> stopping_{false};
 };
 
