@@ -13,7 +13,7 @@ FOLDER = Path("src/slipstream/kernels/native")
 KERNELS = ("matmul.cpp", "attention.cpp", "step.cpp", "sampling.cpp", "growth.cpp")
 COMMON = ("team.cpp", "module.cpp", "pack.cpp")
 FLAGS = [
-    "-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-Wall",
+    "-std=c++17", "-O3", "-g", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-Wall",
     "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC's own intrinsics use undefined registers
 ]
 ISA_FLAGS = {

@@ -75,20 +75,21 @@ inline const uint8_t* whole_codes(const uint8_t* tile, int index, uint8_t* room)
 template <int K>
 inline void add_tile_sums(const uint8_t* tile, int index, const Sums& found, const RowsIn& in, size_t at, Floats* total) {
     const WeightFactors<K> factors(tile, index);
-    const size_t width = in.width;
+    const BlockRows rows(in.main, at, in.width, 0);
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) {
         Ints sums[2];
-        start_sums<K>(sums, in.main, at, width, r);
+        start_sums<K>(sums, rows, r);
         for (int half = 0; half < WeightTraits<K>::kHalves; ++half) sums[half] = sums[half] + load(found[half] + r * kTile);
-        total[r] = add_sums<K>(total[r], factors, sums, in.main, at * width + r);
+        total[r] = add_sums<K>(total[r], factors, sums, rows, r);
     }
-    const uint8_t* spiky = in.spiky + at * width;
+    const uint8_t* spiky = in.spiky + at * in.width;
     if (!any_of<kGroup>(spiky)) return;
     const WeightCodes<K> codes(tile, index);
+    const BlockRows rest(in.rest, at, in.width, 0);
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r)
-        if (r < in.width && spiky[r]) total[r] = add_block<K>(total[r], codes, factors, in.rest, at, width, r);
+        if (r < in.width && spiky[r]) total[r] = add_block<K>(total[r], codes, factors, rest, r);
 }
 
 template <int K>

@@ -26,15 +26,19 @@ void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, 
     for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
     size_t at = in.block(group, 0);
     for (int index = 0; index < blocks; ++index, ++at) {
+        // one row reads as fast as memory delivers; several leave it idle meanwhile, so the next tile is sent for
+        if (R >= 4) prefetch_block<K>(tile + tile_bytes(K, matrix.inputs), index);
         const WeightCodes<K> codes(tile, index);
         const WeightFactors<K> factors(tile, index);
+        const BlockRows rows(in.main, at, width, first);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) total[r] = add_block<K>(total[r], codes, factors, in.main, at, width, first + r);
+        for (int r = 0; r < R; ++r) total[r] = add_block<K>(total[r], codes, factors, rows, r);
         const uint8_t* spiky = in.spiky + at * width + first;
         if (!any_of<R>(spiky)) continue;
+        const BlockRows rest(in.rest, at, width, first);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-            if (spiky[r]) total[r] = add_block<K>(total[r], codes, factors, in.rest, at, width, first + r);
+            if (spiky[r]) total[r] = add_block<K>(total[r], codes, factors, rest, r);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(out + (first + r) * kTile, total[r]);
@@ -113,17 +117,18 @@ Kernel kernel_for(int kind, int rows) {
     }
 }
 
-// Codes, scale and sums of one row's block.
-void put_codes(const CodeRows& rows, size_t width, size_t place, Floats low, Floats high, float top) {
+// Codes, scale and sums of one row's block; `row` is its number in the group.
+inline void put_codes(const CodeRows& rows, size_t width, size_t place, size_t row, Floats low, Floats high, float top) {
     const float scale = top / kCodes;
     const Floats steps = set1(top > 0.0f ? kCodes / top : 0.0f);
     int8_t* codes = rows.codes + place * kBlock;
-    store_bytes(codes, to_ints(low * steps));
-    store_bytes(codes + kLanes, to_ints(high * steps));
-    const int32_t first = byte_sum(codes), last = byte_sum(codes + kLanes);
+    const Ints low_codes = to_ints(low * steps), high_codes = to_ints(high * steps);
+    store_bytes(codes, low_codes);
+    store_bytes(codes + kLanes, high_codes);
+    const int32_t first = sum(low_codes), last = sum(high_codes);
     rows.scales[place] = scale;
     rows.sums[place] = scale * static_cast<float>(first + last);
-    int32_t* negated = rows.negated + place / width * 3 * width + place % width;
+    int32_t* negated = rows.negated + (place - row) * 3 + row;
     negated[0] = -(first + last);
     negated[width] = -first;
     negated[2 * width] = -last;
@@ -132,18 +137,18 @@ void put_codes(const CodeRows& rows, size_t width, size_t place, Floats low, Flo
 }  // namespace
 
 void quantise_block(const float* x, const RowsIn& in, int row, int index) {
-    const size_t place = in.block(row / kGroup, index) * in.width + row % kGroup;
+    const size_t within = row % kGroup, place = in.block(row / kGroup, index) * in.width + within;
     const Floats low = load(x), high = load(x + kLanes);
     const float top = magnitude(low, high);
     const float scale = top / kCodes;
-    put_codes(in.main, in.width, place, low, high, top);
+    put_codes(in.main, in.width, place, within, low, high, top);
     const bool spiky = top * kBlock > kSpike * sum(abs(low) + abs(high));
     in.spiky[place] = spiky;
     if (!spiky) return;
     const int8_t* codes = in.main.codes + place * kBlock;
     const Floats down = set1(-scale);
     const Floats low_rest = fma(load_signed(codes), down, low), high_rest = fma(load_signed(codes + kLanes), down, high);
-    put_codes(in.rest, in.width, place, low_rest, high_rest, magnitude(low_rest, high_rest));
+    put_codes(in.rest, in.width, place, within, low_rest, high_rest, magnitude(low_rest, high_rest));
 }
 
 void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out) {

@@ -121,11 +121,25 @@ inline uint32_t greater(Floats a, Floats b) {
 
 // The sum of all lanes: neighbours at distance 8, 4, 2, 1, whatever the machine.
 inline float sum(Floats a) {
-    float lanes[kLanes];
-    store(lanes, a);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+#if defined(__AVX512F__)
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+    const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+#endif
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline int32_t sum(Ints a) {
+#if defined(__AVX512F__)
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti64x4_epi64(a.v, 1));
+#else
+    const __m256i eight = _mm256_add_epi32(a.lo, a.hi);
+#endif
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
 }
 
 inline float largest(Floats a) {

@@ -1,7 +1,6 @@
 // One block of packed weights times one row: codes as unsigned bytes in registers, integer sums, and their worth.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
 #include "matmul.h"
@@ -45,9 +44,6 @@ inline float magnitude(Floats a, Floats b) {
     float value;
     std::memcpy(&value, &top, 4);
     return value;
-}
-inline int32_t byte_sum(const int8_t* p) {  // of 16
-    return _mm512_reduce_add_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
 #else
@@ -107,19 +103,14 @@ inline Floats load_brain(const uint16_t* p) {
 }
 inline float magnitude(Floats a, Floats b) {
     const Floats x = abs(a), y = abs(b);
-    __m256i top = _mm256_max_epi32(_mm256_max_epi32(_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)),
+    const __m256i top = _mm256_max_epi32(_mm256_max_epi32(_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)),
                                    _mm256_max_epi32(_mm256_castps_si256(y.lo), _mm256_castps_si256(y.hi)));
-    int32_t lanes[8];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), top);
-    const int32_t best = *std::max_element(lanes, lanes + 8);
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    const int32_t best = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
     float value;
     std::memcpy(&value, &best, 4);
     return value;
-}
-inline int32_t byte_sum(const int8_t* p) {
-    int32_t total = 0;
-    for (int i = 0; i < 16; ++i) total += p[i];
-    return total;
 }
 
 #endif
@@ -164,6 +155,14 @@ private:
     }
 };
 
+// Asks for a block's share of its chunk, scales included.
+template <int K>
+inline void prefetch_block(const uint8_t* tile, int index) {
+    constexpr size_t share = chunk_bytes(K) / chunk_blocks(K);
+    for (size_t line = 0; line < share; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(tile + index * share + line), _MM_HINT_T1);
+}
+
 // What the integer sums of one block are worth.
 template <int K>
 struct WeightFactors {
@@ -199,38 +198,50 @@ inline Ints start_sum(const int32_t* negated) {
     return shift_left<bits>(set1(*negated));
 }
 
-// Adds to a row's result what its integer sums (without the start) are worth: the one place where results are rounded.
+// One block of some neighbouring rows; what belongs to row r stands r places further on.
+struct BlockRows {
+    const int8_t* codes;
+    const float *scales, *sums;
+    const int32_t *whole, *first, *last;  // minus the sums of the codes
+
+    BlockRows(const CodeRows& rows, size_t at, size_t width, int row)
+        : codes(rows.codes + (at * width + row) * kBlock),
+          scales(rows.scales + at * width + row),
+          sums(rows.sums + at * width + row),
+          whole(rows.negated + at * 3 * width + row),
+          first(whole + width),
+          last(first + width) {}
+};
+
+// Adds to a row's result what its integer sums are worth: the one place where results are rounded.
 template <int K>
 inline __attribute__((always_inline)) Floats add_sums(Floats total, const WeightFactors<K>& factors, const Ints* sums,
-                                                      const CodeRows& rows, size_t place) {
-    const Floats factor = set1(rows.scales[place]);
+                                                      const BlockRows& rows, int r) {
+    const Floats factor = set1(rows.scales[r]);
     for (int half = 0; half < WeightTraits<K>::kHalves; ++half)
         total = fma(to_floats(sums[half]), factors.scale[half] * factor, total);
-    if (WeightTraits<K>::kMinimum) total = fma(factors.minimum, set1(rows.sums[place]), total);
+    if (WeightTraits<K>::kMinimum) total = fma(factors.minimum, set1(rows.sums[r]), total);
     return total;
 }
 
-// Minus what the offset of the codes adds to a row's sums of one block.
+// Minus what the offset of the codes adds to a row's sums.
 template <int K>
-inline __attribute__((always_inline)) void start_sums(Ints* sums, const CodeRows& rows, size_t at, size_t width, int row) {
-    const int32_t* negated = rows.negated + at * 3 * width + row;
-    sums[0] = start_sum<K>(negated + (WeightTraits<K>::kHalves == 1 ? 0 : width));
-    if (WeightTraits<K>::kHalves == 2) sums[1] = start_sum<K>(negated + 2 * width);
+inline __attribute__((always_inline)) void start_sums(Ints* sums, const BlockRows& rows, int r) {
+    sums[0] = start_sum<K>((WeightTraits<K>::kHalves == 1 ? rows.whole : rows.first) + r);
+    if (WeightTraits<K>::kHalves == 2) sums[1] = start_sum<K>(rows.last + r);
 }
 
 // One block of one row.
 template <int K>
 inline __attribute__((always_inline)) Floats add_block(Floats total, const WeightCodes<K>& codes,
-                                                       const WeightFactors<K>& factors, const CodeRows& rows, size_t at,
-                                                       size_t width, int row) {
+                                                       const WeightFactors<K>& factors, const BlockRows& rows, int r) {
     constexpr int per_half = 8 / WeightTraits<K>::kHalves;
-    const int8_t* own = rows.codes + (at * width + row) * kBlock;
     Ints sums[2];
-    start_sums<K>(sums, rows, at, width, row);
+    start_sums<K>(sums, rows, r);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i)
-        sums[i / per_half] = dot<WeightTraits<K>::kWide>(sums[i / per_half], codes.quads[i], own + 4 * i);
-    return add_sums<K>(total, factors, sums, rows, at * width + row);
+        sums[i / per_half] = dot<WeightTraits<K>::kWide>(sums[i / per_half], codes.quads[i], rows.codes + r * kBlock + 4 * i);
+    return add_sums<K>(total, factors, sums, rows, r);
 }
 
 }  // namespace SLIP_ISA
