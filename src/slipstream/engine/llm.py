@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import itertools
 import random
@@ -80,6 +82,7 @@ class LLM:
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
+        _spare_the_collector()
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
         self.target_source = resolve(target, progress=progress)
@@ -308,6 +311,15 @@ class LLM:
     def __exit__(self, *exc: object) -> Literal[False]:
         self.close()
         return False
+
+
+@functools.cache
+def _spare_the_collector() -> None:
+    """Once per process: what the imports left behind stays, so Python need not look through it again and again.
+
+    A full collection walks hundreds of thousands of torch's objects, in the middle of a step.
+    """
+    gc.freeze()
 
 
 class EventStream(Iterator[GenEvent]):
