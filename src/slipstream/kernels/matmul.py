@@ -7,6 +7,7 @@ how many rows share the call; that is what makes speculative text equal plain te
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.kernels.native.library import Library, availability, library
-from slipstream.kernels.native.matrix import PackedLinear, StoredTensor, multiply
+from slipstream.kernels.native.matrix import Coarsened, PackedLinear, StoredTensor, multiply
 from slipstream.kernels.native.threads import threads
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -116,7 +117,7 @@ class NativeMatrix(Matrix):
 
     format = "native"
 
-    def __init__(self, compiled: Library, sources: list[MatrixSource]) -> None:
+    def __init__(self, compiled: Library, sources: Sequence[StoredTensor]) -> None:
         self._library = compiled
         self.packed = PackedLinear(compiled, sources)
         self.out_features, self.in_features = self.packed.out_features, self.packed.in_features
@@ -124,6 +125,16 @@ class NativeMatrix(Matrix):
 
     def __call__(self, rows: Tensor) -> Tensor:
         return multiply(self._library, self.packed, rows, threads())
+
+
+def rough_twin(matrix: Matrix, source: MatrixSource) -> Matrix:
+    """The same weight for products that need not be exact, where there is a faster way to them."""
+    if isinstance(matrix, Int8Matrix):
+        return matrix.roughened()
+    compiled = library()
+    if isinstance(matrix, NativeMatrix) and compiled is not None and Coarsened.helps(source):
+        return NativeMatrix(compiled, [Coarsened(source)])
+    return matrix
 
 
 def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:

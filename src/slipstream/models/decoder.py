@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.matmul import Int8Matrix, Matrix
+from slipstream.kernels.matmul import Matrix, rough_twin
 from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.reference import rms_norm
 from slipstream.kernels.rows import AttentionPattern, RowBatch
@@ -70,13 +71,9 @@ class Decoder:
         ]
         self.norm = weights.vector("model.norm.weight", config.hidden_size)
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
+        self._head_source = weights.source(head, (config.vocab_size, config.hidden_size))
         # int4 products come out in bf16, too coarse to rank a vocabulary by
-        self.head = weights.matrix(
-            [weights.source(head, (config.vocab_size, config.hidden_size))],
-            "int8" if weights.weight_format == "int4" else None,
-        )
-        # drafts share the head, and their logits need not be exact
-        self.draft_head: Matrix = self.head.roughened() if isinstance(self.head, Int8Matrix) else self.head
+        self.head = weights.matrix([self._head_source], "int8" if weights.weight_format == "int4" else None)
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         self._native = native_stack(config, self.layers, self.norm)
@@ -122,6 +119,11 @@ class Decoder:
             batch, self.embed(batch.token_ids), self._pools[1], self.rotary.tables(batch.end), tap_layers, wanted,
             packed(self.head),
         )
+
+    @cached_property
+    def draft_head(self) -> Matrix:
+        """The head that drafts share; their logits need not be exact, so a coarser copy spares half of its bytes."""
+        return rough_twin(self.head, self._head_source)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

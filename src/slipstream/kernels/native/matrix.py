@@ -90,6 +90,30 @@ class PackedLinear:
         )
 
 
+class Coarsened:
+    """A stored tensor rounded to 4 bits per weight, for products that need not be exact."""
+
+    type_name = "Q4_1"
+    _FINER = ("Q8_0", "Q6_K", "F16", "BF16", "F32")
+
+    def __init__(self, source: StoredTensor) -> None:
+        import gguf
+
+        self.shape = source.shape
+        self._source = source
+        self._bytes = gguf.quants.quantize(source.dense().numpy(), gguf.GGMLQuantizationType.Q4_1)
+
+    @classmethod
+    def helps(cls, source: StoredTensor) -> bool:
+        return source.type_name in cls._FINER and source.shape[1] % 32 == 0
+
+    def dense(self) -> Tensor:
+        return self._source.dense()
+
+    def raw(self) -> NDArray[np.uint8]:
+        return self._bytes
+
+
 def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
