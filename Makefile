@@ -17,8 +17,10 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet $
 
 setup: $(STAMP)
 
+NATIVE := setup.py $(wildcard src/slipstream/kernels/native/*.cpp src/slipstream/kernels/native/*.h)
+
 # dflash is only the tests' oracle and pins packages its model code never imports, hence --no-deps.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -e '.[test]'
 	$(PIP_INSTALL) --no-deps dflash

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.bench.floors import ROWS, RowCost, products_per_row, row_costs
+from slipstream.bench.floors import ROWS, RowCost, row_costs
 from slipstream.bench.measure import Plan
 from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
 from slipstream.bench.race import Race, Watch, prose_ids, race
@@ -82,7 +82,7 @@ def measured_rows(llm: LLM, peak: float | None) -> list[RowCost]:
     about, target = llm.describe(), llm._target
     times = row_times(target, ROWS)
     bandwidth = 1e9 * float(str(about["bandwidth_gbs"]))
-    return row_costs(times, float(str(about["weight_bytes"])), bandwidth, products_per_row(target.config), peak)
+    return row_costs(times, float(str(about["weight_bytes"])), bandwidth, float(str(about["row_products"])), peak)
 
 
 def judge_rows(costs: Sequence[RowCost], amx: bool) -> Bar:

@@ -69,11 +69,10 @@ def has_amx() -> bool:
 
 
 def peak_products() -> float | None:
-    """8-bit products a second of all cores; None where nothing measures it."""
-    from slipstream.kernels import machine
+    """8-bit products a second of all cores; None without compiled kernels."""
+    from slipstream.kernels.machine import int8_peak
 
-    measure = getattr(machine, "int8_peak", None)
-    return None if measure is None else measure()
+    return int8_peak()
 
 
 def quality(report: Report) -> None:

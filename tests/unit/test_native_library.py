@@ -55,7 +55,7 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
 @pytest.mark.timeout(600)
 def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
     build = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "o")],
+        [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}/o"],
         env=os.environ | {"CFLAGS": "-fsanitize=address -O1", "LDFLAGS": "-fsanitize=address"},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )
@@ -100,3 +100,12 @@ def test_nobody_spins_while_there_is_nothing_to_do(library: object) -> None:
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
+
+
+@pytest.mark.skipif(availability().library is None, reason="no compiled kernels")
+def test_the_machines_peaks_are_measured() -> None:
+    from slipstream.kernels.machine import int8_peak, read_bandwidth
+
+    peak, bandwidth = int8_peak(), read_bandwidth(8 << 20)
+    assert peak is not None and 1e9 < peak < 1e15
+    assert 1e8 < bandwidth < 1e13

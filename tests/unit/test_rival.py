@@ -97,14 +97,6 @@ def test_row_costs_beside_their_floors() -> None:
     assert {cost.product_floor_ms for cost in unknown} == {None} and cost_rows(unknown)[0][-1] == "-"
 
 
-def test_products_of_a_row_are_the_weights_it_meets() -> None:
-    class Small:
-        hidden_size, layers, heads, kv_heads, head_dim, intermediate_size, vocab_size = 8, 2, 4, 2, 3, 10, 50
-
-    attention = 8 * 12 + 2 * 8 * 6 + 12 * 8
-    assert floors.products_per_row(Small()) == 2 * (attention + 3 * 8 * 10) + 50 * 8
-
-
 def test_bars_pass_and_fail() -> None:
     assert Bar("a", 1.0, 1.0, "").ok and not Bar("a", 0.999, 1.0, "").ok
     assert Bar("a", 3.0, 3.0, "", at_most=True).ok and not Bar("a", 3.1, 3.0, "", at_most=True).ok

@@ -4,35 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-
-
-class Shape(Protocol):
-    """The numbers of a decoder that decide how many products a row takes."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def products_per_row(shape: Shape) -> int:
-    """Multiplications with weights for one row with logits; attention over the context comes on top."""
-    attention = shape.hidden_size * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    feed_forward = 3 * shape.hidden_size * shape.intermediate_size
-    return shape.layers * (attention + feed_forward) + shape.vocab_size * shape.hidden_size
 
 
 @dataclass(frozen=True, slots=True)

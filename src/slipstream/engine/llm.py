@@ -26,7 +26,7 @@ from slipstream.engine.runner import Runner
 from slipstream.errors import RequestError
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
-from slipstream.kernels.machine import prepare_torch, read_bandwidth
+from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.kernels.native.threads import set_threads
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.loading import load_target
@@ -192,6 +192,8 @@ class LLM:
             "draft_bytes": self._drafter.step_bytes if self._drafter else 0,
             "bandwidth_gbs": round(bandwidth / 1e9, 2),
             "floor_ms": round(1e3 * self._target.step_bytes / bandwidth, 3),
+            "row_products": self._target.row_products,
+            "peak_products": int8_peak() if self._target.weight_format == "native" else None,
         }
 
     @overload

@@ -18,6 +18,8 @@ import torch
 
 from slipstream.config import WeightFormat
 from slipstream.kernels.matmul import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
+from slipstream.kernels.native.library import library
+from slipstream.kernels.native.threads import threads as native_threads
 from slipstream.paths import user_cache
 
 # Some cloud machines advertise AMX and then kill the process that uses it; this is the next best instruction set.
@@ -32,6 +34,7 @@ torch._int_mm(x.to(torch.int8), w.to(torch.int8).t())
 """
 _MEASURED_ROWS = (1, 16)
 _ROUNDS = 6
+_PEAK_ROUNDS = 500_000
 _READ_ROUNDS = 24
 
 
@@ -121,10 +124,31 @@ def read_bandwidth(size: int = 96 << 20) -> float:
     That is the floor under every step time if `size` is that of the weights: caches keep part of what fits them.
     """
     data = torch.ones(max(size, 1 << 20) // torch.float32.itemsize)
-    data.sum()
+    compiled = library()
+    read: Callable[[], object] = data.sum
+    if compiled is not None:
+        kernel = compiled.function("slip_read", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], ctypes.c_int64)
+        read = functools.partial(kernel, data.data_ptr(), data.numel(), native_threads())
+    read()
     # whatever disturbs a round makes it slower, and a round takes milliseconds
-    best = min(_timed(data.sum) for _ in range(_READ_ROUNDS))
+    best = min(_timed(read) for _ in range(_READ_ROUNDS))
     return data.nbytes / best
+
+
+@functools.cache
+def int8_peak() -> float | None:
+    """int8 products per second that all threads together can make out of registers; None without compiled kernels."""
+    compiled = library()
+    if compiled is None:
+        return None
+    kernel = compiled.function("slip_products", [ctypes.c_int, ctypes.c_int], ctypes.c_int64)
+    kernel(_PEAK_ROUNDS, native_threads())
+    rates = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        made = kernel(_PEAK_ROUNDS, native_threads())
+        rates.append(made / (time.perf_counter() - began))
+    return max(rates)
 
 
 def measure_formats(

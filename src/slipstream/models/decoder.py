@@ -74,7 +74,7 @@ class Decoder:
         self._head_source = weights.source(head, (config.vocab_size, config.hidden_size))
         # int4 products come out in bf16, too coarse to rank a vocabulary by
         self.head = weights.matrix([self._head_source], "int8" if weights.weight_format == "int4" else None)
-        self.step_bytes = weights.step_bytes
+        self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
         self.rotary = RotaryTable(config.rope)
         self._native = native_stack(config, self.layers, self.norm)
         self._pools: tuple[KvLayers, LayerPools] | None = None

@@ -55,6 +55,7 @@ class Weights:
         self.weight_format = weight_format
         self._rough = rough  # matrices need not be exact to the last bit
         self.step_bytes = 0  # bytes of matrices every step reads: the floor under its time
+        self.row_products = 0  # products with weights that every row takes
         self._file_name = file_name
         self._progress = progress
         self._taken: set[str] = set()
@@ -89,6 +90,7 @@ class Weights:
         """Stacks tensors along the outputs into one matrix."""
         matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough)
         self.step_bytes += matrix.nbytes
+        self.row_products += matrix.out_features * matrix.in_features
         return matrix
 
     def finish(self, ignored: Callable[[str], bool]) -> None:

@@ -131,6 +131,16 @@ void enter() {
 
 void leave() { _tile_release(); }
 
+int64_t products(int rounds) {
+    enter();
+    for (int i = 0; i < rounds; ++i) {
+        _tile_dpbsud(SUMS, ROWS, WEIGHTS);
+        _tile_dpbsud(OTHER_SUMS, ROWS, WEIGHTS);
+    }
+    leave();
+    return int64_t{rounds} * 2 * kGroup * kTile * kBlock;
+}
+
 void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, float* out) {
     const uint8_t* data = matrix.data + tile * tile_bytes(matrix.kind, matrix.inputs);
     switch (matrix.kind) {

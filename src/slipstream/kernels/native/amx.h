@@ -14,10 +14,12 @@ using AmxTile = void (*)(const SlipMatrix& matrix, int tile, const RowsIn& in, i
 extern AmxTile amx_tile;
 extern void (*amx_enter)();
 extern void (*amx_leave)();
+extern int64_t (*amx_products)(int rounds);  // the products that so many rounds of tile instructions make
 
 namespace amx {
 void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, float* out);
 void enter();
 void leave();
+int64_t products(int rounds);
 }  // namespace amx
 }  // namespace slip

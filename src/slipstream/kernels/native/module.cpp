@@ -10,6 +10,7 @@ namespace slip {
 AmxTile amx_tile = nullptr;
 void (*amx_enter)() = nullptr;
 void (*amx_leave)() = nullptr;
+int64_t (*amx_products)(int) = nullptr;
 
 }  // namespace slip
 
@@ -42,4 +43,5 @@ SLIP_VISIBLE void slip_use_amx(int use) {
     slip::amx_tile = use ? slip::amx::multiply_tile : nullptr;
     slip::amx_enter = use ? slip::amx::enter : nullptr;
     slip::amx_leave = use ? slip::amx::leave : nullptr;
+    slip::amx_products = use ? slip::amx::products : nullptr;
 }
