@@ -13,6 +13,7 @@ import torch
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
+from slipstream.speculative.costs import CostTable
 from slipstream.types import SamplingParams
 from tests.tiny import VOCAB, ask, assert_idle, mixed_requests, prompt, tiny_llm
 
@@ -40,21 +41,21 @@ def test_a_broken_draft_costs_a_step_its_speculation_and_nothing_else(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, value: float
 ) -> None:
     llm.measure_costs()  # its own draft passes are not the ones to break
+    # so small a model decodes faster than it drafts; here the policy is to want drafts
+    monkeypatch.setattr(llm.engine.proposer.policy, "costs", CostTable({1: 50.0, 64: 51.0}, {15: 0.5}))
     request = ask("r", prompt(20), SamplingParams(temperature=0.8, seed=2), mode, max_tokens=40)
     plain = llm.run([ask("plain", prompt(20), request.sampling, "plain", max_tokens=40)])[0]
     healthy = llm.run([request])[0]
     assert healthy.stats.bad_drafts == 0 and not caplog.records
-    # a policy may see after its first draft that drafts do not pay here
-    passes = range(3) if mode == "auto" else range(1, 4)
     with monkeypatch.context() as patch:
-        broken_drafts(llm, patch, passes, value)
+        broken_drafts(llm, patch, range(1, 4), value)
         done = llm.run([request])[0]
     assert (done.token_ids, done.text, done.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
     assert done.stats.bad_drafts == 3 if mode != "auto" else 1 <= done.stats.bad_drafts <= 3
     assert done.stats.steps >= healthy.stats.steps or mode == "auto"
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "request r" in warnings[0].getMessage(), "once per request, not per step"
-    assert done.stats.drafted > 0 or mode == "auto", "the steps before and after it do speculate"
+    assert done.stats.drafted > 0, "the steps before and after it do speculate"
     later = llm.run([request])[0]
     assert (later.token_ids, later.stats.bad_drafts) == (healthy.token_ids, 0)
     if mode != "auto":

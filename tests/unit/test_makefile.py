@@ -38,7 +38,7 @@ def test_targets_exist(target: str) -> None:
 
 
 def test_setup_is_done_once(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     first = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert "-m venv .venv" in first.stdout and "pip install" in first.stdout

@@ -1,5 +1,8 @@
 #include "amx.h"
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "matmul.h"
 #include "weights.h"
 
@@ -12,13 +15,13 @@ void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int gro
 namespace amx {
 namespace {
 
-// Tile registers: rows and sums for a whole block, and for half of one where every 16 inputs have their own scale.
+// Tile registers, two sets: they are not renamed, so one product must not wait for the other's registers.
 // Macros, because the compiler pastes the names into instructions.
 #define ROWS 0
 #define WEIGHTS 1
-#define HALF_ROWS 2
-#define HALF_WEIGHTS 3
-#define SUMS 4
+#define SUMS 2
+#define OTHER_ROWS 3
+#define OTHER_WEIGHTS 4
 #define OTHER_SUMS 5
 
 // The compiler does not know what tile instructions read from memory: everything must have been stored before them.
@@ -38,42 +41,50 @@ struct alignas(64) TileConfig {
 constexpr int kAtOnce = 6;  // blocks: enough that neither tiles nor floats wait for each other's memory
 constexpr int kQuadBytes = 8 * 64;
 
-// Integer sums of one block for 16 rows: [half][row][output].
-using Sums = int32_t[2][kGroup * kTile];
+// Integer sums of one block for 16 rows: [row][output].
+using Sums = int32_t[kGroup * kTile];
 
-template <int K>
-inline void tile_sums(const uint8_t* quads, const int8_t* codes, Sums& sums) {
+// One product of 16 rows with 16 outputs over 32 inputs.
+struct TileProduct {
+    const uint8_t* quads;
+    const int8_t* codes;
+    int32_t* sums;
+};
+
+inline void multiply_pair(const TileProduct& one, const TileProduct& other) {
+    _tile_loadd(ROWS, one.codes, kBlock);
+    _tile_loadd(WEIGHTS, one.quads, 64);
+    _tile_loadd(OTHER_ROWS, other.codes, kBlock);
+    _tile_loadd(OTHER_WEIGHTS, other.quads, 64);
     _tile_zero(SUMS);
-    if (WeightTraits<K>::kHalves == 1) {
-        _tile_loadd(ROWS, codes, kBlock);
-        _tile_loadd(WEIGHTS, quads, 64);
-        _tile_dpbsud(SUMS, ROWS, WEIGHTS);
-        _tile_stored(SUMS, sums[0], 64);
-        return;
-    }
     _tile_zero(OTHER_SUMS);
-    _tile_loadd(HALF_ROWS, codes, kBlock);
-    _tile_loadd(HALF_WEIGHTS, quads, 64);
-    _tile_dpbsud(SUMS, HALF_ROWS, HALF_WEIGHTS);
-    _tile_stored(SUMS, sums[0], 64);
-    _tile_loadd(HALF_ROWS, codes + 16, kBlock);
-    _tile_loadd(HALF_WEIGHTS, quads + kQuadBytes / 2, 64);
-    _tile_dpbsud(OTHER_SUMS, HALF_ROWS, HALF_WEIGHTS);
-    _tile_stored(OTHER_SUMS, sums[1], 64);
+    _tile_dpbsud(SUMS, ROWS, WEIGHTS);
+    _tile_dpbsud(OTHER_SUMS, OTHER_ROWS, OTHER_WEIGHTS);
+    _tile_stored(SUMS, one.sums, 64);
+    _tile_stored(OTHER_SUMS, other.sums, 64);
 }
 
-// Where a block's codes lie as whole bytes: 8-bit ones in the tile itself, others after unpacking.
+// A block's codes as whole bytes: 8-bit ones lie in the tile itself, others are unpacked. Where every 16 inputs have
+// their own scale, the two halves become two products, each with zeros in place of the other's codes.
 template <int K>
-inline const uint8_t* whole_codes(const uint8_t* tile, int index, uint8_t* room) {
-    if (K == kQ8_0) return tile + BlockPlace(K, index).codes;
+inline void unpack(const uint8_t* tile, int index, uint8_t (*room)[kQuadBytes], const uint8_t** quads) {
+    if (K == kQ8_0) {
+        quads[0] = tile + BlockPlace(K, index).codes;
+        return;
+    }
     const WeightCodes<K> codes(tile, index);
-    for (int i = 0; i < 8; ++i) _mm512_store_si512(room + i * 64, codes.quads[i]);
-    return room;
+    for (int half = 0; half < WeightTraits<K>::kHalves; ++half) {
+        quads[half] = room[half];
+        for (int i = 0; i < 8; ++i) {
+            const bool own = WeightTraits<K>::kHalves == 1 || i / 4 == half;
+            _mm512_store_si512(room[half] + i * 64, own ? codes.quads[i] : _mm512_setzero_si512());
+        }
+    }
 }
 
 // What a block adds to the rows' results: the same roundings in the same order as without tiles.
 template <int K>
-inline void add_tile_sums(const uint8_t* tile, int index, const Sums& found, const RowsIn& in, size_t at, Floats* total) {
+inline void add_tile_sums(const uint8_t* tile, int index, const Sums* found, const RowsIn& in, size_t at, Floats* total) {
     const WeightFactors<K> factors(tile, index);
     const BlockRows rows(in.main, at, in.width, 0);
 #pragma GCC unroll 16
@@ -94,20 +105,28 @@ inline void add_tile_sums(const uint8_t* tile, int index, const Sums& found, con
 
 template <int K>
 void sixteen_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, float* out) {
+    constexpr int halves = WeightTraits<K>::kHalves;
     const int blocks = blocks_of(matrix.inputs);
-    alignas(64) uint8_t unpacked[kAtOnce][kQuadBytes];
-    alignas(64) Sums sums[kAtOnce];
-    const uint8_t* quads[kAtOnce];
+    alignas(64) uint8_t unpacked[kAtOnce][halves][kQuadBytes];
+    alignas(64) Sums sums[kAtOnce][halves];
+    TileProduct products[kAtOnce * halves];
     Floats total[kGroup];
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r) total[r] = set1(0.0f);
     const size_t first = in.block(group, 0);
     for (int start = 0; start < blocks; start += kAtOnce) {
         const int count = std::min(kAtOnce, blocks - start);
-        for (int i = 0; i < count; ++i) quads[i] = whole_codes<K>(tile, start + i, unpacked[i]);
+        for (int i = 0; i < count; ++i) {
+            prefetch_block<K>(tile + tile_bytes(K, matrix.inputs), start + i);
+            const uint8_t* quads[halves];
+            unpack<K>(tile, start + i, unpacked[i], quads);
+            const int8_t* codes = in.main.codes + (first + start + i) * in.width * kBlock;
+            for (int half = 0; half < halves; ++half) products[i * halves + half] = {quads[half], codes, sums[i][half]};
+        }
         settle(unpacked);
-        for (int i = 0; i < count; ++i)
-            tile_sums<K>(quads[i], in.main.codes + (first + start + i) * in.width * kBlock, sums[i]);
+        // an odd one out is multiplied twice, into the same place
+        for (int i = 0; i < count * halves; i += 2)
+            multiply_pair(products[i], products[std::min(i + 1, count * halves - 1)]);
         settle(sums);
         for (int i = 0; i < count; ++i) add_tile_sums<K>(tile, start + i, sums[i], in, first + start + i, total);
     }
@@ -119,12 +138,9 @@ void sixteen_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& i
 
 void enter() {
     TileConfig config;
-    config.shape(ROWS, kGroup, kBlock);
-    config.shape(WEIGHTS, 8, 64);
-    config.shape(HALF_ROWS, kGroup, kBlock / 2);
-    config.shape(HALF_WEIGHTS, 4, 64);
-    config.shape(SUMS, kGroup, 64);
-    config.shape(OTHER_SUMS, kGroup, 64);
+    for (int tile : {ROWS, OTHER_ROWS}) config.shape(tile, kGroup, kBlock);
+    for (int tile : {WEIGHTS, OTHER_WEIGHTS}) config.shape(tile, 8, 64);
+    for (int tile : {SUMS, OTHER_SUMS}) config.shape(tile, kGroup, 64);
     settle(&config);
     _tile_loadconfig(&config);
 }
@@ -135,7 +151,7 @@ int64_t products(int rounds) {
     enter();
     for (int i = 0; i < rounds; ++i) {
         _tile_dpbsud(SUMS, ROWS, WEIGHTS);
-        _tile_dpbsud(OTHER_SUMS, ROWS, WEIGHTS);
+        _tile_dpbsud(OTHER_SUMS, OTHER_ROWS, OTHER_WEIGHTS);
     }
     leave();
     return int64_t{rounds} * 2 * kGroup * kTile * kBlock;

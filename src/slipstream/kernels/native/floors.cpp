@@ -42,7 +42,6 @@ SLIP_EXPORT(int64_t, slip_products)(int rounds, int threads) {
             for (int i = 0; i < rounds; ++i) {
 #pragma GCC unroll 8
                 for (int chain = 0; chain < kChains; ++chain) sums[chain] = dot<false>(sums[chain], quad, four);
-                asm volatile("" : "+m"(*const_cast<uint8_t*>(codes)));
             }
             for (const Ints& each : sums) kept += sum(each) & 0;
         });
