@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.kernels.ranking import top_scores
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import grow_chain, grow_tree
 
@@ -19,6 +20,12 @@ HIDDEN = float("-inf")
 
 def random_scores(slots: int, seed: int = 0) -> Tensor:
     return 2.0 * torch.randn(slots, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def best_of(scores: Tensor, count: int, **settings: float) -> BlockDrafts:
+    """The `count` best tokens of every row of scores [slots, vocabulary], as a block offers them."""
+    values, ids, total = top_scores(scores, count)
+    return BlockDrafts(ids, values - total[:, None], **settings)
 
 
 class Walk:
@@ -45,7 +52,7 @@ class Walk:
 
 
 def headed(scores: Tensor, count: int, walk_confidence: float | None = None, **settings: float) -> BlockDrafts:
-    drafts = BlockDrafts.best_of(scores, count, **settings)
+    drafts = best_of(scores, count, **settings)
     drafts.bind(Walk(drafts, walk_confidence))
     return drafts
 
@@ -53,7 +60,7 @@ def headed(scores: Tensor, count: int, walk_confidence: float | None = None, **s
 @pytest.mark.parametrize("count", [1, 5, VOCAB, VOCAB + 9])
 def test_candidates_are_the_best_of_the_row_with_their_share_of_the_whole(count: int) -> None:
     scores = random_scores(4)
-    drafts = BlockDrafts.best_of(scores, count)
+    drafts = best_of(scores, count)
     assert drafts.slots == 4
     for slot in range(4):
         exact = scores[slot].double().softmax(dim=0)
@@ -68,7 +75,7 @@ def test_candidates_are_the_best_of_the_row_with_their_share_of_the_whole(count:
 def test_what_a_filter_hid_is_no_candidate() -> None:
     scores = random_scores(3)
     scores[1, 4:] = HIDDEN
-    drafts = BlockDrafts.best_of(scores, 9)
+    drafts = best_of(scores, 9)
     assert [len(drafts.after(slot, 0, None).tokens) for slot in range(3)] == [9, 4, 9]
     assert sum(drafts.after(1, 0, None).chances) == pytest.approx(1.0, abs=1e-6)
     drafts.bind(Walk(drafts))
@@ -109,7 +116,7 @@ def test_every_candidate_with_a_head_sums_to_one() -> None:
 def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(size: float) -> None:
     """A low temperature multiplies corrections: what is added may be hundreds."""
     scores = random_scores(1, seed=3)
-    drafts = BlockDrafts.best_of(scores, 4)
+    drafts = best_of(scores, 4)
 
     class Strong(Walk):
         def bias(self, previous: int) -> NDArray[np.float32]:
@@ -148,7 +155,7 @@ def test_a_slot_is_cut_where_the_confidence_is_below_the_threshold() -> None:
         def confidence(self, slot: int, previous: int) -> float | None:
             return 0.9 - 0.2 * slot
 
-    drafts = BlockDrafts.best_of(random_scores(5, seed=6), 4, min_confidence=0.45)
+    drafts = best_of(random_scores(5, seed=6), 4, min_confidence=0.45)
     drafts.bind(Fading(drafts))
     assert [len(drafts.after(slot, 1, slot).tokens) for slot in range(5)] == [4, 4, 4, 0, 0]
     assert grow_chain(drafts, 1, 5).nodes == 3

@@ -200,6 +200,9 @@ class Proposer:
         if any(session.speculation.policy is not None for session in sessions):
             self._policy.progress(sum(committed), (draft_s + step_s) * 1e3)
         for session, plan, tokens in zip(sessions, plans, committed, strict=True):
+            promised = plan.decision.expected_tokens
+            if session.speculation.policy is not None and plan.proposal.nodes and promised is not None:
+                self._policy.keep(promised, tokens, not session.greedy)
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
                 plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
                 step_ms = (draft_s + step_s) * 1e3

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
 from slipstream.speculative.calibration import Calibration
@@ -42,13 +41,6 @@ class BlockDrafts:
         self._min_confidence = min_confidence
         self._ready: dict[tuple[int, int], Branch] = {}
         self.broken = False  # a head answered with numbers that are none; nothing is offered there
-
-    @classmethod
-    def best_of(cls, scores: Tensor, count: int, scale: float = 1.0, min_confidence: float = 0.0) -> BlockDrafts:
-        """The `count` best tokens of every row of scores [slots, vocabulary]."""
-        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        return cls(best.indices.numpy(), (best.values - total).numpy(), scale, min_confidence)
 
     def bind(self, walk: HeadWalk, compiled: CompiledWalk | None = None) -> None:
         """Gives the block the heads' walk, which is made from the candidates, and its compiled twin if there is one."""

@@ -21,6 +21,7 @@ _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
 _PLAN_STEPS = 8
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
+_KEPT = (0.7, 1.0)
 _FASTEST = 8.0
 _LOOK_DEEPER = 16  # every so many drafts the deepest, or what lies there would never be known
 
@@ -56,6 +57,8 @@ class Policy:
         # what choosing after the draft makes of a plan made before it, and what speculation makes of plain decoding
         self._beyond_plan = Quotient(1.0, *_BEYOND_PLAN)
         self._speedup = Quotient(1.0, 1.0, _FASTEST)
+        # what came of the tokens that verified drafts promised, for greedy and for sampled sequences
+        self._kept = {sampled: Quotient(1.0, *_KEPT) for sampled in (False, True)}
 
     def sequence(self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False) -> SequencePolicy:
         """A request's own policy; `proposals` is how many tokens a block can draft."""
@@ -82,7 +85,7 @@ class Policy:
         plain = step.plain_rate
         step_of = partial(self._step, views, fixed=fixed)
         plan = self._plan_for([views[index] for index in able], step_of)
-        outlook = plan.worth * self._beyond_plan.value / plain if plan else 0.0
+        outlook = plan.worth * self._trusted(views) / plain if plan else 0.0
         paying = [index for index in able if plan and outlook > 1.0 and views[index].policy in plan.drafting]
         self._plans += bool(paying)
         self._planned_rate = plan.rate if plan and paying else 0.0
@@ -155,6 +158,14 @@ class Policy:
         """What a whole step, drafting included, really committed and took."""
         if self._plain_rate:
             self._speedup.add(tokens, ms * self._plain_rate)
+
+    def keep(self, promised: float, committed: int, sampled: bool) -> None:
+        """What one sequence's verified draft promised to commit, and what it did."""
+        self._kept[sampled].add(committed, promised)
+
+    def _trusted(self, views: Sequence[View]) -> float:
+        """What a plan's rate turns out to be worth: choosing after the draft adds to it, broken promises take away."""
+        return self._beyond_plan.value * min(self._kept[sampled].value for sampled in {view.sampled for view in views})
 
     def _all_plain(self, offers: Sequence[Offer], shape: StepShape) -> list[Choice]:
         """Nobody has drafted anything, so there is nothing to weigh."""
@@ -273,7 +284,7 @@ class Policy:
         if not policy.hopeful:
             return 0.0
         alone = own_outlook(self.costs, step_of(policy.max_nodes), view, self._prospect(policy))
-        return alone * self._beyond_plan.value
+        return alone * self._trusted([view])
 
     def _due(self, views: Sequence[View], rest: Sequence[int], step_of: Callable[[int], Step]) -> list[int]:
         """Sequences that draft although it does not seem to pay: never tried, or due for a probe."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import (
     LEAST_TEMPERATURE,
     Candidates,
@@ -158,20 +157,6 @@ class RowSampler:
             return Candidates.of(top_scores(logits, count, self._temperature))
         scaled = logits / self._temperature
         return Candidates.of(top_scores(scaled.masked_fill(scaled < torch.from_numpy(floors)[:, None], _HIDDEN), count))
-
-    def draft_scores(self, logits: Tensor, first_position: int) -> Tensor | None:
-        """What `draft_candidates` ranks, over the whole vocabulary."""
-        if not bool(logits.amax(dim=-1).isfinite().all()):
-            return None
-        if self.params.penalised:
-            logits = penalise(logits, self._seen, self._counts, self.params)
-        if self.params.greedy:
-            return logits
-        scores = filter_logits(logits / self._temperature, self.params)
-        if not self.share_noise:
-            return scores
-        span = range(first_position, first_position + logits.shape[0])
-        return scores + gumbel_rows(self.params.seed, span, logits.shape[-1])
 
     @property
     def draft_scale(self) -> float:
