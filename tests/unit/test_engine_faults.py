@@ -41,8 +41,10 @@ def test_a_broken_draft_costs_a_step_its_speculation_and_nothing_else(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, value: float
 ) -> None:
     llm.measure_costs()  # its own draft passes are not the ones to break
-    # the policy is to want drafts at first
+    # so small a model decodes faster than it drafts; here the policy is not to notice
     monkeypatch.setattr(llm.engine.proposer.policy, "costs", CostTable({1: 50.0, 64: 51.0}, {15: 0.5}))
+    monkeypatch.setattr(CostTable, "observe_step", lambda *_: None)
+    monkeypatch.setattr(CostTable, "observe_draft", lambda *_: None)
     request = ask("r", prompt(20), SamplingParams(temperature=0.8, seed=2), mode, max_tokens=40)
     plain = llm.run([ask("plain", prompt(20), request.sampling, "plain", max_tokens=40)])[0]
     healthy = llm.run([request])[0]
@@ -55,8 +57,7 @@ def test_a_broken_draft_costs_a_step_its_speculation_and_nothing_else(
     assert done.stats.steps >= healthy.stats.steps or mode == "auto"
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "request r" in warnings[0].getMessage(), "once per request, not per step"
-    # a policy soon sees that so small a model decodes faster than it drafts
-    assert done.stats.drafted > 0 or mode == "auto", "the steps before and after it do speculate"
+    assert done.stats.drafted > 0, "the steps before and after it do speculate"
     later = llm.run([request])[0]
     assert (later.token_ids, later.stats.bad_drafts) == (healthy.token_ids, 0)
     if mode != "auto":

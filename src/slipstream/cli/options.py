@@ -93,7 +93,10 @@ def load(ui: Ui, target: str, draft: str, config: EngineConfig) -> LLM:
         # Imported here: the engine brings torch, which `--help` and bad options must not wait for.
         from slipstream.engine.llm import LLM
 
-        return LLM(target, None if draft == "none" else draft, config=config, progress=progress)
+        llm = LLM(target, None if draft == "none" else draft, config=config, progress=progress)
+    if not llm.compiled:
+        ui.note(f"Running on {llm.kernels}.")
+    return llm
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from slipstream.errors import RequestError
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
+from slipstream.kernels.native.library import availability, library
 from slipstream.kernels.native.threads import set_threads
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.loading import load_target
@@ -157,6 +158,16 @@ class LLM:
     def has_draft(self) -> bool:
         return self._drafter is not None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled kernels are at hand; a torch format may be asked for all the same."""
+        return library() is not None
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels serve, and why those."""
+        return availability().reason
+
     @cached_property
     def exact(self) -> bool:
         """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
@@ -183,6 +194,7 @@ class LLM:
             "draft": self.draft_label,
             "weight_format": self._target.weight_format,
             "format_choice": self.format_choice,
+            "kernels": self.kernels,
             "exact": self.exact,
             "threads": self.threads,
             "max_context": self.max_context,

@@ -144,7 +144,7 @@ class Runner:
 
 
 def _rows(taps: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows of the taps, which nearly always follow each other: a slice costs a tenth of a selection."""
+    """These rows (ascending) of the taps; they nearly always follow each other, and a slice is much cheaper."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return taps[rows[0] : rows[-1] + 1]
     return taps[torch.tensor(rows)]
