@@ -66,6 +66,9 @@ class FakeDetokenizer:
 class FakeLLM:
     """Keeps every instance and every request for the tests to look at."""
 
+    compiled: ClassVar[bool] = True
+    kernels: ClassVar[str] = "torch's kernels: a test says so"
+
     target: str
     draft: str | None = "auto"
     config: Any = None

@@ -70,6 +70,15 @@ def test_generate_streams_text_to_stdout_and_numbers_to_stderr(cli: Any, fake_en
     assert "tok/s" in done.err and "tau 3." in done.err
 
 
+def test_torch_kernels_are_announced_in_one_line(
+    cli: Any, fake_engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "Running on torch's kernels: a test says so."
+    assert line not in cli("generate", "--prompt", "x").err
+    monkeypatch.setattr(fake_engine, "compiled", False)
+    assert line in cli("generate", "--prompt", "x").err
+
+
 def test_generate_reads_a_file_and_stdin(cli: Any, fake_engine: type[FakeLLM], tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes("é\r\nx".encode())
     assert json.loads(cli("generate", "--prompt-file", str(tmp_path / "p.txt"), "--json").out)["text"].startswith(

@@ -22,6 +22,7 @@ from slipstream.types import Decision, Proposal, Verdict
 _HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
 AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
 _FLOOR_SHARE = 0.7  # rows become dearer in steps, so a node below the average price may still come for free
+_TIMED_PLAIN_STEPS = 4  # one of so many plain steps in a row refreshes the cost table
 _log = logging.getLogger("slipstream")
 
 
@@ -40,6 +41,7 @@ class Proposer:
         self._runner = runner
         self._measure_costs = measure_costs
         self._policy: Policy | None = None
+        self._plain_steps = 0
 
     @property
     def policy(self) -> Policy:
@@ -78,8 +80,8 @@ class Proposer:
             for index, session in enumerate(sessions) if session.speculation.policy is None
         }
         governed = [index for index in range(len(sessions)) if index not in fixed]
-        chosen: list[Plan] = []
-        if governed:
+        chosen = [_undrafted(sessions[index]) for index in governed]
+        if jobs and governed:
             rest = _rest([sessions[i] for i in fixed], sum(len(plan.proposal.tokens) for plan in fixed.values()))
             chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
         settled = fixed | dict(zip(governed, chosen, strict=True))
@@ -191,6 +193,10 @@ class Proposer:
         """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""
         if self._policy is None or not sessions:
             return
+        # plain steps come by the hundred, and looking at each would cost a hundredth of it
+        self._plain_steps = 0 if any(plan.proposal.nodes for plan in plans) else self._plain_steps + 1
+        if self._plain_steps % _TIMED_PLAIN_STEPS:
+            return
         rows = sum(len(plan.proposal.tokens) for plan in plans)
         shape = StepShape(
             len(sessions), rows, _context(sessions), any(not session.greedy for session in sessions),
@@ -242,6 +248,12 @@ def _fixed(session: Session, block: BlockDrafts | None) -> Plan:
     else:
         growth = block.grow(anchor, min(depth, speculation.rows - 1), 0, 0)[0]
     return Plan(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
+
+
+def _undrafted(session: Session) -> Plan:
+    """The anchor alone, where the policy has asked for no draft and there is nothing to weigh."""
+    state, policy = session.ticket.state, session.speculation.policy
+    return Plan(Proposal((state.tokens[state.length],), (-1,)), Decision("plain", policy.note if policy else ""))
 
 
 def _settled(session: Session, tree: Growth, chain: Growth, choice: Choice) -> Plan:
