@@ -31,6 +31,16 @@ def libraries() -> list[Library]:
     return list(dict.fromkeys(plain))
 
 
+def compiled(isa: str) -> Library:
+    """The module with one instruction set's kernels; skips the test where it cannot run."""
+    found = availability().library
+    if found is None:
+        pytest.skip("no compiled kernels")
+    if isa == "avx512" and not found.handle.slip_has_avx512():
+        pytest.skip("no AVX-512")
+    return Library(found.handle, isa, False)
+
+
 def every_library() -> pytest.MarkDecorator:
     known = libraries() or [pytest.param(None, marks=pytest.mark.skip(reason="no compiled kernels"))]
     return pytest.mark.parametrize("library", known, ids=lambda each: each.isa if each else "none")

@@ -13,22 +13,13 @@ from torch import Tensor
 from slipstream.errors import IntegrityError
 from slipstream.kernels.attention import attention
 from slipstream.kernels.native.attention import batch_struct, group_struct, native_attention, serves
-from slipstream.kernels.native.library import Library, library
 from slipstream.kernels.reference import row_attention
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
+from tests.native import compiled
 
 CAUSAL = AttentionPattern()
 SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (14, 2, 64), (5, 1, 48), (6, 2, 80), (32, 8, 128), (2, 1, 256)]
 Attend = Callable[..., Tensor]
-
-
-def compiled(isa: str) -> Library:
-    found = library()
-    if found is None:
-        pytest.skip("no compiled kernels")
-    if isa == "avx512" and not found.handle.slip_has_avx512():
-        pytest.skip("no AVX-512")
-    return Library(found.handle, isa, False)
 
 
 @pytest.fixture(params=["avx2", "avx512"])

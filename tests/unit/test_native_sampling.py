@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.native.library import Library, library
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import (
     LEAST_TEMPERATURE,
@@ -23,24 +22,20 @@ from slipstream.kernels.ranking import (
     torch_top_scores,
 )
 from slipstream.types import MAX_SEED
+from tests.native import compiled
 
 HIDDEN = float("-inf")
 # one lane, less than a vector, a tile and its neighbours, a stretch and its neighbours, real vocabularies
 SIZES = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 8192, 8193, 20_000]
 
 
-def compiled(isa: str) -> NativeRanking:
-    found = library()
-    if found is None:
-        pytest.skip("no compiled kernels")
-    if isa == "avx512" and not found.handle.slip_has_avx512():
-        pytest.skip("no AVX-512")
-    return NativeRanking(Library(found.handle, isa, False))
+def ranking(isa: str) -> NativeRanking:
+    return NativeRanking(compiled(isa))
 
 
 @pytest.fixture(params=["avx2", "avx512"])
 def native(request: pytest.FixtureRequest) -> NativeRanking:
-    return compiled(request.param)
+    return ranking(request.param)
 
 
 @pytest.fixture(params=[1, 3])
@@ -218,7 +213,7 @@ def test_tokens_under_the_floor_are_out_of_the_draw(native: NativeRanking, vocab
 
 
 def test_both_instruction_sets_give_the_same_bits() -> None:
-    old, new = compiled("avx2"), compiled("avx512")
+    old, new = ranking("avx2"), ranking("avx512")
     for vocab in (1003, 49_152):
         rows = {**odd_rows(vocab), "random": random_rows(2, vocab)}
         assert np.array_equal(old.gumbel_row(7, 3, vocab), new.gumbel_row(7, 3, vocab))

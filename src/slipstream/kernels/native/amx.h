@@ -7,7 +7,7 @@ namespace slip {
 
 struct RowsIn;
 
-constexpr int kAmxRows = 5;  // with fewer rows the tiles' detour through memory costs more than it saves
+constexpr int kAmxRows = 9;  // with fewer rows the tiles' detour through memory costs more than it saves
 
 // All 16 rows of a group with one tile: out[row * 16 + column]. Threads call enter before and leave behind it.
 using AmxTile = void (*)(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, float* out);
