@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.weights import open_weights
 from slipstream.models.dflash import read_drafter_config
-from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.dflash_config import GGUF_EXPECTED_TAU, DFlashConfig
 from slipstream.models.dflash_names import canonical_name, gguf_spellings
 from slipstream.models.dflash_parts import DraftParts
 from slipstream.models.rope import RopeConfig
@@ -51,6 +51,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
         writer.add_logit_scale(config.output_multiplier)
     if config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    for prompts, tau in config.expected_tau.items():
+        writer.add_float64(f"{GGUF_EXPECTED_TAU}{prompts}", tau)
     write_parts(writer, config.parts)
 
 

@@ -12,6 +12,7 @@ ALLOWED_SKIPS = {
     "no GPU": "tests of CUDA kernels need a CUDA device",
     "no compiled kernels": "without a compiler torch's kernels serve; with one, a test demands that there are some",
     "no AVX-512": "tests of its kernels need a processor that has it",
+    "chromium is not installed": "the web page is tried in a real browser where there is one",
     "xllamacpp is not installed": "it is optional: only the comparison with llama.cpp needs it",
 }
 

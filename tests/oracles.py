@@ -43,6 +43,7 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.llm import Completion
 from slipstream.engine.runner import RowWork, Runner
+from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.draft import BlockDrafter, DraftJob
@@ -364,11 +365,9 @@ class OurDrafts:
         """Writes the draft context of the next positions."""
         start, stop = state.length, state.length + taps.shape[0]
         state.reserve(stop + self._size)
-        where = torch.tensor([state.place(position) for position in range(start, stop)])
-        self._blocks.drafter.write_context(
-            taps, torch.arange(start, stop), stop, where[:, 0], where[:, 1], self.pools.draft_keys,
-            self.pools.draft_values,
-        )
+        pages, offsets = zip(*[state.place(position) for position in range(start, stop)], strict=True)
+        places = RowPlaces(range(start, stop), pages, offsets, stop)
+        self._blocks.drafter.write_context(taps, places, self.pools.draft_keys, self.pools.draft_values)
         state.commit(range(stop - start), [0] * (stop - start), stop - start)
 
     @torch.inference_mode()

@@ -23,6 +23,7 @@ from pathlib import Path
 from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
 from tests import verify_cpu as cpu
+from tests import verify_server as serving
 from tests import verify_speculation as speculation
 from tests.verify_report import Outcome, Report
 
@@ -114,7 +115,7 @@ SIDE_BY_SIDE: tuple[Section, ...] = (
     sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
     oracles, operations, fuzz, *cpu.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED)
+TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

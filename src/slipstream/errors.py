@@ -34,3 +34,19 @@ class SourceError(SlipstreamError):
 
 class IntegrityError(SlipstreamError):
     """An internal invariant does not hold; always a bug of ours, never of the user."""
+
+
+class BusyError(SlipstreamError):
+    """No room in the queue now; asking again after `retry_after_s` seconds may help."""
+
+    def __init__(self, message: str, hint: str = "try again later", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint)
+        self.retry_after_s = retry_after_s
+
+
+class EngineFailedError(SlipstreamError):
+    """The thread that ran an engine has ended, and with it everything that ran there."""
+
+
+class StaleEpochError(SlipstreamError):
+    """Somebody acts on a state of a request that is over: it was resumed, paused again or ended since."""

@@ -30,6 +30,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); -100 bans the token
 
     def __post_init__(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
@@ -45,6 +46,8 @@ class SamplingParams:
             _require(_finite(value) and -2 <= value <= 2, name, value, "between -2 and 2")
         _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"between 0 and {MAX_SEED}")
         _require(self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", self.logprobs, "between 0 and 64")
+        for token, bias in self.logit_bias:
+            _require(-100 <= bias <= 100, f"logit_bias of token {token}", bias, "between -100 and 100")
 
     @property
     def greedy(self) -> bool:
@@ -139,6 +142,28 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be, in a notation llguidance reads; `text.grammars` writes the usual ones."""
+
+    kind: Literal["json_schema", "lark", "regex"]
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The reasoning before an answer: a constraint holds from its end on, and a budget ends it for the model."""
+
+    budget: int | None = None  # tokens inside it, then the end tag is written for the model
+    opened: bool = True  # by the prompt; otherwise it begins where the model writes the start tag, if it does
+    start: str = "<think>"
+    end: str = "</think>"
+
+    def __post_init__(self) -> None:
+        _require(self.budget is None or self.budget >= 0, "thinking budget", self.budget, "0 or more")
+        _require(bool(self.start and self.end), "thinking tag", "empty", "some text")
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and everything that decides its text; immutable once handed to the engine."""
 
@@ -153,6 +178,9 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     share_noise: bool = True
     cache_prompt: bool = True
+    constraint: Constraint | None = None
+    thinking: Thinking | None = None  # where the model reasons before it answers
+    priority: int = 0  # larger is served first
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")

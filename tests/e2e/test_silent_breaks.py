@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 from torch import Tensor
 
 from slipstream.bench.workloads import read_prompts
@@ -15,7 +14,7 @@ from slipstream.cache.prefix import PrefixCache
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import ForwardResult, Runner
-from slipstream.kernels.rows import AttentionPattern, RowGroup, make_group
+from slipstream.kernels.rows import AttentionPattern, RowGroup, RowPlaces, make_group
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.rope import RotaryTable
 from slipstream.speculative import draft as draft_module
@@ -188,10 +187,12 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 
     write = draft_module.BlockDrafter.write_context
 
-    def wrapped(
-        self: draft_module.BlockDrafter, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor
-    ) -> None:
-        write(self, taps, positions, end, torch.where(positions >= 4096, 0, pages), offsets)
+    def wrapped(self: draft_module.BlockDrafter, taps: Tensor, places: RowPlaces) -> None:
+        pages = [
+            0 if position >= 4096 else page
+            for position, page in zip(places.position_list, places.page_list, strict=True)
+        ]
+        write(self, taps, RowPlaces(places.position_list, pages, places.offset_list, places.end))
 
     llm.engine._pools.draft_keys.zero_()
     llm.engine._pools.draft_values.zero_()

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from slipstream.config import PAGE_TOKENS
 from slipstream.errors import ConfigError, FormatError
-from slipstream.kernels.rows import RowBatch, make_group
+from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from tests.oracles import (
     FOLDER_VOCAB,
@@ -76,10 +76,8 @@ class OurBlocks:
         for own, taps, anchor in zip(pages, contexts, anchors, strict=True):
             length = len(taps)
             places = [(own[position // PAGE_TOKENS], position % PAGE_TOKENS) for position in range(length + size)]
-            where = torch.tensor(places[:length])
-            self.drafter.write_context(
-                taps, torch.arange(length), length, where[:, 0], where[:, 1], self._keys, self._values
-            )
+            context = RowPlaces(range(length), *zip(*places[:length], strict=True), length)
+            self.drafter.write_context(taps, context, self._keys, self._values)
             for slot, place in enumerate(places[length:]):
                 rows.append((anchor if slot == 0 else MASK, length + slot, *place))
         columns = torch.tensor(rows).t()

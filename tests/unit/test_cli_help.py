@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-VERBS = ("generate", "chat", "bench", "inspect", "demo")
+VERBS = ("generate", "chat", "serve", "smoke", "bench", "inspect", "demo")
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "slipstream.engine.llm")
 PROBE = f"""
 import sys
@@ -51,6 +51,9 @@ def test_help_lists_every_verb() -> None:
     ("arguments", "said"),
     [
         (["genrate"], "Did you mean 'generate'"),
+        (["smoke"], "URL"),
+        (["smoke", "ftp://x"], "no address of a server"),
+        (["smoke", "x", "--timeout", "0"], "--timeout"),
         (["generate", "--max-tokns", "3"], "--max-tokens"),
         (["generate", "--prompt", "x", "--max-tokens", "many"], "--max-tokens"),
         (["generate", "--prompt", "x", "--dtype", "fp7"], "--dtype"),

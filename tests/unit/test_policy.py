@@ -16,7 +16,7 @@ from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.gains import Gains
 from slipstream.speculative.planning import Plan, best_plan
 from slipstream.speculative.policy import Choice, Offer, Policy, SequencePolicy, View
-from slipstream.types import Gate, Mode
+from slipstream.types import Gate, Mode, Proposal, Verdict
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
 DRAFTS = {3: 8.9, 7: 9.7, 15: 13.5}
@@ -378,9 +378,29 @@ def test_probes_come_after_doubling_waits_and_a_success_resets_them() -> None:
     assert waits[0] == 4
     assert waits[1:] == [15, 31, 31, 31, 31, 31]  # the probe's own step commits a token too
     seen(owner, own, 0.9)
+    assert own.backing_off, "a probe's promise alone proves nothing"
+    own.committed([1] * 200)
+    assert owner.plan_drafts([view(own)])[0] > 0
+    seen(owner, own, 0.9)
     assert not own.backing_off
     seen(owner, own, 0.05)
     assert plain_steps_until_draft(owner, own) == 4
+
+
+def test_probe_that_came_true_is_followed_by_another_whatever_the_average_says() -> None:
+    owner = policy()
+    own = sequence(owner)
+    seen(owner, own, 0.05)
+    plain_steps_until_draft(owner, own)
+    owner.choose([offer(own, 0.95, slots=7)])
+    verified = Proposal((0, 1, 2, 3), (-1, 0, 1, 2), (1.0, 0.9, 0.9, 0.9))
+    own.learn(verified, Verdict((0, 1, 2, 3), (1, 2, 3, 4)), (1, 2, 3, 4))
+    own.committed([1, 2, 3, 4])
+    assert owner.plan_drafts([view(own)])[0] > 0
+    owner.choose([offer(own, 0.95, slots=7)])
+    own.learn(verified, Verdict((0,), (9,)), (9,))
+    own.committed([9])
+    assert owner.plan_drafts([view(own)])[0] == 0
 
 
 def test_probe_that_would_have_paid_is_repeated_at_once() -> None:

@@ -12,7 +12,7 @@ from slipstream.cache.pages import PageTable
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.sequence import Place, SequenceState
 from slipstream.engine.scheduler import Scheduler, StepPlan, Ticket
-from slipstream.errors import IntegrityError, RequestError
+from slipstream.errors import BusyError, IntegrityError, RequestError
 from slipstream.types import Request
 
 PAGE = 4
@@ -249,8 +249,9 @@ def test_a_full_queue_is_refused() -> None:
     bench = Bench(waiting=2)
     bench.add("a", 3)
     bench.add("b", 3)
-    with pytest.raises(RequestError, match="2 requests are waiting already"):
+    with pytest.raises(BusyError, match="2 requests are waiting already") as refused:
         bench.add("c", 3)
+    assert refused.value.retry_after_s > 0
     bench.scheduler.admit()
     bench.add("c", 3)
 

@@ -88,6 +88,9 @@ def test_waits_depend_on_how_far_from_paying_it_is(outlook: float, waits: list[i
         own.probed(math.inf, 0.0)
     assert own.tokens_to_probe == 8 * AUTO.probe
     own.paid()
+    assert own.backing_off, "a probe's promise alone proves nothing"
+    own.believed()
+    own.paid()
     assert not own.backing_off
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import bench, chat, demo, generate, inspect
+from slipstream.cli import bench, chat, demo, generate, inspect, serve, smoke
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
+app.command("serve")(serve.command)
+app.command("smoke")(smoke.command)
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("demo")(demo.command)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from slipstream.engine.scheduler import PrefillChunk, Scheduler, StepPlan, Ticke
 from slipstream.engine.session import Session
 from slipstream.errors import RequestError
 from slipstream.speculative.accept import NO_TOKEN, accept
+from slipstream.speculative.constraint import Grammars
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS
@@ -27,8 +31,8 @@ from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import GenEvent, Request, StepRecord, TokenOut
 
-_NOTHING = torch.empty(0, dtype=torch.long)
 _MOST_WAITING_ROWS = 64
+_log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +68,37 @@ class Engine:
             table, self.prefix, PAGE_TOKENS, config.max_sequences, config.max_waiting, config.prefill_chunk,
             config.step_rows,
         )
+        self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
         self._sessions: dict[str, Session] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self._sessions)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything: paused requests are work, but none that can be done now."""
+        return self.scheduler.busy
+
+    def check(self, request: Request) -> Ticket:
+        """Refuses what could never run; changes nothing, so any thread may ask."""
+        vocab = self._runner.target.config.vocab_size
+        biased = [token for token, _ in request.sampling.logit_bias]
+        bad = next((token for token in (*request.prompt_ids, *biased) if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token {bad} is not in the vocabulary of {vocab}")
+        ticket = self._ticket(request)
+        self.scheduler.check_fits(ticket)
+        return ticket
+
     def add(self, request: Request) -> None:
         """Queues a request; refuses what could never run."""
         if request.id in self._sessions:
             raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
+        ticket = self.check(request)
         vocab = self._runner.target.config.vocab_size
-        bad = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"token {bad} is not in the vocabulary of {vocab}")
-        ticket = self._ticket(request)
-        sampler = RowSampler(request.sampling, vocab, request.prompt_ids, request.share_noise)
+        guide = self.grammars.guide(request.constraint, request.thinking)
+        sampler = RowSampler(request.sampling, vocab, request.prompt_ids, request.share_noise, guide)
         speculation = self.proposer.speculation(ticket)
         self.scheduler.add(ticket)
         self._sessions[request.id] = Session(ticket, sampler, speculation, self._tokenizer)
@@ -121,6 +140,31 @@ class Engine:
         ticket.cancelled = True
         return True
 
+    def pause(self, request_id: str) -> int | None:
+        """Takes a request out of the next steps and returns the epoch that resumes it; None if it is not known.
+
+        It keeps its pages unless others cannot start without them; then it is computed again from its tokens.
+        """
+        ticket = self.scheduler.find(request_id)
+        return None if ticket is None else self.scheduler.pause(ticket)
+
+    def resume(self, request_id: str, epoch: int) -> bool:
+        """Lets a paused request go on; False if it is not known (any more), StaleEpochError if the epoch is old."""
+        ticket = self.scheduler.find(request_id)
+        if ticket is None:
+            return False
+        self.scheduler.resume(ticket, epoch)
+        return True
+
+    def overview(self) -> list[Session]:
+        """Every open request, in the order of arrival. Another thread may look too, and sees some step's middle."""
+        return list(self._sessions.values())
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages in use, the prefix cache's included, and all there are."""
+        return self._table.total - self._table.free, self._table.total
+
     @torch.inference_mode()
     def step(self) -> list[GenEvent]:
         """Does one step for everybody and says what came of it."""
@@ -156,9 +200,14 @@ class Engine:
         sessions = [self._session(chunk.ticket) for chunk in plan.prefill] + decoding
         chosen = self._sample(sessions, works, result)
         verify_s = time.perf_counter() - began - draft_s
-        outcomes = [self._prefill_outcome(i, chunk, result, chosen[i]) for i, chunk in enumerate(plan.prefill)]
+        outcomes = [
+            self._guarded(sessions[i], partial(self._prefill_outcome, i, chunk, result, chosen[i]))
+            for i, chunk in enumerate(plan.prefill)
+        ]
         for item, (session, step_plan) in enumerate(zip(decoding, plans, strict=True), start=len(plan.prefill)):
-            outcomes.append(self._decode_outcome(item, session, step_plan, result, chosen[item], (draft_s, verify_s)))
+            outcomes.append(self._guarded(session, partial(
+                self._decode_outcome, item, session, step_plan, result, chosen[item], (draft_s, verify_s)
+            )))
         events = self._commit(outcomes, result)
         if not plan.prefill:
             committed = [len(outcome.tokens) for outcome in outcomes]
@@ -170,13 +219,34 @@ class Engine:
 
     def _sample(self, sessions: list[Session], works: list[RowWork], result: ForwardResult) -> list[list[int]]:
         """The target's own choice after every row that has logits; the host waits here."""
-        chosen = [
-            session.sampler.choose(logits, work.start + work.rows - work.logit_rows + 1, work.proposal)
-            if work.logit_rows else _NOTHING
+        return [
+            self._choose(session, work, logits) if work.logit_rows else []
             for session, work, logits in zip(sessions, works, result.logits, strict=True)
         ]
-        flat = torch.cat(chosen).tolist()
-        return [_take(flat, part.numel()) for part in chosen]
+
+    def _choose(self, session: Session, work: RowWork, logits: Tensor) -> list[int]:
+        first = work.start + work.rows - work.logit_rows + 1
+        try:
+            return session.sampler.choose(logits, first, work.proposal).tolist()
+        except Exception as error:
+            self._blame(session, error)
+            return []
+
+    def _guarded(self, session: Session, outcome: Callable[[], _Outcome]) -> _Outcome:
+        """What goes wrong with one request's own tokens ends that request and nobody else's."""
+        if session.finish_reason is None:
+            try:
+                return outcome()
+            except Exception as error:
+                self._blame(session, error)
+        return _Outcome(session, [])
+
+    @staticmethod
+    def _blame(session: Session, error: Exception) -> None:
+        _log.error("request %s failed", session.ticket.request.id, exc_info=error)
+        session.ticket.state.spoiled = True
+        with suppress(Exception):  # the text that was held back may be what failed
+            session.fail(f"the request failed inside the engine: {type(error).__name__}: {error}")
 
     def _commit(self, outcomes: list[_Outcome], result: ForwardResult) -> list[GenEvent]:
         """Keeps what was agreed on: draft context first, then every length together, then the text."""
@@ -226,7 +296,7 @@ class Engine:
         seconds: tuple[float, float],
     ) -> _Outcome:
         verdict = accept(plan.proposal, chosen)
-        if NO_TOKEN in chosen:
+        if NO_TOKEN in chosen and session.sampler.failure is None:
             session.ticket.state.spoiled = True
             if plan.proposal.nodes:
                 return self._void_outcome(session, plan)
@@ -255,7 +325,9 @@ class Engine:
         return _Outcome(session, [])
 
     def _fail(self, session: Session) -> str:
-        """Ends a request whose target logits are not numbers; returns the text that was held back."""
+        """Ends a request that has no next token; returns the text that was held back."""
+        if session.sampler.failure is not None:
+            return session.fail(session.sampler.failure)
         session.ticket.state.spoiled = True
         return session.fail(
             "the target produced logits that are not numbers (NaN or infinity): the model file is damaged or its "
@@ -291,9 +363,3 @@ class Engine:
             return
         self._runner.write_waiting([ticket.state])
         self.prefix.put(ticket.state.tokens[:length], ticket.state.pages, ticket.draft_key)
-
-
-def _take(flat: list[int], count: int) -> list[int]:
-    taken = flat[:count]
-    del flat[:count]
-    return taken

@@ -51,7 +51,7 @@ from slipstream.types import (
 Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
 _SAMPLING = tuple(f.name for f in fields(SamplingParams))
-_DIRECT = ("max_tokens", "min_confidence", "share_noise", "cache_prompt")
+_DIRECT = ("max_tokens", "min_confidence", "share_noise", "cache_prompt", "constraint", "thinking")
 _OTHER = (*_DIRECT, "stop", "mode", "gate", "ignore_eos")
 
 
@@ -157,6 +157,16 @@ class LLM:
     @property
     def has_draft(self) -> bool:
         return self._drafter is not None
+
+    @property
+    def expected_tau(self) -> dict[str, float]:
+        """Tokens per step the drafter promises by class of prompts (full chains, greedy); empty: nothing."""
+        return dict(self._drafter.config.expected_tau) if self._drafter is not None else {}
+
+    @property
+    def proposals(self) -> int:
+        """Tokens one block of the drafter proposes; 0 without a drafter."""
+        return self._drafter.config.proposals if self._drafter is not None else 0
 
     @property
     def compiled(self) -> bool:
@@ -301,6 +311,8 @@ class LLM:
         sampling = {name: settings[name] for name in _SAMPLING if name in settings}
         if sampling.get("seed") is None:
             sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
+        if isinstance(bias := sampling.get("logit_bias"), Mapping):
+            sampling["logit_bias"] = tuple(sorted(bias.items()))
         mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), self.has_draft)
         stop = settings.get("stop", ())
         base = Request(
@@ -313,7 +325,11 @@ class LLM:
             stop_token_ids=frozenset() if settings.get("ignore_eos") else self.tokenizer.eos_ids,
         )
         rest = {name: settings[name] for name in _DIRECT if name in settings}
-        return replace(base, **rest)  # type: ignore[arg-type]
+        request = replace(base, **rest)  # type: ignore[arg-type]
+        if request.constraint is not None:
+            # compiled here and now: the thread that steps the engine has better things to do
+            self._engine.grammars.prepare(request.constraint, request.thinking)
+        return request
 
     def close(self) -> None:
         """Drops models and caches; the object cannot be used afterwards."""

@@ -67,6 +67,8 @@ class Proposer:
     def propose(self, sessions: Sequence[Session]) -> tuple[list[Plan], float]:
         """One plan per decoding sequence, and the seconds spent on them."""
         began = time.perf_counter()
+        if self._resting(sessions):
+            return [_undrafted(session) for session in sessions], time.perf_counter() - began
         slots = self._slots(sessions)
         wanting = [index for index, count in enumerate(slots) if count]
         drafts: list[BlockDrafts | None] = [None] * len(sessions)
@@ -94,6 +96,17 @@ class Proposer:
             # growing and choosing are part of what a draft costs
             self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent * 1e3)
         return plans, spent
+
+    def _resting(self, sessions: Sequence[Session]) -> bool:
+        """Whether all decode plainly for now: such steps come by the hundred, and planning each takes time."""
+        if self._policy is None or not sessions:
+            return False
+        governed = [session.speculation.policy for session in sessions if session.speculation.policy is not None]
+        if len(governed) < len(sessions) or not self._policy.resting(governed):
+            return False
+        for session in sessions:
+            session.speculation.distrust = False
+        return True
 
     def _slots(self, sessions: Sequence[Session]) -> list[int]:
         """How many positions to draft for each sequence; 0 is none."""

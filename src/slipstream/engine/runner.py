@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
-from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
+from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, RowPlaces, make_group, make_tree_group
 from slipstream.models.decoder import Decoder
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter, DraftJob
@@ -77,8 +77,8 @@ class Runner:
             for row in range(start + work.rows - work.logit_rows, start + work.rows)
         ]
         logits, taps = self.target.forward_logits(batch, self._pools.target, tapped, wanted)
-        counts = [work.logit_rows for work in works]
-        return ForwardResult(works, list(logits.split(counts)), taps, starts)
+        parts = [logits] if len(works) == 1 else list(logits.split([work.logit_rows for work in works]))
+        return ForwardResult(works, parts, taps, starts)
 
     def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the draft context of kept rows, given as (work item, its rows in order), at consecutive positions."""
@@ -111,8 +111,8 @@ class Runner:
             span = range(start, start + count)
             positions += span
             places += [state.place(position) for position in span]
-        where = torch.tensor(places)
-        self.drafter.write_context(taps, torch.tensor(positions), max(positions) + 1, where[:, 0], where[:, 1])
+        pages, offsets = zip(*places, strict=True)
+        self.drafter.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
 
     @staticmethod
     def _taps_wanted(works: Sequence[RowWork]) -> bool:

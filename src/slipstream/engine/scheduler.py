@@ -1,16 +1,30 @@
-"""Decides who runs: admission by pages, chunked prefill on a fixed grid, decoding every step. No tensors here."""
+"""Decides who runs: the line and its slots, admission by pages, turns, pauses, prefill on a fixed grid; no tensors.
+
+Larger priorities go first, and within one who came first. Slots are shared only where that is sensible: while nobody
+waits everybody keeps theirs, and when somebody does, a sequence that has had its quantum hands its slot to the first
+in line that can really start, of its own priority or a higher one (to a higher one at once). It keeps its pages and
+goes to the end of its line, so that it goes on later without computing anything twice.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from slipstream.cache.pages import PageTable
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.sequence import SequenceState
-from slipstream.errors import RequestError
+from slipstream.errors import BusyError, RequestError, StaleEpochError
 from slipstream.types import Request
+
+QUANTUM_TOKENS = 64
+_ROWS_PER_TOKEN = 8  # prefilled rows that take about as long as one decoded token
+
+Phase = Literal["waiting", "prefill", "decode", "yielded", "paused", "paused-evicted"]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,15 +40,54 @@ class Ticket:
     generated: int = 0
     cached_tokens: int = 0
     cancelled: bool = False
+    epoch: int = 0  # rises with every pause; whoever resumes must name the current one
+    where: Literal["waiting", "running", "paused"] = "waiting"
+    place: int = 0  # in the line of its priority
+    turn: int = 0  # when it last had a prefill chunk, or got its slot
+    kept_tokens: tuple[int, ...] = ()  # what a sequence that lost its pages is computed from again
+    _seated_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
 
     @property
     def prefilling(self) -> bool:
-        return self.generated == 0
+        # behind a first token only the anchor has still to run, unless the sequence lost its pages
+        return self.generated == 0 or self.state.length < self.prefill_end
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions to compute before decoding; the last generated token is the anchor and runs with its step."""
+        return len(self.state.tokens) - (self.generated > 0)
 
     @property
     def room(self) -> int:
         """Tokens that may still be emitted; drafting deeper than that would be wasted."""
         return self.max_tokens - self.generated
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.priority, self.place
+
+    @property
+    def phase(self) -> Phase:
+        if self.where == "running":
+            return "prefill" if self.prefilling else "decode"
+        if self.where == "paused":
+            return "paused-evicted" if self.kept_tokens else "paused"
+        return "yielded" if self.state.pages or self.kept_tokens else "waiting"
+
+    def sit_down(self, turn: int) -> None:
+        self.where, self.turn = "running", turn
+        self._seated_at = (self.generated, self.state.length)
+
+    @property
+    def served(self) -> int:
+        """What it had of its slot so far, in decoded tokens or prefilled rows worth as many."""
+        tokens = self.generated - self._seated_at[0]
+        rows = self.state.length - self._seated_at[1] - tokens
+        return tokens + max(0, rows) // _ROWS_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +98,7 @@ class PrefillChunk:
 
     @property
     def last(self) -> bool:
+        """Whether a first token comes of it; one that is computed again has its tokens already."""
         return self.stop == len(self.ticket.state.tokens)
 
 
@@ -60,11 +114,11 @@ class StepPlan:
 
 
 class Scheduler:
-    """First come, first served; a sequence is admitted only when its pages for the whole way are there."""
+    """A sequence is admitted only when its pages for the whole way are there, so whoever runs can always finish."""
 
     def __init__(
         self, table: PageTable, prefix: PrefixCache | None, page_tokens: int, max_sequences: int, max_waiting: int,
-        prefill_chunk: int, step_rows: int,
+        prefill_chunk: int, step_rows: int, quantum: int = QUANTUM_TOKENS,
     ) -> None:
         self._table = table
         self._prefix = prefix
@@ -73,10 +127,25 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._chunk = prefill_chunk
         self._step_rows = step_rows
-        self.waiting: deque[Ticket] = deque()
+        self._quantum = quantum
+        self._places = itertools.count()
+        self._turns = itertools.count()
+        self.waiting: list[Ticket] = []  # in the order they are served; a yielded one among them holds its pages
         self.running: list[Ticket] = []
+        self.paused: list[Ticket] = []  # who was paused first comes first
 
-    def add(self, ticket: Ticket) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything; paused sequences alone give it nothing to do."""
+        return bool(self.running or self.waiting) or any(ticket.cancelled for ticket in self.paused)
+
+    @property
+    def newcomers(self) -> int:
+        """Requests in line that have not run yet."""
+        return sum(ticket.phase == "waiting" for ticket in self.waiting)
+
+    def check_fits(self, ticket: Ticket) -> None:
+        """Refuses what could not run even alone."""
         pages = -(-ticket.positions // self._page_tokens)
         if pages > self._table.total:
             raise RequestError(
@@ -84,9 +153,13 @@ class Scheduler:
                 f"{self._table.total * self._page_tokens}",
                 "shorten the prompt, lower max_tokens, or give the engine more cache",
             )
-        if len(self.waiting) >= self._max_waiting:
-            raise RequestError(f"{len(self.waiting)} requests are waiting already", "try again later")
-        self.waiting.append(ticket)
+
+    def add(self, ticket: Ticket) -> None:
+        self.check_fits(ticket)
+        newcomers = self.newcomers
+        if newcomers >= self._max_waiting:
+            raise BusyError(f"{newcomers} requests are waiting already")
+        self._line_up(ticket)
 
     def find(self, request_id: str) -> Ticket | None:
         return next((t for t in self._all() if t.request.id == request_id), None)
@@ -98,65 +171,148 @@ class Scheduler:
             self.finish(ticket)
         return gone
 
+    def pause(self, ticket: Ticket) -> int:
+        """Takes a request out of its slot or the line, pages and all; returns the epoch that resumes it."""
+        if ticket.where != "paused":
+            self._leave(ticket)
+            ticket.where, ticket.epoch = "paused", ticket.epoch + 1
+            self.paused.append(ticket)
+        return ticket.epoch
+
+    def resume(self, ticket: Ticket, epoch: int) -> None:
+        """Puts a paused request in line again."""
+        name = ticket.request.id
+        if ticket.where != "paused":
+            raise StaleEpochError(f"request '{name}' is not paused", "it was resumed already")
+        if epoch != ticket.epoch:
+            raise StaleEpochError(f"request '{name}' is at epoch {ticket.epoch}, not {epoch}", "it was paused again")
+        self._leave(ticket)
+        self._line_up(ticket)
+
     def admit(self) -> None:
-        """Moves waiting requests in while sequences and pages allow; a shared prefix is taken over here."""
-        while self.waiting and len(self.running) < self._max_sequences:
-            if not self._start(self.waiting[0]):
-                break
-            self.running.append(self.waiting.popleft())
+        """Fills free slots from the line, then lets those change places whose quantum is used up."""
+        short_of_pages = False
+        for ticket in list(self.waiting):
+            leaving = None
+            if len(self.running) >= self._max_sequences:
+                leaving = self._who_yields_to(ticket)
+                if leaving is None:
+                    break  # the line is sorted: whom the first cannot replace, nobody can
+            # who cannot start is not overtaken, except by those who hold their pages and will only give some back
+            if not ticket.state.pages and (short_of_pages or not self._start(ticket)):
+                short_of_pages = True
+                continue
+            if leaving is not None:
+                self._yield(leaving)
+            self.waiting.remove(ticket)
+            self.running.append(ticket)
+            ticket.sit_down(next(self._turns))
+
+    def _who_yields_to(self, newcomer: Ticket) -> Ticket | None:
+        """The lowest priority's sequence that has had most, if it may be asked to make room for this one."""
+        candidates = [
+            t for t in self.running
+            if t.priority < newcomer.priority or (t.priority == newcomer.priority and t.served >= self._quantum)
+        ]
+        return min(candidates, key=lambda t: (t.priority, -t.served), default=None)
+
+    def _yield(self, ticket: Ticket) -> None:
+        """Back into the line: to its end, or to its old place if it was cut short."""
+        self.running.remove(ticket)
+        self._line_up(ticket, keeps_place=ticket.served < self._quantum)
+
+    def _line_up(self, ticket: Ticket, keeps_place: bool = False) -> None:
+        ticket.where = "waiting"
+        if not keeps_place:
+            ticket.place = next(self._places)
+        insort(self.waiting, ticket, key=lambda t: t.order)
 
     def _start(self, ticket: Ticket) -> bool:
-        tokens = ticket.request.prompt_ids
+        """Gives a sequence its pages, a shared prefix first; False leaves everything as it was."""
+        tokens = ticket.kept_tokens or ticket.request.prompt_ids
         cached: list[int] = []
         if self._prefix is not None and ticket.request.cache_prompt:
             cached = self._prefix.take(tokens, ticket.draft_key)
         missing = -(-ticket.positions // self._page_tokens) - len(cached)
-        short = missing - self._table.free
-        # asked first: a request that cannot start yet must not cost others their cached pages
-        if short > 0:
-            if self._prefix is None:
-                return False
-            if self._prefix.evictable() < short:
+        if not self._make_room(missing):
+            if self._prefix is not None:
                 self._prefix.give_back(cached)
-                return False
-            self._prefix.evict(short)
+            return False
         ticket.state.start(tokens, cached)
         ticket.state.reserve(ticket.positions)
-        ticket.cached_tokens = ticket.state.length
+        if not ticket.generated:
+            ticket.cached_tokens = ticket.state.length
+        ticket.kept_tokens = ()
         return True
 
+    def _make_room(self, pages: int) -> bool:
+        """Frees pages of the prefix cache, then of paused sequences; asked first, so that nobody loses any in vain."""
+        if pages <= self._table.free:
+            return True
+        if self._table.free + self._evictable() + self._reclaimable() < pages:
+            return False
+        for ticket in list(self.paused):
+            if self._table.free + self._evictable() >= pages:
+                break
+            self._take_pages_of(ticket)
+        if self._prefix is not None:
+            self._prefix.evict(pages - self._table.free)
+        return True
+
+    def _evictable(self) -> int:
+        return self._prefix.evictable() if self._prefix is not None else 0
+
+    def _reclaimable(self) -> int:
+        """Pages only paused sequences and the prefix cache hold."""
+        holders = Counter(page for ticket in self.paused for page in ticket.state.pages)
+        if not holders:
+            return 0
+        cached = set(self._prefix.held()) if self._prefix is not None else set()
+        return sum(self._table.holders(page) == count + (page in cached) for page, count in holders.items())
+
+    @staticmethod
+    def _take_pages_of(ticket: Ticket) -> None:
+        if ticket.state.pages:
+            ticket.kept_tokens = tuple(ticket.state.tokens)
+            ticket.state.release()
+
     def plan(self) -> StepPlan:
-        """Every decoding sequence, then prefill chunks while the step has room (always at least one)."""
+        """Every decoding sequence, then prefill chunks while the step has room (always at least one).
+
+        So decoding goes on in every step, a step's prefill rows are bounded, and prefill goes on as well. Prompts take
+        turns: whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one.
+        """
         plan = StepPlan(decode=[ticket for ticket in self.running if not ticket.prefilling])
         rows = sum(ticket.width for ticket in plan.decode)
-        for ticket in self.running:
-            if not ticket.prefilling:
-                continue
+        prefilling = [ticket for ticket in self.running if ticket.prefilling]
+        for ticket in sorted(prefilling, key=lambda t: (-t.priority, t.turn)):
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step
-            stop = min((start // self._chunk + 1) * self._chunk, len(ticket.state.tokens))
+            stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)
             if plan.prefill and rows + stop - start > self._step_rows:
                 break
+            ticket.turn = next(self._turns)
             plan.prefill.append(PrefillChunk(ticket, start, stop))
             rows += stop - start
         return plan
 
     def finish(self, ticket: Ticket) -> None:
-        if ticket in self.running:
-            self.running.remove(ticket)
-        else:
-            self.waiting.remove(ticket)
+        self._leave(ticket)
         ticket.state.release()
+
+    def _leave(self, ticket: Ticket) -> None:
+        {"waiting": self.waiting, "running": self.running, "paused": self.paused}[ticket.where].remove(ticket)
 
     def check(self) -> None:
         """No page is held by nobody, or by somebody who does not know it."""
-        held = [page for ticket in self.running for page in ticket.state.pages]
+        held = [page for ticket in self._all() for page in ticket.state.pages]
         if self._prefix is not None:
             held += self._prefix.held()
         self._table.check(held)
-        for ticket in self.running:
+        for ticket in self._all():
             ticket.state.check()
 
     def _all(self) -> Iterator[Ticket]:
         yield from self.running
         yield from self.waiting
+        yield from self.paused

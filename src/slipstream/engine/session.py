@@ -62,7 +62,7 @@ class Session:
             self.sampler.observe([token.id])
             shown, stopped = self._stops.push(self._detokenizer.push([token.id]))
             text += shown
-            if stopped or token.id in self.ticket.request.stop_token_ids:
+            if stopped or token.id in self.ticket.request.stop_token_ids or self.sampler.complete:
                 self.finish_reason = "stop"
             elif self.ticket.generated >= self.ticket.max_tokens:
                 self.finish_reason = "length"

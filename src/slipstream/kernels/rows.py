@@ -45,31 +45,17 @@ class RowGroup:
         return self.stop - self.start
 
 
-class RowBatch:
-    """Everything one forward needs to know about its rows; groups are given per attention pattern.
+class RowPlaces:
+    """Where rows stand: their positions, and the pages and offsets that hold their keys.
 
     Numbers are kept as the native kernels read them; torch's kernels get tensors of them when they first ask.
     """
 
-    def __init__(
-        self, tokens: Iterable[int], positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int,
-        groups: Mapping[AttentionPattern, Sequence[RowGroup]],
-    ) -> None:
-        self.token_list = array("i", tokens)
+    def __init__(self, positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int) -> None:
         self.position_list = array("i", positions)
         self.page_list = array("i", pages)
         self.offset_list = array("i", offsets)
         self.end = end  # one more than the largest position
-        self.groups = groups
-        self.derived: dict[AttentionPattern, Any] = {}  # what kernels work out once for all layers of a pattern
-
-    @property
-    def rows(self) -> int:
-        return len(self.token_list)
-
-    @cached_property
-    def token_ids(self) -> Tensor:
-        return _tensor(self.token_list)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -82,6 +68,27 @@ class RowBatch:
     @cached_property
     def offsets(self) -> Tensor:
         return _tensor(self.offset_list)
+
+
+class RowBatch(RowPlaces):
+    """Everything one forward needs to know about its rows; groups are given per attention pattern."""
+
+    def __init__(
+        self, tokens: Iterable[int], positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int,
+        groups: Mapping[AttentionPattern, Sequence[RowGroup]],
+    ) -> None:
+        super().__init__(positions, pages, offsets, end)
+        self.token_list = array("i", tokens)
+        self.groups = groups
+        self.derived: dict[AttentionPattern, Any] = {}  # what kernels work out once for all layers of a pattern
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_list)
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        return _tensor(self.token_list)
 
 
 def _tensor(numbers: array[int]) -> Tensor:

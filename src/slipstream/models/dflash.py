@@ -15,7 +15,7 @@ from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.native.matrix import PackedLinear
 from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.reference import rms_norm, rotate
-from slipstream.kernels.rows import RowBatch
+from slipstream.kernels.rows import RowBatch, RowPlaces
 from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in, shapes_in
@@ -83,15 +83,13 @@ class DFlashDrafter:
                 for name in ("attention_conv", "mlp_conv")
             )
 
-    def write_context(
-        self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
+    def write_context(self, taps: Tensor, places: RowPlaces, keys: Tensor, values: Tensor) -> None:
         """Projects the taps of committed rows into all layers' keys and values [layers, pages, heads, tokens, dim]."""
         config = self.config
         if self._context is not None:
             self._context.write(
-                taps, positions, pages, offsets, self.rotary.tables(end), keys, values, self.hidden_norm,
-                self.context_k_norm, config.rms_eps,
+                taps, places, self.rotary.tables(places.end), keys, values, self.hidden_norm, self.context_k_norm,
+                config.rms_eps,
             )
             return
         context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
@@ -99,9 +97,9 @@ class DFlashDrafter:
         projected = projected.view(-1, config.layers, 2, config.kv_heads, config.head_dim)
         # broadcasting over layers keeps one call for all of them
         normed = rms_norm(projected[:, :, 0], torch.ones(config.head_dim), config.rms_eps) * self.context_k_norm
-        cos, sin = self.rotary.rows(positions, end)
-        keys[:, pages, :, offsets] = rotate(normed, cos[:, None], sin[:, None])
-        values[:, pages, :, offsets] = projected[:, :, 1]
+        cos, sin = self.rotary.rows(places.positions, places.end)
+        keys[:, places.pages, :, places.offsets] = rotate(normed, cos[:, None], sin[:, None])
+        values[:, places.pages, :, places.offsets] = projected[:, :, 1]
 
     def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
         """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
@@ -117,15 +115,14 @@ class DFlashDrafter:
     def forward_logits(
         self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix
     ) -> tuple[Tensor, Tensor]:
-        """The wanted hidden rows of the blocks and their logits under `head`, in one native call where possible."""
+        """All hidden rows of the blocks and the wanted ones' logits under `head`, in one native call where possible."""
         own_head = packed(head)
-        rows = torch.tensor(wanted)
         if self._native is not None and own_head is not None:
             done = self._run_native(self._native, self._scaled(embedded), batch, keys, values, wanted, own_head)
             if done.logits is not None:
-                return done.hidden[rows], done.logits
-        hidden = self.forward(embedded, batch, keys, values)[rows]
-        return hidden, head(hidden)
+                return done.hidden, done.logits
+        hidden = self.forward(embedded, batch, keys, values)
+        return hidden, head(hidden[torch.tensor(wanted)])
 
     def _scaled(self, embedded: Tensor) -> Tensor:
         scale = self.config.input_embedding_scale

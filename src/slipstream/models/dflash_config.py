@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ _ALIASES = {
     "target_layer_ids": ("dspark_target_layer_ids",),
     "markov_rank": ("dspark_markov_rank",),
 }
+GGUF_EXPECTED_TAU = "dflash.expected_tau."  # followed by a class of prompts
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
@@ -50,6 +52,7 @@ class DFlashConfig:
     mlp_bias: bool = False
     sample_from_anchor: bool = False  # row 0 proposes too, each row the token behind its own position
     parts: DraftParts = field(default_factory=DraftParts)
+    expected_tau: Mapping[str, float] = field(default_factory=dict)  # by prompt class: full chains, greedy
 
     @property
     def first_slot(self) -> int:
@@ -74,6 +77,12 @@ class DFlashConfig:
             raise ConfigError(
                 f"{self.label}: {self.hidden_size} channels do not divide into groups of {self.parts.conv_group_size}"
             )
+        for prompts, tau in self.expected_tau.items():
+            if not prompts or not math.isfinite(tau) or not 1 <= tau <= self.proposals + 1:
+                raise ConfigError(
+                    f"{self.label}: expected_tau of '{prompts}' is {tau}",
+                    f"name a class of prompts and its tokens per step, between 1 and {self.proposals + 1}",
+                )
 
 
 def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None = None) -> DFlashConfig:
@@ -134,7 +143,18 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
             "sample_from_anchor", _samples_from_anchor(reader, nested, parts)
         ),
         parts=parts,
+        expected_tau=_expected_tau(holder("expected_tau")),
     )
+
+
+def _expected_tau(reader: ConfigReader) -> dict[str, float]:
+    """What the pair promises by prompt class; nothing is promised where the section is missing."""
+    if not reader.has("expected_tau"):
+        return {}
+    if not isinstance(reader.values["expected_tau"], Mapping):
+        raise ConfigError(f"{reader.label}: 'expected_tau' must be an object", 'such as {"code": 4.2, "chat": 1.9}')
+    section = reader.section("expected_tau")
+    return {str(name): section.number(name) for name in section.values}
 
 
 def _samples_from_anchor(reader: ConfigReader, nested: ConfigReader, parts: DraftParts) -> bool:
@@ -222,6 +242,10 @@ def read_gguf(
         final_logit_softcapping=reader.number("dflash.final_logit_softcapping", 0.0),
         sample_from_anchor=reader.boolean("dflash.sample_from_anchor", parts.dspark),
         parts=parts,
+        expected_tau={
+            key.removeprefix(GGUF_EXPECTED_TAU): reader.number(key)
+            for key in metadata if key.startswith(GGUF_EXPECTED_TAU)
+        },
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul import Matrix, NativeMatrix
@@ -21,6 +20,7 @@ from slipstream.kernels.native.stack import (
     write_context,
 )
 from slipstream.kernels.native.threads import threads
+from slipstream.kernels.rows import RowPlaces
 from slipstream.models.layers import LayerShape, TransformerLayer
 
 
@@ -71,19 +71,19 @@ class ContextWriter:
         return cls(compiled, own_fc, own_projection, bias)
 
     def write(
-        self, taps: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor, rotary: tuple[Tensor, Tensor],
-        keys: Tensor, values: Tensor, norm: Tensor, k_norms: Tensor, eps: float,
+        self, taps: Tensor, places: RowPlaces, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
+        norm: Tensor, k_norms: Tensor, eps: float,
     ) -> None:
         """Pools are [layers, pages, heads, page tokens, dim], `k_norms` [layers, 1, dim]."""
         layers, _, heads, page_tokens, dim = keys.shape
         taps = taps.contiguous()
-        places = [numbers.to(torch.int32).contiguous() for numbers in (positions, pages, offsets)]
         write_context(
             self._library,
             SlipContext(
                 self._fc.address, ctypes.addressof(self._projection), norm.data_ptr(), k_norms.data_ptr(), eps,
                 taps.shape[0], layers, heads, dim, page_tokens, threads(), taps.data_ptr(),
-                *[numbers.data_ptr() for numbers in places], rotary[0].data_ptr(), rotary[1].data_ptr(),
-                keys.data_ptr(), values.data_ptr(), keys.stride(0),
+                places.position_list.buffer_info()[0], places.page_list.buffer_info()[0],
+                places.offset_list.buffer_info()[0], rotary[0].data_ptr(), rotary[1].data_ptr(), keys.data_ptr(),
+                values.data_ptr(), keys.stride(0),
             ),
         )

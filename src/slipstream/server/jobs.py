@@ -47,15 +47,18 @@ class Job:
 
     model: str
     messages: Sequence[JsonObject] | None = None  # roles system, user, assistant, tool; content is text
+    continues: bool = False  # the last message is the beginning of the answer
     prompt: str | Sequence[int] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tools: bool = True  # False: the answer ends with its first call
     format: OutputFormat | None = None
     template_kwargs: Mapping[str, object] = field(default_factory=dict)  # such as enable_thinking
     thinking_budget: int | None = None  # tokens of reasoning before it is ended for the model
     priority: int = 0  # larger goes first
     deadline_s: float | None = None
+    prompt_class: str | None = None  # as the caller says (metadata.prompt_class): which promised tau to compare with
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenOut] = field(default_factory=list)  # of content, in order, where log-probabilities are wanted
     finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None  # the stop string that ended it
     error: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     reasoning_tokens: int = 0

@@ -9,17 +9,22 @@ from slipstream.types import Proposal, Verdict
 NO_TOKEN = -1  # the target could not choose: its logits after this row are not numbers
 
 
+def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
+    """The row that carries a token behind a row."""
+    return {
+        (parent, token): row
+        for row, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True))
+        if parent >= 0
+    }
+
+
 def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
     """`chosen[row]` is the target's own token after that row.
 
     From the anchor on, the child that carries the target's token is kept; where there is none, the token itself, the
     bonus, ends the run.
     """
-    children: dict[tuple[int, int], int] = {
-        (parent, token): row
-        for row, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True))
-        if parent >= 0
-    }
+    children = children_of(proposal)
     row, path = 0, [0]
     tokens: list[int] = []
     while True:

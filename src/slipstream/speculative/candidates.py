@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
 from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.guided import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
 _NONE = Branch((), ())
@@ -40,6 +41,7 @@ class BlockDrafts:
         self._scale = scale
         self._min_confidence = min_confidence
         self._ready: dict[tuple[int, int], Branch] = {}
+        self.rule: DraftRule | None = None  # holds what is grown to a constraint
         self.broken = False  # a head answered with numbers that are none; nothing is offered there
 
     def bind(self, walk: HeadWalk, compiled: CompiledWalk | None = None) -> None:
@@ -69,16 +71,20 @@ class BlockDrafts:
         table = calibration.table() if calibration is not None else None
         chain, tree, broken = compiled.grow(self.block(), table, anchor, length, nodes, depth, seeded, floor)
         self.broken = self.broken or broken
-        return Growth(*chain.lists()), Growth(*tree.lists())
+        grown = Growth(*chain.lists()), Growth(*tree.lists())
+        if self.rule is not None and not self.rule.fits(*grown):
+            return self.grow_plainly(anchor, length, nodes, depth, calibration, seeded, floor)
+        return grown
 
     def grow_plainly(
         self, anchor: int, length: int, nodes: int, depth: int, calibration: Calibration | None = None,
         seeded: bool = False, floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
-        """`grow` without compiled code, for any head."""
+        """`grow` without compiled code, for any head and any constraint."""
         calibrate = calibration.chance if calibration is not None else as_claimed
-        chain = grow_chain(self, anchor, length, calibrate)
-        return chain, grow_tree(self, anchor, nodes, depth, calibrate, seeded, floor)
+        drafts = self if self.rule is None else self.rule.held(self)
+        chain = grow_chain(drafts, anchor, length, calibrate)
+        return chain, grow_tree(drafts, anchor, nodes, depth, calibrate, seeded, floor)
 
     def block(self) -> Block:
         """The candidates as compiled code reads them; what it points to is this object's."""

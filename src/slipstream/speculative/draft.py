@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
-from slipstream.kernels.rows import RowBatch, make_group
+from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.candidates import BlockDrafts
@@ -55,30 +55,30 @@ class BlockDrafter:
             self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
         )
         logits = self.drafter.shape_logits(logits)
-        counts = [job.slots for job in jobs]
-        return [
-            self._offer(job, rows, states)
-            for job, rows, states in zip(jobs, logits.split(counts), hidden.split(counts), strict=True)
-        ]
+        parts = [logits] if len(jobs) == 1 else logits.split([job.slots for job in jobs])
+        return [self._offer(job, parts[block], hidden, block) for block, job in enumerate(jobs)]
 
-    def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor) -> BlockDrafts | None:
+    def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor, block: int) -> BlockDrafts | None:
+        """What one block's logits offer; `hidden` are the rows of all blocks, which only heads look at."""
         heads = self.drafter.heads
         count = job.candidates if heads is None else heads.candidate_limit or job.candidates
         best = job.sampler.draft_candidates(logits, job.state.length + 1, count)
         if best is None:
             return None
         if heads is None:
-            return BlockDrafts(best.tokens, best.scores)
+            drafts = BlockDrafts(best.tokens, best.scores)
+            drafts.rule = job.sampler.draft_rule(logits, job.state.length + 1)
+            return drafts
         drafts = BlockDrafts(best.tokens, best.scores, job.sampler.draft_scale, job.min_confidence)
-        walk = heads.begin(hidden, torch.from_numpy(drafts.tokens))
+        drafts.rule = job.sampler.draft_rule(logits, job.state.length + 1)
+        start = block * self.block_size + self.drafter.config.first_slot
+        walk = heads.begin(hidden[start : start + job.slots], torch.from_numpy(drafts.tokens))
         drafts.bind(walk, walk.compiled)
         return drafts
 
-    def write_context(self, taps: Tensor, positions: Tensor, end: int, pages: Tensor, offsets: Tensor) -> None:
+    def write_context(self, taps: Tensor, places: RowPlaces) -> None:
         """Stores the draft context of committed rows at their positions."""
-        self.drafter.write_context(
-            taps, positions, end, pages, offsets, self._pools.draft_keys, self._pools.draft_values
-        )
+        self.drafter.write_context(taps, places, self._pools.draft_keys, self._pools.draft_values)
 
     def _batch(self, jobs: Sequence[DraftJob]) -> RowBatch:
         size, mask = self.block_size, self.drafter.config.mask_token_id

@@ -74,7 +74,7 @@ class Policy:
         many sequences of it commit a token (as many as rows if not given), its longest context, and whether any
         of it is sampled.
         """
-        if self._resting(views):
+        if self.resting([view.policy for view in views]):
             return [0] * len(views)
         most = [most_slots(view) for view in views]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
@@ -209,10 +209,13 @@ class Policy:
             return policy.gains
         return assumed(policy.proposals)
 
-    def _resting(self, views: Sequence[View]) -> bool:
-        """Whether nothing can have changed since everybody was found to do better without drafts."""
-        rested = bool(self._rested_key) and self._rested_key == self._key(views) and self._plan_age < _PLAN_STEPS
-        if not rested or any(view.policy.probe_due for view in views):
+    def resting(self, policies: Sequence[SequencePolicy]) -> bool:
+        """Whether nothing can have changed since all of these, and nobody else, were found to do better without drafts.
+
+        Asked once per step: the answer ages with the plan.
+        """
+        rested = bool(self._rested_key) and self._plan_age < _PLAN_STEPS and self._rested_key == (self.costs, *policies)
+        if not rested or any(policy.probe_due for policy in policies):
             self._rested_key = ()
             return False
         self._plan_age += 1

@@ -10,18 +10,25 @@ from torch import Tensor
 
 from slipstream.kernels.ranking import (
     LEAST_TEMPERATURE,
+    NO_BEST,
     Candidates,
     Floats,
+    Ids,
     best_tokens,
     noisy_best,
     noisy_top,
     top_scores,
 )
+from slipstream.speculative.accept import children_of
+from slipstream.speculative.constraint import Guide, GuideError, Mask, Path
+from slipstream.speculative.guided import DraftRule
 from slipstream.types import Proposal, SamplingParams
 
 _NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
 _RANKED = (64, 1024)  # how much of a row is ranked to see where its filters cut: most rows need little
 _HIDDEN = float("-inf")
+_BAN = -100.0  # a bias that leaves a token no chance at all
+_GUIDED_CANDIDATES = 16  # per slot at least: the likeliest may all be forbidden
 
 
 def penalise(logits: Tensor, seen: Tensor, counts: Tensor, params: SamplingParams) -> Tensor:
@@ -105,12 +112,17 @@ def _least_kept(filtered: Tensor) -> Floats:
 
 
 class RowSampler:
-    """Chooses the tokens of one request; keeps what its penalties and noise depend on."""
+    """Chooses the tokens of one request; keeps what its penalties, bias, constraint and noise depend on."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int], share_noise: bool) -> None:
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, prompt: Sequence[int], share_noise: bool,
+        guide: Guide | None = None,
+    ) -> None:
         self.params = params
         self.share_noise = share_noise
-        self.plain_greedy = params.greedy and not params.penalised
+        self.guide = guide
+        self.failure: str | None = None  # why no token can be chosen although the target's logits are numbers
+        self._bias = _bias(params.logit_bias, vocab_size) if params.logit_bias else None
         self._temperature = max(params.temperature, LEAST_TEMPERATURE)
         self._filtered = params.min_p > 0.0 or 0 < params.top_k < vocab_size or params.top_p < 1.0
         self._seen = torch.zeros(vocab_size if params.penalised else 0, dtype=torch.bool)
@@ -119,24 +131,86 @@ class RowSampler:
             self._seen[torch.tensor(prompt)] = True
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Counts committed tokens for the penalties."""
+        """Counts committed tokens for the penalties; a guide goes along."""
+        if self.guide is not None:
+            for token in tokens:
+                self.guide.observe(token)
         if self.params.penalised and tokens:
             ids = torch.tensor(tokens)
             self._seen[ids] = True
             self._counts.index_add_(0, ids, torch.ones(len(tokens)))
 
-    def choose(self, logits: Tensor, first_position: int, proposal: Proposal | None = None) -> Tensor:
+    def choose(self, logits: Tensor, first_position: int, proposal: Proposal | None = None) -> Ids:
         """The target's own token after each row, NO_TOKEN where its logits are not numbers.
 
         The token after row 0 will stand at `first_position`; further rows are the proposal's drafts.
         """
         if self.params.penalised:
             logits = penalise(logits, *self._history(logits.shape, proposal), self.params)
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self.guide is not None:
+            return self._choose_guided(self.guide, logits, first_position, proposal)
+        return self._best(logits, first_position, proposal)
+
+    def _best(self, logits: Tensor, first_position: int, proposal: Proposal | None = None) -> Ids:
         if self.params.greedy:
-            return torch.from_numpy(best_tokens(logits)[0])
+            return best_tokens(logits)[0]
         positions = [first_position + depth for depth in proposal.depths] if proposal else [first_position]
-        ids, _ = noisy_best(logits, positions, self.params.seed, self._temperature, self._floors(logits))
-        return torch.from_numpy(ids)
+        return noisy_best(logits, positions, self.params.seed, self._temperature, self._floors(logits))[0]
+
+    def _choose_guided(self, guide: Guide, logits: Tensor, first_position: int, proposal: Proposal | None) -> Ids:
+        """Follows the target's own tokens from the anchor on: only rows on that path have a mask, and need one."""
+        # off the path it only matters whether a row's logits are numbers
+        ids = best_tokens(logits)[0] if self._filtered else self._best(logits, first_position, proposal)
+        children = children_of(proposal) if proposal is not None else {}
+        row = 0
+        path: Path = ()
+        while ids[row] != NO_BEST:
+            token = self._allowed(guide, logits[row : row + 1], first_position + len(path), path, int(ids[row]))
+            ids[row] = token
+            child = children.get((row, token))
+            if child is None:
+                break
+            row, path = child, (*path, token)
+        return ids
+
+    def _allowed(self, guide: Guide, logits: Tensor, position: int, path: Path, favourite: int) -> int:
+        """The target's token behind a path among those the guide allows there; `favourite` is it if all are."""
+        try:
+            mask = guide.mask(path)
+        except GuideError as error:
+            self.failure = str(error)
+            return NO_BEST
+        if mask is not None:
+            # without filters, whose cut depends on all that is allowed, the best of all is the best of the allowed
+            if not self._filtered and favourite in mask:
+                return favourite
+            if mask.only is not None and self._bias is None:
+                return mask.only
+            logits = _masked(logits, mask)
+        elif not self._filtered:
+            return favourite
+        token = int(self._best(logits, position)[0])
+        if token == NO_BEST:
+            self.failure = "logit_bias bans every token that the constraint allows here"
+        return token
+
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint leaves nothing more to write."""
+        return self.guide is not None and self.guide.complete
+
+    def draft_rule(self, logits: Tensor, first_position: int) -> DraftRule | None:
+        """How drafts from these logits are held to the constraint; None without one."""
+        if self.guide is None:
+            return None
+
+        def ranked(slot: int, mask: Mask) -> Candidates | None:
+            row = _masked(self._shaped(logits[slot : slot + 1]), mask)
+            return self._rank(row, first_position + slot, _GUIDED_CANDIDATES)
+
+        return DraftRule(self.guide, ranked)
 
     def draft_candidates(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
         """The `count` likeliest drafts of consecutive positions by the target's own rule on the drafter's logits.
@@ -144,9 +218,19 @@ class RowSampler:
         Above temperature 0 the noise the target will use there is added, which couples the two choices. None if
         the drafter's numbers are not finite.
         """
+        logits = self._shaped(logits)
+        if self.guide is not None:
+            count = max(count, _GUIDED_CANDIDATES)
+        return self._rank(logits, first_position, count)
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """Draft logits after penalties and bias."""
+        if self.params.penalised:
+            logits = penalise(logits, self._seen, self._counts, self.params)
+        return logits if self._bias is None else logits + self._bias
+
+    def _rank(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
         params = self.params
-        if params.penalised:
-            logits = penalise(logits, self._seen, self._counts, params)
         if params.greedy:
             return Candidates.of(top_scores(logits, count))
         floors = self._floors(logits)
@@ -174,6 +258,18 @@ class RowSampler:
                 ahead[row] = ahead[proposal.parents[row]]
                 ahead[row, proposal.tokens[row]] += 1.0
         return self._seen | (ahead > 0), self._counts + ahead
+
+
+def _bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
+    """What is added to every logit."""
+    bias = torch.zeros(vocab_size)
+    for token, value in pairs:
+        bias[token] = _HIDDEN if value <= _BAN else value
+    return bias
+
+
+def _masked(logits: Tensor, mask: Mask) -> Tensor:
+    return logits.masked_fill(torch.from_numpy(~mask.allowed), _HIDDEN)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

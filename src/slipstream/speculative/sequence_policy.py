@@ -47,6 +47,7 @@ class SequencePolicy:
         self._tried = False
         self._interval = 0  # plain tokens between probes; 0 while speculation pays
         self._wait = 0
+        self._probing = False  # the last plan drafted although it did not seem to pay
         self._break_even = math.inf
         self._shadow: deque[tuple[int, float, int]] = deque()
 
@@ -107,7 +108,7 @@ class SequencePolicy:
 
         `break_even` is how many tokens of the draft must turn out right for it to have been worth verifying.
         """
-        self._break_even = break_even
+        self._break_even, self._probing = break_even, True
         if self._tried and outlook < 1.0 - _FAR_FROM_PAYING:
             factor = _HOPELESS_FACTOR if self.hopeless else 2
             self._interval = min(factor * self._interval, _LONGEST_WAIT * self.gate.probe)
@@ -115,6 +116,7 @@ class SequencePolicy:
 
     def believed(self) -> None:
         """Drafting seems to pay again; should it still not, the next wait is neither a long one nor the shortest."""
+        self._probing = False
         if self.backing_off:
             self._interval = self._wait = max(self._interval // 4, self.gate.probe)
 
@@ -125,7 +127,9 @@ class SequencePolicy:
             self._wait = 0
 
     def paid(self) -> None:
-        self._interval = self._wait = 0
+        """The latest draft promises to pay; of a probe, made in bad times, that has to come true first."""
+        if not self._probing:
+            self._interval = self._wait = 0
 
     def learn(self, proposal: Proposal, verdict: Verdict, truth: Sequence[int]) -> None:
         """Compares a verified proposal with what the target chose (`truth`: the verdict's tokens)."""

@@ -1,0 +1,104 @@
+"""`slipstream smoke`: checks running servers as a stranger would.
+
+`slipstream smoke http://localhost:8080`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from slipstream.cli.options import JsonOutput
+from slipstream.cli.ui import Ui
+from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.tools.smoke import CheckResult, ServerReport
+
+FAILED = 1
+NOTHING_REACHABLE = 2
+_MARKS = {"pass": "[green]pass[/]", "fail": "[bold red]FAIL[/]", "skip": "[dim]skip[/]"}
+
+
+def command(
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Servers, such as http://localhost:8080.")],
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key the servers ask for.", show_default="none")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask for.", show_default="the first ready one")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds one request may take.")] = 60.0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Check running servers as a stranger would: chat, streams, drafts, caches, disconnects.
+
+    Any server with OpenAI's API will do; what it does not offer is skipped. Exit code 0: every check of every server
+    that answers passed; 1: a check failed; 2: no server answers.
+    """
+    if not timeout > 0:
+        raise RequestError(f"--timeout is {timeout:g}", "it must be above 0")
+    # Imported here: --help must not wait for an HTTP client.
+    from slipstream.tools.smoke import CHECKS, smoke
+
+    ui = Ui(json_output)
+    with ui.counting("checks", len(urls) * len(CHECKS)) as done:
+        reports = smoke(urls, api_key, model, timeout, done)
+    failed = any(report.failed for report in reports)
+    if json_output:
+        ui.print_json({"passed": not failed, "servers": [report.to_json() for report in reports]})
+    else:
+        draw(ui, reports)
+    if all(report.unreachable for report in reports):
+        raise typer.Exit(NOTHING_REACHABLE)
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def draw(ui: Ui, reports: Sequence[ServerReport]) -> None:
+    """One server: its checks with their sentences. Several: a column each, then what did not pass, in words."""
+    reached = [report for report in reports if not report.unreachable]
+    if len(reached) == 1:
+        ui.table(_title(reached[0]), _one_server(reached[0].checks))
+    elif reached:
+        ui.table("Checks", _side_by_side(reached))
+        for report in reached:
+            for check in report.checks:
+                if check.verdict != "pass":
+                    ui.line(f"{report.url}: {check.name}: {check.verdict}, {check.sentence}")
+    for report in reports:
+        if report.unreachable:
+            ui.warn(f"Skipped: {report.unreachable}.")
+    if reached:
+        ui.line(_summary(reached))
+
+
+def _title(report: ServerReport) -> str:
+    return f"{report.url}, {report.model}" if report.model else report.url
+
+
+def _one_server(checks: Sequence[CheckResult]) -> Table:
+    table = Table()
+    for head in ("check", "", "seen"):
+        table.add_column(head, overflow="fold")
+    for check in checks:
+        table.add_row(escape(check.name), _MARKS[check.verdict], escape(check.sentence))
+    return table
+
+
+def _side_by_side(reports: Sequence[ServerReport]) -> Table:
+    table = Table()
+    table.add_column("check", overflow="fold")
+    for report in reports:
+        table.add_column(escape(_title(report)), overflow="fold")
+    for row in zip(*[report.checks for report in reports], strict=True):
+        table.add_row(escape(row[0].name), *[_MARKS[check.verdict] for check in row])
+    return table
+
+
+def _summary(reports: Sequence[ServerReport]) -> str:
+    checks = [check for report in reports for check in report.checks]
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in _MARKS}
+    return f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped"

@@ -1,0 +1,97 @@
+"""How much memory a pair will take, read from the headers of its files before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slipstream.cache.pools import PoolShape
+from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.memory import available_bytes, pool_pages
+from slipstream.errors import ConfigError
+from slipstream.formats.sources import ModelSource, pair_draft, resolve
+from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.kernels.native.library import library
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.decoder import DecoderConfig
+from slipstream.models.dflash import read_drafter_config
+from slipstream.models.loading import FAMILIES
+from slipstream.models.weights import Weights, keep_name
+
+Progress = Callable[[str, int, int], None]
+# bytes a weight takes in torch's formats, scales included; native weights are as large as the file's
+_WEIGHT_BYTES: dict[WeightFormat, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.125, "int4": 0.75}
+
+__all__ = ["Footprint", "available_bytes", "footprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What loading a pair will take: its weights, and the page pool, which fills up as it is used."""
+
+    files: tuple[Path, ...]
+    weight_bytes: int
+    token_bytes: int  # of the pool, for one token
+    max_context: int
+    cache_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.weight_bytes + self.cache_tokens * self.token_bytes
+
+    def within(self, budget: int) -> Footprint:
+        """The same with a pool of at most a quarter of the budget, or of one whole context if that is more."""
+        share = max(budget // 4 // self.token_bytes, self.max_context)
+        room = max(0, budget - self.weight_bytes) // self.token_bytes
+        pages = min(self.cache_tokens, share, room) // PAGE_TOKENS
+        return replace(self, cache_tokens=max(1, pages) * PAGE_TOKENS)
+
+
+def footprint(target: str, draft: str | None, config: EngineConfig, progress: Progress | None = None) -> Footprint:
+    """Finds the files as `LLM` does, fetching them if need be, and adds up what it will allocate."""
+    source = resolve(target, progress=progress)
+    with open_weights(source.path) as file:
+        shape = _target_config(source, file)
+        weights = _weight_bytes(file, config.weight_format)
+    files, per_token = [source.path], PoolShape(shape.layers, shape.kv_heads, shape.head_dim).bytes_per_token()
+    wanted = pair_draft(target) if draft == "auto" else draft
+    if wanted is not None and wanted != "none":
+        draft_path = resolve(wanted, progress=progress).path
+        with open_weights(draft_path) as file:
+            drafter = read_drafter_config(draft_path, file)
+            weights += _weight_bytes(file, config.weight_format)
+        files.append(draft_path)
+        per_token += PoolShape(drafter.layers, drafter.kv_heads, drafter.head_dim).bytes_per_token()
+    max_context = config.max_context or shape.max_positions
+    pages = pool_pages(config.cache_tokens, max_context, PAGE_TOKENS, per_token)
+    return Footprint(tuple(files), weights, per_token, max_context, pages * PAGE_TOKENS)
+
+
+def _target_config(source: ModelSource, file: WeightFile) -> DecoderConfig:
+    config = read_config(source.path)
+    reader = ConfigReader(file.metadata if config is None else config, source.path.name)
+    model_type = reader.text("general.architecture" if config is None else "model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ConfigError(
+            f"{reader.label}: model type '{model_type}' is not a supported target",
+            f"supported: {', '.join(sorted(FAMILIES))}",
+        )
+    read = family.read_gguf(reader, Weights(file, "fp32", keep_name)) if config is None else family.read_hf(reader)
+    found: DecoderConfig = read[0]
+    return found
+
+
+def _weight_bytes(file: WeightFile, weight_format: WeightFormat) -> int:
+    tensors = [file.tensor(name) for name in file.names()]
+    if weight_format == "native" or (weight_format == "auto" and library() is not None):
+        return sum(tensor.nbytes for tensor in tensors)
+    elements = 0
+    for tensor in tensors:
+        count = 1
+        for size in tensor.shape:
+            count *= size
+        elements += count
+    # without compiled kernels `auto` measures what is fastest; the largest it may choose is the safe guess
+    return int(elements * _WEIGHT_BYTES.get(weight_format, 4))

@@ -1,0 +1,79 @@
+"""The way every API takes from a job to its answer: a lease, a generation, and a report when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slipstream.server.errors_http import ApiError
+from slipstream.server.generation import DeadlineError, Generation, start
+from slipstream.server.jobs import Answer, Job
+from slipstream.server.reporting import finished
+from slipstream.server.state import ServerState
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+    from slipstream.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A generation, and the tokenizer its tokens are to be read with, also after the model was let go."""
+
+    generation: Generation
+    tokenizer: Tokenizer
+
+    @property
+    def answer(self) -> Answer:
+        return self.generation.answer
+
+    def raise_failure(self) -> None:
+        """Raises what kept an ended answer from being complete."""
+        if self.generation.failure is not None:
+            raise self.generation.failure
+        if self.answer.finish_reason == "cancelled":
+            raise ApiError(
+                503, "the server ended this request before its answer was complete", "ask again", kind="server_error",
+                code="cancelled",
+            )
+
+
+@asynccontextmanager
+async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Running]:
+    """A running generation; leaving early cancels it. Metrics, log and recording learn of it however it ends."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    try:
+        async with asyncio.timeout(job.deadline_s):
+            lease = await state.router.lease(job.model)
+    except TimeoutError:
+        raise DeadlineError("the request's time was up before its model was loaded", "allow more time") from None
+    try:
+        _check_length(job, lease.llm)
+    except ApiError:
+        lease.release()
+        raise
+    if job.deadline_s is not None:
+        job = replace(job, deadline_s=max(0.0, job.deadline_s - (clock() - began)))
+    tokenizer = lease.llm.tokenizer
+    generation = await start(lease, job)
+    try:
+        yield Running(generation, tokenizer)
+    finally:
+        try:
+            await generation.aclose()
+        finally:
+            finished(state, api, job, generation)
+
+
+def _check_length(job: Job, llm: LLM) -> None:
+    """The engine would quietly write less; who asks for more than the model can hold has made a mistake."""
+    asked = job.settings.get("max_tokens")
+    if isinstance(asked, int) and asked > llm.max_context:
+        raise ApiError(
+            400, f"max_tokens is {asked}, but the context holds {llm.max_context} tokens", "ask for fewer",
+            param="max_tokens", code="context_length_exceeded",
+        )

@@ -1,0 +1,51 @@
+"""Our own fields, as the Messages and Responses APIs take them beside their documented ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from slipstream.errors import RequestError
+from slipstream.server.errors_http import ApiError, refuse
+from slipstream.server.openai_schemas import MAX_TOKENS, Speculative, Strict
+from slipstream.types import MAX_SEED
+
+
+class Extensions(Strict):
+    """Sampling the documented fields leave out, speculation, caching, priority and time."""
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="Extension")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Extension")
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, description="Extension; 1 is off")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Extension")
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Extension")
+    cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
+    speculative: Speculative | None = None
+    priority: int | None = Field(default=None, ge=-100, le=100, description="Extension: larger goes first")
+    timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
+    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="0 is off")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="Default: the model's own, or 0 (greedy)")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+
+    def sampling(self) -> dict[str, object]:
+        """What was said, as settings of an engine's request."""
+        names = (
+            "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "cache_prompt", "top_k",
+            "temperature", "top_p",
+        )
+        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.speculative is not None:
+            said["mode"] = _mode(self.speculative)
+        return said
+
+
+def _mode(asked: Speculative) -> str:
+    for name, kind in (("width", "chain"), ("budget", "tree")):
+        if getattr(asked, name) is not None and asked.mode != kind:
+            raise refuse(f"speculative.{name}", f"belongs to mode {kind}", "leave it out, or change the mode")
+    try:
+        return asked.mode_name()
+    except RequestError as error:
+        raise ApiError(400, error.message, error.hint, param="speculative.mode", code="invalid_value") from None

@@ -1,0 +1,146 @@
+"""From a job's messages and tools to the tokens the model is asked to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.engine.llm import LLM
+from slipstream.errors import RequestError
+from slipstream.server.jobs import Job, JsonObject, Tool
+from slipstream.server.parsing import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from slipstream.text.chat_template import render
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens, and what the template says about the text to come."""
+
+    ids: list[int]
+    thinking: bool = False  # the answer may begin with reasoning
+    opened: bool = False  # the prompt already stands inside it
+
+
+def build_prompt(llm: LLM, job: Job) -> Prompt:
+    """Renders a conversation through the model's template, or takes raw text or tokens as they are."""
+    if (job.messages is None) == (job.prompt is None):
+        raise RequestError("a job needs either messages or a prompt", "give one of them")
+    template = llm.tokenizer.chat_template if job.messages is not None else None
+    thinking = template is not None and THINK_CLOSE in template
+    if job.thinking_budget is not None and not thinking:
+        raise RequestError("a thinking budget was given, and this model does not think", "leave it out")
+    if job.messages is None:
+        return Prompt(llm.prompt_ids(job.prompt) if isinstance(job.prompt, str) else list(job.prompt or ()))
+    text = render_messages(template, job, llm.tokenizer.bos_token, llm.tokenizer.eos_token)
+    end = text.rstrip()
+    return Prompt(
+        ids=llm.tokenizer.encode(text, add_bos=False),
+        # a prompt may hold the whole of the reasoning already, empty or as the answer's beginning
+        thinking=thinking and not job.continues and not end.endswith(THINK_CLOSE),
+        opened=thinking and not job.continues and end.endswith(THINK_OPEN),
+    )
+
+
+def render_messages(template: str | None, job: Job, bos_token: str = "", eos_token: str = "") -> str:
+    """The conversation as one text; tools a template cannot tell about are told in a system message."""
+    kwargs = _template_kwargs(template or "", job.template_kwargs)
+    tools = [] if job.tool_choice.kind == "none" else [_described(tool) for tool in job.tools]
+    messages = [_plain_message(message) for message in job.messages or ()]
+    begun = messages.pop()["content"] if job.continues and messages else ""
+    native = knows_tools(template)
+    if not native:
+        messages = _with_tools_told(_tools_as_text(messages), tools)
+    rendered = render(
+        template, messages, tools=tools if native and tools else None, bos_token=bos_token, eos_token=eos_token,
+        **kwargs,
+    )
+    return rendered + begun
+
+
+def _template_kwargs(template: str, given: Mapping[str, object]) -> dict[str, Any]:
+    """What the template is told besides; what it would not notice is refused instead of being lost."""
+    kwargs: dict[str, Any] = dict(given)
+    if kwargs.get("enable_thinking") is False and THINK_CLOSE not in template:
+        del kwargs["enable_thinking"]  # true of every answer of a model that does not think
+    for name in kwargs:
+        if name in _RESERVED:
+            raise RequestError(f"chat_template_kwargs may not set '{name}'", "the server sets it itself")
+        if name not in template:
+            raise RequestError(f"this model's chat template does not know '{name}'", "leave it out")
+    return kwargs
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a template tells the model about tools in the form we read calls in, and can show past calls."""
+    return template is not None and all(word in template for word in ("tools", "tool_calls", CALL_OPEN))
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    parameters = dict(tool.parameters) or {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+def _plain_message(message: JsonObject) -> dict[str, Any]:
+    """A message as templates expect it: text content, system for developer, arguments as objects."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["role"] = "system" if message.get("role") == "developer" else message.get("role")
+    plain["content"] = message.get("content") or ""
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: JsonObject) -> dict[str, Any]:
+    function: Mapping[str, Any] = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # what is no JSON is shown to the model as it was written
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    named = {"name": function.get("name", ""), "arguments": arguments}
+    return {"type": "function", "id": call.get("id", ""), "function": named}
+
+
+def _tools_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Past calls and their results as the text a model would have written and read."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if told and told[-1].get("tool_results"):
+                told[-1]["content"] += f"\n{result}"
+            else:
+                told.append({"role": "user", "content": result, "tool_results": True})
+        elif calls := message.get("tool_calls"):
+            parts = [*filter(None, [message["content"]]), *map(_call_as_text, calls)]
+            told.append({"role": message["role"], "content": "\n".join(parts)})
+        else:
+            told.append(message)
+    return told
+
+
+def _call_as_text(call: JsonObject) -> str:
+    return f"{CALL_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CALL_CLOSE}"
+
+
+def _with_tools_told(messages: list[dict[str, Any]], tools: Sequence[JsonObject]) -> list[dict[str, Any]]:
+    if not tools:
+        return messages
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = (
+        "You may call functions to help with the user's request. These are the functions, as JSON schemas:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        "To call one, write its name and its arguments as a JSON object inside these tags:\n"
+        f'{CALL_OPEN}\n{{"name": "the function\'s name", "arguments": {{"its": "arguments"}}}}\n{CALL_CLOSE}'
+    )
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]

@@ -1,0 +1,361 @@
+"""The one thread that owns an engine: takes commands between steps, steps while there is work, sleeps otherwise."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from slipstream.engine.llm import LLM
+from slipstream.errors import BusyError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
+from slipstream.types import GenEvent, Request
+
+Sink = Callable[[GenEvent], None]
+PauseSink = Callable[[int, int], None]  # its epoch, and the tokens written by then
+_log = logging.getLogger("slipstream.worker")
+_STOP_WAIT_S = 5.0  # for the last step once everything is cancelled
+_RETRY_LIMITS_S = (1.0, 60.0)
+_MEMORY = 0.8  # weight of the past in the average time between two ends
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInfo:
+    """How far one request has come.
+
+    `phase` is prefill or decode for those in a slot, yielded for those who are in line again for their next quantum,
+    paused, or paused-evicted (its pages went to others: resumed, it is computed again from its tokens).
+    """
+
+    request_id: str
+    phase: str
+    prompt_tokens: int
+    generated: int
+    max_tokens: int
+    cached_tokens: int
+    mode: str
+    tau: float
+    drafted: int
+    accepted: int
+    priority: int
+    epoch: int
+    paused: bool
+    seconds: float  # since it was submitted
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """An engine at one moment; `waiting` requests have not been in a slot yet."""
+
+    slots: list[SlotInfo]
+    waiting: int
+    pages_used: int
+    pages_total: int
+    max_sequences: int
+    max_waiting: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request somebody waits for, and whether it is to run.
+
+    What is wanted is noted here at once, and the engine follows between two steps: nobody has to wait for a step.
+    """
+
+    sink: Sink
+    submitted_at: float = field(default_factory=time.monotonic)
+    generated: int = 0
+    epoch: int = 0
+    paused: bool = False
+    held: bool = False  # its reader is slow: not a pause that anybody asked for or has to resume
+    stopped_at: int | None = None  # the engine's own epoch of a request it keeps out of its steps
+    pause_at: int | None = None
+    on_pause: PauseSink | None = None
+
+
+class EngineWorker:
+    """Requests come from any thread; sinks are called on the engine's own, in order, and must not block.
+
+    A request's last event is always delivered, even if the thread dies: then it is an error with the reason.
+    """
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self.thread = threading.Thread(target=self._main, name=f"engine-{name}", daemon=True)
+        self._engine = llm.engine
+        self._config = llm.config
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._open: dict[str, _Open] = {}
+        self._arriving = 0  # submitted, but not with the engine yet
+        self._newcomers = 0  # with the engine, but not in a slot yet
+        self._stopping = False
+        self._ended = False
+        self._last_end = 0.0
+        self._end_interval_s = _RETRY_LIMITS_S[0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken and worked on."""
+        return self.thread.is_alive() and self.failure is None and not self._stopping
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a request; what could never run and what finds no room is refused here, in the caller's thread."""
+        self._require_alive()
+        self._engine.check(request)
+        with self._wake:
+            self._require_alive()
+            if request.id in self._open:
+                raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
+            waiting = self._arriving + self._newcomers
+            if waiting >= self._config.max_waiting:
+                said = f"{waiting} requests are waiting for '{self.name}' already"
+                raise BusyError(said, retry_after_s=self._retry_after())
+            self._open[request.id] = _Open(sink)
+            self._arriving += 1
+            self._tell(partial(self._add, request))
+
+    def cancel(self, request_id: str, epoch: int | None = None) -> bool:
+        """Ends a request at the next step, whatever its state; False if it is over already.
+
+        With an epoch, only the state it names is cancelled.
+        """
+        with self._wake:
+            known = self._open.get(request_id)
+            if known is None or self._ended:
+                return False
+            if epoch is not None and epoch != known.epoch:
+                raise StaleEpochError(f"the request is at epoch {known.epoch}, not {epoch}")
+            self._tell(partial(self._engine.cancel, request_id))
+            return True
+
+    def pause(self, request_id: str) -> int:
+        """Stops a request at the next step and returns the epoch that resumes it; its slot is free for others.
+
+        It keeps its pages, unless others cannot start without them.
+        """
+        with self._wake:
+            known = self._known(request_id)
+            self._note_pause(request_id, known)
+            return known.epoch
+
+    def pause_at(self, request_id: str, tokens: int, on_pause: PauseSink) -> None:
+        """Pauses a request by itself after the step in which it has written so many tokens in all.
+
+        `on_pause` is told on the engine's thread, after the sink has got that step's event.
+        """
+        with self._wake:
+            known = self._known(request_id)
+            known.pause_at, known.on_pause = tokens, on_pause
+            self._tell(partial(self._pause_if_due, request_id, known))
+
+    def resume(self, request_id: str, epoch: int) -> None:
+        """Lets a paused request go on to the text it would have had anyway."""
+        with self._wake:
+            known = self._known(request_id)
+            if epoch != known.epoch:
+                raise StaleEpochError(f"the request is at epoch {known.epoch}, not {epoch}")
+            if not known.paused:
+                raise StaleEpochError("the request is not paused", "it was resumed already, or never stopped")
+            known.paused = False
+            self._tell(partial(self._follow, request_id, known))
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """Keeps a request out of the steps for as long as its reader is behind; its epoch stays as it is."""
+        with self._wake:
+            known = self._open.get(request_id)
+            if known is not None and known.held != held:
+                known.held = held
+                self._tell(partial(self._follow, request_id, known))
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request is one of this engine's and not over."""
+        return request_id in self._open
+
+    def snapshot(self) -> WorkerSnapshot:
+        """How far everybody is; read without waiting for a step, so that numbers may be one step apart."""
+        now = time.monotonic()
+        slots = []
+        for session in self._engine.overview():
+            ticket, known = session.ticket, self._open.get(session.ticket.request.id)
+            if known is None or ticket.phase == "waiting":
+                continue
+            request, stats = ticket.request, session.stats
+            slots.append(SlotInfo(
+                request_id=request.id, phase=ticket.phase, prompt_tokens=len(request.prompt_ids),
+                generated=ticket.generated, max_tokens=ticket.max_tokens, cached_tokens=ticket.cached_tokens,
+                mode=str(request.mode), tau=stats.tau, drafted=stats.drafted, accepted=stats.accepted,
+                priority=request.priority, epoch=known.epoch, paused=known.paused, seconds=now - known.submitted_at,
+            ))
+        used, total = self._engine.pages
+        waiting = self._arriving + self._newcomers
+        return WorkerSnapshot(slots, waiting, used, total, self._config.max_sequences, self._config.max_waiting)
+
+    def stop(self, drain: bool, timeout_s: float) -> bool:
+        """Takes nothing more and ends the thread; with `drain`, what runs may finish first, for so long.
+
+        Paused requests are cancelled at once: nobody could resume them. Returns whether the thread is over.
+        """
+        with self._wake:
+            self._stopping = True
+            for request_id in [name for name, known in self._open.items() if known.paused or not drain]:
+                self._tell(partial(self._engine.cancel, request_id))
+            self._wake.notify_all()
+        if self.thread.ident is None:
+            self._end(None)
+            return True
+        if drain:
+            self.thread.join(timeout_s)
+            with self._wake:
+                for request_id in self._open:
+                    self._tell(partial(self._engine.cancel, request_id))
+        self.thread.join(_STOP_WAIT_S if drain else timeout_s)
+        return not self.thread.is_alive()
+
+    def _require_alive(self) -> None:
+        if not self.alive:
+            reason = self.failure or ("it was asked to stop" if self._stopping else "its thread does not run")
+            raise EngineFailedError(f"the engine of '{self.name}' takes no requests: {reason}", "try again")
+
+    def _known(self, request_id: str) -> _Open:
+        known = self._open.get(request_id)
+        if known is None or self._ended:
+            raise StaleEpochError("the request does not run", "it has ended, or never began")
+        return known
+
+    def _note_pause(self, request_id: str, known: _Open) -> None:
+        if not known.paused:
+            known.paused, known.epoch = True, known.epoch + 1
+            self._tell(partial(self._follow, request_id, known))
+
+    def _tell(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)  # type: ignore[arg-type]
+        self._wake.notify_all()
+
+    def _retry_after(self) -> float:
+        """When half of the line will probably be gone; sooner, everybody would come back to a line as long."""
+        low, high = _RETRY_LIMITS_S
+        return min(high, max(low, self._end_interval_s * (self._arriving + self._newcomers) / 2))
+
+    # below: the engine's thread
+
+    def _main(self) -> None:
+        failure: str | None = "the engine's thread was ended from outside"
+        try:
+            while self._obey():
+                events = self._engine.step()
+                self._newcomers = self._engine.scheduler.newcomers
+                for event in events:
+                    self._deliver(event)
+            failure = None
+        except BaseException as error:  # whatever ends this thread, somebody is waiting to hear of it
+            failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            _log.error("the engine of '%s' failed", self.name, exc_info=error)
+        finally:
+            self._end(failure)
+
+    def _obey(self) -> bool:
+        """Carries out what was asked meanwhile, then sleeps until there is a step to do; False is the end."""
+        while True:
+            with self._wake:
+                while not self._commands and not self._engine.busy:
+                    if self._stopping and not self._open:
+                        return False
+                    self._wake.wait()
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if self._engine.busy:
+                return True
+
+    def _add(self, request: Request) -> None:
+        refused: str | None = None
+        try:
+            self._engine.add(request)
+        except Exception as error:
+            refused = str(error)
+            if not isinstance(error, SlipstreamError):
+                _log.error("request %s could not be set up", request.id, exc_info=error)
+        with self._wake:
+            self._arriving -= 1
+            self._newcomers = self._engine.scheduler.newcomers
+        if refused is not None:
+            self._deliver(GenEvent(request.id, [], "", "error", error=refused))
+
+    def _follow(self, request_id: str, known: _Open) -> None:
+        """Makes the engine do what is wanted of a request by now."""
+        stopped = known.stopped_at is not None
+        if (known.paused or known.held) == stopped or self._open.get(request_id) is not known:
+            return
+        if known.stopped_at is None:
+            known.stopped_at = self._engine.pause(request_id)
+        else:
+            self._engine.resume(request_id, known.stopped_at)
+            known.stopped_at = None
+
+    def _deliver(self, event: GenEvent) -> None:
+        known = self._open.get(event.request_id)
+        if known is None:
+            return
+        known.generated += len(event.tokens)
+        if event.finish_reason is not None:
+            self._note_end()
+            with self._wake:
+                del self._open[event.request_id]
+        self._pass_on(known, event)
+        if event.finish_reason is None:
+            self._pause_if_due(event.request_id, known)
+
+    def _pass_on(self, known: _Open, event: GenEvent) -> None:
+        try:
+            known.sink(event)
+        except Exception as error:
+            _log.error("nobody could take the events of request %s; it is cancelled", event.request_id, exc_info=error)
+            known.sink = _nobody
+            self._engine.cancel(event.request_id)
+
+    def _pause_if_due(self, request_id: str, known: _Open) -> None:
+        with self._wake:
+            if known.pause_at is None or known.generated < known.pause_at or self._open.get(request_id) is not known:
+                return
+            tell, known.on_pause, known.pause_at = known.on_pause, None, None
+            self._note_pause(request_id, known)
+            epoch, generated = known.epoch, known.generated
+        if tell is not None:
+            tell(epoch, generated)
+
+    def _note_end(self) -> None:
+        now = time.monotonic()
+        if self._last_end and self._newcomers:
+            self._end_interval_s = _MEMORY * self._end_interval_s + (1 - _MEMORY) * (now - self._last_end)
+        self._last_end = now
+
+    def _end(self, failure: str | None) -> None:
+        """Tells everybody who still waits that nothing will come any more."""
+        with self._wake:
+            self.failure = failure
+            self._ended = self._stopping = True
+            left, self._open = self._open, {}
+            self._commands.clear()
+            self._arriving = self._newcomers = 0
+        reason = f"the engine of '{self.name}' ended: {failure or 'it was asked to stop'}"
+        for request_id, known in left.items():
+            self._pass_on_last(known, GenEvent(request_id, [], "", "error", error=reason))
+
+    @staticmethod
+    def _pass_on_last(known: _Open, event: GenEvent) -> None:
+        try:
+            known.sink(event)
+        except Exception as error:
+            _log.error("nobody could take the last event of request %s", event.request_id, exc_info=error)
+
+
+def _nobody(event: GenEvent) -> None:
+    """Takes the events of a request whose own sink failed."""

@@ -1,0 +1,355 @@
+"""What a request may write next: grammars compiled by llguidance, and the end of reasoning that outlasts its budget.
+
+A guide answers for any drafted path behind the committed text, so that a row of a proposal is masked exactly as plain
+decoding would mask it there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import RequestError
+from slipstream.types import Constraint, Thinking
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_REMEMBERED_GRAMMARS = 64
+_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
+_TEXT = "/(?s:.*)/"
+_GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
+
+Path = tuple[int, ...]
+
+
+class GuideError(Exception):
+    """A grammar cannot go on; the reason in one line."""
+
+
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    def token_bytes(self, index: int) -> bytes: ...
+    def is_special(self, index: int) -> bool: ...
+    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]: ...
+
+
+class Mask:
+    """The tokens that may stand at one place; `only` is set where there is just one, `end` where the text is over."""
+
+    def __init__(self, bits: bytes, vocab_size: int, end: bool = False) -> None:
+        """`bits` has a bit per token, the lowest first."""
+        count = int.from_bytes(bits, "little").bit_count()
+        if not count:
+            raise GuideError("the constraint allows no token here")
+        self.end = end
+        self._bits = bits
+        self._vocab_size = vocab_size
+        self.only = int(self.allowed.argmax()) if count == 1 else None
+
+    @classmethod
+    def single(cls, token: int, vocab_size: int) -> Mask:
+        bits = bytearray(-(-vocab_size // 8))
+        bits[token >> 3] = 1 << (token & 7)
+        return cls(bytes(bits), vocab_size)
+
+    def __contains__(self, token: int) -> bool:
+        return bool(self._bits[token >> 3] >> (token & 7) & 1)
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """A flag per token; most places are only asked about a few tokens and never need it."""
+        flags = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=self._vocab_size, bitorder="little")
+        return flags.view(np.bool_)
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, each once; any thread may ask."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._ready: OrderedDict[tuple[Constraint, Thinking | None], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
+        """What holds a new request to its constraint and its budget; None if it has neither."""
+        budget = None
+        if thinking is not None and thinking.budget is not None:
+            budget = Budget(thinking, self._vocabulary)
+        matcher = self.prepare(constraint, thinking) if constraint is not None else None
+        return Guide(matcher, budget, self._vocab_size) if matcher is not None or budget is not None else None
+
+    def prepare(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
+        """The compiled constraint, at its start; one that cannot be compiled is refused."""
+        with self._lock:
+            # how much may be thought is no matter of the grammar
+            key = (constraint, thinking and Thinking(None, thinking.opened, thinking.start, thinking.end))
+            found = self._ready.get(key)
+            if found is None:
+                found = self._ready[key] = self._compile(*key)
+            self._ready.move_to_end(key)
+            if len(self._ready) > _REMEMBERED_GRAMMARS:
+                self._ready.popitem(last=False)
+            return found
+
+    def _compile(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
+        try:
+            grammar = _grammar(constraint, self._behind(thinking) if thinking is not None else None)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            error = matcher.get_error()
+        except (ValueError, RecursionError) as failure:
+            error = str(failure)
+        if error:
+            name = _NAMES[constraint.kind]
+            raise RequestError(f"the {name} cannot be used: {_one_line(error)}", "change it or leave it out")
+        return matcher
+
+    def _behind(self, thinking: Thinking) -> str:
+        """The grammar of reasoning and what comes behind it, the answer."""
+        opening = "thinking" if thinking.opened else f"({self._tag(thinking.start)} thinking)?"
+        end = self._tag(thinking.end)
+        reasoning = f"thinking: {_TEXT} {end}" if end.startswith("<") else f"thinking[suffix={end}]: {_TEXT}"
+        return f"start: {opening} GAP @answer\n{reasoning}\nGAP: {_GAP}\n"
+
+    def _tag(self, tag: str) -> str:
+        ids = self._vocabulary.encode(tag, add_bos=False)
+        special = len(ids) == 1 and self._vocabulary.is_special(ids[0]) and tag not in _TAGS
+        return f"<[{ids[0]}]>" if special else json.dumps(tag)
+
+
+_NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}
+
+
+def _grammar(constraint: Constraint, before: str | None) -> str:
+    """The constraint as llguidance wants it, behind the grammar of what comes first."""
+    from llguidance import LLMatcher
+
+    if constraint.kind == "json_schema":
+        answer = {"json_schema": json.loads(constraint.grammar)}
+    elif constraint.kind == "regex":
+        compiled = json.loads(LLMatcher.grammar_from_regex(constraint.grammar))
+        answer = {"lark_grammar": compiled["grammars"][0]["lark_grammar"]}
+    else:
+        answer = {"lark_grammar": constraint.grammar}
+    top = [] if before is None else [{"name": "top", "lark_grammar": before}]
+    return json.dumps({"grammars": [*top, {"name": "answer", **answer}]})
+
+
+def _one_line(error: str) -> str:
+    """The library draws arrows under what it dislikes; people get a sentence."""
+    lines = [line.strip() for line in error.splitlines()]
+    words = [line for line in lines if line and set(line) - set("^|~- ")]
+    return " ".join(words)[:400]
+
+
+def _tokenizer(vocabulary: Vocabulary, vocab_size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    source = _TokenSource(vocabulary, vocab_size)
+    ends = sorted(index for index in vocabulary.eos_ids if index < vocab_size)
+    if not ends:
+        raise RequestError("the model has no token that ends a text", "a constraint needs one")
+    return LLTokenizer(TokenizerWrapper(source), n_vocab=vocab_size, eos_token=ends)
+
+
+class _TokenSource:
+    """A tokenizer as llguidance asks for it: every token's bytes, and how a text is cut by rights."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        ends = sorted(vocabulary.eos_ids)
+        self._vocabulary = vocabulary
+        self.eos_token_id = ends[0] if ends else 0
+        self.bos_token_id = vocabulary.bos_id
+        self.tokens = [vocabulary.token_bytes(index) for index in range(vocab_size)]
+        tags = {tag.encode() for tag in _TAGS}
+        self.special_token_ids = [
+            index for index, content in enumerate(self.tokens) if vocabulary.is_special(index) and content not in tags
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        wanted = text.encode()
+        # some tokenizers put a space before a text; behind a control character it is not the text's first any more
+        for lead in ("", "\x02"):
+            ids = self._vocabulary.encode(lead + text, add_bos=False, parse_special=False)
+            while ids and len(b"".join(map(self._vocabulary.token_bytes, ids))) > len(wanted):
+                ids = ids[1:]
+            if b"".join(map(self._vocabulary.token_bytes, ids)) == wanted:
+                return ids
+        return []
+
+
+class Guide:
+    """What one request may write next, behind the committed text and any drafted tokens that follow it."""
+
+    def __init__(self, start: LLMatcher | None, budget: Budget | None, vocab_size: int) -> None:
+        self._start = start
+        self._matcher = start.deep_copy() if start is not None else None
+        self._budget = budget
+        self._vocab_size = vocab_size
+        self._committed: list[int] = []
+        self._ahead: Path = ()  # what the matcher has read beyond the committed text
+        self._masks: dict[Path, Mask | None] = {}  # of paths behind the committed text
+        self._broken: str | None = None
+        self.complete = False  # nothing but an end may follow
+
+    def mask(self, path: Path = ()) -> Mask | None:
+        """What may follow `path`, None if anything may; its tokens were allowed one after the other."""
+        if path not in self._masks:
+            self._masks[path] = self._computed(path)
+        return self._masks[path]
+
+    def _computed(self, path: Path) -> Mask | None:
+        forced = self._budget.forced(path) if self._budget is not None else None
+        if forced is not None:
+            return Mask.single(forced, self._vocab_size)
+        if self._matcher is None:
+            return None
+        if self._broken is not None:
+            raise GuideError(self._broken)
+        self._move(path)
+        bits = self._matcher.compute_bitmask()
+        self._must_live()
+        return Mask(bits, self._vocab_size, self._matcher.is_stopped())
+
+    def fits(self, path: Path) -> bool:
+        """Whether a drafted path could be written as it is; quicker than a mask for each of its tokens."""
+        if self._budget is not None and any(
+            self._budget.forced(path[:count]) not in (None, token) for count, token in enumerate(path)
+        ):
+            return False
+        if self._matcher is None:
+            return True
+        if self._broken is not None:
+            return False
+        self._move(())
+        return self._matcher.validate_tokens(list(path)) == len(path)
+
+    def observe(self, token: int) -> None:
+        """Takes a committed token."""
+        self._masks.clear()
+        if self._budget is not None:
+            self._budget.observe(token)
+        if self._matcher is None or self._broken is not None:
+            return
+        try:
+            self._move((token,))
+            self._committed.append(token)
+            self._ahead = ()
+            self.complete = self._matcher.is_stopped()
+        except GuideError as error:
+            self._broken = str(error)
+
+    def _move(self, path: Path) -> None:
+        """Brings the matcher to the end of a path."""
+        assert self._matcher is not None
+        common = 0
+        for mine, wanted in zip(self._ahead, path, strict=False):
+            if mine != wanted:
+                break
+            common += 1
+        if common < len(self._ahead):
+            self._matcher.rollback(len(self._ahead) - common)
+            self._ahead = self._ahead[:common]
+        if common < len(path):
+            self._matcher.consume_tokens(list(path[common:]))
+            self._ahead = path
+        self._must_live()
+
+    def _must_live(self) -> None:
+        """A matcher that gave up stays so: on a path that may never be taken, another one takes its place."""
+        assert self._matcher is not None and self._start is not None
+        if self._matcher.is_error():
+            reason = _one_line(self._matcher.get_error())
+            self._matcher, self._ahead = self._start.deep_copy(), ()
+            self._matcher.consume_tokens(self._committed)
+            raise GuideError(f"the constraint cannot go on: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasoning:
+    """How far the reasoning of a text is: before it (0 or more tokens written), inside, being ended, or over."""
+
+    phase: str  # before, inside, ending, over
+    spent: int = 0  # tokens inside, or of the end tag as it is written
+    tail: bytes = b""  # as much of the text as may still become a tag
+
+
+class Budget:
+    """Ends reasoning after its budget: the tokens of the end tag are forced one by one."""
+
+    def __init__(self, thinking: Thinking, vocabulary: Vocabulary) -> None:
+        assert thinking.budget is not None
+        self._budget = thinking.budget
+        self._start, self._end = thinking.start.encode(), thinking.end.encode()
+        self._end_tokens = vocabulary.encode(thinking.end, add_bos=False)
+        self._bytes = vocabulary.token_bytes
+        self._now = _Reasoning("inside" if thinking.opened else "before")
+        if not self._end_tokens:
+            raise RequestError(f"the tag '{thinking.end}' has no tokens", "name the tag that ends reasoning")
+
+    def observe(self, token: int) -> None:
+        self._now = self._after(self._now, token)
+
+    def forced(self, path: Sequence[int]) -> int | None:
+        """The one token that may follow a path, or None if the budget has no say there."""
+        state = self._now
+        for token in path:
+            state = self._after(state, token)
+        return self._forced(state)
+
+    def _forced(self, state: _Reasoning) -> int | None:
+        if state.phase == "ending":
+            return self._end_tokens[state.spent]
+        # half a character would make the tag unreadable; its other half may still come
+        due = state.phase == "inside" and state.spent >= self._budget and not _mid_character(state.tail)
+        return self._end_tokens[0] if due else None
+
+    def _after(self, state: _Reasoning, token: int) -> _Reasoning:
+        if state.phase == "over":
+            return state
+        forced = self._forced(state)
+        if forced is not None:
+            written = (state.spent if state.phase == "ending" else 0) + 1
+            return _Reasoning("over") if written == len(self._end_tokens) else _Reasoning("ending", written)
+        text = state.tail + self._bytes(token)
+        if state.phase == "before":
+            _, found, rest = text.partition(self._start)
+            return _Reasoning("inside", 0, rest) if found else _Reasoning("before", 0, _kept(text, self._start))
+        if self._end in text:
+            return _Reasoning("over")
+        return _Reasoning("inside", state.spent + 1, _kept(text, self._end))
+
+
+def _kept(text: bytes, tag: bytes) -> bytes:
+    """The end of a text, long enough to find a tag in it or half a character."""
+    return text[-max(3, len(tag) - 1) :]
+
+
+def _mid_character(tail: bytes) -> bool:
+    """Whether the bytes end inside a UTF-8 character."""
+    for back in range(1, min(3, len(tail)) + 1):
+        byte = tail[-back]
+        if byte >= 0xC0:
+            return back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+        if byte < 0x80:
+            return False
+    return False

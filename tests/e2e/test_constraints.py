@@ -1,0 +1,172 @@
+"""Grammars, tools, biases and budgets on the real pair: valid text, the same in every mode, and drafts still accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jsonschema_rs
+import pytest
+
+from slipstream.engine.llm import LLM, Completion
+from slipstream.errors import RequestError
+from slipstream.speculative.guided import DraftRule
+from slipstream.text import grammars
+from slipstream.types import Thinking
+from tests import checks_speculation as promises
+
+pytestmark = pytest.mark.e2e
+MODES = ("chain", "tree:16", "auto")
+TEMPERATURES = (0.0, 0.8)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colours": {"type": "array", "items": {"enum": ["röt", "green", "blue"]}, "minItems": 1, "maxItems": 2},
+        "home": {
+            "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "colours", "home"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+WEATHER = Tool("get_weather", {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"], "additionalProperties": False,
+})
+TOOLS = [WEATHER, Tool("get_time")]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return promises.pair_with("smollm2-dspark")
+
+
+def in_every_mode(llm: LLM, prompt: str, temperature: float, max_tokens: int, **settings: object) -> dict[str, Completion]:
+    common = {"chat": True, "temperature": temperature, "seed": 5, "max_tokens": max_tokens, "cache_prompt": False}
+    answers = {mode: llm.generate(prompt, mode=mode, **common, **settings) for mode in ("plain", *MODES)}
+    plain = answers["plain"]
+    for mode, answer in answers.items():
+        assert answer.error is None
+        assert (answer.text, answer.token_ids) == (plain.text, plain.token_ids), f"{mode} at {temperature}"
+        assert answer.finish_reason == plain.finish_reason
+    return answers
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_schema(llm: LLM, temperature: float) -> None:
+    constraint = grammars.json_schema(PERSON)
+    answers = in_every_mode(llm, "Describe a man named Jürgen as JSON.", temperature, 120, constraint=constraint)
+    plain = answers["plain"]
+    assert plain.finish_reason == "stop" and jsonschema_rs.is_valid(PERSON, json.loads(plain.text)), plain.text
+    assert answers["chain"].stats.tau > 2 and answers["tree:16"].stats.tau > 2
+
+
+def test_any_object(llm: LLM) -> None:
+    answers = in_every_mode(llm, "Write a JSON object with one key.", 0.0, 60, constraint=grammars.json_object())
+    text = answers["plain"].text
+    assert text.startswith("{")
+    if answers["plain"].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_tool_that_must_be_called(llm: LLM, temperature: float) -> None:
+    constraint = grammars.tool_constraint(TOOLS, Choice("required"), parallel=False)
+    answers = in_every_mode(llm, "How warm is it in Paris, in celsius?", temperature, 90, constraint=constraint)
+    text = answers["plain"].text
+    assert answers["plain"].finish_reason == "stop"
+    call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+    assert list(call) == ["name", "arguments"]
+    tool = next(tool for tool in TOOLS if tool.name == call["name"])
+    assert jsonschema_rs.is_valid(tool.parameters, call["arguments"])
+    assert answers["chain"].stats.tau > 3.5, "what the form dictates is drafted"
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_tool_that_may_be_called_leaves_other_text_alone(llm: LLM, temperature: float) -> None:
+    prompt, constraint = "Name three rivers.", grammars.tool_constraint(TOOLS, Choice())
+    held = in_every_mode(llm, prompt, temperature, 40, constraint=constraint)
+    common = {"chat": True, "temperature": temperature, "seed": 5, "max_tokens": 40, "cache_prompt": False}
+    free = {mode: llm.generate(prompt, mode=mode, **common) for mode in ("plain", "chain")}
+    assert held["plain"].text == free["plain"].text
+    assert held["chain"].stats.tau == pytest.approx(free["chain"].stats.tau), "and its drafts"
+
+
+def test_a_call_that_was_begun_must_be_one(llm: LLM) -> None:
+    """The bias makes the model begin a call; from there on the grammar has the word."""
+    begin = llm.tokenizer.encode("<tool_call>", add_bos=False)
+    assert len(begin) > 1, "the tag is no token of this vocabulary"
+    ids = [*llm.prompt_ids("How warm is it in Paris?", chat=True), *llm.tokenizer.encode("Sure. ", add_bos=False)]
+    constraint = grammars.lark(
+        'start: "<tool_call>" rest\nrest: "\\n" @call\ncall: "no"\n'
+    )
+    with pytest.raises(RequestError, match="cannot be used"):
+        llm.request(ids, constraint=constraint)
+    may = grammars.tool_constraint(TOOLS, Choice(), parallel=False)
+    bias = dict.fromkeys(begin[:1], 20.0)
+    texts = {
+        mode: llm.run([llm.request(ids, constraint=may, mode=mode, temperature=0, max_tokens=60, logit_bias=bias)])[0]
+        for mode in ("plain", "chain")
+    }
+    assert texts["plain"].token_ids == texts["chain"].token_ids
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_bias(llm: LLM, temperature: float) -> None:
+    banned = {token for word in (" the", " a", " sea", ",") for token in llm.tokenizer.encode(word, add_bos=False)}
+    answers = in_every_mode(
+        llm, "Write a line about the sea.", temperature, 40, logit_bias=dict.fromkeys(banned, -100)
+    )
+    assert not banned & set(answers["plain"].token_ids)
+    assert answers["chain"].stats.accepted > 0
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_reasoning_within_a_budget_then_a_schema(llm: LLM, temperature: float) -> None:
+    answers = in_every_mode(
+        llm, "Think, then describe a person as JSON.", temperature, 120,
+        thinking=Thinking(12), constraint=grammars.json_schema(PERSON),
+    )
+    plain = answers["plain"]
+    reasoning, tag, answer = plain.text.partition("</think>")
+    assert tag and 0 < len(llm.tokenizer.encode(reasoning, add_bos=False)) <= 12
+    assert plain.finish_reason == "stop" and jsonschema_rs.is_valid(PERSON, json.loads(answer)), plain.text
+
+
+def test_drafts_that_know_the_grammar_are_accepted_more(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = grammars.tool_constraint([WEATHER], Choice("required"), parallel=False)
+    settings = {"chat": True, "temperature": 0, "max_tokens": 80, "mode": "chain", "constraint": constraint}
+    known = llm.generate("How warm is it in Paris?", **settings).stats
+    monkeypatch.setattr(DraftRule, "fits", lambda self, *growths: True)
+    blind = llm.generate("How warm is it in Paris?", **settings).stats
+    assert known.tau > 1.5 * blind.tau
+
+
+def test_a_batch_of_held_and_free_requests_leaves_the_free_ones_alone(llm: LLM) -> None:
+    free = [{"temperature": 0.0}, {"temperature": 0.8}]
+    held = [{"constraint": grammars.json_schema(PERSON)}, {"thinking": Thinking(5), "temperature": 0.8}]
+    common = {"mode": "auto", "seed": 5, "max_tokens": 40, "cache_prompt": False}
+    ids = llm.prompt_ids("Describe a person.", chat=True)
+    requests = [llm.request(ids, **{**common, **own}) for own in (*free, *held)]
+    alone = [llm.run([replace(request, id=f"alone-{index}")])[0] for index, request in enumerate(requests)]
+    assert [answer.token_ids for answer in llm.run(requests)] == [answer.token_ids for answer in alone]

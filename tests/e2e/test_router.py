@@ -1,0 +1,143 @@
+"""The router over real models: two at once, eviction while one streams, memory that comes back, a lost file."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import EngineConfig
+from slipstream.formats.sources import resolve
+from slipstream.server.model_files import ModelSpec
+from slipstream.server.residency import give_memory_back, private_bytes
+from slipstream.server.router import Lease, ModelFailedError, Router
+from slipstream.types import GenEvent
+
+pytestmark = pytest.mark.e2e
+MIB = 1 << 20
+PROMPT = "Explain in a few sentences how rivers shape the land they flow through."
+LONG = "All the words of a long prompt fill pages of the cache. " * 30
+ENGINE = EngineConfig(cache_tokens=4096, max_context=4096)  # 210 MiB of pool beside 100 to 130 of weights
+FAST = ModelSpec("fast", "smollm2", engine=ENGINE)
+PLAIN = ModelSpec("plain", "smollm2", "none", ENGINE)
+
+
+def run(router: Router, body: Callable[[Router], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        try:
+            await asyncio.wait_for(body(router), 240)
+        finally:
+            await router.close()
+
+    asyncio.run(whole())
+
+
+def start(lease: Lease, prompt: str = PROMPT, tokens: int = 64) -> asyncio.Future[str]:
+    """Chats on a lease's engine; the future holds the whole text once the last event has come."""
+    loop, parts = asyncio.get_running_loop(), list[str]()
+    done: asyncio.Future[str] = loop.create_future()
+
+    def sink(event: GenEvent) -> None:
+        parts.append(event.text)
+        if event.finish_reason is not None:
+            text = "".join(parts) if event.error is None else f"error: {event.error}"
+            loop.call_soon_threadsafe(done.set_result, text)
+
+    ids = lease.llm.prompt_ids(prompt, chat=True)
+    lease.worker.submit(lease.llm.request(ids, max_tokens=tokens, temperature=0.0, ignore_eos=True), sink)
+    return done
+
+
+async def ask(router: Router, name: str, prompt: str = PROMPT, tokens: int = 64) -> str:
+    async with await router.lease(name) as lease:
+        return await start(lease, prompt, tokens)
+
+
+async def longest_silence(stop: asyncio.Event) -> float:
+    """How long the event loop did not get to this task."""
+    worst, before = 0.0, time.monotonic()
+    while not stop.is_set():
+        await asyncio.sleep(0.01)
+        worst, before = max(worst, time.monotonic() - before), time.monotonic()
+    return worst
+
+
+def test_two_models_load_and_stream_at_once_without_holding_up_the_loop() -> None:
+    async def body(router: Router) -> None:
+        stop = asyncio.Event()
+        watching, began = asyncio.create_task(longest_silence(stop)), time.monotonic()
+        leases = await asyncio.gather(router.lease("fast"), router.lease("plain"))
+        loading_s = time.monotonic() - began
+        stop.set()
+        assert await watching < loading_s / 3
+        # the same target: with and without drafts, alone or beside each other, the text is one
+        texts = await asyncio.gather(*(start(lease) for lease in leases))
+        assert texts[0] == texts[1] == await start(leases[0]) != ""
+        fast, plain = router.describe()
+        assert (fast.draft, fast.mode) == ("smollm2-135m-dspark.Q8_0.gguf", "auto")
+        assert (plain.draft, plain.mode) == (None, "plain")
+        for lease in leases:
+            lease.release()
+
+    run(Router([FAST, PLAIN]), body)
+
+
+def test_eviction_while_the_other_streams_frees_its_memory_afterwards() -> None:
+    async def body(router: Router) -> None:
+        before = private_bytes()
+        expected = await ask(router, "fast", tokens=200)
+        async with await router.lease("fast") as lease:
+            streaming = start(lease, tokens=200)
+            other = asyncio.create_task(ask(router, "plain", LONG, tokens=8))
+            while router.describe()[1].progress != "waiting for memory":
+                await asyncio.sleep(0.01)
+            assert await streaming == expected
+            held = router.describe()[0].memory_bytes
+        assert (await other).startswith("error") is False
+        assert [info.state for info in router.describe()] == ["unloaded", "ready"]
+        levels = [private_bytes()]
+        for name in ("fast", "plain"):
+            await ask(router, name, LONG, tokens=8)
+            levels.append(private_bytes())
+        # one model at a time, and the same one takes as much the second time as the first
+        assert max(levels) - before < held + 60 * MIB
+        assert levels[2] - levels[0] < 25 * MIB
+        await router.close()
+        give_memory_back()
+        assert private_bytes() - before < 60 * MIB
+
+    give_memory_back()
+    run(Router([FAST, PLAIN], memory_budget=500 * MIB), body)
+
+
+def test_a_lost_file_and_a_killed_engine_harm_no_other_model(tmp_path: Path) -> None:
+    copy = tmp_path / "target.gguf"
+    shutil.copyfile(resolve("smollm2").path, copy)
+
+    async def body(router: Router) -> None:
+        expected = await ask(router, "plain")
+        async with await router.lease("plain") as other:
+            lease = await router.lease("lost")
+            copy.unlink()
+            assert await start(lease) == expected
+            assert "is gone" in router.describe()[1].warning
+            beside, dying = start(other, tokens=128), start(lease, tokens=400)
+            ident = ctypes.c_ulong(lease.worker.thread.ident or 0)
+            assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
+            assert "SystemExit" in await dying
+            lease.release()
+            with pytest.raises(ModelFailedError, match="could not be loaded again: there is no file"):
+                await router.lease("lost")
+            assert (await beside).startswith(expected)
+            shutil.copyfile(resolve("smollm2").path, copy)
+            await asyncio.sleep(0.3)
+            assert await ask(router, "lost") == expected
+
+    run(Router([PLAIN, replace(PLAIN, name="lost", target=str(copy))], retry_s=0.2), body)

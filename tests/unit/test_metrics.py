@@ -1,0 +1,197 @@
+"""What the metrics count, what their gauges read from real engines, and that several servers do not collide."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.server.canary import CanaryRules, Promise
+from slipstream.server.generation import start
+from slipstream.server.jobs import Answer, Job
+from slipstream.server.metrics import Metrics, rounded_choice
+from slipstream.server.model_files import ModelSpec
+from slipstream.server.recording import Recorder
+from slipstream.server.reporting import finished
+from slipstream.server.router import Router
+from slipstream.server.settings import ServerSettings
+from slipstream.server.state import ServerState
+from slipstream.types import Decision, FinishReason, Mode, Request, RequestStats, SamplingParams
+from tests.tiny import keep_threads, write_pair
+
+
+def numbers(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Every sample by its name and label values, read back with Prometheus' own parser."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            found[sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def answer(reason: FinishReason = "stop", cached: int = 0) -> Answer:
+    stats = RequestStats(
+        prompt_tokens=20, cached_tokens=cached, completion_tokens=9, ttft_ms=30.0, decode_ms=40.0, bad_drafts=1
+    )
+    stats.record_step(4, 4, 3, 4)
+    stats.record_step(4, 2, 1, 2)
+    stats.record_step(0, 0, 0, 1)
+    stats.record_step(0, 0, 0, 1)
+    for choice in ("chain:5", "tree:19", "tree:30", "plain"):
+        stats.policy.record(Decision(choice), 1)
+    return Answer("m", "auto", "d", finish_reason=reason, stats=stats)
+
+
+def test_an_answer_is_counted_once_in_every_family() -> None:
+    metrics = Metrics()
+    metrics.answered(answer(), "m", "chat")
+    metrics.answered(answer("length", cached=16), "m", "chat")
+    seen = numbers(metrics)
+
+    def count(name: str, *labels: str) -> float:
+        return seen[f"slipstream_{name}", *labels]
+
+    assert count("requests_total", "api=chat", "model=m", "outcome=stop") == 1
+    assert count("requests_total", "api=chat", "model=m", "outcome=length") == 1
+    totals = {
+        "prompt_tokens": 40, "prefix_cache_tokens": 16, "prefix_cache_hits": 1, "generated_tokens": 18, "steps": 8,
+        "drafted_steps": 4, "drafted_tokens": 16, "accepted_tokens": 8, "bad_drafts": 2,
+    }
+    assert {name: count(f"{name}_total", "model=m") for name in totals} == totals
+    by_position = {
+        kind: [count(f"{kind}_at_position_total", "model=m", f"position={slot}") for slot in range(1, 5)]
+        for kind in ("verified", "accepted")
+    }
+    assert by_position == {"verified": [4, 4, 2, 2], "accepted": [4, 2, 2, 0]}
+    choices = {choice: count("policy_choices_total", f"choice={choice}", "model=m")
+               for choice in ("plain", "chain:5", "tree:32")}
+    assert choices == {"plain": 2, "chain:5": 2, "tree:32": 4}
+
+
+def test_histograms_hold_seconds() -> None:
+    metrics = Metrics()
+    metrics.answered(answer(), "m", "chat")
+    seen = numbers(metrics)
+    assert seen["slipstream_time_to_first_token_seconds_sum", "model=m"] == pytest.approx(0.030)
+    assert seen["slipstream_time_per_token_seconds_sum", "model=m"] == pytest.approx(0.040 / 8)
+    assert seen["slipstream_step_seconds_sum", "model=m"] == pytest.approx(0.040 / 4)
+    assert seen["slipstream_request_seconds_sum", "api=chat", "model=m"] == pytest.approx(0.070)
+    assert seen["slipstream_time_per_token_seconds_bucket", "le=0.004", "model=m"] == 0
+    assert seen["slipstream_time_per_token_seconds_bucket", "le=0.008", "model=m"] == 1
+
+
+def test_an_answer_that_never_began_leaves_no_latency_behind() -> None:
+    metrics = Metrics()
+    metrics.answered(Answer("m", "auto", "d", finish_reason="cancelled"), "m", "chat")
+    seen = numbers(metrics)
+    assert seen["slipstream_requests_total", "api=chat", "model=m", "outcome=cancelled"] == 1
+    assert ("slipstream_time_to_first_token_seconds_count", "model=m") not in seen
+    assert ("slipstream_time_per_token_seconds_count", "model=m") not in seen
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    metrics = Metrics()
+    for reason in ("queue_full", "queue_full", "invalid_value"):
+        metrics.refused(reason)
+    seen = numbers(metrics)
+    assert seen["slipstream_refused_total", "reason=queue_full"] == 2
+    assert seen["slipstream_refused_total", "reason=invalid_value"] == 1
+
+
+def test_two_servers_in_one_process_do_not_collide() -> None:
+    first, second = Metrics(), Metrics()
+    first.refused("queue_full")
+    assert ("slipstream_refused_total", "reason=queue_full") not in numbers(second)
+
+
+def test_the_canary_is_a_gauge() -> None:
+    metrics = Metrics(CanaryRules(least_steps=10))
+    stats = RequestStats()
+    for _ in range(40):
+        stats.record_step(4, 4, 0, 1)
+    request = Request("r", (1,), SamplingParams(), Mode("chain"))
+    metrics.canaries.observe("m", Promise({"chat": 2.0}, 15), request, stats)
+    seen = numbers(metrics)
+    assert seen["slipstream_canary_ratio", "model=m"] == 0
+    assert seen["slipstream_canary_warning", "model=m"] == 1
+    assert seen["slipstream_canary_warnings_total", "model=m"] == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [("plain", "plain"), ("chain:5", "chain:5"), ("tree:2", "tree:2"), ("tree:19", "tree:32"), ("tree:256", "tree:256")],
+)
+def test_trees_are_counted_by_rounded_size(choice: str, shown: str) -> None:
+    assert rounded_choice(choice) == shown
+
+
+def with_tiny_server(folder: Path, work: Callable[[ServerState], Coroutine[Any, Any, None]]) -> None:
+    """Runs `work` against a router with one tiny pair in it and one that cannot be loaded."""
+    target, draft = write_pair(folder)
+    engine = EngineConfig(weight_format="fp32", max_context=512, cache_tokens=24 * PAGE_TOKENS, max_sequences=2, threads=1)
+    specs = [ModelSpec("tiny", str(target), str(draft), engine), ModelSpec("absent", str(folder / "nothing.gguf"))]
+
+    async def run() -> None:
+        state = ServerState(ServerSettings(), Router(specs), Metrics(), Recorder(None))
+        state.metrics.watch(state.router)
+        try:
+            await asyncio.wait_for(work(state), 60)
+        finally:
+            await state.router.close()
+
+    with keep_threads():
+        asyncio.run(run())
+
+
+def test_gauges_show_engines_and_models_as_they_are(tmp_path: Path) -> None:
+    async def work(state: ServerState) -> None:
+        job = Job("tiny", prompt="hello", settings={"max_tokens": 400, "mode": "chain", "ignore_eos": True})
+        before = numbers(state.metrics)
+        assert before["slipstream_models", "state=unloaded"] == 2
+        assert ("slipstream_requests_running", "model=tiny") not in before
+        generations = [await start(await state.router.lease("tiny"), job) for _ in range(4)]
+        await anext(generations[0])
+        during = numbers(state.metrics)
+        assert during["slipstream_models", "state=ready"] == 1
+        assert during["slipstream_model_state", "model=tiny", "state=ready"] == 1
+        pairs = set()
+        while (2, 2) not in pairs:  # a snapshot may fall into the middle of a step
+            await asyncio.sleep(0.001)
+            now = numbers(state.metrics)
+            pairs.add(tuple(now[f"slipstream_requests_{kind}", "model=tiny"] for kind in ("running", "waiting")))
+            assert not generations[0].over, pairs
+        assert 0 < during["slipstream_pages_used", "model=tiny"] <= during["slipstream_pages_total", "model=tiny"] == 24
+        for generation in generations:
+            await generation.aclose()
+            finished(state, "chat", job, generation)
+        after = numbers(state.metrics)
+        assert after["slipstream_requests_running", "model=tiny"] == 0
+        assert after["slipstream_requests_waiting", "model=tiny"] == 0
+        assert after["slipstream_requests_total", "api=chat", "model=tiny", "outcome=cancelled"] == 4
+        assert after["slipstream_generated_tokens_total", "model=tiny"] >= 1
+
+    with_tiny_server(tmp_path, work)
+
+
+def test_an_engine_that_dies_is_counted(tmp_path: Path) -> None:
+    async def work(state: ServerState) -> None:
+        lease = await state.router.lease("tiny")
+        thread = lease.worker.thread
+        job = Job("tiny", prompt="hello", settings={"max_tokens": 400, "ignore_eos": True, "mode": "plain"})
+        generation = await start(lease, job)
+        await anext(generation)
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        async for _ in generation:
+            pass
+        assert generation.answer.finish_reason == "error"
+        await (await state.router.lease("tiny")).__aexit__(None, None, None)
+        assert numbers(state.metrics)["slipstream_engine_failures_total", "model=tiny"] == 1
+
+    with_tiny_server(tmp_path, work)

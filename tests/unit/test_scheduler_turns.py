@@ -1,0 +1,287 @@
+"""Who goes first and who makes room: priorities, quanta, turns between prompts, pauses and their epochs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.engine.scheduler import Ticket
+from slipstream.errors import BusyError, StaleEpochError
+from tests.unit.test_scheduler import Bench, names, spans
+
+
+def bench_with(quantum: int, **settings: int) -> Bench:
+    bench = Bench(**settings)  # type: ignore[arg-type]
+    bench.scheduler._quantum = quantum
+    return bench
+
+
+def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int = 4) -> Ticket:
+    """Adds a request of a priority of its own."""
+    ticket = bench.add(name, prompt, max_tokens)
+    bench.scheduler.waiting.remove(ticket)
+    ticket.request = replace(ticket.request, priority=priority)
+    bench.scheduler.add(ticket)
+    return ticket
+
+
+def run(bench: Bench, steps: int = 200) -> list[str]:
+    """Steps until nobody is left; returns who ended, in order."""
+    ended: list[str] = []
+    for _ in range(steps):
+        before = [*bench.scheduler.running, *bench.scheduler.waiting]
+        bench.step()
+        after = [*bench.scheduler.running, *bench.scheduler.waiting, *bench.scheduler.paused]
+        ended += [t.request.id for t in before if t not in after]
+        if not bench.scheduler.busy:
+            break
+    return ended
+
+
+def test_larger_priorities_are_admitted_first_and_within_one_who_came_first() -> None:
+    bench = Bench(sequences=2)
+    for name, priority in (("low", -1), ("a", 0), ("b", 0), ("high", 5), ("high too", 5)):
+        urgent(bench, name, 3, priority)
+    assert names(bench.scheduler.waiting) == ["high", "high too", "a", "b", "low"]
+    assert run(bench) == ["high", "high too", "a", "b", "low"]
+
+
+def test_nobody_yields_while_nobody_waits() -> None:
+    bench = bench_with(quantum=2, sequences=2)
+    a, b = bench.add("a", 3, max_tokens=20), bench.add("b", 3, max_tokens=20)
+    for _ in range(10):
+        bench.step()
+        assert bench.scheduler.running == [a, b]
+
+
+def test_slots_go_round_in_quanta_and_nothing_is_prefilled_twice() -> None:
+    bench = bench_with(quantum=3, sequences=1)
+    tickets = [bench.add(name, 5, max_tokens=9) for name in "abc"]
+    seen, prefills = [], []
+    while bench.scheduler.busy:
+        plan = bench.step()
+        prefills += spans(plan)
+        seen += [chunk.ticket.request.id for chunk in plan.prefill] + names(plan.decode)
+    assert "".join(seen) == "aaabbbccc" * 3
+    assert prefills == [("a", 0, 5), ("b", 0, 5), ("c", 0, 5)], "who comes back goes on where it stood"
+    assert all(ticket.generated == 9 for ticket in tickets)
+    assert bench.table.free == bench.table.total
+
+
+def test_a_yielded_sequence_keeps_its_pages_and_its_phase_says_so() -> None:
+    bench = bench_with(quantum=3, sequences=1)
+    a = bench.add("a", 5, max_tokens=9)
+    bench.add("b", 5, max_tokens=9)
+    assert a.phase == "waiting"
+    for _ in range(4):
+        bench.step()
+    assert names(bench.scheduler.running) == ["b"] and a.phase == "yielded" and a.state.pages
+    assert bench.scheduler.newcomers == 0, "it does not count as waiting for a first turn"
+
+
+def test_nobody_yields_to_one_who_could_not_start_for_want_of_pages() -> None:
+    bench = bench_with(quantum=2, sequences=1, pages=6)
+    a = bench.add("a", 11, max_tokens=8)
+    bench.add("large", 11, max_tokens=8)
+    for _ in range(9):
+        bench.step()
+        assert a.where == "running" or a.generated == 8
+    assert run(bench) == ["large"]
+
+
+def test_those_who_hold_their_pages_pass_one_who_cannot_start() -> None:
+    bench = bench_with(quantum=2, sequences=1, pages=10)
+    bench.add("a", 4, max_tokens=10)
+    bench.add("b", 4, max_tokens=10)
+    for _ in range(4):
+        bench.step()
+    bench.add("large", 28, max_tokens=4)
+    bench.add("small", 2, max_tokens=1)
+    started, decoded = [], []
+    while bench.scheduler.busy:
+        plan = bench.step()
+        started += [name for name, start, _ in spans(plan) if start == 0]
+        decoded += names(plan.decode) if not started else []
+    assert "".join(decoded) == "aabb" * 4, "large is first in line, but only lacks what they hold"
+    assert started == ["large", "small"], "and nobody new overtakes it"
+
+
+def test_a_higher_priority_takes_a_slot_at_once_and_a_lower_one_never() -> None:
+    bench = bench_with(quantum=50, sequences=1)
+    first = bench.add("first", 3, max_tokens=9)
+    bench.add("second", 3, max_tokens=9)
+    bench.step()
+    urgent(bench, "low", 3, -1, max_tokens=2)
+    urgent(bench, "high", 3, 1, max_tokens=2)
+    bench.step()
+    assert names(bench.scheduler.running) == ["high"] and first.phase == "yielded"
+    assert names(bench.scheduler.waiting) == ["first", "second", "low"], "cut short, it keeps its place"
+    assert run(bench) == ["high", "first", "second", "low"]
+
+
+def test_the_lowest_priority_that_had_most_makes_room() -> None:
+    bench = bench_with(quantum=4, sequences=3)
+    urgent(bench, "important", 3, 2, max_tokens=30)
+    bench.add("old", 3, max_tokens=30)
+    bench.step()
+    bench.step()
+    bench.add("young", 3, max_tokens=30)
+    bench.step()
+    urgent(bench, "newcomer", 3, 1)
+    bench.step()
+    assert sorted(names(bench.scheduler.running)) == ["important", "newcomer", "young"]
+
+
+def test_long_prompts_use_up_their_quantum_too() -> None:
+    bench = bench_with(quantum=2, sequences=1, pages=64, chunk=8)
+    bench.add("long", 80, max_tokens=2)
+    bench.step()
+    bench.step()
+    bench.add("short", 3, max_tokens=2)
+    assert spans(bench.step()) == [("short", 0, 3)], "16 rows are worth two tokens"
+    assert run(bench) == ["short", "long"]
+
+
+def test_chunks_of_prompts_take_turns() -> None:
+    bench = Bench(pages=64, chunk=8, rows=8)
+    bench.add("long", 40, max_tokens=1)
+    bench.step()
+    bench.add("second", 24, max_tokens=1)
+    bench.add("short", 5, max_tokens=1)
+    order = []
+    while bench.scheduler.busy:
+        order += [name for name, _, _ in spans(bench.step())]
+    assert order == ["long", "second", "short", "long", "second", "long", "second", "long"]
+
+
+def test_newcomers_do_not_starve_a_long_prompt() -> None:
+    bench = Bench(pages=64, chunk=8, rows=8, sequences=3)
+    long = bench.add("long", 64, max_tokens=1)
+    for index in range(40):
+        bench.add(f"s{index}", 8, max_tokens=1)
+        bench.step()
+        if long.generated:
+            break
+    assert long.generated == 1 and index < 3 * 8, "at least every third chunk is the long one's"
+
+
+def test_decoding_goes_on_in_every_step_of_a_long_prefill_and_prefill_in_every_step_of_decoding() -> None:
+    bench = Bench(pages=64, chunk=8, rows=10)
+    decoder = bench.add("decoder", 4, max_tokens=40)
+    bench.step()
+    bench.add("long", 64, max_tokens=1)
+    bench.add("other", 64, max_tokens=1)
+    for _ in range(16):
+        plan = bench.step()
+        assert names(plan.decode) == ["decoder"], "no step without the decoder"
+        assert 0 < sum(chunk.stop - chunk.start for chunk in plan.prefill) <= 8, "and bounded rows beside it"
+    assert decoder.generated == 17
+
+
+def test_a_paused_request_keeps_its_pages_frees_its_slot_and_goes_on() -> None:
+    bench = Bench(sequences=1)
+    a = bench.add("a", 5, max_tokens=6)
+    bench.add("b", 5, max_tokens=2)
+    bench.step()
+    bench.step()
+    pages = list(a.state.pages)
+    epoch = bench.scheduler.pause(a)
+    assert (epoch, a.phase, a.state.pages) == (1, "paused", pages)
+    assert bench.scheduler.pause(a) == epoch, "pausing twice is pausing once"
+    assert run(bench) == ["b"] and not bench.scheduler.busy
+    bench.scheduler.resume(a, epoch)
+    plan = bench.step()
+    assert names(plan.decode) == ["a"] and not plan.prefill and a.state.pages == pages
+    assert run(bench) == ["a"]
+    assert bench.table.free == bench.table.total
+
+
+def test_stale_epochs_are_refused() -> None:
+    bench = Bench()
+    a = bench.add("a", 5)
+    with pytest.raises(StaleEpochError, match="'a' is not paused"):
+        bench.scheduler.resume(a, 0)
+    first = bench.scheduler.pause(a)
+    bench.scheduler.resume(a, first)
+    with pytest.raises(StaleEpochError, match="is not paused"):
+        bench.scheduler.resume(a, first)
+    second = bench.scheduler.pause(a)
+    with pytest.raises(StaleEpochError, match=f"at epoch {second}, not {first}"):
+        bench.scheduler.resume(a, first)
+    bench.scheduler.resume(a, second)
+    assert run(bench) == ["a"]
+
+
+def test_a_paused_request_loses_its_pages_only_to_one_who_can_start_with_them() -> None:
+    bench = Bench(pages=8, sequences=2)
+    oldest, younger = bench.add("oldest", 5, max_tokens=6), bench.add("younger", 5, max_tokens=6)
+    bench.step()
+    bench.step()
+    epochs = [bench.scheduler.pause(ticket) for ticket in (oldest, younger)]
+    holder = bench.add("holder", 3, max_tokens=4)
+    bench.scheduler.admit()
+    assert bench.table.free == 0
+    bench.add("too large", 24, max_tokens=7)
+    bench.scheduler.admit()
+    assert oldest.phase == younger.phase == "paused", "their pages would not have been enough"
+    bench.scheduler.waiting.clear()
+    bench.add("fits", 9, max_tokens=2)
+    bench.scheduler.admit()
+    assert (oldest.phase, younger.phase) == ("paused-evicted", "paused"), "who was paused first pays"
+    bench.scheduler.check()
+    tokens = (*oldest.request.prompt_ids, 0, 0)
+    assert oldest.kept_tokens == tokens and holder.where == "running"
+    for ticket, epoch in zip((oldest, younger), epochs, strict=True):
+        bench.scheduler.resume(ticket, epoch)
+    again = []
+    while bench.scheduler.busy:
+        again += [span for span in spans(bench.step()) if span[0] == "oldest"]
+    assert again == [("oldest", 0, 6)], "all but the anchor is computed again"
+    assert oldest.generated == younger.generated == 6
+    assert bench.table.free == bench.table.total
+
+
+def test_pages_shared_with_the_cache_and_a_runner_are_not_counted_as_reclaimable() -> None:
+    bench = Bench(pages=10, sequences=3, cache=True)
+    assert bench.prefix is not None
+    paused = bench.add("paused", 12, max_tokens=3)
+    bench.step()
+    bench.step()
+    bench.prefix.put(paused.state.tokens[:12], paused.state.pages, None)
+    bench.add("sharer", 13, max_tokens=2)
+    bench.scheduler.pause(paused)
+    bench.scheduler.admit()
+    assert bench.scheduler._reclaimable() == 1, "three of its four pages are the sharer's as well"
+    bench.add("wants", [90] * 23, max_tokens=4)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["sharer"] and paused.phase == "paused"
+
+
+def test_a_cancelled_request_leaves_from_every_state() -> None:
+    bench = bench_with(quantum=1, sequences=1)
+    yielded, running, paused, waiting = (bench.add(name, 5, max_tokens=9) for name in ("y", "r", "p", "w"))
+    bench.step()
+    bench.step()
+    bench.scheduler.pause(paused)
+    assert [t.phase for t in (yielded, running, paused, waiting)] == ["yielded", "decode", "paused", "waiting"]
+    for ticket in (yielded, running, paused, waiting):
+        ticket.cancelled = True
+    assert bench.scheduler.busy
+    assert len(bench.scheduler.drop_cancelled()) == 4
+    assert bench.table.free == bench.table.total and not bench.scheduler.busy
+
+
+def test_the_queue_is_bounded_for_newcomers_only() -> None:
+    bench = bench_with(quantum=1, sequences=1, waiting=2)
+    a = bench.add("a", 3)
+    bench.step()
+    bench.add("b", 3)
+    bench.step()
+    bench.add("c", 3)
+    bench.add("d", 3)
+    assert a.phase == "yielded"
+    with pytest.raises(BusyError):
+        bench.add("e", 3)
+    epoch = bench.scheduler.pause(a)
+    bench.scheduler.resume(a, epoch)
