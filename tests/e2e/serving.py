@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -19,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,11 +120,10 @@ class Server:
 
     def wait_ready(self, seconds: float = START_S) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            if self.health()["phase"] == "ready":
-                return
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it may have ended this moment
+                if self.health()["phase"] == "ready":
+                    return
             time.sleep(0.05)
         raise AssertionError(f"the server did not get ready: {self.log.read_text()[-4000:]}")
 
@@ -140,7 +139,7 @@ class Server:
             raise AssertionError(f"the server did not end: {self.log.read_text()[-4000:]}") from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def serve(
     *options: str, model: str | None = MODEL, ready: bool = True, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:

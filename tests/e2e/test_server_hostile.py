@@ -33,7 +33,7 @@ MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "messages": [{"role
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     # a short context keeps what strangers ask for short
-    options = ("--max-context", "512", "--max-body", str(MAX_BODY), "--cors", "https://good.example", "--grace", "20")
+    options = ("--max-context", "256", "--max-body", str(MAX_BODY), "--cors", "https://good.example", "--grace", "20")
     with serve(*options, environment={"SLIPSTREAM_API_KEY": KEY}) as running:
         yield running
 
@@ -83,7 +83,7 @@ def test_a_prompt_of_a_megabyte_is_refused_for_its_length(server: Server) -> Non
         ("/v1/messages", {**MESSAGES, "messages": [{"role": "user", "content": prompt}]}),
     ):
         status, error = refusal(server, path, body)
-        assert status == 400 and "the context holds 512" in error["message"], path
+        assert status == 400 and "the context holds 256" in error["message"], path
     assert time.monotonic() - began < 60
 
 
@@ -106,8 +106,8 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(server: Server) -> No
     with contextlib.suppress(OSError):
         answer = raw.recv(4096)
     raw.close()
-    assert sent < 20 * MAX_BODY
-    assert answer.startswith(b"HTTP/1.1 413") or not answer
+    assert MAX_BODY < sent < 20 * MAX_BODY
+    assert answer.startswith(b"HTTP/1.1 413") or not answer  # a reset may overtake it
 
 
 def test_bodies_must_say_that_they_are_json(server: Server) -> None:
@@ -139,7 +139,7 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
         ("/v1/completions", CompletionRequest, {"model": MODEL, "prompt": "a", "max_tokens": 2}),
     ):
         for name in schema.model_fields:
-            for value in rng.sample(NASTY, 6):
+            for value in rng.sample(NASTY, 4):
                 ask(path, {**base, name: value})
     # and bodies with several things wrong at once, deep inside
     rich: dict[str, Any] = {
@@ -153,7 +153,7 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
         for _ in range(rng.randint(1, 3)):
             _spoil(body, rng)
         ask(CHAT, body)
-    assert seen[200] > 5 and seen[400] > 100
+    assert seen[200] > 5 and seen[400] > 80
     assert server.process.poll() is None
     assert json.loads(server.ask(CHAT, ASK, headers=AUTH)[2])["usage"]["completion_tokens"] == 2
 
@@ -207,6 +207,7 @@ def test_documentation_needs_no_other_host(server: Server) -> None:
                  "/tokenize", "/detokenize", "/health", "/props", "/slots", "/metrics"):
         assert path in document["paths"], path
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    assert "422" not in json.dumps(document) and "400" in document["paths"][CHAT]["post"]["responses"]
 
 
 def test_only_who_has_the_key_is_answered(server: Server) -> None:
@@ -250,7 +251,7 @@ def test_logs_have_numbers_and_no_text(server: Server) -> None:
 
 
 def test_a_slow_reader_stalls_nobody(server: Server) -> None:
-    body = {**ASK, "max_tokens": 160, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
+    body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
     data = json.dumps(body).encode()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
+from scripts.set_expected_tau import rewrite
 from slipstream.errors import ConfigError
+from slipstream.formats.gguf import parse_header, read_gguf
+from slipstream.formats.weights import open_weights
+from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import read_hf
 from slipstream.server.canary import Canary, CanaryBoard, CanaryRules, Promise, is_telling, promise_of
 from slipstream.types import Constraint, Mode, Request, RequestStats, SamplingParams, Thinking
@@ -225,3 +231,20 @@ def test_promises_no_drafter_can_keep_are_refused(tmp_path: Path, value: object)
     assert read_hf(config, "tiny").expected_tau == {}
     with pytest.raises(ConfigError, match="expected_tau"):
         read_hf({**config, "dflash_config": {**config["dflash_config"], "expected_tau": value}}, "tiny")
+
+
+def test_promises_are_written_into_a_file_and_nothing_else_changes(tmp_path: Path) -> None:
+    path = tmp_path / "drafter.gguf"
+    shutil.copy(resources.files("slipstream").joinpath("data", "smollm2-135m-dflash.Q8_0.gguf"), path)  # type: ignore[arg-type]
+    shipped = path.read_bytes()
+    assert read_drafter_config(path, open_weights(path)).expected_tau.keys() == {"code", "maths", "chat"}
+    rewrite(path, {"poetry": 2.5})
+    assert read_drafter_config(path, open_weights(path)).expected_tau == {"poetry": 2.5}
+    before, after = parse_header(shipped, "before"), read_gguf(path)
+    assert after.metadata.keys() - before.metadata.keys() == {"dflash.expected_tau.poetry"}
+    end = max(entry.end for entry in before.tensors) - before.data_offset
+    now = path.read_bytes()
+    assert now[after.data_offset :][:end] == shipped[before.data_offset :][:end]
+    with pytest.raises(ConfigError, match="expected_tau of 'poetry' is 99"):
+        rewrite(path, {"poetry": 99.0})
+    assert path.read_bytes() == now and [file.name for file in tmp_path.iterdir()] == ["drafter.gguf"]

@@ -8,14 +8,18 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.server import errors_http, status_api
 from slipstream.server.canary import CanaryRules, Promise
 from slipstream.server.generation import start
 from slipstream.server.jobs import Answer, Job
 from slipstream.server.metrics import Metrics, rounded_choice
+from slipstream.server.model_entries import ModelFailedError
 from slipstream.server.model_files import ModelSpec
 from slipstream.server.recording import Recorder
 from slipstream.server.reporting import finished
@@ -125,7 +129,8 @@ def test_the_canary_is_a_gauge() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "shown"),
-    [("plain", "plain"), ("chain:5", "chain:5"), ("tree:2", "tree:2"), ("tree:19", "tree:32"), ("tree:256", "tree:256")],
+    [("plain", "plain"), ("chain:5", "chain:5"), ("tree:2", "tree:2"), ("tree:19", "tree:32"), ("tree:256", "tree:256"),
+     ("tree:33", "tree:64")],
 )
 def test_trees_are_counted_by_rounded_size(choice: str, shown: str) -> None:
     assert rounded_choice(choice) == shown
@@ -134,7 +139,7 @@ def test_trees_are_counted_by_rounded_size(choice: str, shown: str) -> None:
 def with_tiny_server(folder: Path, work: Callable[[ServerState], Coroutine[Any, Any, None]]) -> None:
     """Runs `work` against a router with one tiny pair in it and one that cannot be loaded."""
     target, draft = write_pair(folder)
-    engine = EngineConfig(weight_format="fp32", max_context=512, cache_tokens=24 * PAGE_TOKENS, max_sequences=2, threads=1)
+    engine = EngineConfig("fp32", max_context=512, max_sequences=2, cache_tokens=24 * PAGE_TOKENS, threads=1)
     specs = [ModelSpec("tiny", str(target), str(draft), engine), ModelSpec("absent", str(folder / "nothing.gguf"))]
 
     async def run() -> None:
@@ -195,3 +200,44 @@ def test_an_engine_that_dies_is_counted(tmp_path: Path) -> None:
         assert numbers(state.metrics)["slipstream_engine_failures_total", "model=tiny"] == 1
 
     with_tiny_server(tmp_path, work)
+
+
+def test_health_and_the_list_of_models_follow_what_happens(tmp_path: Path) -> None:
+    """A model that cannot be loaded says why and harms no other; a server without any usable model is failed."""
+
+    async def work(state: ServerState) -> None:
+        app = FastAPI()
+        errors_http.install(app, state.metrics.refused)
+        app.include_router(status_api.routes(state))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            for phase in ("loading", "draining", "ready"):
+                state.phase = phase  # type: ignore[assignment]
+                health = await client.get("/health")
+                assert (health.status_code, health.json()["phase"]) == (200 if phase == "ready" else 503, phase)
+            assert (await client.post("/models/absent/load")).status_code == 503
+            assert (await client.post("/models/tiny/load")).json()["state"] == "ready"
+            listed = {model["id"]: model for model in (await client.get("/v1/models")).json()["data"]}
+            assert listed["absent"]["state"] == "failed" and "nothing.gguf" in listed["absent"]["failure"]
+            assert (listed["tiny"]["context_length"], listed["tiny"]["failure"]) == (512, None)
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/props")).json()["model"] == "tiny"
+            assert (await client.get("/props?model=absent")).status_code == 400
+            for path in ("/models/nobody/unload", "/models/nobody/load"):
+                assert (await client.post(path)).status_code == 404
+            assert (await client.post("/models/tiny/unload")).json()["state"] == "unloaded"
+            assert (await client.post("/models/reload")).status_code == 400
+
+    with_tiny_server(tmp_path, work)
+
+
+def test_a_server_none_of_whose_models_can_be_loaded_is_failed(tmp_path: Path) -> None:
+    async def run() -> str:
+        router = Router([ModelSpec("absent", str(tmp_path / "nothing.gguf"))])
+        state = ServerState(ServerSettings(), router, Metrics(), phase="ready")
+        before = status_api.phase_of(state)
+        with pytest.raises(ModelFailedError):
+            await router.lease("absent")
+        await router.close()
+        return f"{before}, {status_api.phase_of(state)}"
+
+    assert asyncio.run(run()) == "ready, failed"

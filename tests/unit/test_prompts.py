@@ -126,6 +126,11 @@ def test_what_would_have_no_effect_is_refused() -> None:
     plain = TemplateOnly(CHATML)
     without = build_prompt(plain, job(ASK))  # type: ignore[arg-type]
     assert build_prompt(plain, job(ASK, template_kwargs={"enable_thinking": False})) == without  # type: ignore[arg-type]
+    always = TemplateOnly("{{ messages[0].content }}<think>{# </think> #}")
+    assert build_prompt(always, job(ASK, template_kwargs={"enable_thinking": True})).opened  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="enable_thinking"):
+        build_prompt(always, job(ASK, template_kwargs={"enable_thinking": False}))  # type: ignore[arg-type]
+    plain = TemplateOnly(CHATML)
     for more, named in (
         ({"template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
         ({"template_kwargs": {"colour": 1}}, "colour"),

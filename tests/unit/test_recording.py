@@ -110,7 +110,7 @@ def test_a_line_cut_off_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> No
 
 
 def test_failed_and_unfinished_answers_are_left_out(tmp_path: Path) -> None:
-    recorded(tmp_path, (job(), answer(reason="error")), (job(), answer(reason=None)), (job(), answer(reason="cancelled")))
+    recorded(tmp_path, *((job(), answer(reason=reason)) for reason in ("error", None, "cancelled")))
     assert [line["finish_reason"] for line in lines(tmp_path)] == ["cancelled"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,21 @@ def test_models_that_do_not_fit_together_all_get_their_turn(folder: Path) -> Non
     run(Router(specs(folder, "a", "b", "c", cache_tokens=POOL_TOKENS), memory_budget=ONE), body)
 
 
+def test_a_model_is_not_taken_away_before_those_who_waited_for_it_have_it(folder: Path) -> None:
+    async def body(router: Router) -> None:
+        coming = asyncio.create_task(router.lease("a"))
+        while not router.residents():
+            await asyncio.sleep(0)
+        assert not coming.done() and router.describe()[0].users == 0
+        router._look_around()
+        assert states(router)["a"] == "ready"
+        (await coming).release()
+        router._look_around()
+        assert states(router)["a"] == "sleeping"
+
+    run(Router(specs(folder, "a"), idle_s=1e-6, tick_s=60), body)
+
+
 def test_a_budget_cuts_an_automatic_pool_and_refuses_what_can_never_fit(folder: Path) -> None:
     async def body(router: Router) -> None:
         async with await router.lease("free") as lease:
@@ -173,6 +189,7 @@ def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
         with pytest.raises(BusyError, match="'a' is being loaded"):
             router.unload("a")
         lease = await coming
+        engine = weakref.ref(lease.llm.engine)
         running = start(lease, tokens=60)
         router.unload("a")
         assert states(router)["a"] == "unloaded" and len(router.residents()) == 1
@@ -181,6 +198,7 @@ def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
         await until(lambda: router.residents() == [])
         with pytest.raises(EngineFailedError, match="'a' was put away"):
             await until(lambda: lease.worker is None)
+        await until(lambda: engine() is None)  # though somebody still has the lease
         with pytest.raises(NoResidentModelError):
             await router.lease("any")
 

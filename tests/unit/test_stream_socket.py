@@ -20,6 +20,7 @@ from slipstream.server.model_files import ModelSpec
 from slipstream.server.router import Router
 from slipstream.server.settings import ServerSettings
 from slipstream.server.state import ServerState
+from slipstream.server.stream_frames import read_line
 from slipstream.server.stream_socket import StreamSocket
 from slipstream.server.worker import EngineWorker
 
@@ -292,6 +293,15 @@ def test_a_draining_server_ends_what_is_paused_and_starts_nothing(folder: Path, 
         assert await reader.read() == b"" and not path.exists()
 
     asyncio.run(main())
+
+
+def test_the_documented_session_speaks_the_protocol() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "stream-socket.md").read_text(encoding="utf-8")
+    asked = [read_line(line[2:].encode()).operation for line in text.splitlines() if line.startswith("> ")]
+    told = [json.loads(line[2:]) for line in text.splitlines() if line.startswith("< ")]
+    assert {operation.op for operation in asked} == {"start", "continue", "cancel", "list"}
+    assert {frame["type"] for frame in told} == {"token", "continue", "done", "error"}
+    assert {frame["id"] for frame in told} == {operation.id for operation in asked}
 
 
 def test_the_socket_file_is_its_owners_and_goes_with_the_server(folder: Path, path: Path) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.native.pools import RowMover
+
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -31,6 +33,7 @@ class KvPools:
         shapes = (draft.layers, pages, draft.kv_heads, page_tokens, draft.head_dim) if draft else (0,)
         self.draft_keys = _zeros(*shapes)
         self.draft_values = _zeros(*shapes)
+        self._mover = RowMover.make([pool for layer in self.target for pool in layer])
 
     def copy_page(self, source: int, destination: int) -> None:
         for keys, values in self.target:
@@ -42,6 +45,15 @@ class KvPools:
 
     def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
         """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        if self._mover is not None:
+            self._mover.move(sources, destinations)
+        else:
+            self.move_rows_plainly(sources, destinations)
+
+    def move_rows_plainly(
+        self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]
+    ) -> None:
+        """The same by torch."""
         (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
         for pool in (tensor for layer in self.target for tensor in layer):
             pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]

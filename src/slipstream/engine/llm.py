@@ -311,8 +311,8 @@ class LLM:
         sampling = {name: settings[name] for name in _SAMPLING if name in settings}
         if sampling.get("seed") is None:
             sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
-        if isinstance(bias := sampling.get("logit_bias"), Mapping):
-            sampling["logit_bias"] = tuple(sorted(bias.items()))
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = _bias(sampling["logit_bias"])
         mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), self.has_draft)
         stop = settings.get("stop", ())
         base = Request(
@@ -390,6 +390,15 @@ def _collect(completion: Completion, event: GenEvent) -> None:
     completion.error = event.error
     if event.stats is not None:
         completion.stats = event.stats
+
+
+def _bias(given: object) -> tuple[tuple[int, float], ...]:
+    """What is added to which tokens' logits, from a mapping as APIs have it or from pairs."""
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given or ()
+        return tuple(sorted((int(token), float(value)) for token, value in pairs))  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias is {given}", "give a number for each of some token ids") from None
 
 
 def _mode_and_gate(mode: object, gate: object, has_draft: bool) -> tuple[Mode, Gate]:

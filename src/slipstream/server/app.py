@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -89,6 +90,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
     async def docs() -> HTMLResponse:
         return HTMLResponse(_DOCS_PAGE)
 
+    _document_refusals(app)
     # added last is outermost: a browser's preflight carries no key and must be answered before one is asked for
     app.add_middleware(Gatekeeper, state=state)
     if state.settings.cors_origins:
@@ -99,3 +101,20 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
         )
     app.add_middleware(RequestLogMiddleware)
     return app
+
+
+def _document_refusals(app: FastAPI) -> None:
+    """FastAPI documents its own 422, which this server never sends: it refuses with 400 and names the field."""
+    write = app.openapi
+
+    def documented() -> dict[str, Any]:
+        document = write()
+        for path in document["paths"].values():
+            for operation in path.values():
+                if operation["responses"].pop("422", None) is not None:
+                    operation["responses"]["400"] = {"description": "Refused; `error.param` names the field"}
+        for name in ("HTTPValidationError", "ValidationError"):
+            document.get("components", {}).get("schemas", {}).pop(name, None)
+        return document
+
+    app.openapi = documented  # type: ignore[method-assign]

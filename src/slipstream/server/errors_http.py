@@ -14,10 +14,19 @@ from starlette.exceptions import HTTPException
 
 from slipstream.errors import (
     BusyError,
+    ConfigError,
     EngineFailedError,
     RequestError,
     SlipstreamError,
     StaleEpochError,
+)
+from slipstream.server.generation import DeadlineError
+from slipstream.server.model_entries import (
+    ModelFailedError,
+    NoMemoryNowError,
+    NoResidentModelError,
+    RouterClosedError,
+    UnknownModelError,
 )
 
 log = logging.getLogger("slipstream.server")
@@ -32,6 +41,17 @@ _ANTHROPIC_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }
+# what each of our errors is called to a client; the first kind that fits counts
+_CODES: tuple[tuple[type[SlipstreamError], str], ...] = (
+    (UnknownModelError, "model_not_found"), (NoResidentModelError, "no_resident_model"),
+    (ModelFailedError, "model_failed"), (NoMemoryNowError, "no_memory_now"), (RouterClosedError, "draining"),
+    (BusyError, "queue_full"), (StaleEpochError, "stale_epoch"), (EngineFailedError, "engine_failed"),
+    (DeadlineError, "deadline"),
+)
+# of errors that carry no status of their own; what is not here is our own fault
+_STATUSES: tuple[tuple[type[SlipstreamError], int], ...] = (
+    (BusyError, 429), (StaleEpochError, 409), (EngineFailedError, 503), (ConfigError, 400), (RequestError, 400),
+)
 
 
 class ApiError(Exception):
@@ -76,44 +96,20 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _from_ours(error: SlipstreamError) -> ApiError:
-    status = _status(error)
+    status: int = getattr(error, "status", 0) or next((s for kind, s in _STATUSES if isinstance(error, kind)), 500)
+    code = next((name for kind, name in _CODES if isinstance(error, kind)), None)
+    if isinstance(error, RequestError) and "the context holds" in error.message:
+        code = "context_length_exceeded"
     headers = {}
     if isinstance(error, BusyError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if status >= 500:
         log.warning("%s", _clean(str(error)))
+    about_the_model = isinstance(error, UnknownModelError | NoResidentModelError | ModelFailedError)
     return ApiError(
-        status, error.message, error.hint, param="model" if _about_the_model(error) else None,
-        kind=_openai_kind(status), headers=headers, code=_code(error),
+        status, error.message, error.hint, param="model" if about_the_model else None, kind=_openai_kind(status),
+        headers=headers, code=code,
     )
-
-
-def _status(error: SlipstreamError) -> int:
-    # An error may carry its own status; the rest is sorted by whose fault it is.
-    own = getattr(error, "status", None)
-    if isinstance(own, int):
-        return own
-    for kind, status in (
-        (BusyError, 429), (StaleEpochError, 409), (EngineFailedError, 503), (RequestError, 400),
-    ):
-        if isinstance(error, kind):
-            return status
-    return 500
-
-
-def _about_the_model(error: SlipstreamError) -> bool:
-    return type(error).__name__ in ("UnknownModelError", "NoResidentModelError", "ModelFailedError")
-
-
-def _code(error: SlipstreamError) -> str | None:
-    codes = {
-        "UnknownModelError": "model_not_found", "NoResidentModelError": "no_resident_model",
-        "ModelFailedError": "model_failed", "BusyError": "queue_full", "StaleEpochError": "stale_epoch",
-        "EngineFailedError": "engine_failed",
-    }
-    if isinstance(error, RequestError) and "the context holds" in error.message:
-        return "context_length_exceeded"
-    return codes.get(type(error).__name__)
 
 
 def _openai_kind(status: int) -> str:

@@ -148,7 +148,7 @@ class Generation:
             return
         self._ending = meaning
         self._lease.worker.cancel(self.request.id)
-        self._timers.append(self._loop.call_later(LAST_WORD_S, self._end, meaning, None))
+        self._timers.append(self._loop.call_later(LAST_WORD_S, self._give_up, meaning))
 
     def _expire(self) -> None:
         if self._ending is None and not self.over:
@@ -160,8 +160,7 @@ class Generation:
         for event in events:
             if self.over:
                 return
-            if self._ending is None:
-                self._deltas += self._assembly.add(event)
+            self._deltas += self._assembly.add(event)
             if event.finish_reason is not None:
                 self._last(event)
         self._news.set()
@@ -170,17 +169,20 @@ class Generation:
         reason = event.finish_reason
         if reason == "cancelled" and self._ending is not None:
             reason = self._ending
+        elif reason in ("stop", "length"):
+            self.failure = None  # it was done before it could be stopped
         if reason == "error" and self.failure is None:
             said = event.error or "the engine gave no reason"
             alive = self._lease is not None and self._lease.worker.alive
             self.failure = GenerationError(said) if alive else EngineFailedError(said)
         self._end(reason, event.stats)
 
+    def _give_up(self, meaning: FinishReason) -> None:
+        self._deltas += self._assembly.finish()
+        self._end(meaning, None)
+
     def _end(self, reason: FinishReason | None, stats: RequestStats | None) -> None:
-        if self._lease is None:
-            return
-        if self._ending is not None:
-            self._deltas += self._assembly.finish()
+        assert self._lease is not None, "an answer ends once"
         if stats is not None:
             self.answer.stats = stats
         if self.failure is not None:

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -115,6 +116,20 @@ def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
         line.update(prompt=asked, answer=answer.content)
 
 
+@contextmanager
+def request_line(line: dict[str, object]) -> Iterator[None]:
+    """The line of one request: what is noted inside goes into it, and it is written at the end, however that comes."""
+    began, token = time.perf_counter(), _line.set(line)
+    try:
+        yield
+    except BaseException as error:
+        line.setdefault("outcome", type(error).__name__)
+        raise
+    finally:
+        _line.reset(token)
+        _write(line, 1e3 * (time.perf_counter() - began))
+
+
 class RequestLogMiddleware:
     """Plain ASGI, so that streams pass through untouched; gives every request an id and writes its line at the end."""
 
@@ -125,7 +140,6 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began = time.perf_counter()
         line = _start_line(scope)
         request_id = str(line["id"]).encode("ascii")
 
@@ -135,16 +149,12 @@ class RequestLogMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        token = _line.set(line)
-        try:
-            await self.app(scope, receive, send_and_watch)
-        except BaseException as error:
-            line.setdefault("status", 500 if isinstance(error, Exception) else 499)
-            line.setdefault("outcome", type(error).__name__)
-            raise
-        finally:
-            _line.reset(token)
-            _write(line, 1e3 * (time.perf_counter() - began))
+        with request_line(line):
+            try:
+                await self.app(scope, receive, send_and_watch)
+            except BaseException as error:
+                line.setdefault("status", 500 if isinstance(error, Exception) else 499)
+                raise
 
 
 def _start_line(scope: Scope) -> dict[str, object]:
@@ -164,5 +174,5 @@ def _write(line: dict[str, object], milliseconds: float) -> None:
     steps, committed = line.get("steps"), line.pop("committed", None)
     if isinstance(steps, int) and steps and isinstance(committed, int):
         line["tau"] = round(committed / steps, 3)
-    level = logging.DEBUG if line["path"] in _QUIET and line.get("status") == 200 else logging.INFO
+    level = logging.DEBUG if line.get("path") in _QUIET and line.get("status") == 200 else logging.INFO
     requests_log.log(level, "request", extra={"fields": {k: v for k, v in line.items() if v is not None}})

@@ -65,8 +65,8 @@ def render_messages(template: str | None, job: Job, bos_token: str = "", eos_tok
 def _template_kwargs(template: str, given: Mapping[str, object]) -> dict[str, Any]:
     """What the template is told besides; what it would not notice is refused instead of being lost."""
     kwargs: dict[str, Any] = dict(given)
-    if kwargs.get("enable_thinking") is False and THINK_CLOSE not in template:
-        del kwargs["enable_thinking"]  # true of every answer of a model that does not think
+    if "enable_thinking" not in template and kwargs.get("enable_thinking") is (THINK_OPEN in template):
+        del kwargs["enable_thinking"]  # as it is anyway: this model always thinks, or never
     for name in kwargs:
         if name in _RESERVED:
             raise RequestError(f"chat_template_kwargs may not set '{name}'", "the server sets it itself")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -61,11 +62,9 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             "model": None if resident is None else resident.name,
         }
         if resident is not None:
-            # the first description of all measures the machine's bandwidth
-            try:
-                body |= await asyncio.to_thread(_describe, resident)
-            except AttributeError:
-                raise ApiError(503, f"model '{resident.name}' was unloaded meanwhile", kind="server_error") from None
+            # on the engine's own thread: its costs change with every step, and the first description of all measures
+            # the machine's bandwidth, which a step at the same time would falsify
+            body |= await asyncio.to_thread(resident.worker.ask, partial(_describe, resident))
             report = state.metrics.canaries.reports().get(resident.name)
             body["canary"] = None if report is None else report.to_json()
         return JSONResponse(body)

@@ -123,9 +123,10 @@ def to_job(body: Mapping[str, Any], state: ServerState) -> tuple[Job, ChatReques
         completion = CompletionRequest.model_validate(dict(body))
     except ValidationError as error:
         raise RequestValidationError(error.errors(), body=dict(body)) from None
-    if len(completion.prompt) != 1:
+    jobs = openai_completions.to_jobs(completion, state)
+    if len(jobs) != 1:
         raise refuse("prompt", "must be one prompt", "start a request for each")
-    return openai_completions.to_jobs(completion, state)[0], completion
+    return jobs[0], completion
 
 
 def token_frame(request_id: str, delta: Delta, tokenizer: Tokenizer, logprobs: bool) -> Frame:

@@ -7,13 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import BusyError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
 from slipstream.types import GenEvent, Request
 
+T = TypeVar("T")
 Sink = Callable[[GenEvent], None]
 PauseSink = Callable[[int, int], None]  # its epoch, and the tokens written by then
 _log = logging.getLogger("slipstream.worker")
@@ -197,6 +200,24 @@ class EngineWorker:
         used, total = self._engine.pages
         waiting = self._arriving + self._newcomers
         return WorkerSnapshot(slots, waiting, used, total, self._config.max_sequences, self._config.max_waiting)
+
+    def ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
+        """The answer to a question about the engine, found on its own thread between two steps; blocks until then."""
+        answer: Future[T] = Future()
+
+        def find() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._wake:
+            self._require_alive()
+            self._tell(find)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise EngineFailedError(f"the engine of '{self.name}' did not answer in {timeout_s:g} s", "try again") from None
 
     def stop(self, drain: bool, timeout_s: float) -> bool:
         """Takes nothing more and ends the thread; with `drain`, what runs may finish first, for so long.

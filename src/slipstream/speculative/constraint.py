@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,8 @@ _REMEMBERED_GRAMMARS = 64
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
+
+_LIBRARY_ERRORS = (ValueError, RuntimeError)
 
 Path = tuple[int, ...]
 
@@ -85,6 +87,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._ready: OrderedDict[tuple[Constraint, Thinking | None], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._building = threading.Lock()
 
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
         """What holds a new request to its constraint and its budget; None if it has neither."""
@@ -96,22 +99,25 @@ class Grammars:
 
     def prepare(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
         """The compiled constraint, at its start; one that cannot be compiled is refused."""
+        # how much may be thought is no matter of the grammar
+        key = (constraint, replace(thinking, budget=None) if thinking is not None else None)
         with self._lock:
-            # how much may be thought is no matter of the grammar
-            key = (constraint, thinking and Thinking(None, thinking.opened, thinking.start, thinking.end))
             found = self._ready.get(key)
-            if found is None:
-                found = self._ready[key] = self._compile(*key)
+        if found is None:
+            found = self._compile(*key)  # outside the lock: others' constraints are ready and need not wait
+        with self._lock:
+            found = self._ready.setdefault(key, found)
             self._ready.move_to_end(key)
             if len(self._ready) > _REMEMBERED_GRAMMARS:
                 self._ready.popitem(last=False)
-            return found
+        return found
 
     def _compile(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
         try:
             grammar = _grammar(constraint, self._behind(thinking) if thinking is not None else None)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -214,7 +220,10 @@ class Guide:
     def mask(self, path: Path = ()) -> Mask | None:
         """What may follow `path`, None if anything may; its tokens were allowed one after the other."""
         if path not in self._masks:
-            self._masks[path] = self._computed(path)
+            try:
+                self._masks[path] = self._computed(path)
+            except _LIBRARY_ERRORS as error:
+                raise GuideError(f"the constraint cannot go on: {_one_line(str(error))}") from None
         return self._masks[path]
 
     def _computed(self, path: Path) -> Mask | None:
@@ -240,8 +249,11 @@ class Guide:
             return True
         if self._broken is not None:
             return False
-        self._move(())
-        return self._matcher.validate_tokens(list(path)) == len(path)
+        try:
+            self._move(())
+            return self._matcher.validate_tokens(list(path)) == len(path)
+        except (GuideError, *_LIBRARY_ERRORS):
+            return False  # the masks will say why
 
     def observe(self, token: int) -> None:
         """Takes a committed token."""
@@ -255,8 +267,8 @@ class Guide:
             self._committed.append(token)
             self._ahead = ()
             self.complete = self._matcher.is_stopped()
-        except GuideError as error:
-            self._broken = str(error)
+        except (GuideError, *_LIBRARY_ERRORS) as error:
+            self._broken = _one_line(str(error))
 
     def _move(self, path: Path) -> None:
         """Brings the matcher to the end of a path."""

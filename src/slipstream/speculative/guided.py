@@ -27,10 +27,7 @@ class DraftRule:
 
     def fits(self, *growths: Growth) -> bool:
         """Whether all of this may be written: in running text it nearly always may, and nothing need be held."""
-        try:
-            return all(self.guide.fits(path) for growth in growths for path in _leaves(growth))
-        except GuideError:
-            return False
+        return all(self.guide.fits(path) for growth in growths for path in _leaves(growth))
 
 
 def _leaves(growth: Growth) -> Iterator[Path]:

@@ -95,7 +95,7 @@ def _offered(once: bool) -> list[str]:
 
 def _function(tool: ToolLike) -> str:
     """The JSON of one tool's call; its schema stays a document of its own, so that its references hold."""
-    head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+    head = json.dumps(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = tool.parameters if tool.parameters else {"type": "object"}
     if schema.get("type", "object") != "object":
         raise RequestError(f"the parameters of tool '{tool.name}' are not an object", "give them type object")
