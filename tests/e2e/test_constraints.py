@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import jsonschema_rs
 import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM, Completion
+from slipstream.server.jobs import Tool
+from slipstream.server.jobs import ToolChoice as Choice
 from slipstream.speculative.guided import DraftRule
 from slipstream.text import grammars
 from slipstream.types import Thinking
@@ -35,19 +35,7 @@ PERSON = {
 }
 
 
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choice:
-    kind: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
-
-
-WEATHER = Tool("get_weather", {
+WEATHER = Tool("get_weather", parameters={
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
     "required": ["city", "unit"], "additionalProperties": False,

@@ -299,3 +299,5 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(server: Server) -> Non
     assert (503, "5") in statuses and "draining" in phases
     assert outcome["text"].rstrip().endswith(b"data: [DONE]")
     assert server.process.wait(30) == 0
+    # nothing that was asked here has surprised the server
+    assert "Traceback" not in server.log.read_text()

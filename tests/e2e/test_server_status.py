@@ -93,7 +93,7 @@ def test_the_metrics_add_up_to_what_the_answers_say(server: Server) -> None:
     assert after["slipstream_requests_running", model] == 0
     assert after["slipstream_model_state", model, "state=ready"] == 1
     assert after["slipstream_pages_total", model] > after["slipstream_pages_used", model] > 0
-    assert after["slipstream_canary_ratio", model] > 0.5
+    assert after["slipstream_canary_ratio", model] > 0.7 and after["slipstream_canary_warning", model] == 0
 
 
 def grown_stops(before: dict[tuple[str, ...], float], after: dict[tuple[str, ...], float]) -> float:
@@ -182,7 +182,8 @@ def test_every_request_has_one_line_without_its_text(server: Server) -> None:
     lines = request_lines(server, path)
     assert len(lines) == before + 1
     line, timings = lines[-1], answer["timings"]
-    assert (line["status"], line["model"], line["outcome"]) == (200, MODEL, answer["choices"][0]["finish_reason"])
+    said = (line["status"], line["api"], line["model"], line["outcome"])
+    assert said == (200, "chat", MODEL, answer["choices"][0]["finish_reason"])
     assert (line["tokens"], line["drafted"]) == (timings["predicted_n"], timings["draft_n"])
     assert line["tau"] == pytest.approx(timings["tau"], abs=0.01)
     assert line["client"].startswith("127.0.0.1:") and line["ms"] > 0
@@ -214,17 +215,12 @@ def test_a_pair_whose_drafter_lost_its_way_is_noticed(tmp_path: Path) -> None:
     for part, layer in zip(layers.data, reversed(ids), strict=True):
         layers.parts[part][0] = layer
     reader.data.flush()
-    prompts = [turns[0] for turns in read_prompts("mt-bench")[::16]]
-    reports = {}
-    for draft in ("auto", str(broken)):
-        board = CanaryBoard()
-        with LLM(MODEL, draft, config=EngineConfig(cache_tokens=8192)) as llm:
-            promise = promise_of(llm)
-            assert promise is not None and set(promise.taus) == {"code", "maths", "chat"}
-            requests = [llm.request(llm.prompt_ids(text, chat=True), mode="chain", max_tokens=48) for text in prompts]
-            for request, completion in zip(requests, llm.run(requests), strict=True):
-                board.observe(MODEL, promise, request, completion.stats)
-        reports[draft] = board.reports()[MODEL]
-    fine, lost = reports["auto"], reports[str(broken)]
-    assert fine.state != "warning" and fine.ratio is not None and fine.ratio > 0.7
-    assert lost.state == "warning" and lost.ratio is not None and lost.ratio < 0.35
+    prompts, board = [turns[0] for turns in read_prompts("mt-bench")[::16]], CanaryBoard()
+    with LLM(MODEL, str(broken), config=EngineConfig(cache_tokens=8192)) as llm:
+        promise = promise_of(llm)
+        assert promise is not None and set(promise.taus) == {"code", "maths", "chat"}
+        requests = [llm.request(llm.prompt_ids(text, chat=True), mode="chain", max_tokens=32) for text in prompts]
+        for request, completion in zip(requests, llm.run(requests), strict=True):
+            board.observe(MODEL, promise, request, completion.stats)
+    report = board.reports()[MODEL]
+    assert report.state == "warning" and report.ratio is not None and report.ratio < 0.35

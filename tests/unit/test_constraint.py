@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -18,15 +16,15 @@ import torch
 
 from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
+from slipstream.server.jobs import Tool
+from slipstream.server.jobs import ToolChoice as Choice
 from slipstream.speculative.accept import NO_TOKEN
-from slipstream.speculative.constraint import Budget, Grammars, Guide, GuideError, Mask
+from slipstream.speculative.constraint import Guide
 from slipstream.speculative.guided import DraftRule
 from slipstream.speculative.sampling import RowSampler
 from slipstream.text import grammars
-from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Constraint, Proposal, SamplingParams, Thinking
 from tests.tiny import EOS, VOCAB, assert_idle, tiny_llm
-from tests.unit.test_tokenizer import sentencepiece
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -48,21 +46,7 @@ TREE = {
     }},
     "$ref": "#/$defs/node",
 }
-
-
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choice:
-    kind: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
-
-
-WEATHER = Tool("weather", {
+WEATHER = Tool("weather", parameters={
     "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
     "additionalProperties": False, "$defs": {"city": {"type": "string", "minLength": 1, "maxLength": 4}},
 })
@@ -215,7 +199,7 @@ def ord_token(llm: LLM, letter: str) -> int:
     return token
 
 
-def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> None:
     constraint = grammars.lark('start: "AB" rest\nrest: /[A-D]{50}/')
     bad = pair.request([65], constraint=constraint, mode="chain", temperature=0, max_tokens=40)
     good = pair.request([65], mode="chain", temperature=0, seed=1, max_tokens=40)
@@ -318,7 +302,7 @@ def test_tool_calls_follow_their_form(pair: LLM) -> None:
     [
         ([CLOCK], Choice("required", "weather"), "weather"),
         ([CLOCK, CLOCK], Choice(), "same name"),
-        ([Tool("list", {"type": "array"})], Choice(), "not an object"),
+        ([Tool("list", parameters={"type": "array"})], Choice(), "not an object"),
     ],
 )
 def test_tools_that_make_no_sense_are_refused(tools: list[Tool], choice: Choice, reason: str) -> None:
@@ -364,34 +348,6 @@ def test_where_reasoning_begins_and_ends(pair: LLM) -> None:
         assert (reads(pair, constraint, text, opened), reads(pair, constraint, text, unopened)) == wanted, text
 
 
-def test_a_budget_counts_only_what_is_inside(pair: LLM) -> None:
-    tokens = pair.tokenizer.encode("ab<think>cdef", add_bos=False)
-    budget = Budget(Thinking(3, opened=False), pair.tokenizer)
-    assert [budget.forced(tokens[:count]) for count in range(len(tokens))] == [None] * 12 + [ord_token(pair, "<")]
-    ended = Budget(Thinking(5), pair.tokenizer)
-    for token in pair.tokenizer.encode("ab</think>", add_bos=False)[:5]:
-        ended.observe(token)
-    assert ended.forced(()) is not None, "the tag is not complete yet, and the budget is spent"
-    early = Budget(Thinking(20), pair.tokenizer)
-    for token in pair.tokenizer.encode("ab</think>" + "c" * 40, add_bos=False):
-        assert early.forced(()) is None
-        early.observe(token)
-
-
-def test_a_budget_never_cuts_a_character(pair: LLM) -> None:
-    tokens = pair.tokenizer.encode("aé日🙂", add_bos=False)
-    assert len(tokens) == 10
-    budget = Budget(Thinking(0), pair.tokenizer)
-    assert budget.forced(()) is not None
-    forced = []
-    for spent in range(1, 11):
-        late = Budget(Thinking(spent), pair.tokenizer)
-        for token in tokens[:spent]:
-            late.observe(token)
-        forced.append(late.forced(()) is not None)
-    assert forced == [True, False, True, False, False, True, False, False, False, True]
-
-
 def test_bias_moves_and_bans_tokens_in_drafts_too(pair: LLM) -> None:
     free = pair.generate("b", mode="plain", temperature=0, max_tokens=30, ignore_eos=True)
     loved = max(set(free.token_ids), key=free.token_ids.count)
@@ -419,60 +375,8 @@ def test_logprobs_stay_those_of_the_unmodified_target(pair: LLM) -> None:
     assert any(token.id not in dict(token.top_logprobs) for token in plain.tokens), "forced tokens need not be likely"
 
 
-def test_a_mask_reads_its_bits() -> None:
-    rng = np.random.default_rng(0)
-    flags = rng.random(77) < 0.3
-    mask = Mask(np.packbits(flags, bitorder="little").tobytes(), 77)
-    assert np.array_equal(mask.allowed, flags) and [token in mask for token in range(77)] == flags.tolist()
-    assert Mask.single(76, 77).only == 76 and 76 in Mask.single(76, 77)
-    with pytest.raises(GuideError):
-        Mask(bytes(10), 77)
-
-
-def test_a_sentencepiece_vocabulary_is_held_too() -> None:
-    """Its encoder puts a space before every text, which must not reach the grammar's own tokens."""
-    tokenizer = sentencepiece()
-    guide = Grammars(tokenizer, tokenizer.vocab_size).guide(grammars.lark('start: "hello there"'), None)
-    assert guide is not None
-    written = b""
-    while not guide.complete:
-        mask = guide.mask()
-        assert mask is not None
-        token = int(np.flatnonzero(mask.allowed)[-1])
-        written += tokenizer.token_bytes(token)
-        guide.observe(token)
-    assert written == b"hello there"
-
-
 def test_a_special_token_is_no_text(pair: LLM) -> None:
     """A string that spells a control token is written letter by letter, and the token itself never stands in it."""
     constraint = grammars.json_schema({"enum": ["<|endoftext|>"]})
     answer = pair.generate("x", mode="chain", constraint=constraint, temperature=0)
     assert json.loads(answer.text) == "<|endoftext|>" and EOS not in answer.token_ids
-
-
-def test_tokenizers_differ_in_what_they_call_special(tmp_path: Path) -> None:
-    """A reasoning tag that is one special token of the vocabulary is found as such."""
-    from tokenizers import AddedToken
-
-    from tests.tiny import _byte_tokenizer
-
-    backend = _byte_tokenizer()
-    backend.add_special_tokens([AddedToken("<reason>", special=True), AddedToken("</reason>", special=True)])
-    tokenizer = Tokenizer(backend, eos_ids=[EOS])
-    end = tokenizer.encode("</reason>", add_bos=False)
-    assert len(end) == 1
-    thinking = Thinking(2, start="<reason>", end="</reason>")
-    guide = Grammars(tokenizer, VOCAB).guide(grammars.regex("yes|no"), thinking)
-    assert guide is not None
-    for token in tokenizer.encode("ab", add_bos=False):
-        mask = guide.mask()
-        assert mask is not None and token in mask
-        guide.observe(token)
-    mask = guide.mask()
-    assert mask is not None and mask.only == end[0]
-    for token in (*end, *tokenizer.encode("no", add_bos=False)):
-        mask = guide.mask()
-        assert mask is not None and token in mask
-        guide.observe(token)
-    assert guide.complete

@@ -152,7 +152,7 @@ def test_a_line_stays_a_line_whatever_a_client_sends(formatter: logging.Formatte
 
 def test_text_lines_quote_only_what_needs_it() -> None:
     record = logging.makeLogRecord({"msg": "request", "levelname": "INFO", "created": 0.0, "fields": {
-        "model": "pair", "path": "/a b", "tokens": 3, "tau": 2.5, "gone": None,
+        "event": "request", "model": "pair", "path": "/a b", "tokens": 3, "tau": 2.5, "gone": None,
     }})
     assert TextLines().format(record) == '1970-01-01T00:00:00.000Z info request model=pair path="/a b" tokens=3 tau=2.5'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.errors import EngineFailedError
 from slipstream.server import errors_http, status_api
 from slipstream.server.canary import CanaryRules, Promise
 from slipstream.server.generation import start
@@ -241,3 +243,23 @@ def test_a_server_none_of_whose_models_can_be_loaded_is_failed(tmp_path: Path) -
         return f"{before}, {status_api.phase_of(state)}"
 
     assert asyncio.run(run()) == "ready, failed"
+
+
+def test_a_question_is_answered_on_the_engines_thread_and_cannot_hurt_it(tmp_path: Path) -> None:
+    async def work(state: ServerState) -> None:
+        async with await state.router.lease("tiny") as lease:
+            worker = lease.worker
+            assert worker.ask(threading.current_thread) is worker.thread
+            with pytest.raises(ZeroDivisionError):
+                worker.ask(lambda: 1 // 0)
+            assert worker.alive and worker.ask(lambda: 7) == 7
+            gate = threading.Event()
+            with pytest.raises(EngineFailedError, match="does not answer"):
+                worker.ask(gate.wait, timeout_s=0.05)
+            gate.set()
+            assert worker.ask(lambda: 8) == 8
+            worker.stop(drain=False, timeout_s=10)
+            with pytest.raises(EngineFailedError):
+                worker.ask(lambda: 9)
+
+    with_tiny_server(tmp_path, work)

@@ -272,6 +272,35 @@ def test_a_thread_killed_from_outside_is_noticed(worker: EngineWorker) -> None:
     assert not worker.alive and worker.failure == "SystemExit"
 
 
+def test_a_question_is_answered_between_steps_or_refused_when_the_engine_ends(
+    worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.ask(lambda: threading.current_thread() is worker.thread)
+    with pytest.raises(ZeroDivisionError):
+        worker.ask(lambda: 1 // 0)
+    reader = Reader()
+    reader.gate.clear()
+    worker.submit(ask("r", prompt(5), max_tokens=300), reader)
+    assert reader.begun.wait(WAIT_S)
+    found: list[BaseException] = []
+
+    def wait_for_an_answer() -> None:
+        with pytest.raises(EngineFailedError) as refused:
+            worker.ask(threading.current_thread)
+        found.append(refused.value)
+
+    def dies(known: object, event: GenEvent) -> None:
+        raise SystemExit
+
+    asking = threading.Thread(target=wait_for_an_answer)
+    asking.start()
+    until(lambda: bool(worker._questions))
+    monkeypatch.setattr(worker, "_pause_if_due", dies)
+    reader.gate.set()
+    asking.join(5)
+    assert found and "SystemExit" in str(found[0]), "it does not wait for its time to be up"
+
+
 @pytest.mark.parametrize("drain", [True, False])
 def test_stopping_lets_what_runs_finish_or_cancels_it(folder: Path, drain: bool) -> None:
     llm: LLM = tiny_llm(folder, weight_format="int8", max_sequences=1)

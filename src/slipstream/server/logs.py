@@ -61,8 +61,11 @@ class TextLines(logging.Formatter):
     """`time level message key=value ...`, for people; values with spaces or control characters are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = [f"{key}={_quoted(value)}" for key, value in _fields(record).items() if value is not None]
         message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
+        shown = {key: value for key, value in _fields(record).items() if value is not None}
+        if shown.get("event") == message:
+            del shown["event"]
+        fields = [f"{key}={_quoted(value)}" for key, value in shown.items()]
         text = " ".join([_time(record), record.levelname.lower(), message, *fields])
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
@@ -174,5 +177,5 @@ def _write(line: dict[str, object], milliseconds: float) -> None:
     steps, committed = line.get("steps"), line.pop("committed", None)
     if isinstance(steps, int) and steps and isinstance(committed, int):
         line["tau"] = round(committed / steps, 3)
-    level = logging.DEBUG if line.get("path") in _QUIET and line.get("status") == 200 else logging.INFO
+    level = logging.DEBUG if line.get("path") in _QUIET and line.get("status") in (200, 503) else logging.INFO
     requests_log.log(level, "request", extra={"fields": {k: v for k, v in line.items() if v is not None}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.server.logs import note_answer
+from slipstream.server.logs import note, note_answer
 
 if TYPE_CHECKING:
     from slipstream.server.generation import Generation
@@ -23,6 +23,7 @@ def finished(state: ServerState, api: str, job: Job, generation: Generation) -> 
         state.metrics.canaries.observe(
             answer.model, generation.promise, generation.request, answer.stats, job.prompt_class
         )
+    note(api=api)
     note_answer(job, answer, state.settings.log_prompts)
     if state.recorder is not None:
         state.recorder.record(job, answer, generation.request_id)

@@ -118,6 +118,8 @@ def phase_of(state: ServerState) -> str:
 
 
 def _worst(reports: list[CanaryReport]) -> str:
+    if not reports:
+        return "learning"
     found = {report.state for report in reports}
     return next((state for state in ("warning", "ok", "learning") if state in found), "no promise")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import BusyError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
@@ -94,6 +94,7 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
+        self._questions: set[Future[Any]] = set()  # somebody waits for these as well
         self._arriving = 0  # submitted, but not with the engine yet
         self._newcomers = 0  # with the engine, but not in a slot yet
         self._stopping = False
@@ -213,11 +214,15 @@ class EngineWorker:
 
         with self._wake:
             self._require_alive()
+            self._questions.add(answer)
             self._tell(find)
         try:
             return answer.result(timeout_s)
         except TimeoutError:
-            raise EngineFailedError(f"the engine of '{self.name}' did not answer in {timeout_s:g} s", "try again") from None
+            raise EngineFailedError(f"the engine of '{self.name}' does not answer", "try again") from None
+        finally:
+            with self._wake:
+                self._questions.discard(answer)
 
     def stop(self, drain: bool, timeout_s: float) -> bool:
         """Takes nothing more and ends the thread; with `drain`, what runs may finish first, for so long.
@@ -349,8 +354,11 @@ class EngineWorker:
             tell, known.on_pause, known.pause_at = known.on_pause, None, None
             self._note_pause(request_id, known)
             epoch, generated = known.epoch, known.generated
-        if tell is not None:
-            tell(epoch, generated)
+        try:
+            if tell is not None:
+                tell(epoch, generated)
+        except Exception as error:
+            _log.error("nobody could be told that request %s is paused", request_id, exc_info=error)
 
     def _note_end(self) -> None:
         now = time.monotonic()
@@ -366,7 +374,10 @@ class EngineWorker:
             left, self._open = self._open, {}
             self._commands.clear()
             self._arriving = self._newcomers = 0
+            unanswered = [question for question in self._questions if not question.done()]
         reason = f"the engine of '{self.name}' ended: {failure or 'it was asked to stop'}"
+        for question in unanswered:
+            question.set_exception(EngineFailedError(reason, "try again"))
         for request_id, known in left.items():
             self._pass_on_last(known, GenEvent(request_id, [], "", "error", error=reason))
 
