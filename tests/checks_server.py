@@ -6,19 +6,30 @@ import asyncio
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from slipstream.bench.workloads import BUILT_IN, read_prompts
-from tests.e2e.serving import Server
+from tests.e2e.serving import Server, serve
 
 CHAT = "/v1/chat/completions"
 GROWTH_BYTES = 20 * 2**20
+# A page costs memory when it is first used: a small cache is full after the warm-up, and what grows then is a leak.
+SMALL_CACHE = """
+[models.smollm2]
+target = "smollm2"
+preload = true
+engine = {{ cache_tokens = 4096, max_waiting = {queue} }}
+"""
 _LINE_LIMIT = 2**20
 _PATIENCE_S = 120.0
 
@@ -70,22 +81,8 @@ def alone(server: Server, bodies: Sequence[dict[str, Any]], **changes: object) -
 
 def together(server: Server, bodies: Sequence[dict[str, Any]], **changes: object) -> list[Answered]:
     """All at once, each on a connection of its own."""
-
-    async def everybody() -> list[Answered]:
-        return list(await asyncio.gather(*[asyncio.to_thread(one, body) for body in bodies]))
-
-    def one(body: dict[str, Any]) -> Answered:
-        return alone(server, [body], **changes)[0]
-
-    from concurrent.futures import ThreadPoolExecutor
-
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(len(bodies)))
-    try:
-        return loop.run_until_complete(everybody())
-    finally:
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: alone(server, [body], **changes)[0], bodies))
 
 
 @dataclass(slots=True)
@@ -174,6 +171,17 @@ class Load:
             f"{self.growth_bytes / 2**20:+.1f} MB (at most {GROWTH_BYTES / 2**20:.0f}), {self.more_files:+d} open "
             f"files, {self.more_threads:+d} threads, {self.pages_held} pages held by nobody's request"
         )
+
+
+@contextmanager
+def small_server(queue: int) -> Iterator[Server]:
+    """A server with a small cache and so many places in its queue."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder) / "models.toml"
+        models.write_text(SMALL_CACHE.format(queue=queue))
+        with serve("--models", str(models), model=None) as server:
+            server.post("/models/smollm2/load", {})
+            yield server
 
 
 def load(server: Server, clients: int, tokens: int, seconds: float, warm_up: float) -> Load:

@@ -26,7 +26,7 @@ def server_crowd(report: Report) -> None:
 
 
 def server_load(report: Report) -> None:
-    with serve("--max-queue", "128") as server:
+    with promises.small_server(queue=128) as server:
         seen = promises.load(server, LOAD_CLIENTS, LOAD_TOKENS, LOAD_SECONDS, WARM_UP_SECONDS)
         report.add("a server under load", seen.row(), seen.ok)
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests import checks_server as promises
-from tests.e2e.serving import Server, serve
+from tests.e2e.serving import Server
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("--max-queue", "8") as running:
+    with promises.small_server(queue=16) as running:
         yield running
 
 

@@ -130,6 +130,27 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(worker: EngineWorker) 
     assert readers[4].last().finish_reason == "length"
 
 
+def test_who_was_let_in_is_not_refused_after_a_pause(worker: EngineWorker) -> None:
+    readers = [Reader() for _ in range(6)]
+    readers[0].gate.clear()
+    worker.submit(ask("r0", prompt(5)), readers[0])
+    assert readers[0].begun.wait(WAIT_S)
+    for index in (1, 2, 3):
+        worker.submit(ask(f"r{index}", prompt(5)), readers[index])
+    epochs = [worker.pause(f"r{index}") for index in (1, 2, 3)]
+    readers[0].gate.set()
+    readers[0].last()
+    until(lambda: worker.snapshot().waiting == 0)
+    readers[4].gate.clear()
+    worker.submit(ask("r4", prompt(5)), readers[4])
+    assert readers[4].begun.wait(WAIT_S)
+    for index, epoch in zip((1, 2, 3), epochs, strict=True):
+        worker.resume(f"r{index}", epoch)
+    worker.submit(ask("r5", prompt(5)), readers[5])
+    readers[4].gate.set()
+    assert [reader.last().finish_reason for reader in readers] == ["length"] * 6
+
+
 def test_cancelling_frees_everything_at_the_next_step(worker: EngineWorker) -> None:
     reader = Reader()
     reader.gate.clear()

@@ -161,9 +161,10 @@ class Engine:
         return list(self._sessions.values())
 
     @property
-    def pages(self) -> tuple[int, int]:
-        """Pages in use, the prefix cache's included, and all there are."""
-        return self._table.total - self._table.free, self._table.total
+    def pages(self) -> tuple[int, int, int]:
+        """Pages in use, how many of them the prefix cache holds, and all there are."""
+        cached = len(self.prefix.held()) if self.prefix is not None else 0
+        return self._table.total - self._table.free, cached, self._table.total
 
     @torch.inference_mode()
     def step(self) -> list[GenEvent]:

@@ -141,8 +141,8 @@ class Scheduler:
 
     @property
     def newcomers(self) -> int:
-        """Requests in line that have not run yet."""
-        return sum(ticket.phase == "waiting" for ticket in self.waiting)
+        """Requests in line that have not run yet; who was let in once and paused comes back without being counted."""
+        return sum(ticket.phase == "waiting" and not ticket.epoch for ticket in self.waiting)
 
     def check_fits(self, ticket: Ticket) -> None:
         """Refuses what could not run even alone."""

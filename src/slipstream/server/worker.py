@@ -56,6 +56,7 @@ class WorkerSnapshot:
     slots: list[SlotInfo]
     waiting: int
     pages_used: int
+    pages_cached: int  # of those in use: remembered prefixes, some of which running requests share
     pages_total: int
     max_sequences: int
     max_waiting: int
@@ -97,6 +98,7 @@ class EngineWorker:
         self._questions: set[Future[Any]] = set()  # somebody waits for these as well
         self._arriving = 0  # submitted, but not with the engine yet
         self._newcomers = 0  # with the engine, but not in a slot yet
+        self._in_line = 0  # those, and who waits for the next turn
         self._stopping = False
         self._ended = False
         self._last_end = 0.0
@@ -118,7 +120,8 @@ class EngineWorker:
             self._require_alive()
             if request.id in self._open:
                 raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
-            waiting = self._arriving + self._newcomers
+            # those between two turns count: they would make a line without end of one that is full
+            waiting = self._arriving + self._in_line
             if waiting >= self._config.max_waiting:
                 said = f"{waiting} requests are waiting for '{self.name}' already"
                 raise BusyError(said, retry_after_s=self._retry_after())
@@ -198,9 +201,9 @@ class EngineWorker:
                 mode=str(request.mode), tau=stats.tau, drafted=stats.drafted, accepted=stats.accepted,
                 priority=request.priority, epoch=known.epoch, paused=known.paused, seconds=now - known.submitted_at,
             ))
-        used, total = self._engine.pages
+        used, cached, total = self._engine.pages
         waiting = self._arriving + self._newcomers
-        return WorkerSnapshot(slots, waiting, used, total, self._config.max_sequences, self._config.max_waiting)
+        return WorkerSnapshot(slots, waiting, used, cached, total, self._config.max_sequences, self._config.max_waiting)
 
     def ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
         """The answer to a question about the engine, found on its own thread between two steps; blocks until then."""
@@ -268,7 +271,7 @@ class EngineWorker:
     def _retry_after(self) -> float:
         """When half of the line will probably be gone; sooner, everybody would come back to a line as long."""
         low, high = _RETRY_LIMITS_S
-        return min(high, max(low, self._end_interval_s * (self._arriving + self._newcomers) / 2))
+        return min(high, max(low, self._end_interval_s * (self._arriving + self._in_line) / 2))
 
     # below: the engine's thread
 
@@ -277,7 +280,7 @@ class EngineWorker:
         try:
             while self._obey():
                 events = self._engine.step()
-                self._newcomers = self._engine.scheduler.newcomers
+                self._count_line()
                 for event in events:
                     self._deliver(event)
             failure = None
@@ -311,9 +314,13 @@ class EngineWorker:
                 _log.error("request %s could not be set up", request.id, exc_info=error)
         with self._wake:
             self._arriving -= 1
-            self._newcomers = self._engine.scheduler.newcomers
+            self._count_line()
         if refused is not None:
             self._deliver(GenEvent(request.id, [], "", "error", error=refused))
+
+    def _count_line(self) -> None:
+        scheduler = self._engine.scheduler
+        self._newcomers, self._in_line = scheduler.newcomers, len(scheduler.waiting)
 
     def _follow(self, request_id: str, known: _Open) -> None:
         """Makes the engine do what is wanted of a request by now."""
@@ -362,7 +369,7 @@ class EngineWorker:
 
     def _note_end(self) -> None:
         now = time.monotonic()
-        if self._last_end and self._newcomers:
+        if self._last_end and self._in_line:
             self._end_interval_s = _MEMORY * self._end_interval_s + (1 - _MEMORY) * (now - self._last_end)
         self._last_end = now
 
@@ -373,7 +380,7 @@ class EngineWorker:
             self._ended = self._stopping = True
             left, self._open = self._open, {}
             self._commands.clear()
-            self._arriving = self._newcomers = 0
+            self._arriving = self._newcomers = self._in_line = 0
             unanswered = [question for question in self._questions if not question.done()]
         reason = f"the engine of '{self.name}' ended: {failure or 'it was asked to stop'}"
         for question in unanswered:
