@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 START_S = 120.0
 STOP_S = 60.0
 MODEL = "smollm2"
+PERSON = {
+    "type": "object", "additionalProperties": False, "required": ["name", "age"],
+    "properties": {
+        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+}
+WEATHER_ARGUMENTS = {
+    "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"], "additionalProperties": False,
+}
 
 
 @dataclass(slots=True)

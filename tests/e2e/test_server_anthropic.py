@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.e2e.serving import MODEL, Server, serve
+from tests.e2e.serving import MODEL, PERSON, WEATHER_ARGUMENTS, Server, serve
 
 pytestmark = pytest.mark.e2e
 
@@ -18,16 +18,7 @@ QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 COUNT = [{"role": "user", "content": "Count from one to ten in words, separated by commas."}]
 WEATHER = {
     "name": "get_weather", "description": "The weather in a city",
-    "input_schema": {
-        "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-        "required": ["city", "unit"], "additionalProperties": False,
-    },
-}
-PERSON = {
-    "type": "object", "additionalProperties": False, "required": ["name", "age"],
-    "properties": {
-        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    },
+    "input_schema": WEATHER_ARGUMENTS,
 }
 
 

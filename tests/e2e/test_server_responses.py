@@ -9,23 +9,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.serving import MODEL, Server, serve
+from tests.e2e.serving import MODEL, PERSON, WEATHER_ARGUMENTS, Server, serve
 
 pytestmark = pytest.mark.e2e
 
 COUNT = "Count from one to ten in words, separated by commas."
 WEATHER: Any = {
     "type": "function", "name": "get_weather", "description": "The weather in a city", "strict": True,
-    "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-        "required": ["city", "unit"], "additionalProperties": False,
-    },
-}
-PERSON = {
-    "type": "object", "additionalProperties": False, "required": ["name", "age"],
-    "properties": {
-        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    },
+    "parameters": WEATHER_ARGUMENTS,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,11 @@ class KvPools:
 def _zeros(*shape: int) -> Tensor:
     """Zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN.
 
-    numpy takes zero pages from the system and touches none of them, so a pool costs memory only as it fills.
+    Zero pages straight from the system, of which none is touched: a pool costs memory only as it fills. An allocator
+    would hand out what an earlier pool left behind, and would have to write zeros over it.
     """
-    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(shape)
+    memory = mmap.mmap(-1, size * torch.float32.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from slipstream.text.tokenizer import Tokenizer
 
 
+_LENGTH_FIELDS = {"responses": "max_output_tokens"}  # what an API calls the longest answer, where it is not max_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A generation, and the tokenizer its tokens are to be read with, also after the model was let go."""
@@ -52,7 +55,7 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
     except TimeoutError:
         raise DeadlineError("the request's time was up before its model was loaded", "allow more time") from None
     try:
-        _check_length(job, lease.llm)
+        _check_length(job, lease.llm, _LENGTH_FIELDS.get(api, "max_tokens"))
     except ApiError:
         lease.release()
         raise
@@ -69,11 +72,11 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
             finished(state, api, job, generation)
 
 
-def _check_length(job: Job, llm: LLM) -> None:
+def _check_length(job: Job, llm: LLM, field: str) -> None:
     """The engine would quietly write less; who asks for more than the model can hold has made a mistake."""
     asked = job.settings.get("max_tokens")
     if isinstance(asked, int) and asked > llm.max_context:
         raise ApiError(
-            400, f"max_tokens is {asked}, but the context holds {llm.max_context} tokens", "ask for fewer",
-            param="max_tokens", code="context_length_exceeded",
+            400, f"{field} is {asked}, but the context holds {llm.max_context} tokens", "ask for fewer", param=field,
+            code="context_length_exceeded",
         )

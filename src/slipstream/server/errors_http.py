@@ -39,7 +39,7 @@ _OPENAI_KINDS = {
 }
 _ANTHROPIC_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
 }
 # what each of our errors is called to a client; the first kind that fits counts
 _CODES: tuple[tuple[type[SlipstreamError], str], ...] = (

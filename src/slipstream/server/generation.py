@@ -46,14 +46,28 @@ async def start(lease: Lease, job: Job, request_id: str | None = None) -> Genera
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
-        # rendering, tokenising and compiling a grammar can take long enough for others to notice
-        prompt, request = await asyncio.to_thread(_prepare, lease, job, request_id or new_request_id())
+        prompt, request = await _in_thread(_prepare, lease, job, request_id or new_request_id())
         generation = Generation(lease, job, prompt, request)
         generation.submit(None if job.deadline_s is None else began + job.deadline_s)
     except BaseException:
         lease.release()
         raise
     return generation
+
+
+async def _in_thread(
+    prepare: Callable[[Lease, Job, str], tuple[Prompt, Request]], lease: Lease, job: Job, request_id: str
+) -> tuple[Prompt, Request]:
+    """Rendering, tokenising and compiling a grammar can take long enough for others to notice.
+
+    Whoever is cancelled meanwhile waits for the thread all the same: it reads a model that the lease keeps in memory.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(prepare, lease, job, request_id))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 def new_request_id() -> str:

@@ -31,7 +31,6 @@ T = TypeVar("T")
 _STOP_S = 10.0  # for a step that runs while its engine is put away
 # Larger blocks go straight back to the system when they are freed. Left alone, glibc raises this limit when the first
 # model goes, and the next one's page pool is cleared by hand: real memory, and seconds, before anything is in it.
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 16 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +104,6 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
     from slipstream.engine.llm import LLM
     from slipstream.server.worker import EngineWorker
 
-    steady_allocator()
     spec, needs = plan.spec, plan.footprint
     quiet = undisturbed()
     if quiet:
@@ -154,14 +152,6 @@ def give_memory_back() -> None:
     trim = _libc_function("malloc_trim")
     if trim is not None:
         trim(0)
-
-
-@functools.cache
-def steady_allocator() -> None:
-    """Once per process: page pools come from the system, zeroed and untouched, however many models came before."""
-    mallopt = _libc_function("mallopt")
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 @functools.cache

@@ -41,6 +41,7 @@ __all__ = [
 log = logging.getLogger("slipstream.server.models")
 
 _ATTEMPTS = 3  # a model may be replaced or die while a request waits for it; a request does not wait for ever
+_GOING_S = 1.0  # between two looks at a model that is on its way out
 _ANY_ORDER: dict[State, int] = {"ready": 0, "loading": 1, "sleeping": 2}
 
 
@@ -300,9 +301,10 @@ class Router:
                 raise ConfigError(f"it needs {in_mib(needed)}, there are {in_mib(limit)}", "lower its cache_tokens")
             entry.progress = "waiting for memory"
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            # what is on its way out takes the time it takes, and nobody is to blame for it
+            if remaining <= 0 and not any(resident.going for resident in self._leaving):
                 raise self._no_memory(entry, needed)
-            await self._changed(remaining)
+            await self._changed(max(remaining, _GOING_S))
         entry.reserved = needed
 
     def _fits(self, needed: int) -> bool:
