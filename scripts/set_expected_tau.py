@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-import gguf
-
-from slipstream.errors import FormatError, SlipstreamError
-from slipstream.formats.gguf import GgufHeader, read_gguf
+from slipstream.errors import SlipstreamError
+from slipstream.formats.gguf import read_gguf
+from slipstream.formats.gguf_write import ValueKind, as_read, copied_tensors, number_entry, stored_metadata, write_gguf
 from slipstream.formats.weights import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU
@@ -30,46 +28,14 @@ def parse(text: str) -> tuple[str, float]:
 
 def rewrite(path: Path, taus: dict[str, float]) -> None:
     """Replaces the promises in the file at `path`, whole or not at all."""
-    before = read_gguf(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        _write(path, partial, taus, str(before.metadata["general.architecture"]))
-        _compare(path, before, partial, taus)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _write(source: Path, out: Path, taus: dict[str, float], architecture: str) -> None:
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(str(out), architecture)
-    for name, field in reader.fields.items():
-        counted = name.startswith("GGUF.") or name == "general.architecture"  # the writer writes these itself
-        if not counted and not name.startswith(GGUF_EXPECTED_TAU):
-            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    entries = [entry for entry in stored_metadata(path) if not entry.key.startswith(GGUF_EXPECTED_TAU)]
     for prompts, tau in taus.items():
-        writer.add_float64(f"{GGUF_EXPECTED_TAU}{prompts}", tau)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _compare(path: Path, before: GgufHeader, partial: Path, taus: dict[str, float]) -> None:
-    """Nothing but the promises may have changed, and the drafter must still be readable."""
-    after = read_gguf(partial)
-    kept = {key: value for key, value in before.metadata.items() if not key.startswith(GGUF_EXPECTED_TAU)}
-    if {key: after.metadata.get(key) for key in kept} != kept or len(after.metadata) != len(kept) + len(taus):
-        raise FormatError(f"the metadata of {path.name} did not survive being rewritten")
-    old, new = path.read_bytes(), partial.read_bytes()
-    for entry, copy in zip(before.tensors, after.tensors, strict=True):
-        same_kind = (entry.name, entry.type_name, entry.shape) == (copy.name, copy.type_name, copy.shape)
-        if not same_kind or old[entry.offset : entry.end] != new[copy.offset : copy.end]:
-            raise FormatError(f"tensor '{entry.name}' of {path.name} did not survive being rewritten")
-    read_drafter_config(partial, open_weights(partial))
+        entries.append(number_entry(f"{GGUF_EXPECTED_TAU}{prompts}", tau, ValueKind.FLOAT64))
+    with open_weights(path) as file:
+        # a promise the drafter cannot keep must not reach the file
+        file.metadata = as_read(entries)
+        read_drafter_config(path, file)
+    write_gguf(path, entries, copied_tensors(path, read_gguf(path)))
 
 
 def main() -> None:

@@ -33,7 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | {"kernels", "formats"},
     "speculative": BASE | {"kernels", "models", "cache"},
     "engine": BASE | {"text", "formats", "kernels", "cache", "models", "speculative"},
-    "tools": BASE | ENGINE_API | {"", "text", "formats", "models"},
+    "tools": BASE | ENGINE_API | {
+        "", "text", "formats", "models", "engine.footprint", "engine.scoring", "engine.block_scoring",
+    },
     "bench": SURFACE,
     "server": SURFACE | {"engine.footprint"},  # what a pair will take is asked before it is loaded
     "cli": SURFACE | {"bench", "server"},

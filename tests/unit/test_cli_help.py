@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-VERBS = ("generate", "chat", "serve", "smoke", "bench", "inspect", "demo")
+VERBS = ("generate", "chat", "serve", "smoke", "bench", "inspect", "convert", "quantize", "compare", "demo")
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "slipstream.engine.llm")
 PROBE = f"""
 import sys

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli import bench, chat, demo, generate, inspect, serve, smoke
+from slipstream.cli import bench, chat, compare, convert, demo, generate, inspect, quantize, serve, smoke
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -29,6 +29,9 @@ app.command("serve")(serve.command)
 app.command("smoke")(smoke.command)
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
+app.command("convert")(convert.command)
+app.command("quantize")(quantize.command)
+app.command("compare")(compare.command)
 app.command("demo")(demo.command)
 
 

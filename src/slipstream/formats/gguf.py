@@ -25,7 +25,7 @@ MAX_NAME = 2**16
 _DAMAGED = "the file is damaged: fetch it again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # GGUF value type -> the numpy type of its bytes, which also reads arrays in one go
-_SCALARS: dict[int, np.dtype[Any]] = {
+SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
     5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
     12: np.dtype("<f8"),
@@ -34,12 +34,22 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_STRING, _LEAST_ARRAY = 13, 32, 8, 12
 
 
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """Where a metadata value's bytes lie in the file, and the number of its type."""
+
+    kind: int
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class GgufHeader:
     """Everything a GGUF file says before its tensor data."""
 
     version: int = 0
     metadata: dict[str, object] = field(default_factory=dict)
+    stored: dict[str, StoredValue] = field(default_factory=dict)  # the same keys: what Python's values do not tell
     tensors: list[TensorEntry] = field(default_factory=list)
     data_offset: int = 0
     file_size: int = 0
@@ -110,14 +120,16 @@ class _Parser:
         key = self._string("a metadata key", MAX_NAME)
         if key in self.header.metadata:
             raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
-        self.header.metadata[key] = self._value(self._u32(), key, 0)
+        kind, start = self._u32(), self.position
+        self.header.metadata[key] = self._value(kind, key, 0)
+        self.header.stored[key] = StoredValue(kind, start, self.position)
 
     def _value(self, kind: int, key: str, depth: int) -> object:
         if kind == _STRING:
             return self._string(f"the metadata value '{key}'")
         if kind == _ARRAY:
             return self._array(key, depth + 1)
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             raise FormatError(f"the metadata key '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
         value = self._numbers(kind, 1)[0]
         return bool(value) if kind == _BOOL else value
@@ -136,7 +148,7 @@ class _Parser:
         if kind == _ARRAY:
             self._claim(count, _LEAST_ARRAY, what)
             return [self._array(key, depth + 1) for _ in range(count)]
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             raise FormatError(f"the array '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
         values = self._numbers(kind, count)
         return [bool(value) for value in values] if kind == _BOOL else values
@@ -217,7 +229,7 @@ class _Parser:
             raise FormatError(f"{what} of {self.name} is not valid UTF-8", _DAMAGED) from None
 
     def _numbers(self, kind: int, count: int) -> list[object]:
-        dtype = _SCALARS[kind]
+        dtype = SCALARS[kind]
         start = self._take(count * dtype.itemsize)
         # A copy of the bytes, so that no array keeps the map from closing.
         values: list[object] = np.frombuffer(self.data[start : self.position], dtype).tolist()

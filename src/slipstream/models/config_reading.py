@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from slipstream.errors import ConfigError
 
+MOST_LAYERS = 4096
 _MISSING = object()
 
 
@@ -18,6 +19,13 @@ class ConfigReader:
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
+
+    def layers(self, key: str) -> int:
+        """A number of layers; what a damaged file claims must not decide how much is allocated."""
+        found = self.integer(key)
+        if found > MOST_LAYERS:
+            raise ConfigError(f"{self.label}: '{key}' is {found}, no model has more than {MOST_LAYERS} layers")
+        return found
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self._get(key, default)

@@ -105,7 +105,7 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
 
     heads, hidden = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
-    layers = reader.integer("num_hidden_layers")
+    layers = reader.layers("num_hidden_layers")
     taps, taps_key = find("target_layer_ids")
     if not taps.has(taps_key):
         raise ConfigError(
@@ -211,7 +211,7 @@ def read_gguf(
     reader = ConfigReader(metadata, label)
     hidden, heads = reader.integer("dflash.embedding_length"), reader.integer("dflash.attention.head_count")
     head_dim = reader.integer("dflash.attention.key_length", hidden // heads)
-    layers = reader.integer("dflash.block_count")
+    layers = reader.layers("dflash.block_count")
     if not reader.has("dflash.target_layers"):
         raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; a guess costs acceptance")
     if not reader.has("dflash.rope.freq_base"):
@@ -257,8 +257,9 @@ def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, objec
         if name == "mask_token_id":
             renamed["tokenizer.ggml.mask_token_id"] = value
         elif name == "target_layer_ids":
-            ids = value if isinstance(value, list) else []
-            renamed["dflash.target_layers"] = [layer + 1 for layer in ids]
+            renamed["dflash.target_layers"] = (
+                [layer + 1 if isinstance(layer, int) else layer for layer in value] if isinstance(value, list) else value
+            )
         elif name == "context_kv_layer_norm" and value:
             raise ConfigError(f"drafters of '{arch}' that normalise their context are not supported")
         elif name not in ("n_target_layers", "n_target_features", "context_kv_layer_norm"):

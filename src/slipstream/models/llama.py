@@ -70,7 +70,7 @@ def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bo
     return DecoderConfig(
         family=family,
         hidden_size=hidden,
-        layers=config.integer("num_hidden_layers"),
+        layers=config.layers("num_hidden_layers"),
         heads=heads,
         kv_heads=config.integer("num_key_value_heads", heads),
         head_dim=head_dim,
@@ -107,7 +107,7 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool
     return DecoderConfig(
         family=arch,
         hidden_size=hidden,
-        layers=config.integer(f"{arch}.block_count"),
+        layers=config.layers(f"{arch}.block_count"),
         heads=heads,
         kv_heads=config.integer(f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,

@@ -10,8 +10,10 @@ from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
 from slipstream.formats.layout import TensorEntry, map_file, read_json_object
 from slipstream.formats.weights import INDEX, SINGLE, find_gguf
-from slipstream.models.dflash_config import DFlashConfig, read_gguf, read_hf
+from slipstream.models.dflash import LUCEBOX_ARCH
+from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
 from slipstream.models.dflash_names import DrafterNames, ShapeOf
+from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are summarised by their length
 SHOWN_CHARACTERS = 4096
@@ -42,7 +44,7 @@ def _gguf(path: Path) -> dict[str, object]:
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
     report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
-    if report["architecture"] == "dflash":
+    if report["architecture"] in (DRAFTER_ARCH, LUCEBOX_ARCH):
         report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
     return report | _completeness(missing, problem)
 
@@ -65,7 +67,7 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
     report = _report("safetensors", shown, size, entries)
     report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
     report["metadata"] = {key: _summary(value) for key, value in config.items()}
-    if _configures_drafter(config):
+    if configures_drafter(config):
         report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
     problem = f"the data ends {missing} bytes early: truncated" if missing else ""
     return report | _completeness(missing, problem)
@@ -89,19 +91,18 @@ def _folder(folder: Path) -> dict[str, object]:
     return report
 
 
-def _configures_drafter(config: Mapping[str, object]) -> bool:
-    named = config.get("architectures")
-    names = [str(name).lower() for name in named] if isinstance(named, list) else []
-    return "dflash_config" in config or any("dflash" in name or "dspark" in name for name in names)
-
-
 def _drafter(
     config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
 ) -> dict[str, object]:
     """How a drafter proposes, or why it cannot be used."""
     shape_of = _shapes(entries, is_gguf)
     try:
-        read = read_gguf(config, label, None, shape_of) if is_gguf else read_hf(config, label, shape_of)
+        refuse_false_layers(config, len(entries), label)
+        if is_gguf:
+            other = config["general.architecture"] == LUCEBOX_ARCH
+            read = read_gguf(llama_cpp_keys(config, LUCEBOX_ARCH) if other else config, label, None, shape_of)
+        else:
+            read = read_hf(config, label, shape_of)
     except SlipstreamError as error:
         return {"problem": str(error)}
     return {

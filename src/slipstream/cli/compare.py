@@ -1,0 +1,227 @@
+"""`slipstream compare`: how far two files of one model are apart, tensor by tensor and in what they compute.
+
+`slipstream compare drafter/ drafter.Q4_0.gguf --logits --target smollm2`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.ui import Ui, columns_table
+from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.tools.compare import FileComparison, TensorDifference
+    from slipstream.tools.logits import LogitComparison, Settings
+
+TOO_FAR = 1  # exit code
+DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
+_SHOWN = 12  # tensors in the table unless all are asked for
+_LOGITS = "Logits"
+
+
+def command(
+    first: Annotated[str, typer.Argument(metavar="A", help="The reference: a file, folder, short name or hub id.")],
+    second: Annotated[str | None, typer.Argument(metavar="B", help="What is compared with it.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the furthest ones.")] = False,
+    max_error: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Exit with 1 if a tensor's relative RMS is above this or is missing."),
+    ] = None,
+    logits: Annotated[
+        bool, typer.Option("--logits", rich_help_panel=_LOGITS, help="Run both on the same inputs as well.")
+    ] = False,
+    reference: Annotated[
+        Literal["dflash"] | None,
+        typer.Option(rich_help_panel=_LOGITS, help="Compare drafters with the authors' package, too."),
+    ] = None,
+    target: Annotated[str, typer.Option(rich_help_panel=_LOGITS, help="The target of two drafters.")] = "smollm2",
+    draft: Annotated[
+        str, typer.Option(rich_help_panel=_LOGITS, help="The drafter of two targets, for their tau; 'none' is none.")
+    ] = "auto",
+    prompts: Annotated[
+        str, typer.Option(metavar="NAME,...", rich_help_panel=_LOGITS, help="Built-in sets or .jsonl files.")
+    ] = DEFAULT_PROMPTS,
+    limit: Annotated[int, typer.Option(min=0, rich_help_panel=_LOGITS, help="Prompts of each; 0 is all.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=2, rich_help_panel=_LOGITS, help="Tokens of an answer.")] = 64,
+    dtype: o.Dtype = "auto",
+    threads: o.Threads = 0,
+    json_output: o.JsonOutput = False,
+) -> None:
+    """Compare two files of one model: errors per tensor, outliers, and what they compute with --logits."""
+    _refuse_contradictions(second, logits, reference, max_error)
+    ui = Ui(json_output)
+    texts = _read_prompts(prompts, limit) if logits else []
+    with ui.loading() as progress:
+        from slipstream.formats.sources import resolve
+        from slipstream.tools.compare import compare_files
+
+        names = [first] if second is None else [first, second]
+        paths = [resolve(name, progress=progress).path for name in names]
+        found = compare_files(paths[0], paths[1], progress) if len(paths) == 2 else None
+    if found is not None and not json_output:
+        draw_tensors(ui, found, every)
+    runs: list[LogitComparison] = []
+    if logits:
+        from slipstream.tools.logits import Settings
+
+        settings = Settings(dtype, threads, max_tokens)
+        runs = _run_logits(ui, _Sides(names, paths, target, draft, reference), texts, settings)
+        if not json_output:
+            draw_logits(ui, runs)
+    if json_output:
+        ui.print_json({
+            "tensors": None if found is None else found.to_json(), "logits": [run.to_json() for run in runs],
+        })
+    if found is not None and max_error is not None and found.largest_error > max_error:
+        if not json_output:
+            ui.warn(f"Further apart than {max_error:g}: the largest relative RMS is {found.largest_error:.4g}.")
+        raise typer.Exit(TOO_FAR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """What is compared, as it was named and where it lies."""
+
+    names: list[str]
+    paths: list[Path]
+    target: str
+    draft: str
+    reference: str | None
+
+
+def _refuse_contradictions(
+    second: str | None, logits: bool, reference: str | None, max_error: float | None
+) -> None:
+    if reference is not None and not logits:
+        raise RequestError("--reference compares logits", "add --logits")
+    if second is None and reference is None:
+        raise RequestError("there is nothing to compare with", "give a second file, or --logits --reference dflash")
+    if second is None and max_error is not None:
+        raise RequestError("--max-error is about two files", "give a second one")
+
+
+def _read_prompts(names: str, limit: int) -> list[str]:
+    from slipstream.bench.workloads import read_prompts
+
+    return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
+
+
+def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> list[LogitComparison]:
+    from slipstream.tools.model_file import open_model
+
+    with open_model(sides.paths[0]) as model:
+        kind = model.kind
+    if kind == "drafter":
+        return _run_drafters(ui, sides, texts, settings)
+    if sides.reference is not None:
+        raise RequestError("the authors' package is a drafter", "leave --reference out for targets")
+    return [_run_targets(ui, sides, texts, settings)]
+
+
+def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> list[LogitComparison]:
+    from slipstream.formats.sources import resolve
+    from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
+
+    runs: list[LogitComparison] = []
+    with ui.loading() as progress:
+        passages, _ = write_passages(sides.target, None, texts, settings, progress)
+        path = resolve(sides.target, progress=progress).path
+        blocks = load_blocks(path, list(zip(_labels(sides.names), sides.paths, strict=True)), settings)
+        weight_format = blocks[0].target.weight_format
+        if len(blocks) == 2:
+            runs.append(compare_drafters(blocks[0], blocks[1], passages, weight_format, progress))
+        if sides.reference is not None:
+            from slipstream.tools.reference import AuthorBlocks
+
+            for ours, file in zip(blocks, sides.paths, strict=True):
+                theirs = AuthorBlocks(ours, file)
+                run = compare_drafters(theirs, ours, passages, weight_format, progress)
+                if theirs.left_out:
+                    run.notes.append(f"the authors' package has no place for {theirs.left_out}")
+                runs.append(run)
+    return runs
+
+
+def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> LogitComparison:
+    from slipstream.formats.sources import pair_draft
+    from slipstream.tools.logits import compare_targets, write_passages
+
+    draft = next(filter(None, map(pair_draft, sides.names)), None) if sides.draft == "auto" else sides.draft
+    draft = None if draft == "none" else draft
+    first, second = map(str, sides.paths)
+    with ui.loading() as progress:
+        passages, tau = write_passages(first, draft, texts, settings, progress)
+        other = write_passages(second, draft, texts, settings, progress)[1] if draft is not None else None
+        one, two = _labels(sides.names)
+        run = compare_targets(sides.paths[0], sides.paths[1], (one, two), passages, settings, progress)
+    run.taus = tau, other
+    if draft is None:
+        run.notes.append("no drafter, so no tau: give one with --draft")
+    return run
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """The files' own names, or what was typed where those are the same."""
+    short = [Path(name).name or name for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
+
+def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
+    """The furthest tensors first and every outlier among them, then what could not be compared."""
+    ordered = sorted(found.tensors, key=lambda tensor: (not tensor.outlier, -tensor.relative_rms))
+    outliers = len(found.outliers)
+    shown = ordered if every else ordered[: max(_SHOWN, outliers)]
+    title = f"{found.first} (reference) and {found.second}: {len(found.tensors)} tensors of a {found.kind}"
+    heads = ["tensor", "types", "relative RMS", "max error", "worst row", "outlier"]
+    ui.table(title, columns_table(heads, [_row(tensor) for tensor in shown]))
+    if len(shown) < len(ordered):
+        ui.line(f"{len(ordered) - len(shown)} tensors are no further apart than these; --all shows them.")
+    for label, names in (("Missing in the second", found.missing), ("Only in the second", found.extra)):
+        if names:
+            ui.line(f"{label}: {', '.join(names)}")
+    for name, mine, theirs in found.shapes:
+        ui.line(f"Other shape: {name} is {list(mine)} and {list(theirs)}")
+    for name, one, two in found.settings:
+        ui.line(f"Other setting: {name} is {one} and {two}")
+    for note in found.notes:
+        ui.line(f"Note: {note}")
+    ui.line(
+        f"Relative RMS over all: {found.mean_error:.4g}, largest {found.largest_error:.4g}, "
+        f"{outliers} outlier{'' if outliers == 1 else 's'}."
+    )
+
+
+def _row(tensor: TensorDifference) -> list[str]:
+    first, second = tensor.types
+    remark = " · ".join(filter(None, (tensor.outlier, tensor.explanation)))
+    return [
+        tensor.name, first if first == second else f"{first} / {second}", f"{tensor.relative_rms:.4g}",
+        f"{tensor.max_error:.4g}", f"{tensor.worst_row} ({tensor.row_error:.3g})", remark,
+    ]
+
+
+def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
+    for run in runs:
+        rows = [
+            ["largest difference", f"{run.max_difference:.4g}"], ["mean difference", f"{run.mean_difference:.4g}"],
+            ["mean KL, nats", f"{run.mean_divergence:.4g}"], ["largest KL", f"{run.max_divergence:.4g}"],
+            ["same first choice", f"{run.agreement:.2%}"], *_tau_rows(run),
+        ]
+        title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
+        ui.table(title, columns_table(["", "value"], rows))
+        if run.non_finite:
+            ui.warn(f"{run.non_finite} rows are left out: their logits are not finite.")
+        for note in run.notes:
+            ui.line(f"Note: {note}")
+
+
+def _tau_rows(run: LogitComparison) -> list[list[str]]:
+    named = ((run.first, run.taus[0]), (run.second, run.taus[1]))
+    return [[f"tau of {name}", f"{tau:.3f}"] for name, tau in named if tau is not None]

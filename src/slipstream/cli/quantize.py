@@ -1,0 +1,69 @@
+"""`slipstream quantize`: a GGUF file with its matrices in another type, and what that costs.
+
+`slipstream quantize drafter.gguf drafter.q4-mix.gguf --type q4-mix`
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.ui import Ui, columns_table, size
+from slipstream.tools.quantize_recipes import RecipeName
+
+if TYPE_CHECKING:
+    from slipstream.tools.quantize import QuantizeReport, TensorResult
+
+
+def command(
+    source: Annotated[str, typer.Argument(metavar="IN", help="A GGUF file, a short name or a hub id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The GGUF file to write.")],
+    recipe: Annotated[RecipeName, typer.Option("--type", help="Type of the matrices, or a mix of types.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it is there.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+    json_output: o.JsonOutput = False,
+) -> None:
+    """Store the matrices of a GGUF file in another type; norms and vectors stay F32.
+
+    q4_k_m: llama.cpp's mix of Q4_K and Q6_K. q4-mix: Q4_0 in the layers, Q8_0 in heads, projections and token tables.
+    Where rows do not divide by 256, q4_k becomes q5_0, q5_k q5_1 and q6_k q8_0; where not by 32 either, f16 or bf16.
+    What already has its type is copied.
+    """
+    from slipstream.formats.sources import resolve
+    from slipstream.tools.quantize import quantize_file
+
+    ui = Ui(json_output)
+    with ui.loading() as progress:
+        path = resolve(source, progress=progress).path
+        report = quantize_file(path, out, recipe, force=force, progress=progress)
+    if json_output:
+        ui.print_json({key: value for key, value in report.to_json().items() if tensors or key != "tensors"})
+    else:
+        draw(ui, report, tensors)
+
+
+def draw(ui: Ui, report: QuantizeReport, tensors: bool) -> None:
+    if tensors:
+        heads = ["name", "shape", "type", "size", "RMS error", "largest"]
+        ui.table("Tensors", columns_table(heads, [_row(tensor) for tensor in report.tensors]))
+    before, after = report.source.stat().st_size, report.out.stat().st_size
+    ui.line(f"{report.out}: {size(after)}, was {size(before)} ({after / before:.0%})")
+    ui.line(f"{report.share:.1%} of the weights in matrices have the type {report.recipe} asks for")
+    fallbacks = Counter((t.wanted, t.after, t.reason) for t in report.matrices if t.reason)
+    for (wanted, got, reason), count in fallbacks.items():
+        ui.line(f"{count} {'matrix is' if count == 1 else 'matrices are'} {got} instead of {wanted}: {reason}")
+
+
+def _row(tensor: TensorResult) -> list[str]:
+    name, shape = tensor.name, " x ".join(map(str, tensor.shape))
+    if tensor.before == tensor.after:
+        return [name, shape, tensor.after, size(tensor.bytes_after), "same", ""]
+    return [
+        name, shape, f"{tensor.before} → {tensor.after}",
+        f"{size(tensor.bytes_before)} → {size(tensor.bytes_after)}",
+        f"{tensor.relative_rms:.3%}", f"{tensor.max_error:.3g}",
+    ]

@@ -1,0 +1,118 @@
+"""A drafter on given tokens, outside any request: the logits of its block behind any position of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import KvPools, PoolShape
+from slipstream.cache.sequence import SequenceState
+from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS
+from slipstream.engine.runner import RowWork, Runner
+from slipstream.kernels.rows import RowPlaces
+from slipstream.models.decoder import Decoder
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.pair import check_pair
+from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.sampling import RowSampler
+from slipstream.types import SamplingParams
+
+_CHUNK = 256
+_HEAD_CANDIDATES = 64  # a head is asked within these, as the engine does in a chain
+
+
+class OurBlocks:
+    """A drafter of the engine on given texts: the target's taps once, then a block wherever one is asked for."""
+
+    def __init__(self, label: str, target: Decoder, drafter: DFlashDrafter) -> None:
+        check_pair(target.config, drafter)
+        self.label = label
+        self.target = target
+        self.drafter = drafter
+        self.proposals = drafter.config.proposals
+        self.taps = torch.empty(0)
+        self._ids: Sequence[int] = ()
+        self._sampler = RowSampler(SamplingParams(), target.config.vocab_size, [], True)
+
+    @property
+    def window(self) -> int:
+        """How far back the engine lets this drafter look by itself."""
+        return min(self.drafter.config.trained_length or DRAFT_WINDOW_LIMIT, DRAFT_WINDOW_LIMIT)
+
+    @torch.inference_mode()
+    def begin(self, ids: Sequence[int]) -> None:
+        shape, config = self.target.config, self.drafter.config
+        pages = -(-(len(ids) + config.block_size) // PAGE_TOKENS)
+        draft_shape = PoolShape(config.layers, config.kv_heads, config.head_dim)
+        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), draft_shape)
+        self._ids, self._pools = ids, pools
+        self._blocks = _OpenBlocks(self.target, self.drafter, pools, PAGE_TOKENS, self.window)
+        runner = Runner(self.target, pools, PAGE_TOKENS, self._blocks)
+        reading = self._sequence(pages, ids)
+        parts: list[Tensor] = []
+        while reading.length < len(ids):
+            rows = ids[reading.length : reading.length + _CHUNK]
+            result = runner.forward([RowWork(reading, reading.length, rows, 0)])
+            assert result.taps is not None, "a drafting sequence asks for taps"
+            parts.append(result.taps)
+            reading.commit(range(len(rows)), [], len(rows))
+        self.taps = torch.cat(parts)
+        # a second sequence over the same pages: its context grows with the positions asked for
+        self._state = self._sequence(pages, ids)
+
+    def _sequence(self, pages: int, ids: Sequence[int]) -> SequenceState:
+        state = SequenceState(PageTable(pages), PAGE_TOKENS, self._pools, drafting=True)
+        state.start(ids, [])
+        state.reserve(pages * PAGE_TOKENS)
+        return state
+
+    @torch.inference_mode()
+    def block(self, position: int) -> tuple[Tensor, list[int]]:
+        """Logits [slots, vocabulary] of the block behind `position` and the tokens it would propose.
+
+        What a head says depends on the token before; it is told the text's own, so that both sides are asked the same.
+        """
+        state = self._state
+        if position > state.length:
+            span = range(state.length, position)
+            pages, offsets = zip(*[state.place(index) for index in span], strict=True)
+            self._blocks.write_context(self.taps[span.start : span.stop], RowPlaces(span, pages, offsets, span.stop))
+            state.commit(range(len(span)), [], len(span))
+        hidden, logits = self._blocks.run(DraftJob(state, self._sampler, self.proposals, 1))
+        return logits, self._choices(hidden, logits, position)
+
+    def _choices(self, hidden: Tensor, logits: Tensor, position: int) -> list[int]:
+        heads = self.drafter.heads
+        if heads is None or not heads.corrects:
+            return [int(token) for token in logits.argmax(-1)]
+        best = logits.topk(min(heads.candidate_limit or _HEAD_CANDIDATES, logits.shape[-1]))
+        walk = heads.begin(hidden, best.indices)
+        state, chosen = walk.first_state(), []
+        for slot in range(len(logits)):
+            before = self._ids[min(position + slot, len(self._ids) - 1)]
+            correction, state = walk.correct(slot, before, state)
+            scores = best.values[slot] + torch.from_numpy(correction)
+            chosen.append(int(best.indices[slot, int(scores.argmax())]))
+        return chosen
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return (self.drafter.embed or self.target.embed)(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return (self.drafter.head or self.target.draft_head)(hidden)
+
+
+class _OpenBlocks(BlockDrafter):
+    """The engine's block pass with its logits in the open."""
+
+    def run(self, job: DraftJob) -> tuple[Tensor, Tensor]:
+        """Hidden rows and logits of the slots that propose."""
+        first, batch = self.drafter.config.first_slot, self._batch([job])
+        wanted = list(range(first, first + job.slots))
+        hidden, logits = self.drafter.forward_logits(
+            self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
+        )
+        return hidden[first : first + job.slots], self.drafter.shape_logits(logits)

@@ -1,0 +1,398 @@
+"""Reads LoRA adapters, PEFT folders and llama.cpp's GGUF files: pairs of thin matrices that change large ones.
+
+Everything a file can be wrong about on its own is refused here, from its header where possible; whether its pairs
+belong to the matrices of a model is for the model to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from slipstream.errors import ConfigError, FormatError, SourceError
+from slipstream.formats.layout import read_json_object
+from slipstream.formats.quants import decode_rows
+from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
+
+BASE_NAME = "base"  # the drafter as it is
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # what the known writers store
+MAX_RANK = 2**16
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FORMS = "give PATH or NAME=PATH, with @SCALE behind it if the adapter is to count more or less"
+_PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+_PEFT_PREFIX = "base_model.model."
+_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # which factor, and whether of an embedding
+    ".lora_A.weight": ("a", False), ".lora_B.weight": ("b", False),
+    ".lora_embedding_A": ("a", True), ".lora_embedding_B": ("b", True),
+}
+# PEFT settings that change what the pairs mean, or promise weights beside them
+_OTHER_METHODS = (
+    "use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
+    "alora_invocation_tokens", "layer_replication", "trainable_token_indices", "target_parameters",
+)
+# other ways of starting (pissa, olora, corda, ...) change the base weights too, which are not these
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+_GGUF_EMBEDDING = "token_embd.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter as a user names it."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One matrix of a pair; nothing is read before `dense` is called."""
+
+    tensor: WeightTensor
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        # ggml's tools drop a last dimension of one, which is the first here
+        rows, columns = (1, *self.tensor.shape) if len(self.tensor.shape) == 1 else self.tensor.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def dense(self) -> torch.Tensor:
+        """The matrix as float32."""
+        stored = self.tensor.dense()
+        stored = stored[None] if stored.dim() == 1 else stored
+        return stored.t().contiguous() if self.transposed else stored
+
+    def rows(self, start: int, stop: int) -> Factor:
+        """Some rows of the matrix, still unread."""
+        if self.transposed or len(self.tensor.shape) == 1:
+            raise FormatError(f"the adapter's tensor '{self.tensor.name}' cannot be split", "adapt each part by itself")
+        return Factor(self.tensor.rows(torch.arange(start, stop)))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPair:
+    """What is added to one matrix: `factor * up @ down`, with `up` [out, rank] and `down` [rank, in]."""
+
+    name: str  # of the matrix, as the adapter spells it
+    down: Factor
+    up: Factor
+    factor: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter on disk whose own claims hold; its numbers are still in the file."""
+
+    source: AdapterSource
+    fingerprint: str  # of all its bytes
+    architecture: str | None  # of the model it was made for, where the file says
+    pairs: tuple[AdapterPair, ...]
+
+
+def parse_source(text: str) -> AdapterSource:
+    """Reads PATH, NAME=PATH, PATH@SCALE or NAME=PATH@SCALE; a path that exists is meant as it stands."""
+    name, rest = "", text
+    if not _exists(text):
+        head, mark, tail = text.partition("=")
+        if mark and _NAME.fullmatch(head):
+            name, rest = head, tail
+    path_text, scale = rest, 1.0
+    if not _exists(rest) and "@" in rest:
+        path_text, _, number = rest.rpartition("@")
+        try:
+            scale = float(number)
+        except ValueError:
+            path_text = rest
+        if not math.isfinite(scale):
+            raise SourceError(f"the scale of the adapter '{text}' is {number}", "give a finite number")
+    if not path_text:
+        raise SourceError(f"'{text}' names no adapter", _FORMS)
+    path = Path(path_text)
+    with suppress(RuntimeError):  # nobody of that name here: reading will say that there is no such file
+        path = path.expanduser()
+    name = name or (path.stem if path.suffix in (".gguf", ".safetensors") else path.resolve().name)
+    if not _NAME.fullmatch(name):
+        raise SourceError(f"'{name}' cannot be the name of an adapter", "name it with letters and digits: NAME=PATH")
+    if name == BASE_NAME:
+        raise SourceError(f"an adapter cannot be called '{BASE_NAME}'", "so is the drafter without any: use NAME=PATH")
+    return AdapterSource(name, path, scale)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError):  # too long to be one, or somebody else's home
+        return False
+
+
+def read_adapter(source: AdapterSource) -> AdapterFile:
+    """Reads a PEFT folder (or its safetensors file) or a GGUF adapter; its numbers are looked at, not kept."""
+    path = source.path
+    if not _exists(str(path)):
+        raise SourceError(f"there is no adapter at {path}", _FORMS)
+    if path.suffix == ".safetensors" or (path.is_dir() and (path / PEFT_CONFIG).is_file()):
+        adapter = _read_peft(source, path / PEFT_WEIGHTS if path.is_dir() else path)
+    elif path.is_dir() and not any(path.glob("*.gguf")):
+        raise SourceError(f"{path} holds no adapter", f"expected {PEFT_CONFIG} with {PEFT_WEIGHTS}, or one .gguf file")
+    else:
+        adapter = _read_gguf(source, find_gguf(path) if path.is_dir() else path)
+    for pair in adapter.pairs:
+        for factor in (pair.down, pair.up):
+            _refuse_non_finite(factor.tensor)
+    return adapter
+
+
+# ---- PEFT
+
+
+def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
+    config_path = path.parent / PEFT_CONFIG
+    if not config_path.is_file():
+        raise SourceError(f"there is no {PEFT_CONFIG} beside {path.name}", "it says how large the adapter counts")
+    if not path.is_file():
+        raise SourceError(f"{path.parent} holds no {PEFT_WEIGHTS}", "save the adapter as safetensors")
+    rules = _PeftRules(read_json_object(config_path), path.parent.name)
+    weights = open_weights(path)
+    found = _FactorTable(path.name)
+    for name in weights.names():
+        ending = next((ending for ending in _PEFT_ENDINGS if name.endswith(ending)), None)
+        if ending is None:
+            raise _no_factor(name, path.name)
+        side, embedding = _PEFT_ENDINGS[ending]
+        module = name.removesuffix(ending).removeprefix(_PEFT_PREFIX)
+        found.add(f"{module}.weight", side, weights.tensor(name), embedding)
+    pairs = []
+    for name, (a, b, embedding) in found.pairs().items():
+        # an embedding's pair makes the table's transpose
+        down, up = (Factor(b, True), Factor(a, True)) if embedding else (Factor(a), Factor(b))
+        rank = _common_rank(down, up)
+        module = name.removesuffix(".weight")
+        if rank != rules.rank(module):
+            raise FormatError(
+                f"the adapter's tensor '{a.name}' has rank {rank} where {PEFT_CONFIG} says {rules.rank(module)}",
+                "the config does not belong to these weights",
+            )
+        pairs.append(AdapterPair(name, down, up, source.scale * rules.strength(module)))
+    rules.check_targets([pair.name.removesuffix(".weight") for pair in pairs])
+    return AdapterFile(source, _fingerprint(config_path, path), None, tuple(pairs))
+
+
+class _PeftRules:
+    """What an adapter_config.json says of ranks and scales; what is not plain LoRA is refused by its key."""
+
+    def __init__(self, config: Mapping[str, object], label: str) -> None:
+        self._config = config
+        self._label = label
+        kind = config.get("peft_type")
+        if kind != "LORA":
+            raise ConfigError(f"the adapter {label} is of PEFT's type {kind!r}", "only LORA adapters can be merged")
+        for key in _OTHER_METHODS:
+            if config.get(key):
+                raise ConfigError(f"the adapter {label} uses '{key}'", "only plain LoRA adapters can be merged")
+        if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
+            raise ConfigError(
+                f"the adapter {label} has init_lora_weights {start!r}, which changes the base too",
+                "save it converted to a plain LoRA",
+            )
+        if saved := config.get("modules_to_save"):
+            named = ", ".join(map(str, saved)) if isinstance(saved, list) else str(saved)
+            raise ConfigError(f"the adapter {label} has modules_to_save ({named})", "only LoRA pairs can be merged")
+        if config.get("bias", "none") != "none":
+            raise ConfigError(f"the adapter {label} trained biases ({config['bias']!r})", "train it with bias none")
+        # `fan_in_fan_out` only tells how the base stores its weights: a drafter's are [out, in] whatever it says
+        for key in ("use_rslora", "fan_in_fan_out"):
+            if not isinstance(config.get(key), bool | None):
+                raise ConfigError(f"the adapter {label} has {key} {config[key]!r}", "it must be true or false")
+        self._root = config.get("use_rslora") is True
+        self._rank = self._whole("r", config.get("r"))
+        self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
+        self._ranks = {key: self._whole(f"rank_pattern.{key}", v) for key, v in self._patterns("rank_pattern").items()}
+        alphas = self._patterns("alpha_pattern")
+        self._alphas = {key: self._number(f"alpha_pattern.{key}", value) for key, value in alphas.items()}
+
+    def rank(self, module: str) -> int:
+        return next((rank for key, rank in self._ranks.items() if _names(key, module)), self._rank)
+
+    def strength(self, module: str) -> float:
+        """What the product of a module's pair is multiplied by."""
+        alpha = next((alpha for key, alpha in self._alphas.items() if _names(key, module)), self._alpha)
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self._root else rank)
+
+    def check_targets(self, modules: Sequence[str]) -> None:
+        """The modules the config lists and those that have pairs must be the same; an expression is not looked at."""
+        targets = self._config.get("target_modules")
+        if not isinstance(targets, list):
+            return
+        covered = {target for target in map(str, targets) if any(_names(target, module) for module in modules)}
+        if lacking := [str(target) for target in targets if str(target) not in covered]:
+            raise FormatError(
+                f"the adapter {self._label} has no tensors for '{lacking[0]}', one of its target_modules",
+                "the file is incomplete: save or fetch it again",
+            )
+        strange = next((module for module in modules if not any(_names(target, module) for target in covered)), None)
+        if strange is not None:
+            raise FormatError(
+                f"the adapter's tensors of '{strange}' are not among its target_modules", "the config is another's"
+            )
+
+    def _patterns(self, key: str) -> dict[str, object]:
+        patterns = self._config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ConfigError(f"the adapter {self._label} has a '{key}' that is no object", "map modules to numbers")
+        for pattern in patterns:
+            # any other expression could take for ever to match
+            if not _PLAIN_PATTERN.fullmatch(pattern):
+                raise ConfigError(
+                    f"the adapter {self._label} has the expression '{pattern}' in its {key}", "write module names out"
+                )
+        return patterns
+
+    def _whole(self, key: str, value: object) -> int:
+        if type(value) is not int or not 0 < value <= MAX_RANK:
+            raise ConfigError(f"the adapter {self._label} has {key} {value!r}", f"a rank is 1 to {MAX_RANK}")
+        return value
+
+    def _number(self, key: str, value: object) -> float:
+        return _finite(value, f"the adapter {self._label} has {key} {value!r}")
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a module is the one named, or lies under other modules and ends in the name."""
+    plain = pattern.removeprefix("^").removesuffix("$")
+    return module == plain or (not pattern.startswith("^") and module.endswith(f".{plain}"))
+
+
+# ---- GGUF
+
+
+def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
+    weights = open_weights(path)
+    keys = weights.metadata
+    for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if keys.get(key) != wanted:
+            raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter's is '{wanted}'")
+    if "adapter.alora.invocation_tokens" in keys:
+        raise ConfigError(f"{path.name} only acts behind certain tokens", "only plain LoRA adapters can be merged")
+    given = keys.get("adapter.lora.alpha", 0.0)
+    alpha = _finite(given, f"{path.name} has adapter.lora.alpha {given!r}")
+    architecture = keys.get("general.architecture")
+    pairs = []
+    for name, (a, b, _) in _gguf_factors(weights).pairs().items():
+        # llama.cpp looks up rows of the first factor of an embedding, so the two change places
+        flipped = name == _GGUF_EMBEDDING
+        down, up = (Factor(b, True), Factor(a)) if flipped else (Factor(a), Factor(b))
+        rank = _common_rank(down, up)
+        # without an alpha llama.cpp takes the product as it is
+        strength = alpha / rank if alpha else 1.0
+        pairs.append(AdapterPair(name, down, up, source.scale * strength))
+    return AdapterFile(
+        source, _fingerprint(path), architecture if isinstance(architecture, str) else None, tuple(pairs)
+    )
+
+
+def _gguf_factors(weights: WeightFile) -> _FactorTable:
+    found = _FactorTable(weights.path.name)
+    for name in weights.names():
+        stem, _, side = name.rpartition(".lora_")
+        if side == "a" or side == "b":
+            found.add(stem, "a" if side == "a" else "b", weights.tensor(name), False)
+        else:
+            raise _no_factor(name, weights.path.name)
+    return found
+
+
+# ---- both
+
+
+class _FactorTable:
+    """Collects the factors of a file under the matrices they belong to."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._found: dict[str, tuple[bool, dict[str, WeightTensor]]] = {}
+
+    def add(self, name: str, side: Literal["a", "b"], tensor: WeightTensor, embedding: bool) -> None:
+        if tensor.type_name not in FACTOR_TYPES:
+            raise FormatError(
+                f"the adapter's tensor '{tensor.name}' is of type {tensor.type_name}", f"use {', '.join(FACTOR_TYPES)}"
+            )
+        if len(tensor.shape) not in (1, 2) or 0 in tensor.shape:
+            raise FormatError(
+                f"the adapter's tensor '{tensor.name}' has shape {list(tensor.shape)}", "a factor is a matrix"
+            )
+        known, factors = self._found.setdefault(name, (embedding, {}))
+        if side in factors or known != embedding:
+            raise FormatError(f"the adapter's tensor '{tensor.name}' comes in two ways", "keep one pair per matrix")
+        factors[side] = tensor
+
+    def pairs(self) -> dict[str, tuple[WeightTensor, WeightTensor, bool]]:
+        if not self._found:
+            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or no adapter")
+        pairs = {}
+        for name, (embedding, factors) in self._found.items():
+            if len(factors) < 2:
+                only, lacking = next(iter(factors.values())).name, "B" if "a" in factors else "A"
+                raise FormatError(
+                    f"the adapter's tensor '{only}' has no partner: its {lacking} is missing", "save the adapter again"
+                )
+            pairs[name] = factors["a"], factors["b"], embedding
+        return pairs
+
+
+def _common_rank(down: Factor, up: Factor) -> int:
+    if down.shape[0] != up.shape[1]:
+        raise FormatError(
+            f"the adapter's tensors '{down.tensor.name}' {list(down.tensor.shape)} and '{up.tensor.name}' "
+            f"{list(up.tensor.shape)} have no rank in common", "they do not belong together",
+        )
+    return down.shape[0]
+
+
+def _no_factor(name: str, label: str) -> FormatError:
+    if "lora_magnitude" in name:
+        return FormatError(f"tensor '{name}' of {label} belongs to a DoRA adapter", "only plain LoRA can be merged")
+    hint = "save it without embedding layers, norms and whole modules: only LoRA pairs can be merged"
+    return FormatError(f"tensor '{name}' of {label} is no factor of a LoRA pair", hint)
+
+
+def _finite(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
+        raise ConfigError(what, "it must be a finite number")
+    return float(value)
+
+
+def _refuse_non_finite(tensor: WeightTensor) -> None:
+    stored = tensor.raw()
+    step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
+    for start in range(0, len(stored), step):
+        # a view of the file, decoded a piece at a time: a large tensor costs no memory
+        with np.errstate(all="ignore"):
+            values = decode_rows(stored[start : start + step], tensor.type_name)
+        if not np.isfinite(values).all():
+            raise FormatError(f"the adapter's tensor '{tensor.name}' holds NaN or infinity", "its training went wrong")
+
+
+def _fingerprint(*paths: Path) -> str:
+    """Names the bytes of the files, so that what another adapter made is never taken for this one's."""
+    whole = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()[:16]

@@ -1,0 +1,222 @@
+"""Writes GGUF files: typed metadata, and tensors whose bytes are made when they are written, whole or not at all.
+
+`stored_metadata` takes the metadata out of a file as its bytes stand there, so that a file can be rewritten losslessly.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from slipstream.errors import FormatError, IntegrityError
+from slipstream.formats.atomic import atomic_file
+from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, GgufHeader, parse_header
+from slipstream.formats.layout import map_file
+from slipstream.formats.quants import GGML_TYPES, Bytes
+
+VERSION = 3
+MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes, the last one a zero
+Piece = bytes | memoryview | Bytes
+Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
+
+_COPIED = 2**22  # bytes copied at a time
+_TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
+
+
+class ValueKind(IntEnum):
+    """The types a metadata value can have, under GGUF's numbers."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataEntry:
+    """One key with its value as the file stores it; made by the functions below or read by `stored_metadata`."""
+
+    key: str
+    kind: ValueKind
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor to be written; `produce` is called once, when its turn comes, and gives its bytes piece by piece."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]  # torch order: the last dimension is the contiguous one
+    produce: Callable[[], Iterable[Piece]]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes a tensor of this type and shape takes; a shape the type cannot have is an error."""
+        if self.type_name not in _TYPE_NUMBERS:
+            raise FormatError(f"tensor '{self.name}' cannot be stored as {self.type_name}", "GGUF has no such type")
+        _, block, size = _TYPE_NUMBERS[self.type_name]
+        if not 1 <= len(self.shape) <= MAX_DIMS or min(self.shape) < 1:
+            raise FormatError(f"tensor '{self.name}' of shape {list(self.shape)} cannot be stored in GGUF")
+        if self.shape[-1] % block:
+            raise FormatError(
+                f"tensor '{self.name}' has rows of {self.shape[-1]} elements, which {self.type_name} cannot have",
+                f"its rows must divide into blocks of {block}",
+            )
+        elements = 1
+        for length in self.shape:
+            elements *= length
+        return elements // block * size
+
+
+def text_entry(key: str, value: str) -> MetadataEntry:
+    return MetadataEntry(key, ValueKind.STRING, _text(value))
+
+
+def number_entry(key: str, value: float | bool, kind: ValueKind) -> MetadataEntry:
+    return MetadataEntry(key, kind, _numbers(key, [value], kind))
+
+
+def array_entry(key: str, values: Sequence[str] | Sequence[float], kind: ValueKind) -> MetadataEntry:
+    """An array of strings or numbers, `kind` being that of its elements."""
+    if kind == ValueKind.STRING:
+        data = b"".join(_text(value) for value in values if isinstance(value, str))
+    else:
+        data = _numbers(key, values, kind)
+    return MetadataEntry(key, ValueKind.ARRAY, struct.pack("<IQ", kind, len(values)) + data)
+
+
+def stored_metadata(path: Path) -> list[MetadataEntry]:
+    """Every key of a GGUF file with the very bytes of its value."""
+    mapped = map_file(path)
+    try:
+        header = parse_header(mapped, path.name)
+        return [
+            MetadataEntry(key, ValueKind(value.kind), mapped[value.start : value.end])
+            for key, value in header.stored.items()
+        ]
+    finally:
+        mapped.close()
+
+
+def replaced(entries: Sequence[MetadataEntry], *changes: MetadataEntry) -> list[MetadataEntry]:
+    """The entries with some keys given new values, in place where the key was there already."""
+    new = {entry.key: entry for entry in changes}
+    kept = [new.pop(entry.key, entry) for entry in entries]
+    return [*kept, *new.values()]
+
+
+def write_gguf(
+    path: Path, metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], progress: Progress | None = None
+) -> None:
+    """Writes a GGUF file; where anything fails, what stood at `path` before still stands there."""
+    refuse_repeats([entry.key for entry in metadata], "metadata key", path)
+    refuse_repeats([plan.name for plan in tensors], "tensor", path)
+    alignment = _alignment(metadata)
+    with atomic_file(path) as file:
+        file.write(_header(metadata, tensors, alignment))
+        write_pieces(file, tensors, alignment, progress, path.name)
+
+
+def as_read(entries: Sequence[MetadataEntry]) -> dict[str, object]:
+    """Metadata as a reader of the finished file will see it, rounded to the types it is stored in."""
+    return parse_header(_header(entries, [], DEFAULT_ALIGNMENT), "metadata").metadata
+
+
+def copied_tensors(path: Path, header: GgufHeader) -> list[TensorPlan]:
+    """Plans that copy the tensors of a GGUF file as they are stored."""
+
+    def copy_of(offset: int, end: int) -> Callable[[], Iterable[Piece]]:
+        def pieces() -> Iterable[Piece]:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while (left := end - file.tell()) > 0:
+                    yield file.read(min(left, _COPIED))
+
+        return pieces
+
+    return [
+        TensorPlan(entry.name, entry.type_name, entry.shape, copy_of(entry.offset, entry.end))
+        for entry in header.tensors
+    ]
+
+
+def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], alignment: int) -> bytes:
+    parts, offset = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))], 0
+    parts += [_text(entry.key) + struct.pack("<I", entry.kind) + entry.data for entry in metadata]
+    for plan in tensors:
+        length = plan.nbytes  # refuses what cannot be stored
+        parts.append(_description(plan, offset))
+        offset += length + -length % alignment
+    header = b"".join(parts)
+    return header + bytes(-len(header) % alignment)
+
+
+def write_pieces(
+    file: BinaryIO, tensors: Sequence[TensorPlan], alignment: int, progress: Progress | None, name: str
+) -> None:
+    """Makes and writes the bytes of each tensor in turn, padded to the alignment; too few or too many are refused."""
+    total, done = sum(plan.nbytes for plan in tensors), 0
+    for plan in tensors:
+        left = plan.nbytes
+        for piece in plan.produce():
+            view = piece.data if isinstance(piece, np.ndarray) else memoryview(piece)
+            left -= view.nbytes
+            if left < 0:
+                break
+            file.write(view)
+            done += view.nbytes
+            if progress is not None:
+                progress(f"writing {name}", done, total)
+        if left:
+            raise IntegrityError(f"tensor '{plan.name}' was not given the {plan.nbytes} bytes its shape needs")
+        file.write(bytes(-plan.nbytes % alignment))
+
+
+def _description(plan: TensorPlan, offset: int) -> bytes:
+    if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME:
+        raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME} bytes fit")
+    dims, number = plan.shape[::-1], _TYPE_NUMBERS[plan.type_name][0]
+    return _text(plan.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
+
+
+def _alignment(metadata: Sequence[MetadataEntry]) -> int:
+    for entry in metadata:
+        if entry.key == "general.alignment" and entry.kind == ValueKind.UINT32:
+            return int(struct.unpack("<I", entry.data)[0])
+    return DEFAULT_ALIGNMENT
+
+
+def refuse_repeats(names: Sequence[str], what: str, path: Path) -> None:
+    """A name that stands twice would make the file unreadable."""
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"the {what} '{repeated}' would stand twice in {path.name}", "names must differ")
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _numbers(key: str, values: Sequence[object], kind: ValueKind) -> bytes:
+    dtype = SCALARS[kind]
+    try:
+        return np.array(values, dtype).tobytes()
+    except OverflowError:
+        raise FormatError(f"the metadata value '{key}' does not fit into {kind.name.lower()}") from None

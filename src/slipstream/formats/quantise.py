@@ -1,0 +1,93 @@
+"""Turning float32 into stored bytes: the mirror of `quants.decode_rows` for every type that can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from slipstream.errors import FormatError
+from slipstream.formats.quantise_blocks import encode_q4_0, encode_q4_1, encode_q5_0, encode_q5_1, encode_q8_0
+from slipstream.formats.quantise_k import encode_q4_k, encode_q5_k, encode_q6_k
+from slipstream.formats.quants import GGML_TYPES, Bytes, Floats
+
+# Elements at a time: the temporaries of one search then stay in the processor's cache.
+CHUNK_ELEMENTS = 2**16
+MAX_WORKERS = 8
+
+
+def _encode_f32(values: Floats) -> Bytes:
+    return values.astype("<f4").view(np.uint8)
+
+
+def _encode_f16(values: Floats) -> Bytes:
+    with np.errstate(over="ignore"):
+        halves = values.astype("<f2")
+    if not np.isfinite(halves).all():
+        raise OverflowError("a number exceeds the range of 16-bit floats")
+    return halves.view(np.uint8)
+
+
+def _encode_bf16(values: Floats) -> Bytes:
+    bits = values.astype("<f4").view("<u4")
+    # To the nearest, ties to the even one; the sum cannot wrap because the numbers are finite.
+    upper = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    if ((upper & 0x7F80) == 0x7F80).any():
+        raise OverflowError("a number rounds to infinity")
+    return upper.view(np.uint8)
+
+
+_ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
+    "F32": _encode_f32, "F16": _encode_f16, "BF16": _encode_bf16,
+    "Q8_0": encode_q8_0, "Q4_0": encode_q4_0, "Q4_1": encode_q4_1, "Q5_0": encode_q5_0, "Q5_1": encode_q5_1,
+    "Q4_K": encode_q4_k, "Q5_K": encode_q5_k, "Q6_K": encode_q6_k,
+}
+ENCODABLE = tuple(_ENCODERS)
+# type -> (elements per block, bytes per block)
+BLOCK_SIZES = {name: (block, size) for name, block, size in GGML_TYPES.values() if name in _ENCODERS}
+
+
+def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
+    """Converts rows of float32 [rows, elements] to raw bytes [rows, bytes]; `name` is the tensor's, for errors."""
+    label = f"tensor '{name}'" if name else "a tensor"
+    if type_name not in _ENCODERS:
+        raise FormatError(f"{label} cannot be written as {type_name}", f"possible: {', '.join(ENCODABLE)}")
+    block, size = BLOCK_SIZES[type_name]
+    rows, width = values.shape
+    if width % block:
+        raise FormatError(
+            f"{label} has rows of {width} elements, which {type_name} cannot have",
+            f"its rows must divide into blocks of {block}",
+        )
+    blocks = np.ascontiguousarray(values, np.float32).reshape(-1, block)
+    encoded = np.empty((len(blocks), size), np.uint8)
+    step = max(1, CHUNK_ELEMENTS // block)
+
+    def encode_chunk(start: int) -> None:
+        encoded[start : start + step] = _encode_checked(blocks[start : start + step], type_name, label)
+
+    starts = range(0, len(blocks), step)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(len(starts), cores, MAX_WORKERS)
+    if workers < 2:
+        for start in starts:
+            encode_chunk(start)
+    else:
+        with ThreadPoolExecutor(workers) as pool:  # numpy lets go of the interpreter while it computes
+            for _ in pool.map(encode_chunk, starts):
+                pass
+    return encoded.reshape(rows, width // block * size)
+
+
+def _encode_checked(blocks: Floats, type_name: str, label: str) -> Bytes:
+    if not np.isfinite(blocks).all():
+        raise FormatError(f"{label} holds numbers that are not finite", "the model is damaged: fetch it again")
+    try:
+        # Numbers out of reach end as scales that are not finite, which the encoders refuse.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _ENCODERS[type_name](blocks)
+    except OverflowError:
+        peak = float(np.abs(blocks).max())
+        raise FormatError(f"{label} holds {peak:g}, too large for {type_name}", "choose a wider type") from None

@@ -1,0 +1,221 @@
+"""Merges LoRA adapters into a drafter's weights: the file as it would be had the adapter been part of it all along.
+
+Drafters store their query and key rows in one order in every container, so a pair fits whichever file it meets.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError, FormatError
+from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
+from slipstream.formats.layout import TensorEntry
+from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor
+from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
+from slipstream.models.weights import FLOAT_TYPES, Progress
+
+StoredType = Literal["F32", "BF16"]
+
+# Everything in a drafter that multiplies or looks up; norms, kernels and biases have no low rank to speak of.
+_LAYER_MATRICES = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "attention_conv.kernel_projection", "mlp_conv.kernel_projection",
+)
+_OTHER_MATRICES = (
+    "fc", "embed_tokens", "lm_head", "markov_head.markov_w1", "markov_head.markov_w2", "markov_head.gate_proj",
+    "markov_head.joint_proj", "confidence_head.proj", "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook", "candidate_selector.hidden_projection",
+)
+# Some trainers see several matrices as one, their outputs one behind the other.
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_FUSED_NAME = re.compile(r"(?:model\.)?(?:layers|blk)\.(?P<layer>\d{1,6})\.(?P<module>[a-z_.]+)\.weight")
+_DRAFTER_ARCH = "dflash"  # every writer's name for drafters contains it
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to one matrix: `factor * up @ down`."""
+
+    down: Factor  # [rank, in]
+    up: Factor  # [out, rank]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits a drafter: what it adds to which matrix, by canonical name."""
+
+    name: str
+    scale: float
+    fingerprint: str
+    changes: Mapping[str, LowRank]
+
+    @property
+    def key(self) -> str:
+        """Tells the variant's draft context from any other's: the same bytes at another scale draft differently."""
+        return f"{self.fingerprint}@{self.scale!r}"
+
+
+class MergedWeights(WeightFile):
+    """A drafter's file in which the adapted tensors are the merged ones; all others are read from the file itself."""
+
+    def __init__(self, base: WeightFile, merged: Mapping[str, tuple[TensorEntry, mmap.mmap]]) -> None:
+        super().__init__(base.path, merged, base.metadata)
+        self._base = base
+        self.adapted = frozenset(merged)  # the file's names of what is not shared with it
+
+    def names(self) -> list[str]:
+        return self._base.names()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._base
+
+    def tensor(self, name: str) -> WeightTensor:
+        return super().tensor(name) if name in self.adapted else self._base.tensor(name)
+
+
+def load_adapter(source: AdapterSource, file: WeightFile) -> Adapter:
+    """Reads an adapter for the drafter in `file`; one that does not fit is refused before its numbers are used."""
+    return fit_adapter(read_adapter(source), file)
+
+
+def fit_adapter(adapter: AdapterFile, file: WeightFile) -> Adapter:
+    """Finds the drafter's matrix for every pair of an adapter and checks that they fit."""
+    if adapter.architecture is not None and _DRAFTER_ARCH not in adapter.architecture:
+        raise ConfigError(
+            f"the adapter {adapter.source.name} is made for '{adapter.architecture}' models", "it must be a drafter's"
+        )
+    shapes = _matrices(file)
+    spelled = {spelling: name for name in shapes for spelling in gguf_spellings(name)}
+    changes: dict[str, LowRank] = {}
+    for pair in adapter.pairs:
+        name = spelled.get(pair.name, canonical_name(pair.name))
+        parts = {name: LowRank(pair.down, pair.up, pair.factor)} if name in shapes else _parts(pair, shapes)
+        if not parts:
+            raise ConfigError(
+                f"the adapter's tensor '{pair.down.tensor.name}' matches no matrix of {file.path.name}",
+                "it was trained for another drafter",
+            )
+        for part, change in parts.items():
+            if part in changes:
+                raise FormatError(
+                    f"the adapter's tensor '{change.down.tensor.name}' adapts '{part}' a second time",
+                    "keep one pair per matrix",
+                )
+            _check_fit(part, shapes[part], change)
+            changes[part] = change
+    return Adapter(adapter.source.name, adapter.source.scale, adapter.fingerprint, changes)
+
+
+def merged_weights(
+    file: WeightFile, adapter: Adapter, quantised_as: StoredType = "BF16", progress: Progress | None = None
+) -> MergedWeights:
+    """The drafter's file with an adapter merged in.
+
+    Float tensors keep their type, quantised ones become `quantised_as`. A pair that adds nothing leaves its matrix as
+    it is, to the bit.
+    """
+    names, shapes = names_in(file), _matrices(file)
+    merged: dict[str, tuple[TensorEntry, mmap.mmap]] = {}
+    for done, (name, change) in enumerate(adapter.changes.items(), start=1):
+        if name not in shapes:
+            raise ConfigError(f"{file.path.name} has no matrix '{name}'", f"{adapter.name} is for another drafter")
+        _check_fit(name, shapes[name], change)
+        source = file.tensor(names(name))
+        down, up = change.down.dense(), change.up.dense()
+        if change.factor and down.any() and up.any():
+            kind = source.type_name if source.type_name in FLOAT_TYPES else quantised_as
+            merged[source.name] = _merge(source, kind, change.factor, up, down, adapter.name)
+        if progress is not None:
+            progress(f"merging {adapter.name}", done, len(adapter.changes))
+    return MergedWeights(file, merged)
+
+
+def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
+    """Canonical names and shapes of what the drafter in a file lets be adapted."""
+    names, layers = names_in(file), 0
+    while names(f"layers.{layers}.self_attn.q_proj.weight") in file:
+        layers += 1
+    known = [*_OTHER_MATRICES, *(f"layers.{index}.{name}" for index in range(layers) for name in _LAYER_MATRICES)]
+    shapes: dict[str, tuple[int, int]] = {}
+    for name in (f"{module}.weight" for module in known):
+        if names(name) not in file:
+            continue
+        shape = file.tensor(names(name)).shape
+        if len(shape) <= 2:
+            # some writers drop the confidence head's dimension of size one
+            shapes[name] = (shape[0], shape[1]) if len(shape) == 2 else (1, math.prod(shape))
+    return shapes
+
+
+def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
+    """A pair for several matrices at once as one for each; nothing if it is no such pair."""
+    match = _FUSED_NAME.fullmatch(pair.name)
+    modules = _FUSED.get(match["module"], ()) if match is not None else ()
+    names = [f"layers.{int(match['layer'])}.{module}.weight" for module in modules] if match is not None else []
+    if not names or any(name not in shapes for name in names):
+        return {}
+    outputs = sum(shapes[name][0] for name in names)
+    if pair.up.shape[0] != outputs:
+        raise FormatError(
+            f"the adapter's tensor '{pair.up.tensor.name}' has shape {list(pair.up.tensor.shape)} where "
+            f"{' + '.join(names)} have {outputs} outputs", "it was trained for another drafter",
+        )
+    parts, start = {}, 0
+    for name in names:
+        stop = start + shapes[name][0]
+        parts[name] = LowRank(pair.down, pair.up.rows(start, stop), pair.factor)
+        start = stop
+    return parts
+
+
+def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
+    rank, (outputs, inputs) = change.down.shape[0], shape
+    for factor, wanted in ((change.down, (rank, inputs)), (change.up, (outputs, rank))):
+        if factor.shape != wanted:
+            stored = wanted[::-1] if factor.transposed else wanted
+            raise FormatError(
+                f"the adapter's tensor '{factor.tensor.name}' has shape {list(factor.tensor.shape)} where '{name}' of "
+                f"the drafter needs {list(stored)}", "it was trained for another drafter",
+            )
+    if rank > max(shape):
+        raise FormatError(
+            f"the adapter's tensor '{change.down.tensor.name}' has rank {rank} for a matrix {list(shape)}",
+            "no matrix needs more than its own size: the file is damaged or no adapter",
+        )
+
+
+def _merge(
+    source: WeightTensor, kind: str, factor: float, up: Tensor, down: Tensor, label: str
+) -> tuple[TensorEntry, mmap.mmap]:
+    """One merged tensor in memory of its own, made a few rows at a time and shaped like one that lies in a file."""
+    dtype, (rows, width) = FLOAT_TYPES[kind], (up.shape[0], down.shape[1])
+    item = dtype.itemsize
+    memory = mmap.mmap(-1, rows * width * item)
+    out = torch.frombuffer(memory, dtype=dtype).view(rows, width)
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        flat = len(source.shape) == 1
+        weight = source.dense()[None] if flat else source.rows(torch.arange(start, stop)).dense()
+        stored = (weight + factor * (up[start:stop] @ down)).to(dtype)
+        if not bool(weight.isfinite().all()):
+            raise FormatError(f"the drafter's tensor '{source.name}' holds NaN or infinity", "fetch the drafter again")
+        if not bool(stored.isfinite().all()):
+            raise FormatError(
+                f"tensor '{source.name}' overflows {kind} with the adapter {label} merged in", "use a smaller scale"
+            )
+        out[start:stop] = stored
+    return TensorEntry(source.name, kind, source.shape, 1, item, 0, rows * width * item), memory

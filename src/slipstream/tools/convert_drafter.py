@@ -1,0 +1,297 @@
+"""DFlash, DSpark and DFlash 2 drafters between a Hugging Face folder and GGUF, in llama.cpp's or lucebox's naming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from slipstream.errors import ConfigError, PairError
+from slipstream.formats.gguf_write import (
+    MetadataEntry,
+    Progress,
+    TensorPlan,
+    ValueKind,
+    array_entry,
+    as_read,
+    number_entry,
+    text_entry,
+)
+from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.models import dflash_config
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.dflash import LUCEBOX_ARCH, read_drafter_config
+from slipstream.models.dflash_config import GGUF_EXPECTED_TAU, DFlashConfig
+from slipstream.models.dflash_names import gguf_spellings, names_in, shapes_in
+from slipstream.models.rope import RopeConfig
+from slipstream.tools.convert_plans import (
+    Conversion,
+    general_entries,
+    gguf_type,
+    hf_dtype,
+    safetensors_type,
+    shortest,
+    tensor_plan,
+    widened_entries,
+    widened_types,
+)
+from slipstream.tools.convert_target import read_target
+from slipstream.tools.convert_vocab import MASK_KEY, target_entries
+from slipstream.tools.tensor_lists import drafter_tensors, take_tensors
+
+Naming = Literal["llama.cpp", "lucebox"]
+NAMINGS: tuple[Naming, ...] = get_args(Naming)
+DRAFTER_ARCHITECTURES = ("dflash", LUCEBOX_ARCH)
+_ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
+# what a GGUF file has no words for, by the field of the configuration that would not survive
+_WORDLESS = {
+    "patterns": "the windows and causality of its layers", "rope": "scaled positions",
+    "attention_bias": "attention biases", "mlp_bias": "biases", "qk_norm": "layers without query and key norms",
+}
+_NO_TOKENIZER = "without --target the file has no tokenizer: it serves here, llama.cpp would refuse it"
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether what lies at `path` is a drafter, by its config.json or its GGUF architecture."""
+    config = read_config(path)
+    if config is None:
+        with open_weights(path) as file:
+            return file.metadata.get("general.architecture") in DRAFTER_ARCHITECTURES
+    named = config.get("architectures")
+    names = [str(name).lower() for name in named] if isinstance(named, list) else []
+    speculates = ("dflash_config", "target_layer_ids", "dspark_target_layer_ids")
+    return any(key in config for key in speculates) or any("dflash" in name or "dspark" in name for name in names)
+
+
+def to_gguf(
+    path: Path, asked: str | None, naming: Naming, target: Path | None, progress: Progress | None = None
+) -> Conversion:
+    """A Hugging Face drafter folder as the contents of a GGUF file."""
+    file = open_weights(path)
+    config = read_drafter_config(path, file)
+    names = names_in(file)
+    tensors = take_tensors(file, drafter_tensors(config, file), names)
+    plans = {
+        name: (tensor_plan(gguf_tensor_name(name, naming), tensor, gguf_type(tensor, asked)), tensor)
+        for name, tensor in tensors.items()
+    }
+    written = [plan for plan, _ in plans.values()]
+    context = ConfigReader(read_config(path) or {}, path.name).integer("max_position_embeddings")
+    metadata = [
+        *general_entries(_ARCH[naming], path.resolve().name, written),
+        *drafter_entries(config, naming, context, tensors["fc.weight"].shape[1]), *widened_entries(plans),
+    ]
+    _refuse_what_is_lost(config, metadata, naming, file)
+    if target is None:
+        return Conversion("drafter", metadata, written, [_NO_TOKENIZER] if naming == "llama.cpp" else [])
+    check_target(config, tensors["fc.weight"].shape[1], target)
+    vocabulary = target_entries(target, config.vocab_size, progress)
+    return Conversion("drafter", [*metadata, *vocabulary], written)
+
+
+def to_folder(path: Path, asked: str | None, target: Path | None) -> tuple[Conversion, dict[str, object]]:
+    """A GGUF drafter as safetensors and the config.json that belongs to them."""
+    file = open_weights(path)
+    config = read_drafter_config(path, file)
+    tensors = take_tensors(file, drafter_tensors(config, file), names_in(file))
+    if target is not None:
+        check_target(config, tensors["fc.weight"].shape[1], target)
+    widened = widened_types(file.metadata)
+    plans = [
+        tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
+        for name, tensor in tensors.items()
+    ]
+    return Conversion("drafter", [], plans), _hf_config(config, _context(config, file, target), plans)
+
+
+def gguf_tensor_name(name: str, naming: Naming) -> str:
+    """What a tensor is called in a GGUF file; lucebox marks what a drafter adds to a plain stack with a prefix."""
+    spellings = gguf_spellings(name)
+    marked = [spelling for spelling in spellings if spelling.startswith("dflash.")]
+    return marked[0] if marked and naming == "lucebox" else spellings[0]
+
+
+def drafter_entries(config: DFlashConfig, naming: Naming, context: int, tap_width: int) -> list[MetadataEntry]:
+    """Everything a drafter's configuration says, as GGUF keys."""
+    arch = _ARCH[naming]
+    numbers: dict[str, int] = {
+        f"{arch}.context_length": context, f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.layers, f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.heads, f"{arch}.attention.head_count_kv": config.kv_heads,
+        f"{arch}.attention.key_length": config.head_dim, f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.rope.dimension_count": config.head_dim, f"{arch}.vocab_size": config.vocab_size,
+        "slipstream.trained_length": config.trained_length,
+    }
+    if config.num_target_layers is not None:
+        numbers["slipstream.num_target_layers"] = config.num_target_layers
+    entries = [number_entry(key, value, ValueKind.UINT32) for key, value in numbers.items()]
+    floats = {
+        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_eps, f"{arch}.rope.freq_base": config.rope.theta,
+    }
+    if config.input_embedding_scale is not None:
+        floats[f"{arch}.embedding_scale"] = config.input_embedding_scale
+    if config.output_multiplier != 1.0:
+        floats[f"{arch}.logit_scale"] = config.output_multiplier
+    if config.final_logit_softcapping:
+        floats[f"{arch}.final_logit_softcapping"] = config.final_logit_softcapping
+    entries += [number_entry(key, value, ValueKind.FLOAT32) for key, value in floats.items()]
+    return [*entries, *_window_entries(config, arch), *_speculation_entries(config, naming, tap_width)]
+
+
+def _window_entries(config: DFlashConfig, arch: str) -> list[MetadataEntry]:
+    windows = [pattern.window for pattern in config.patterns]
+    if not any(windows):
+        return []
+    flags = [window > 0 for window in windows]
+    return [
+        number_entry(f"{arch}.attention.sliding_window", max(windows), ValueKind.UINT32),
+        array_entry(f"{arch}.attention.sliding_window_pattern", flags, ValueKind.BOOL),
+    ]
+
+
+def _speculation_entries(config: DFlashConfig, naming: Naming, tap_width: int) -> list[MetadataEntry]:
+    own = naming == "lucebox"
+    prefix = f"{_ARCH[naming]}.dflash." if own else "dflash."
+    entries = [number_entry(f"{prefix}block_size", config.block_size, ValueKind.UINT32)]
+    if own:
+        ids = array_entry(f"{prefix}target_layer_ids", config.target_layer_ids, ValueKind.INT32)
+        counts = {
+            "mask_token_id": config.mask_token_id, "n_target_layers": len(config.target_layer_ids),
+            "n_target_features": tap_width,
+        }
+        entries += [ids, *(number_entry(prefix + key, value, ValueKind.UINT32) for key, value in counts.items())]
+    else:
+        # llama.cpp records layer inputs, hence one more than the layer whose output is meant
+        layers = [layer + 1 for layer in config.target_layer_ids]
+        entries.append(array_entry("dflash.target_layers", layers, ValueKind.INT32))
+        entries.append(number_entry(MASK_KEY, config.mask_token_id, ValueKind.UINT32))
+    entries.append(number_entry(f"{prefix}sample_from_anchor", config.sample_from_anchor, ValueKind.BOOL))
+    for prompts, tau in config.expected_tau.items():
+        key = prefix + GGUF_EXPECTED_TAU.removeprefix("dflash.") + prompts
+        entries.append(number_entry(key, tau, ValueKind.FLOAT64))
+    return entries + _part_entries(config, prefix, own)
+
+
+def _part_entries(config: DFlashConfig, prefix: str, own: bool) -> list[MetadataEntry]:
+    """The heads and convolutions; lucebox keeps DSpark's in a section of its own."""
+    parts, heads = config.parts, f"{prefix}dspark." if own else prefix
+    entries: list[MetadataEntry] = []
+    if parts.markov_rank:
+        entries.append(number_entry(f"{heads}markov_rank", parts.markov_rank, ValueKind.UINT32))
+        entries.append(text_entry(f"{heads}markov_head_type", parts.markov_head_type))
+    if parts.dspark and own:
+        width = config.hidden_size + (parts.markov_rank if parts.confidence_head_with_markov else 0)
+        dims = {"vocab_size": config.vocab_size, "confidence_dim": width if parts.enable_confidence_head else 0}
+        entries.append(number_entry(f"{heads}enabled", True, ValueKind.BOOL))
+        entries += [number_entry(heads + key, value, ValueKind.UINT32) for key, value in dims.items()]
+    elif parts.dspark:
+        entries.append(number_entry("dflash.has_confidence_head", parts.enable_confidence_head, ValueKind.BOOL))
+    if parts.enable_confidence_head:
+        for key in ("enable_confidence_head", "confidence_head_with_markov"):
+            entries.append(number_entry(heads + key, getattr(parts, key), ValueKind.BOOL))
+    for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        if value := getattr(parts, key):
+            entries.append(number_entry(prefix + key, value, ValueKind.UINT32))
+    return entries
+
+
+def _refuse_what_is_lost(
+    config: DFlashConfig, metadata: list[MetadataEntry], naming: Naming, file: WeightFile
+) -> None:
+    """Reads the new metadata as a reader of the file will, and refuses a drafter that would come out another one."""
+    found: Mapping[str, object] = as_read(metadata)
+    if naming == "lucebox":
+        found = dflash_config.llama_cpp_keys(found, _ARCH[naming])
+    back = dflash_config.read_gguf(found, config.label, None, shapes_in(file))
+    for item in fields(config):
+        one, other = _rounded(getattr(config, item.name)), _rounded(getattr(back, item.name))
+        if one != other:
+            what = _WORDLESS.get(item.name, f"its '{item.name}' ({getattr(config, item.name)!r})")
+            raise ConfigError(
+                f"{config.label}: GGUF has no words for {what}", "use the drafter from its folder of safetensors"
+            )
+
+
+def _rounded(value: object) -> object:
+    """A value as a 32-bit float keeps it."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, RopeConfig):
+        return replace(value, theta=float(np.float32(value.theta)))
+    return value
+
+
+def check_target(config: DFlashConfig, tap_width: int, target: Path) -> None:
+    """Refuses a target that the drafter was not made for."""
+    other, _, _ = read_target(target)
+    hint, taps = "name the target the drafter was trained for", len(config.target_layer_ids)
+    if config.vocab_size != other.vocab_size:
+        raise PairError(
+            f"the drafter's vocabulary has {config.vocab_size} tokens, that of {target.name} {other.vocab_size}", hint
+        )
+    if tap_width != taps * other.hidden_size:
+        raise PairError(
+            f"the drafter reads {taps} taps {tap_width // taps} wide, those of {target.name} are {other.hidden_size}",
+            hint,
+        )
+    if config.num_target_layers not in (None, other.layers) or max(config.target_layer_ids) >= other.layers:
+        raise PairError(
+            f"the drafter was made for another target than {target.name}, which has {other.layers} layers", hint
+        )
+
+
+def _context(config: DFlashConfig, file: WeightFile, target: Path | None) -> int:
+    reader = ConfigReader(file.metadata, file.path.name)
+    key = f"{file.metadata['general.architecture']}.context_length"
+    if reader.has(key):
+        return reader.integer(key)
+    if target is not None:
+        return read_target(target)[0].max_positions
+    if config.trained_length:
+        return config.trained_length
+    raise ConfigError(f"{file.path.name}: no '{key}'", "name the target with --target")
+
+
+def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> dict[str, object]:
+    parts, theta = config.parts, shortest(config.rope.theta)
+    speculation: dict[str, object] = {
+        "target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+    }
+    if config.input_embedding_scale is not None:
+        speculation["input_embedding_scale"] = shortest(config.input_embedding_scale)
+    if config.output_multiplier != 1.0:
+        speculation["output_multiplier"] = shortest(config.output_multiplier)
+    if config.final_logit_softcapping:
+        speculation["final_logit_softcapping"] = shortest(config.final_logit_softcapping)
+    for item in fields(parts):
+        if (value := getattr(parts, item.name)) != item.default:
+            speculation[item.name] = value
+    second = parts.selector_rank or parts.conv_kernel_size
+    found: dict[str, object] = {
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "model_type": "qwen3",
+        "hidden_act": "silu", "hidden_size": config.hidden_size, "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
+        "rms_norm_eps": shortest(config.rms_eps), "max_position_embeddings": context, "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "attention_bias": False,
+        "block_size": config.block_size, "dflash_config": speculation, "dtype": hf_dtype(plans),
+    }
+    if config.num_target_layers is not None:
+        found["num_target_layers"] = config.num_target_layers
+    if config.trained_length:
+        found["trained_length"] = config.trained_length
+    if config.expected_tau:
+        found["expected_tau"] = dict(config.expected_tau)
+    return found | _hf_windows(config)
+
+
+def _hf_windows(config: DFlashConfig) -> dict[str, object]:
+    windows = [pattern.window for pattern in config.patterns]
+    found: dict[str, object] = {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+    }
+    return found | ({"sliding_window": max(windows), "use_sliding_window": True} if any(windows) else {})

@@ -1,0 +1,140 @@
+"""How tensors pass from one file format into another: which type each gets there, and its bytes made piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slipstream.errors import FormatError
+from slipstream.formats.gguf_write import (
+    MetadataEntry,
+    Piece,
+    TensorPlan,
+    ValueKind,
+    array_entry,
+    number_entry,
+    text_entry,
+)
+from slipstream.formats.quantise import BLOCK_SIZES, encode_rows
+from slipstream.formats.weights import WeightTensor
+
+FLOATS = ("F32", "F16", "BF16")
+_WIDENED_KEY = "slipstream.widened."  # followed by a type: the tensors that were of it before they became F32
+_EXACT_IN = {"F64": "F32", "F8_E4M3": "BF16", "F8_E5M2": "BF16"}
+_PIECE_ELEMENTS = 2**22
+# llama.cpp's numbers for the type most of a file has
+_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
+_HF_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_QUANTIZATION_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is to be written, and what the user should know about it."""
+
+    kind: str  # target or drafter
+    metadata: list[MetadataEntry]
+    tensors: list[TensorPlan]
+    notes: list[str] = field(default_factory=list)
+
+
+def tensor_plan(name: str, tensor: WeightTensor, type_name: str) -> TensorPlan:
+    """Writes a tensor under a new name: byte for byte where the type stays, else decoded and encoded in pieces."""
+
+    def pieces() -> Iterator[Piece]:
+        if tensor.type_name == type_name:
+            yield tensor.raw()
+            return
+        count = tensor.shape[0]
+        step = max(1, _PIECE_ELEMENTS // max(1, torch.Size(tensor.shape[1:]).numel()))
+        for start in range(0, count, step):
+            values = tensor.rows(torch.arange(start, min(start + step, count))).dense()
+            yield encode_rows(values.reshape(values.shape[0], -1).numpy(), type_name, tensor.name)
+
+    return TensorPlan(name, type_name, tensor.shape, pieces)
+
+
+def is_matrix(tensor: WeightTensor) -> bool:
+    """Whether a tensor is worth a short type; norms, biases, kernels and single rows stay exact in F32."""
+    return len(tensor.shape) == 2 and tensor.shape[0] > 1
+
+
+def gguf_type(tensor: WeightTensor, asked: str | None) -> str:
+    """The type a tensor of a Hugging Face folder gets in a GGUF file; rows no block divides become BF16."""
+    stored = _EXACT_IN.get(tensor.type_name, tensor.type_name)
+    if stored not in FLOATS:
+        raise FormatError(f"tensor '{tensor.name}' is stored as {tensor.type_name}", "weights must be floating point")
+    if not is_matrix(tensor):
+        return "F32"
+    if asked is not None and tensor.shape[-1] % BLOCK_SIZES[asked][0]:
+        return "BF16"
+    return asked or stored
+
+
+def widened_entries(plans: Mapping[str, tuple[TensorPlan, WeightTensor]]) -> list[MetadataEntry]:
+    """Remembers what was widened to F32, so that the way back can restore the very bytes."""
+    entries = []
+    for type_name in ("BF16", "F16"):
+        names = [
+            plan.name for plan, tensor in plans.values()
+            if plan.type_name == "F32" and tensor.type_name == type_name and not is_matrix(tensor)
+        ]
+        if names:
+            entries.append(array_entry(_WIDENED_KEY + type_name.lower(), names, ValueKind.STRING))
+    return entries
+
+
+def widened_types(metadata: Mapping[str, object]) -> dict[str, str]:
+    """The types tensors of a GGUF file had before they were widened, by their names in the file."""
+    types: dict[str, str] = {}
+    for type_name in ("BF16", "F16"):
+        names = metadata.get(_WIDENED_KEY + type_name.lower())
+        types |= {str(name): type_name for name in names} if isinstance(names, list) else {}
+    return types
+
+
+def safetensors_type(tensor: WeightTensor, asked: str | None, widened: Mapping[str, str]) -> str:
+    """The type a tensor of a GGUF file gets in a safetensors file: its own, or F32 where it is quantised."""
+    if is_matrix(tensor):
+        return asked or (tensor.type_name if tensor.type_name in FLOATS else "F32")
+    before = widened.get(tensor.name, "F32")
+    # the file may have been edited since: nothing is narrowed that does not fit
+    return before if before == "F32" or _fits(tensor, before) else "F32"
+
+
+def _fits(tensor: WeightTensor, type_name: str) -> bool:
+    values = tensor.dense()
+    narrow = torch.bfloat16 if type_name == "BF16" else torch.float16
+    return bool(torch.equal(values.to(narrow).float(), values))
+
+
+def general_entries(architecture: str, name: str, plans: Sequence[TensorPlan]) -> list[MetadataEntry]:
+    """The keys every GGUF model begins with."""
+    return [
+        text_entry("general.architecture", architecture),
+        text_entry("general.type", "model"),
+        text_entry("general.name", name),
+        number_entry("general.file_type", _FILE_TYPES[_main_type(plans)], ValueKind.UINT32),
+        number_entry("general.quantization_version", _QUANTIZATION_VERSION, ValueKind.UINT32),
+    ]
+
+
+def hf_dtype(plans: Sequence[TensorPlan]) -> str:
+    """The number type a config.json names."""
+    return _HF_TYPES[_main_type(plans)]
+
+
+def shortest(value: float) -> float:
+    """A number stored as a 32-bit float as people write it: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))
+
+
+def _main_type(plans: Sequence[TensorPlan]) -> str:
+    """The type that most of the numbers have."""
+    totals: dict[str, int] = {}
+    for plan in plans:
+        totals[plan.type_name] = totals.get(plan.type_name, 0) + torch.Size(plan.shape).numel()
+    return max(totals, key=lambda name: totals[name])

@@ -1,0 +1,185 @@
+"""Whether a pair fits into some memory with some context, and what would: read from headers, nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.footprint import Footprint, available_bytes, footprint
+from slipstream.errors import ConfigError, RequestError
+from slipstream.formats.quants import GGML_TYPES
+from slipstream.formats.weights import WeightTensor
+from slipstream.models.llama import gguf_name
+from slipstream.tools.model_file import open_model
+from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
+
+Progress = Callable[[str, int, int], None]
+# Python, torch and the work space of a step: what a process with the default pair holds beyond weights and cache.
+RUNTIME_BYTES = 480 * 10**6
+# What `slipstream quantize` could make of the target.
+QUANTS: tuple[RecipeName, ...] = ("bf16", "q8_0", "q6_k", "q5_k", "q5_0", "q4_k_m", "q4_k", "q4_0")
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFit:
+    """The same pair with the target quantised by a recipe of `slipstream quantize`."""
+
+    recipe: str
+    weight_bytes: int
+    total_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FitReport:
+    """A pair's needs against a memory; counts are for the context that was asked for."""
+
+    memory_bytes: int
+    context: int
+    target_bytes: int
+    draft_bytes: int
+    runtime_bytes: int
+    token_bytes: int  # of the cache, target and draft context together
+    trained_context: int  # what the target was made for
+    quants: tuple[QuantFit, ...]
+    without_draft: bool  # would fit if there were no drafter
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.target_bytes + self.draft_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        return _pages(self.context) * PAGE_TOKENS * self.token_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.runtime_bytes + self.cache_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.memory_bytes
+
+    @property
+    def largest_context(self) -> int:
+        """The longest single sequence there is room for, in whole pages; 0 if not even the weights fit."""
+        return min(self._room() * PAGE_TOKENS, self.trained_context)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences of the context can be held at once."""
+        return self._room() // _pages(self.context)
+
+    def _room(self) -> int:
+        left = self.memory_bytes - self.weight_bytes - self.runtime_bytes
+        return max(0, left) // (PAGE_TOKENS * self.token_bytes)
+
+    @property
+    def best_quant(self) -> str | None:
+        """The largest quantised target that fits with this context; None if none does."""
+        return next((quant.recipe for quant in self.quants if quant.fits), None)
+
+    def advice(self) -> list[str]:
+        """What would fit, in sentences; the first says whether this does."""
+        if self.fits:
+            count = "one sequence" if self.sequences == 1 else f"{self.sequences} sequences"
+            return [f"It fits: {count} of {self.context} tokens at once."]
+        lines = [f"It does not fit: {_megabytes(self.total_bytes - self.memory_bytes)} are missing."]
+        if self.largest_context:
+            lines.append(f"A context of {self.largest_context} tokens fits.")
+        if self.best_quant is not None:
+            lines.append(f"With the target quantised to {self.best_quant} it would fit.")
+        if self.without_draft:
+            lines.append("Without the drafter it would fit.")
+        if len(lines) == 1:
+            lines.append(f"It needs {_megabytes(self.total_bytes)}, or a smaller model.")
+        return lines
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "fits": self.fits, "memory_bytes": self.memory_bytes, "context": self.context,
+            "target_bytes": self.target_bytes, "draft_bytes": self.draft_bytes, "runtime_bytes": self.runtime_bytes,
+            "token_bytes": self.token_bytes, "cache_bytes": self.cache_bytes, "total_bytes": self.total_bytes,
+            "trained_context": self.trained_context, "largest_context": self.largest_context,
+            "sequences": self.sequences, "best_quant": self.best_quant, "without_draft": self.without_draft,
+            "quants": [
+                {"type": q.recipe, "weight_bytes": q.weight_bytes, "total_bytes": q.total_bytes, "fits": q.fits}
+                for q in self.quants
+            ],
+            "advice": self.advice(),
+        }
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `8G`, `512MiB`, `1.5GB` or a plain number; G is a thousand million, Gi 2 to the 30."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise RequestError(f"'{text}' is no size of memory", "give bytes, or a unit as in 8GB or 512MiB")
+    number, unit, binary = found.groups()
+    size = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
+    if size < 1:
+        raise RequestError(f"'{text}' is no memory at all", "give a size above 0")
+    return size
+
+
+def fit(
+    target: str, draft: str | None, *, context: int = 0, memory: int | None = None,
+    weight_format: WeightFormat = "auto", progress: Progress | None = None,
+) -> FitReport:
+    """The needs of a pair with one sequence of `context` tokens (0: all the target can), against `memory` bytes."""
+    if context < 0:
+        raise RequestError(f"a context of {context} tokens is none", "give 1 or more, or 0 for the target's own")
+    config = EngineConfig(weight_format=weight_format, cache_tokens=PAGE_TOKENS)  # the pool is reckoned here
+    alone = footprint(target, "none", config, progress)
+    pair = footprint(target, draft, config, progress)
+    available = memory if memory is not None else available_bytes()
+    if available is None:
+        raise ConfigError("this system does not say how much memory is free", "give it with --memory")
+    asked = context or alone.max_context
+    runtime = RUNTIME_BYTES
+
+    def total(weights: int, needs: Footprint) -> int:
+        return weights + runtime + _pages(asked) * PAGE_TOKENS * needs.token_bytes
+
+    drafter_bytes = pair.weight_bytes - alone.weight_bytes
+    smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items()]
+    quants = tuple(
+        QuantFit(name, size, needed := total(size + drafter_bytes, pair), needed <= available)
+        for size, name in sorted(smaller, reverse=True) if size < alone.weight_bytes
+    )
+    without = bool(drafter_bytes) and total(alone.weight_bytes, alone) <= available
+    return FitReport(
+        available, asked, alone.weight_bytes, drafter_bytes, runtime, pair.token_bytes, alone.max_context, quants,
+        without,
+    )
+
+
+def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[RecipeName, int]:
+    """What a target's tensors would weigh after `slipstream quantize --type`; nothing is quantised for that."""
+    with open_model(path) as model:
+        stored = {gguf_name(name): model.tensor(name) for name in model.found}
+        return {name: _weight(stored, Recipe(name, stored)) for name in recipes}
+
+
+def _weight(stored: Mapping[str, WeightTensor], recipe: Recipe) -> int:
+    sizes = {name: (block, size) for name, block, size in GGML_TYPES.values()}
+    total = 0
+    for name, tensor in stored.items():
+        choice = recipe.choose(name, tensor.shape, tensor.type_name)
+        block, size = sizes[EXACT if choice is None else choice.type_name]
+        total += math.prod(tensor.shape) // block * size
+    return total
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _megabytes(count: int) -> str:
+    return f"{-(-count // 10**6)} MB"

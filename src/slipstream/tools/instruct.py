@@ -1,0 +1,149 @@
+"""Whether a target is the instruct model a drafter was trained on, or the base model behind it, judged by its files.
+
+A base model of the same shape loads and runs under such a drafter, and only loses acceptance: nothing else tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slipstream.errors import SlipstreamError
+from slipstream.formats.layout import read_json_object
+from slipstream.formats.weights import open_weights, read_config
+from slipstream.text.tokenizer import TURN_ENDS, Tokenizer
+
+Says = Literal["instruct", "base", "nothing"]
+_INSTRUCT = re.compile(r"(?<![a-z])(instruct|instruction|chat|it|sft|dpo|rlhf|thinking|assistant)(?![a-z])")
+_BASE = re.compile(r"(?<![a-z])(base|pretrain|pretrained|pt)(?![a-z])")
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")  # end documents, and so say nothing about turns
+_NAME_KEYS = ("general.name", "general.basename", "general.finetune", "_name_or_path")
+# where drafters of different writers name the model they were trained on
+_TRAINED_ON = ("general.base_model.0.name", "base_model_name_or_path", "target_model", "target_model_name_or_path")
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """One thing that was looked at: what it was and what it says about the target."""
+
+    name: str
+    seen: str
+    says: Says
+
+
+@dataclass(frozen=True, slots=True)
+class InstructReport:
+    """What a target seems to be and what the drafter needs; `refused` is empty where they go together."""
+
+    target: str
+    verdict: Literal["instruct", "base"]
+    wanted: Literal["instruct", "base"]
+    witnesses: tuple[Witness, ...]
+    refused: str
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "target": self.target, "verdict": self.verdict, "wanted": self.wanted, "refused": self.refused,
+            "witnesses": [{"name": w.name, "seen": w.seen, "says": w.says} for w in self.witnesses],
+        }
+
+
+def check_instruct(target: Path, drafter: Path | None = None) -> InstructReport:
+    """Judges the target; drafters count as trained on the instruct model unless they name a base model."""
+    metadata, config = _read(target)
+    try:
+        tokenizer: Tokenizer | None = Tokenizer.load(target, metadata)
+    except SlipstreamError:
+        tokenizer = None
+    template = tokenizer.chat_template if tokenizer is not None else None
+    witnesses = [_template(template), _ending(template, tokenizer, _own_ends(target, metadata))]
+    witnesses.append(_named("name", _names(target, metadata | config)))
+    verdict: Literal["instruct", "base"] = "instruct" if _is_instruct(witnesses) else "base"
+    wanted: Literal["instruct", "base"] = "instruct"
+    if drafter is not None:
+        trained = _trained_on(drafter)
+        witnesses.append(trained)
+        wanted = "base" if trained.says == "base" else "instruct"
+    refused = ""
+    if verdict != wanted:
+        reasons = "; ".join(w.seen for w in witnesses[:3] if w.says == verdict)
+        refused = f"{target.name} is the {verdict} model, the drafter was trained on the {wanted} one: {reasons}"
+    return InstructReport(target.name, verdict, wanted, tuple(witnesses), refused)
+
+
+def _is_instruct(witnesses: Sequence[Witness]) -> bool:
+    """Without a template nothing was trained to answer; with one, the end token is believed before the name."""
+    template, ending, name = (witness.says for witness in witnesses)
+    if template == "base" or name == "base":
+        return False
+    return ending != "base" or name == "instruct"
+
+
+def _read(path: Path) -> tuple[dict[str, object], dict[str, object]]:
+    with open_weights(path) as file:
+        return dict(file.metadata), dict(read_config(path) or {})
+
+
+def _template(template: str | None) -> Witness:
+    if template:
+        return Witness("chat template", f"a chat template of {len(template)} characters", "instruct")
+    return Witness("chat template", "no chat template", "base")
+
+
+def _ending(template: str | None, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Witness:
+    """A tuned model ends with the token that closes its turns; some base models carry the template, but not that."""
+    name = "end token"
+    if tokenizer is None or not ends:
+        return Witness(name, "no end token is declared", "nothing")
+    texts = [tokenizer.token_text(index) for index in ends]
+    shown = ", ".join(repr(text) for text in texts)
+    if not template:
+        closing = any(text in TURN_ENDS and text not in _TEXT_ENDS for text in texts)
+        return Witness(name, f"ends with {shown}", "instruct" if closing else "nothing")
+    if any(text in template for text in texts if text) or "eos_token" in template:
+        return Witness(name, f"ends with {shown}, as the template's turns do", "instruct")
+    if any(text in template for text in TURN_ENDS):
+        return Witness(name, f"ends with {shown}, which closes no turn of the template", "base")
+    return Witness(name, f"ends with {shown}", "nothing")
+
+
+def _own_ends(path: Path, metadata: Mapping[str, object]) -> list[int]:
+    """The end tokens the files declare themselves, without those a tokenizer adds for safety."""
+    found: list[object] = []
+    if metadata:
+        found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    else:
+        folder = path if path.is_dir() else path.parent
+        for file in ("generation_config.json", "config.json"):
+            if (folder / file).is_file():
+                value = read_json_object(folder / file).get("eos_token_id")
+                found += value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(index for index in found if type(index) is int))
+
+
+def _names(path: Path, values: Mapping[str, object]) -> list[str]:
+    return [path.name, *(str(values[key]) for key in _NAME_KEYS if values.get(key))]
+
+
+def _named(what: str, names: Sequence[str]) -> Witness:
+    joined = " ".join(names).lower()
+    tuned, plain = _INSTRUCT.search(joined), _BASE.search(joined)
+    says: Says = "nothing" if bool(tuned) == bool(plain) else "instruct" if tuned else "base"
+    return Witness(what, f"called {', '.join(dict.fromkeys(names))}", says)
+
+
+def _trained_on(drafter: Path) -> Witness:
+    metadata, config = _read(drafter)
+    values = metadata | config
+    speculators = values.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
+    names = [str(values[key]) for key in _TRAINED_ON if values.get(key)]
+    if isinstance(verifier, Mapping) and verifier.get("name_or_path"):
+        names.append(str(verifier["name_or_path"]))
+    if not names:
+        return Witness("drafter", f"{drafter.name} does not name its target: taken for an instruct one", "nothing")
+    said = _named("drafter", names)
+    return Witness("drafter", f"{drafter.name} was trained on {', '.join(names)}", said.says)

@@ -1,0 +1,214 @@
+"""Two drafters or two targets on the same inputs: how far apart their logits are, how often they choose alike.
+
+The inputs are answers the target itself wrote. A drafter's block is computed wherever a step of either drafter would
+begin, so that the steps both need for the same text (tau) come out as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig, WeightFormat
+from slipstream.engine.block_scoring import OurBlocks
+from slipstream.engine.llm import LLM
+from slipstream.engine.scoring import text_logits
+from slipstream.errors import ConfigError, RequestError
+from slipstream.models.dflash import load_drafter
+from slipstream.models.loading import load_target
+
+Progress = Callable[[str, int, int], None]
+_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A prompt and the target's own greedy answer to it."""
+
+    ids: tuple[int, ...]
+    start: int  # where the answer begins: its first token is the first anchor
+
+
+@dataclass(slots=True)
+class LogitComparison:
+    """Sums over all rows that both sides computed; differences are of the second from the first."""
+
+    first: str
+    second: str
+    kind: str
+    weight_format: str
+    rows: int = 0
+    tokens: int = 0
+    max_difference: float = 0.0
+    differences: float = 0.0  # mean absolute difference of each row, summed
+    divergence: float = 0.0  # KL of each row in nats, summed
+    max_divergence: float = 0.0
+    same: int = 0  # rows on which both choose the same token
+    non_finite: int = 0  # rows left out because a side's logits are no numbers
+    taus: tuple[float | None, float | None] = (None, None)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, first: Tensor, second: Tensor, choices: tuple[Sequence[int], Sequence[int]]) -> None:
+        """Logits [rows, vocabulary] of both and what each would choose."""
+        # rows that are no numbers can be counted but not subtracted
+        finite = torch.isfinite(first).all(-1) & torch.isfinite(second).all(-1)
+        self.non_finite += int((~finite).sum())
+        first, second = first[finite], second[finite]
+        if not first.numel():
+            return
+        gap = (first - second).abs()
+        one, two = torch.log_softmax(first.double(), -1), torch.log_softmax(second.double(), -1)
+        divergence = (one.exp() * (one - two)).sum(-1).clamp_min(0.0)
+        self.rows += len(first)
+        self.max_difference = max(self.max_difference, float(gap.max()))
+        self.differences += float(gap.mean(-1).double().sum())
+        self.divergence += float(divergence.sum())
+        self.max_divergence = max(self.max_divergence, float(divergence.max()))
+        self.same += sum(a == b for a, b, kept in zip(*choices, finite.tolist(), strict=True) if kept)
+
+    @property
+    def mean_difference(self) -> float:
+        return self.differences / self.rows if self.rows else 0.0
+
+    @property
+    def mean_divergence(self) -> float:
+        return self.divergence / self.rows if self.rows else 0.0
+
+    @property
+    def agreement(self) -> float:
+        return self.same / self.rows if self.rows else 1.0
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "first": self.first, "second": self.second, "kind": self.kind, "weight_format": self.weight_format,
+            "rows": self.rows, "answer_tokens": self.tokens, "max_difference": self.max_difference,
+            "mean_difference": self.mean_difference, "mean_kl": self.mean_divergence, "max_kl": self.max_divergence,
+            "top1_agreement": self.agreement, "non_finite_rows": self.non_finite,
+            "tau_first": self.taus[0], "tau_second": self.taus[1],
+            "notes": self.notes,
+        }
+
+
+class BlockSource(Protocol):
+    """A drafter that can be asked for the block behind any position of a passage, in ascending order."""
+
+    label: str
+    proposals: int
+
+    def begin(self, ids: Sequence[int]) -> None: ...
+    def block(self, position: int) -> tuple[Tensor, list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to run both sides."""
+
+    weight_format: WeightFormat = "auto"
+    threads: int = 0
+    max_tokens: int = 64
+
+    def engine(self) -> EngineConfig:
+        return EngineConfig(weight_format=self.weight_format, threads=self.threads)
+
+
+def write_passages(
+    target: str, draft: str | None, prompts: Sequence[str], settings: Settings, progress: Progress | None = None
+) -> tuple[list[Passage], float | None]:
+    """The target's own greedy answers and, with a drafter, the tau of full chains on the way there."""
+    with LLM(target, draft, config=settings.engine(), progress=progress) as llm:
+        chat = bool(llm.tokenizer.chat_template)
+        mode = "chain" if llm.has_draft else "plain"
+        passages: list[Passage] = []
+        steps = committed = 0
+        for done, prompt in enumerate(prompts, 1):
+            ids = llm.prompt_ids(prompt, chat=chat)
+            answer = llm.run([llm.request(ids, max_tokens=settings.max_tokens, mode=mode)])[0]
+            if answer.finish_reason == "error":
+                raise RequestError(f"{target} cannot answer: {answer.error}", "inspect it with --check")
+            passages.append(Passage((*ids, *answer.token_ids), len(ids)))
+            steps, committed = steps + len(answer.step_sizes), committed + sum(answer.step_sizes)
+            if progress is not None:
+                progress("writing answers", done, len(prompts))
+    return passages, committed / steps if steps and mode == "chain" else None
+
+
+def compare_drafters(
+    first: BlockSource, second: BlockSource, passages: Sequence[Passage], weight_format: str,
+    progress: Progress | None = None,
+) -> LogitComparison:
+    """Both drafters wherever a step of either begins; their taus are those of full greedy chains."""
+    result = LogitComparison(first.label, second.label, "drafter", weight_format)
+    if first.proposals != second.proposals:
+        fewer = min(first.proposals, second.proposals)
+        result.notes.append(f"their blocks propose {first.proposals} and {second.proposals}: the first {fewer} count")
+    steps = [0, 0]
+    for done, passage in enumerate(passages, 1):
+        for source in (first, second):
+            source.begin(passage.ids)
+        found = _walk(first, second, passage, result)
+        steps = [total + count for total, count in zip(steps, found, strict=True)]
+        result.tokens += len(passage.ids) - passage.start
+        if progress is not None:
+            progress("comparing logits", done, len(passages))
+    # the first token of an answer comes with the prompt, without a step
+    decoded = result.tokens - len(passages)
+    one, two = (decoded / count if count else None for count in steps)
+    result.taus = one, two
+    return result
+
+
+def _walk(first: BlockSource, second: BlockSource, passage: Passage, result: LogitComparison) -> list[int]:
+    """Steps through one answer with both, and counts the steps of each."""
+    end, at, steps = len(passage.ids) - 1, [passage.start, passage.start], [0, 0]
+    while (position := min(at)) < end:
+        (one, chosen_one), (two, chosen_two) = first.block(position), second.block(position)
+        shared = min(len(one), len(two))
+        result.add(one[:shared], two[:shared], (chosen_one[:shared], chosen_two[:shared]))
+        for side, chosen in enumerate((chosen_one, chosen_two)):
+            if at[side] == position:
+                at[side] = position + _agreeing(chosen, passage.ids[position + 1 :]) + 1
+                steps[side] += 1
+    return steps
+
+
+def _agreeing(chosen: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens from the first on are the same."""
+    pairs = enumerate(zip(chosen, text, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(chosen), len(text)))
+
+
+def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], settings: Settings) -> list[OurBlocks]:
+    """The drafters around one target, in the format the engine would run them in."""
+    model = load_target(target, settings.weight_format).model
+    own = "int8" if model.weight_format in ("int4", "int8") else model.weight_format
+    return [OurBlocks(label, model, load_drafter(path, own)) for label, path in drafters]
+
+
+def compare_targets(
+    first: Path, second: Path, labels: tuple[str, str], passages: Sequence[Passage], settings: Settings,
+    progress: Progress | None = None,
+) -> LogitComparison:
+    """Both targets on the first one's answers; every position that predicts a token of an answer counts."""
+    one, two = (load_target(path, settings.weight_format).model for path in (first, second))
+    if one.config.vocab_size != two.config.vocab_size:
+        raise ConfigError(
+            f"{labels[0]} has {one.config.vocab_size} tokens and {labels[1]} {two.config.vocab_size}",
+            "logits over different vocabularies cannot be compared",
+        )
+    result = LogitComparison(*labels, "target", one.weight_format)
+    for done, passage in enumerate(passages, 1):
+        ids, position = passage.ids[:-1], 0
+        for mine, theirs in zip(text_logits(one, ids, _CHUNK), text_logits(two, ids, _CHUNK), strict=True):
+            skipped = max(0, passage.start - 1 - position)
+            position += len(mine)
+            mine, theirs = mine[skipped:], theirs[skipped:]
+            result.add(mine, theirs, (mine.argmax(-1).tolist(), theirs.argmax(-1).tolist()))
+        result.tokens += len(passage.ids) - passage.start
+        if progress is not None:
+            progress("comparing logits", done, len(passages))
+    return result

@@ -1,0 +1,190 @@
+"""A model's tensors under one set of names and in one row order, whichever file they lie in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.formats.weights import WeightFile, WeightTensor, open_weights, read_config
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.decoder import DecoderConfig, FamilyNames
+from slipstream.models.dflash import read_drafter_config
+from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.dflash_names import names_in
+from slipstream.models.llama import GGUF_LAYER, gguf_name, stored_rotary_rows
+from slipstream.models.loading import FAMILIES
+from slipstream.models.weights import Weights, keep_name
+from slipstream.tools.tensor_lists import decoder_tensors, drafter_tensors
+
+Shape = tuple[int, ...]
+Kind = Literal["target", "drafter"]
+DRAFTER_ARCH = "dflash"  # part of every name a drafter's architecture has been given
+
+_LAYER = re.compile(r"(?:^|\.)(?:blk|layers)\.(\d{1,6})\.")
+_TARGET_GLOBAL = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_DRAFTER_GLOBAL = (
+    "fc.weight", "hidden_norm.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight",
+    "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "markov_head.gate_proj.weight",
+    "markov_head.gate_proj.bias", "markov_head.joint_proj.weight", "markov_head.joint_proj.bias",
+    "confidence_head.proj.weight", "confidence_head.proj.bias", "candidate_selector.predecessor_codebook.weight",
+    "candidate_selector.successor_codebook.weight", "candidate_selector.hidden_projection.weight",
+)
+_CONVOLUTIONS = tuple(
+    f"{module}.{part}" for module in ("attention_conv", "mlp_conv")
+    for part in ("base_kernel", "kernel_projection.weight")
+)
+
+
+@dataclass(slots=True)
+class ModelFile:
+    """An opened model. Names are those of Hugging Face checkpoints, a drafter's without a prefix."""
+
+    path: Path
+    file: WeightFile
+    kind: Kind
+    config: DecoderConfig | DFlashConfig | None  # None where it cannot be read: `problem` says why
+    problem: str
+    found: dict[str, str] = field(default_factory=dict)  # name -> the file's own name
+    unknown: list[str] = field(default_factory=list)  # the file's names nobody knows
+    ignored: list[str] = field(default_factory=list)  # known to hold nothing a model computes with
+    permuted: bool = False  # query and key rows are stored in the rotary order of llama GGUF files
+
+    def tensor(self, name: str) -> WeightTensor:
+        """One tensor, lazily, its rows in the order of Hugging Face checkpoints."""
+        tensor = self.file.tensor(self.found[name])
+        order = self._row_order(name)
+        return tensor if order is None or tensor.shape[:1] != (len(order),) else tensor.rows(order)
+
+    def _row_order(self, name: str) -> torch.Tensor | None:
+        if not self.permuted or self.config is None:
+            return None
+        heads = {"self_attn.q_proj": self.config.heads, "self_attn.k_proj": self.config.kv_heads}
+        count = next((count for module, count in heads.items() if f".{module}." in name), None)
+        return None if count is None else stored_rotary_rows(count, self.config.head_dim)
+
+    def expected(self) -> dict[str, Shape]:
+        """Every tensor the configuration implies, with its shape; empty where it cannot be read."""
+        if self.config is None:
+            return {}
+        if isinstance(self.config, DFlashConfig):
+            return drafter_tensors(self.config, self.file)
+        return decoder_tensors(self.config)
+
+    @property
+    def label(self) -> str:
+        return self.path.name
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> ModelFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_model(path: Path) -> ModelFile:
+    """Opens a target or a drafter; a configuration that cannot be read is a problem to report, not an error."""
+    file = open_weights(path)
+    try:
+        return _named(path, file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def kind_of(metadata: Mapping[str, object], config: Mapping[str, object] | None, names: Sequence[str]) -> Kind:
+    """Whether files hold a drafter or a target, by what they call themselves and, failing that, by their tensors."""
+    if config is not None and ("model_type" in config or "architectures" in config or "dflash_config" in config):
+        return "drafter" if configures_drafter(config) else "target"
+    if "general.architecture" in metadata:
+        return "drafter" if DRAFTER_ARCH in str(metadata["general.architecture"]) else "target"
+    return "drafter" if any(name.endswith("fc.weight") for name in names) else "target"
+
+
+def configures_drafter(config: Mapping[str, object]) -> bool:
+    named = config.get("architectures")
+    names = [str(name).lower() for name in named] if isinstance(named, list) else []
+    return "dflash_config" in config or any("dflash" in name or "dspark" in name for name in names)
+
+
+def refuse_false_layers(values: Mapping[str, object], tensors: int, label: str) -> None:
+    """A layer is many tensors: a claim beyond their count is false, and lists of that length must not be made."""
+    for key, value in values.items():
+        if (key == "num_hidden_layers" or key.endswith(".block_count")) and isinstance(value, int) and value > tensors:
+            raise ConfigError(
+                f"{label} claims {value} layers but has {tensors} tensors", "the file is damaged: fetch it again"
+            )
+
+
+def _named(path: Path, file: WeightFile) -> ModelFile:
+    raw = read_config(path)
+    kind = kind_of(file.metadata, raw, file.names())
+    is_gguf = raw is None and "general.architecture" in file.metadata
+    config: DecoderConfig | DFlashConfig | None = None
+    names: FamilyNames | None = None
+    problem = ""
+    try:
+        refuse_false_layers(file.metadata if raw is None else raw, len(file.names()), path.name)
+        if kind == "drafter":
+            config = read_drafter_config(path, file)
+        else:
+            config, names = read_target_config(path, file)
+    except SlipstreamError as error:
+        problem = str(error)
+    if kind == "drafter":
+        spell: Callable[[str], str] = names_in(file)
+    else:
+        spell = names.file_name if names is not None else gguf_name if is_gguf else keep_name
+    permuted = kind == "target" and is_gguf and file.metadata["general.architecture"] == "llama"
+    model = ModelFile(path, file, kind, config, problem, permuted=permuted)
+    own = set(file.names())
+    for name in _possible_names(kind, file.names()):
+        if (spelled := spell(name)) in own:
+            model.found[name] = spelled
+            own.discard(spelled)
+    ignored = names.ignored if names is not None else _holds_nothing
+    model.ignored = sorted(name for name in own if ignored(name))
+    model.unknown = sorted(own - set(model.ignored))
+    return model
+
+
+def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
+    """The configuration of the target at `path` and how its file spells tensors."""
+    config = read_config(path)
+    reader = ConfigReader(file.metadata if config is None else config, path.name)
+    model_type = reader.text("general.architecture" if config is None else "model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ConfigError(
+            f"{reader.label}: model type '{model_type}' is not a supported target",
+            f"supported: {', '.join(sorted(FAMILIES))}",
+        )
+    read: tuple[DecoderConfig, FamilyNames] = (
+        family.read_gguf(reader, Weights(file, "fp32", keep_name)) if config is None else family.read_hf(reader)
+    )
+    return read
+
+
+def _holds_nothing(name: str) -> bool:
+    return name == "rope_freqs.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:
+    """Every name a model of this kind with these layers could have."""
+    layers = sorted({int(found[1]) for name in names if (found := _LAYER.search(name))})
+    prefix = "model.layers" if kind == "target" else "layers"
+    yield from _TARGET_GLOBAL if kind == "target" else _DRAFTER_GLOBAL
+    for layer in layers:
+        for module in GGUF_LAYER:
+            yield f"{prefix}.{layer}.{module}.weight"
+            yield f"{prefix}.{layer}.{module}.bias"
+        if kind == "drafter":
+            yield from (f"layers.{layer}.{name}" for name in _CONVOLUTIONS)
