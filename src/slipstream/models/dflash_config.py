@@ -257,9 +257,8 @@ def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, objec
         if name == "mask_token_id":
             renamed["tokenizer.ggml.mask_token_id"] = value
         elif name == "target_layer_ids":
-            renamed["dflash.target_layers"] = (
-                [layer + 1 if isinstance(layer, int) else layer for layer in value] if isinstance(value, list) else value
-            )
+            ids = value if isinstance(value, list) else [value]
+            renamed["dflash.target_layers"] = [layer + 1 if isinstance(layer, int) else layer for layer in ids]
         elif name == "context_kv_layer_norm" and value:
             raise ConfigError(f"drafters of '{arch}' that normalise their context are not supported")
         elif name not in ("n_target_layers", "n_target_features", "context_kv_layer_norm"):
