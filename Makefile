@@ -34,7 +34,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.side_by_side
 
 verify: setup
 	$(BIN)/python -m tests.verify
