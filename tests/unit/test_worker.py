@@ -130,6 +130,26 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(worker: EngineWorker) 
     assert readers[4].last().finish_reason == "length"
 
 
+def test_who_waits_for_the_next_turn_counts_in_the_queue(worker: EngineWorker) -> None:
+    worker._engine.scheduler._quantum = 1
+    readers = [Reader() for _ in range(6)]
+    readers[0].gate.clear()
+    readers[1].gate.clear()
+    worker.submit(ask("r0", prompt(5)), readers[0])
+    assert readers[0].begun.wait(WAIT_S)
+    for index in (1, 2, 3):
+        worker.submit(ask(f"r{index}", prompt(5)), readers[index])
+    readers[0].gate.set()
+    assert readers[1].begun.wait(WAIT_S)
+    # two have slots, one is new in line, and the first has had its turn and stands there again
+    assert worker.snapshot().waiting == 1
+    worker.submit(ask("r4", prompt(5)), readers[4])
+    with pytest.raises(BusyError):
+        worker.submit(ask("r5", prompt(5)), readers[5])
+    readers[1].gate.set()
+    assert all(reader.last().finish_reason == "length" for reader in readers[:5])
+
+
 def test_who_was_let_in_is_not_refused_after_a_pause(worker: EngineWorker) -> None:
     readers = [Reader() for _ in range(6)]
     readers[0].gate.clear()
