@@ -6,15 +6,13 @@ import json
 import random
 import shutil
 import tempfile
-import time
-import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slipstream.errors import SlipstreamError
 from slipstream.formats.adapters import PEFT_CONFIG, PEFT_WEIGHTS, AdapterSource, read_adapter
 from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.models.lora import fit_adapter, merged_weights
@@ -27,10 +25,10 @@ from tests.fuzz_formats import (
     move_pieces,
     put_integers,
     truncate,
+    watched,
 )
 from tests.tiny import HIDDEN
 
-MAX_SECONDS = 2.0
 # Beyond the file: what Python makes of a header, and one stretch of numbers that is looked at.
 MAX_OVERHEAD = 4 << 20
 MAX_EXPANSION = 4  # float32 bytes per byte of a factor; Q8_0 needs 3.8
@@ -57,7 +55,9 @@ def run(count: int, seed: int) -> FuzzReport:
             for number in range(count):
                 path = chooser.choice(seeds)
                 case, what = _damaged(chooser, path, folder / "case")
-                _try(case, drafter, f"case {number} of seed {seed} ({what})", report)
+                size = sum(file.stat().st_size for file in ([case] if case.is_file() else case.iterdir()))
+                name, limit = f"case {number} of seed {seed} ({what})", size * MAX_EXPANSION + MAX_OVERHEAD
+                watched(partial(_use, case, drafter), name, report, limit)
                 shutil.rmtree(folder / "case")
     return report
 
@@ -88,30 +88,6 @@ def _damaged(chooser: random.Random, path: Path, folder: Path) -> tuple[Path, st
     damage = chooser.choice(_CONFIG_DAMAGE if name == PEFT_CONFIG else _WEIGHTS_DAMAGE)
     (folder / name).write_bytes(damage(chooser, (folder / name).read_bytes()))
     return folder, f"{damage.__name__} {path.name}/{name}"
-
-
-def _try(path: Path, drafter: WeightFile, name: str, report: FuzzReport) -> None:
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
-    tracemalloc.start()
-    start = time.perf_counter()
-    try:
-        _use(path, drafter)
-        report.loaded += 1
-    except SlipstreamError:
-        report.refused += 1
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic of a native library is not an Exception
-        report.failures.append(f"{name}: {type(error).__name__}: {error}")
-    seconds, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    report.cases += 1
-    report.slowest = max(report.slowest, seconds)
-    report.largest_allocation = max(report.largest_allocation, peak)
-    if seconds > MAX_SECONDS:
-        report.failures.append(f"{name}: took {seconds:.1f} s")
-    if peak > size * MAX_EXPANSION + MAX_OVERHEAD:
-        report.failures.append(f"{name}: allocated {peak >> 10} kB for a file of {size >> 10} kB")
 
 
 def _use(path: Path, drafter: WeightFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,15 +10,11 @@ from pathlib import Path
 from slipstream.cache.pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.memory import available_bytes, pool_pages
-from slipstream.errors import ConfigError
-from slipstream.formats.sources import ModelSource, pair_draft, resolve
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.kernels.native.library import library
-from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash import read_drafter_config
-from slipstream.models.loading import FAMILIES
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.loading import read_target_config
 
 Progress = Callable[[str, int, int], None]
 # bytes a weight takes in torch's formats, scales included; native weights are as large as the file's
@@ -52,7 +49,7 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
     """Finds the files as `LLM` does, fetching them if need be, and adds up what it will allocate."""
     source = resolve(target, progress=progress)
     with open_weights(source.path) as file:
-        shape = _target_config(source, file)
+        shape, _ = read_target_config(source.path, file)
         weights = _weight_bytes(file, config.weight_format)
     files, per_token = [source.path], PoolShape(shape.layers, shape.kv_heads, shape.head_dim).bytes_per_token()
     wanted = pair_draft(target) if draft == "auto" else draft
@@ -68,30 +65,10 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
     return Footprint(tuple(files), weights, per_token, max_context, pages * PAGE_TOKENS)
 
 
-def _target_config(source: ModelSource, file: WeightFile) -> DecoderConfig:
-    config = read_config(source.path)
-    reader = ConfigReader(file.metadata if config is None else config, source.path.name)
-    model_type = reader.text("general.architecture" if config is None else "model_type")
-    family = FAMILIES.get(model_type)
-    if family is None:
-        raise ConfigError(
-            f"{reader.label}: model type '{model_type}' is not a supported target",
-            f"supported: {', '.join(sorted(FAMILIES))}",
-        )
-    read = family.read_gguf(reader, Weights(file, "fp32", keep_name)) if config is None else family.read_hf(reader)
-    found: DecoderConfig = read[0]
-    return found
-
-
 def _weight_bytes(file: WeightFile, weight_format: WeightFormat) -> int:
     tensors = [file.tensor(name) for name in file.names()]
     if weight_format == "native" or (weight_format == "auto" and library() is not None):
         return sum(tensor.nbytes for tensor in tensors)
-    elements = 0
-    for tensor in tensors:
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        elements += count
+    elements = sum(math.prod(tensor.shape) for tensor in tensors)
     # without compiled kernels `auto` measures what is fastest; the largest it may choose is the safe guess
     return int(elements * _WEIGHT_BYTES.get(weight_format, 4))

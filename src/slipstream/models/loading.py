@@ -13,7 +13,7 @@ from slipstream.kernels.machine import measure_formats, pick_format
 from slipstream.kernels.native.library import availability, library
 from slipstream.models import llama, qwen3
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.weights import Progress, Weights, keep_name
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
@@ -31,6 +31,16 @@ class LoadedTarget:
 def load_target(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> LoadedTarget:
     """Builds the target that lies at `path`."""
     file = open_weights(path)
+    decoder_config, names = read_target_config(path, file)
+    chosen, reason = choose_format(
+        file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
+    )
+    model = Decoder(decoder_config, Weights(file, chosen, names.file_name, progress), names)
+    return LoadedTarget(model, file.metadata, reason)
+
+
+def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
+    """The configuration of the target at `path` and how its file spells tensors."""
     config = read_config(path)
     if config is not None:
         reader = ConfigReader(config, path.name)
@@ -38,19 +48,16 @@ def load_target(path: Path, weight_format: WeightFormat, progress: Progress | No
     else:
         reader = ConfigReader(file.metadata, file.path.name)
         model_type = reader.text("general.architecture")
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(model_type)
+    if family is None:
         raise ConfigError(
             f"{reader.label}: model type '{model_type}' is not a supported target",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )
-    weights = Weights(file, "fp32", keep_name, progress)
-    family = FAMILIES[model_type]
-    decoder_config, names = family.read_hf(reader) if config is not None else family.read_gguf(reader, weights)
-    chosen, reason = choose_format(
-        file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
+    read: tuple[DecoderConfig, FamilyNames] = (
+        family.read_hf(reader) if config is not None else family.read_gguf(reader, Weights(file, "fp32", keep_name))
     )
-    model = Decoder(decoder_config, Weights(file, chosen, names.file_name, progress), names)
-    return LoadedTarget(model, file.metadata, reason)
+    return read
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:

@@ -65,12 +65,10 @@ class BlockDrafter:
         best = job.sampler.draft_candidates(logits, job.state.length + 1, count)
         if best is None:
             return None
-        if heads is None:
-            drafts = BlockDrafts(best.tokens, best.scores)
-            drafts.rule = job.sampler.draft_rule(logits, job.state.length + 1)
-            return drafts
         drafts = BlockDrafts(best.tokens, best.scores, job.sampler.draft_scale, job.min_confidence)
         drafts.rule = job.sampler.draft_rule(logits, job.state.length + 1)
+        if heads is None:
+            return drafts
         start = block * self.block_size + self.drafter.config.first_slot
         walk = heads.begin(hidden[start : start + job.slots], torch.from_numpy(drafts.tokens))
         drafts.bind(walk, walk.compiled)

@@ -12,14 +12,13 @@ import torch
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.weights import WeightFile, WeightTensor, open_weights, read_config
-from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in
 from slipstream.models.llama import GGUF_LAYER, gguf_name, stored_rotary_rows
-from slipstream.models.loading import FAMILIES
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.loading import read_target_config
+from slipstream.models.weights import keep_name
 from slipstream.tools.tensor_lists import decoder_tensors, drafter_tensors
 
 Shape = tuple[int, ...]
@@ -154,23 +153,6 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
     model.ignored = sorted(name for name in own if ignored(name))
     model.unknown = sorted(own - set(model.ignored))
     return model
-
-
-def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
-    """The configuration of the target at `path` and how its file spells tensors."""
-    config = read_config(path)
-    reader = ConfigReader(file.metadata if config is None else config, path.name)
-    model_type = reader.text("general.architecture" if config is None else "model_type")
-    family = FAMILIES.get(model_type)
-    if family is None:
-        raise ConfigError(
-            f"{reader.label}: model type '{model_type}' is not a supported target",
-            f"supported: {', '.join(sorted(FAMILIES))}",
-        )
-    read: tuple[DecoderConfig, FamilyNames] = (
-        family.read_gguf(reader, Weights(file, "fp32", keep_name)) if config is None else family.read_hf(reader)
-    )
-    return read
 
 
 def _holds_nothing(name: str) -> bool:
