@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.formats.adapters import PEFT_CONFIG, PEFT_WEIGHTS
 from slipstream.formats.weights import WeightFile, open_weights
-from slipstream.models.dflash_names import canonical_name, gguf_spellings
+from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
 from tests.tiny import HIDDEN, MASK, VOCAB, write_pair
 
 RANK = 4
@@ -25,6 +25,7 @@ LAYER_MODULES = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
 )
+ADAPTABLE = ("fc", *(f"layers.{index}.{module}" for index in range(8) for module in LAYER_MODULES))
 # kind of drafter -> the modules it has beyond the plain backbone
 EXTRA: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -109,6 +110,26 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -> P
     (folder / PEFT_CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     save_file(dict(tensors), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
     return folder
+
+
+def write_random_adapter(
+    folder: Path, drafter: Path, modules: Sequence[str] = (), seed: int = 0, size: float = 0.3
+) -> Path:
+    """A PEFT adapter for the matrices of a drafter whose names contain one of `modules` (none: for all of them).
+
+    What it adds to a matrix is about `size` times as large as a matrix that keeps its rows' length.
+    """
+    pairs = {}
+    with open_weights(drafter) as file:
+        names = names_in(file)
+        for name in ADAPTABLE if not modules else [n for n in ADAPTABLE if any(part in n for part in modules)]:
+            if names(f"{name}.weight") not in file:
+                continue
+            outputs, inputs = file.tensor(names(f"{name}.weight")).shape
+            own = seed * 1000 + 2 * len(pairs)
+            down = noise(RANK, inputs, seed=own, size=size / inputs**0.5)
+            pairs[name] = down, noise(outputs, RANK, seed=own + 1, size=RANK**-0.5)
+    return write_peft(folder, peft_tensors(pairs), lora_alpha=RANK)
 
 
 def write_gguf_adapter(

@@ -9,8 +9,9 @@ from functools import cache
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM, Completion
+from slipstream.stats import RequestStats
 from slipstream.tools.near_tie import explain_difference
-from slipstream.types import Request, RequestStats
+from slipstream.types import Request
 
 GREEDY: dict[str, object] = {}
 SAMPLED: dict[str, object] = {"temperature": 0.8, "seed": 7}

@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.kernels.matmul import DenseMatrix, Int8Matrix, Matrix
 from slipstream.speculative.costs import CostTable
-from slipstream.types import RequestStats
+from slipstream.stats import RequestStats
 from tests import checks
 
 MODES = ("chain:2", "chain:4", "chain:8", "chain", "tree:8", "tree:16", "tree:32", "tree:64", "tree:32:seed", "auto")

@@ -16,13 +16,12 @@ import pytest
 
 from slipstream.errors import RequestError
 from slipstream.speculative.novel import novel_steps
+from slipstream.stats import Decision, RequestStats
 from slipstream.types import (
-    Decision,
     Gate,
     GenEvent,
     Mode,
     Proposal,
-    RequestStats,
     SamplingParams,
     StepRecord,
     TokenOut,
@@ -71,6 +70,7 @@ class FakeLLM:
 
     target: str
     draft: str | None = "auto"
+    draft_lora: Sequence[str] = ()
     config: Any = None
     progress: Any = None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -89,6 +89,10 @@ class FakeLLM:
     @property
     def has_draft(self) -> bool:
         return self.draft is not None
+
+    @property
+    def draft_variants(self) -> list[str]:
+        return ["base", *(source.partition("=")[0] for source in self.draft_lora)] if self.has_draft else []
 
     @property
     def target_source(self) -> SimpleNamespace:

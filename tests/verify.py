@@ -23,6 +23,7 @@ from pathlib import Path
 from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
 from tests import verify_cpu as cpu
+from tests import verify_files as files
 from tests import verify_server as serving
 from tests import verify_speculation as speculation
 from tests.verify_report import Outcome, Report
@@ -99,21 +100,10 @@ def operations(report: Report) -> None:
         report.add("1,000 random add/cancel/finish/fork operations leak no page", text, seen.free == seen.total)
 
 
-def fuzz(report: Report) -> None:
-    from tests.fuzz_formats import run
-
-    seen = run(2000, seed=1)
-    text = (
-        f"{seen.cases} files: {seen.loaded} loaded, {seen.refused} refused, slowest {seen.slowest:.2f} s, "
-        f"largest allocation {seen.largest_allocation / 1e6:.1f} MB"
-    )
-    report.add("damaged model files give a clear error", text, not seen.failures)
-
-
 Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
     sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
-    oracles, operations, fuzz, *cpu.SIDE_BY_SIDE,
+    oracles, operations, *files.SIDE_BY_SIDE, *cpu.SIDE_BY_SIDE,
 )
 TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig
 from slipstream.errors import SlipstreamError
-from slipstream.types import GenEvent, Mode, RequestStats, SamplingParams, TokenOut
+from slipstream.stats import RequestStats
+from slipstream.types import GenEvent, Mode, SamplingParams, TokenOut
 from slipstream.version import __version__
 
 if TYPE_CHECKING:

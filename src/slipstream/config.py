@@ -9,6 +9,8 @@ from slipstream.errors import ConfigError
 
 WeightFormat = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("auto", "native", "fp32", "fp16", "bf16", "int8", "int4")
+Device = Literal["auto", "cpu", "cuda"]
+Kernels = Literal["triton", "reference"]
 PAGE_TOKENS = 64
 DRAFT_WINDOW_LIMIT = 2048
 
@@ -18,6 +20,9 @@ class EngineConfig:
     """Settings of one engine; a request cannot change them."""
 
     weight_format: WeightFormat = "auto"
+    device: Device = "auto"  # a GPU where there is one
+    kernels: Kernels = "triton"  # on a GPU; "reference" is plain torch, slow, for comparison
+    graphs: bool = True  # on a GPU: steps are captured once and replayed
     max_context: int = 0  # tokens a sequence may hold; 0: what the target's config allows
     max_sequences: int = 8
     cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0: chosen from free memory

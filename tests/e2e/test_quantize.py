@@ -14,9 +14,9 @@ from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import decode_rows
 from slipstream.formats.sources import resolve
 from slipstream.formats.weights import open_weights
+from slipstream.stats import RequestStats
 from slipstream.tools.quantize import QuantizeReport, quantize_file
 from slipstream.tools.quantize_recipes import RecipeName
-from slipstream.types import RequestStats
 from tests import checks
 from tests.ggml_oracle import Ggml
 

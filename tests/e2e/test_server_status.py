@@ -80,16 +80,16 @@ def test_the_metrics_add_up_to_what_the_answers_say(server: Server) -> None:
         return after[where] - before.get(where, 0)
 
     timings = [answer["timings"] for answer in answers]
-    model = f"model={MODEL}"
+    model, base = f"model={MODEL}", "draft_lora=base"
     assert grown("generated_tokens_total", model) == sum(t["predicted_n"] for t in timings)
-    assert grown("drafted_tokens_total", model) == sum(t["draft_n"] for t in timings) > 0
-    assert grown("accepted_tokens_total", model) == sum(t["draft_n_accepted"] for t in timings) > 0
+    assert grown("drafted_tokens_total", base, model) == sum(t["draft_n"] for t in timings) > 0
+    assert grown("accepted_tokens_total", base, model) == sum(t["draft_n_accepted"] for t in timings) > 0
     assert grown("prompt_tokens_total", model) == sum(t["prompt_n"] + t["cached_n"] for t in timings)
     accepted = sum(grown("accepted_at_position_total", model, f"position={slot}") for slot in range(1, 16))
-    assert accepted == grown("accepted_tokens_total", model)
+    assert accepted == grown("accepted_tokens_total", base, model)
     assert grown("requests_total", "api=chat", model, "outcome=length") + grown_stops(before, after) == 4
     assert grown("time_to_first_token_seconds_count", model) == 4
-    assert grown("steps_total", model) > grown("drafted_steps_total", model) > 0
+    assert grown("steps_total", model) > grown("drafted_steps_total", base, model) > 0
     assert after["slipstream_requests_running", model] == 0
     assert after["slipstream_model_state", model, "state=ready"] == 1
     assert after["slipstream_pages_total", model] > after["slipstream_pages_used", model] > 0

@@ -18,7 +18,7 @@ from slipstream.kernels.rows import AttentionPattern, RowGroup, RowPlaces, make_
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.rope import RotaryTable
 from slipstream.speculative import draft as draft_module
-from slipstream.types import RequestStats
+from slipstream.stats import RequestStats
 from tests import checks
 
 pytestmark = pytest.mark.e2e

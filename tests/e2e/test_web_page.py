@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.adapters import factors, peft_tensors, write_peft
 from tests.e2e.serving import MODEL, Server, serve
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ ANSWER = "#talk article:last-child .said"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve(environment={"SLIPSTREAM_API_KEY": KEY}) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapter = peft_tensors({"layers.0.self_attn.o_proj": factors((576, 576))})
+    source = f"other={write_peft(tmp_path_factory.mktemp('adapter'), adapter)}@0.1"
+    with serve("--draft-lora", source, environment={"SLIPSTREAM_API_KEY": KEY}) as running:
         yield running
 
 
@@ -185,6 +188,18 @@ def test_a_conversation_goes_on_and_shows_what_was_typed(page: Page) -> None:
         assert f" · {kind}" in page.all("#talk .foot")[-1].text
     assert len(page.all(".from-user")) == len(page.all(".from-model")) == 3
     assert page.script("conversation.map(message => message.role).join()") == ",".join(["user", "assistant"] * 3)
+
+
+def test_a_draft_variant_can_be_picked(page: Page) -> None:
+    page.set(max_tokens="16")
+    page.find("input[value=chain]").click()
+    page.find("#open-settings").click()
+    assert [option.get_attribute("value") for option in page.all("#variant option")] == ["", "base", "other"]
+    page.find("#variant option[value=other]").click()
+    page.find("#settings .close").click()
+    page.ask(QUESTION)
+    metrics = page.server.get("/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    assert f'slipstream_drafted_steps_total{{draft_lora="other",model="{MODEL}"}}' in metrics
 
 
 @pytest.mark.parametrize("by", ["button", "key"])

@@ -13,7 +13,7 @@ PACKAGE = "slipstream"
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
-BASE = {"errors", "types", "config", "paths", "version"}
+BASE = {"errors", "types", "stats", "config", "paths", "version"}
 ENGINE_API = {"engine", "engine.llm"}
 SURFACE = BASE | ENGINE_API | {"", "text", "tools", "formats.sources"}
 
@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "paths": {"errors"},
-    "types": {"errors", "config"},
+    "types": {"errors", "config", "stats"},
+    "stats": set(),
     "text": BASE,
     "formats": BASE,
     "kernels": BASE,
@@ -37,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
         "", "text", "formats", "models", "engine.footprint", "engine.scoring", "engine.block_scoring",
     },
     "bench": SURFACE,
-    "server": SURFACE | {"engine.footprint"},  # what a pair will take is asked before it is loaded
+    # what a pair will take is asked before it is loaded, and so is what an adapter will be called
+    "server": SURFACE | {"engine.footprint", "formats.adapters"},
     "cli": SURFACE | {"bench", "server"},
 }
 EXACT = ENGINE_API | {""}  # these name one module, not everything below it

@@ -19,7 +19,8 @@ from slipstream.formats.weights import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import read_hf
 from slipstream.server.canary import Canary, CanaryBoard, CanaryRules, Promise, is_telling, promise_of
-from slipstream.types import Constraint, Mode, Request, RequestStats, SamplingParams, Thinking
+from slipstream.stats import RequestStats
+from slipstream.types import Constraint, Mode, Request, SamplingParams, Thinking
 from tests.tiny import tiny_llm, write_pair
 
 PROMISE = Promise({"code": 4.7, "chat": 1.8}, proposals=15)
@@ -187,6 +188,7 @@ def test_a_pair_without_promises_is_not_judged() -> None:
         (replace(ASKED, constraint=Constraint("regex", "[a-z]+")), False),
         (replace(ASKED, thinking=Thinking(budget=10)), False),
         (replace(ASKED, thinking=Thinking()), True),
+        (replace(ASKED, draft_lora="code"), False),
     ],
 )
 def test_steered_requests_say_nothing_about_the_drafter(request_: Request, telling: bool) -> None:

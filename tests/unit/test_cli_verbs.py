@@ -33,8 +33,9 @@ def test_generate_json_is_one_object(cli: Any, fake_engine: type[FakeLLM]) -> No
 
 def test_generate_passes_every_option_on(cli: Any, fake_engine: type[FakeLLM]) -> None:
     done = cli(
-        "generate", "--prompt", "x", "--chat", "--target", "t", "--draft", "d", "--max-tokens", "9", "--stop", "a",
-        "--stop", "b", "--ignore-eos", "--mode", "chain:8", "--gate", "ema:margin=1.1", "--confidence", "0.25",
+        "generate", "--prompt", "x", "--chat", "--target", "t", "--draft", "d", "--draft-lora", "l=x",
+        "--max-tokens", "9", "--stop", "a", "--stop", "b",
+        "--ignore-eos", "--mode", "chain:8", "--gate", "ema:margin=1.1", "--confidence", "0.25",
         "--temperature", "0.5", "--seed", "3", "--top-k", "4",
         "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.2",
         "--frequency-penalty", "0.3", "--logprobs", "2", "--dtype", "int8", "--threads", "1", "--max-context", "100",
@@ -47,7 +48,7 @@ def test_generate_passes_every_option_on(cli: Any, fake_engine: type[FakeLLM]) -
     assert (llm.config.max_context, llm.config.draft_window) == (100, 64)
     assert llm.requests == [{
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stop": ("a", "b"), "ignore_eos": True,
-        "mode": "chain:8", "gate": "ema:margin=1.1", "min_confidence": 0.25,
+        "mode": "chain:8", "gate": "ema:margin=1.1", "min_confidence": 0.25, "draft_lora": "l",
         "temperature": 0.5, "seed": 3, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logprobs": 2,
     }]
@@ -129,6 +130,25 @@ def test_chat_keeps_mode_and_gate_together(cli: Any, fake_engine: type[FakeLLM])
     assert {request["min_confidence"] for request in asked} == {0.5}
     assert done.code == 2 and "gate ema does not go with mode auto" in done.err
     assert "mode tree:16:seed, gate entropy:floor=0.8" in done.err
+
+
+def test_the_last_adapter_drafts_unless_the_user_says_otherwise(cli: Any, fake_engine: type[FakeLLM]) -> None:
+    for given, loaded, drafts in (
+        ([], [], "base"), (["a=x", "b=y@2"], ["a=x", "b=y@2"], "b"), (["a=x", "base"], ["a=x"], "base"),
+    ):
+        done = cli("generate", "--prompt", "p", *(part for source in given for part in ("--draft-lora", source)))
+        assert done.code == 0, done.err
+        assert list(fake_engine.made[-1].draft_lora) == loaded
+        assert fake_engine.made[-1].requests[-1]["draft_lora"] == drafts
+
+
+def test_chat_lists_and_switches_adapters(cli: Any, fake_engine: type[FakeLLM]) -> None:
+    lines = ["one", "/lora", "/lora base", "two", "/lora none-such"]
+    done = cli("chat", "--draft-lora", "poet=x.gguf", stdin="\n".join(lines) + "\n")
+    asked = [request["draft_lora"] for request in fake_engine.made[0].requests if "top_k" in request]
+    assert asked == ["poet", "base"]
+    assert "drafting with poet, there is also base" in done.err and "drafting with base, there is also poet" in done.err
+    assert done.code == 2 and "unknown draft variant 'none-such' (known: base, poet)" in done.err
 
 
 def test_chat_json_prints_one_object_a_turn(cli: Any, fake_engine: type[FakeLLM]) -> None:

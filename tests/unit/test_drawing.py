@@ -12,7 +12,8 @@ import pytest
 
 from slipstream.cli.drafts import MAX_LINES, Line, draw_step, draw_steps, visible
 from slipstream.cli.ui import Span, Ui, policy_line
-from slipstream.types import Decision, PolicyStats, Proposal, StepRecord, Verdict
+from slipstream.stats import Decision, PolicyStats
+from slipstream.types import Proposal, StepRecord, Verdict
 from tests.fakes import FakeLLM
 
 CHAIN = Decision("chain:4", "it pays", 2.5, 12.0)

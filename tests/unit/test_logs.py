@@ -17,7 +17,8 @@ from fastapi.responses import StreamingResponse
 
 from slipstream.server.jobs import Answer, Job
 from slipstream.server.logs import JsonLines, LogFormat, RequestLogMiddleware, TextLines, log_config, note, note_answer
-from slipstream.types import FinishReason, RequestStats
+from slipstream.stats import RequestStats
+from slipstream.types import FinishReason
 
 SECRET = "the launch code is 0000"
 

@@ -245,10 +245,9 @@ def test_a_confidence_head_without_its_first_dimension(drafter_of: Callable[[str
 # ---- quantised drafters
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("stored", ["F32", "BF16"])
-def test_quantised_matrices_are_dequantised_and_merged(
-    drafter_of: Callable[[str], Path], kind: str, stored: str, tmp_path: Path
+@pytest.mark.parametrize(("kind", "coarseness"), [("Q8_0", 1 / 254), ("Q5_0", 1 / 16), ("Q4_0", 1 / 8)])
+def test_quantised_matrices_are_merged_and_quantised_again(
+    drafter_of: Callable[[str], Path], kind: str, coarseness: float, tmp_path: Path
 ) -> None:
     folder = drafter_of("plain")
     file = gguf_drafter(tmp_path / "d.gguf", folder, kind)
@@ -256,14 +255,17 @@ def test_quantised_matrices_are_dequantised_and_merged(
     name = gguf_spellings(f"{module}.weight")[0]
     pairs = pairs_for(folder, (module,))
     adapter = load_adapter(peft(tmp_path / "adapter", pairs), file)
-    view = merged_weights(file, adapter, quantised_as=stored)  # type: ignore[arg-type]
+    view = merged_weights(file, adapter)
     a, b = pairs[module]
     wanted = file.tensor(name).dense().double() + FACTOR * (b.double() @ a.double())
-    error = (view.tensor(name).dense().double() - wanted).abs() / wanted.abs().clamp_min(1e-3)
-    assert (view.tensor(name).type_name, file.tensor(name).type_name) == (stored, kind)
-    assert float(error.max()) <= (1e-5 if stored == "F32" else 2**-8)
+    found = view.tensor(name).dense().double()
+    peaks = wanted.view(len(wanted), -1, 32).abs().amax(dim=-1)
+    error = (found - wanted).view(len(wanted), -1, 32).abs().amax(dim=-1) / peaks
+    assert (view.tensor(name).type_name, file.tensor(name).type_name) == (kind, kind)
+    assert float(error.max()) <= 1.02 * coarseness  # a block's scale is rounded too
+    plain = file.tensor(name).dense()
+    assert not torch.equal(found, plain.double()), "the adapter has changed it"
     if library() is not None:
-        # a stack may mix the types: only the key matrix is another
         assert_close(answers(built(view, folder, "native")), answers(built(view, folder)), 0.05)
 
 

@@ -28,7 +28,8 @@ from slipstream.server.reporting import finished
 from slipstream.server.router import Router
 from slipstream.server.settings import ServerSettings
 from slipstream.server.state import ServerState
-from slipstream.types import Decision, FinishReason, Mode, Request, RequestStats, SamplingParams
+from slipstream.stats import Decision, RequestStats
+from slipstream.types import FinishReason, Mode, Request, SamplingParams
 from tests.tiny import keep_threads, write_pair
 
 
@@ -41,9 +42,10 @@ def numbers(metrics: Metrics) -> dict[tuple[str, ...], float]:
     return found
 
 
-def answer(reason: FinishReason = "stop", cached: int = 0) -> Answer:
+def answer(reason: FinishReason = "stop", cached: int = 0, draft_lora: str = "base") -> Answer:
     stats = RequestStats(
-        prompt_tokens=20, cached_tokens=cached, completion_tokens=9, ttft_ms=30.0, decode_ms=40.0, bad_drafts=1
+        prompt_tokens=20, cached_tokens=cached, completion_tokens=9, ttft_ms=30.0, decode_ms=40.0, bad_drafts=1,
+        draft_lora=draft_lora,
     )
     stats.record_step(4, 4, 3, 4)
     stats.record_step(4, 2, 1, 2)
@@ -67,9 +69,11 @@ def test_an_answer_is_counted_once_in_every_family() -> None:
     assert count("requests_total", "api=chat", "model=m", "outcome=length") == 1
     totals = {
         "prompt_tokens": 40, "prefix_cache_tokens": 16, "prefix_cache_hits": 1, "generated_tokens": 18, "steps": 8,
-        "drafted_steps": 4, "drafted_tokens": 16, "accepted_tokens": 8, "bad_drafts": 2,
+        "bad_drafts": 2,
     }
     assert {name: count(f"{name}_total", "model=m") for name in totals} == totals
+    drafted = {"drafted_steps": 4, "drafted_tokens": 16, "accepted_tokens": 8}
+    assert {name: count(f"{name}_total", "draft_lora=base", "model=m") for name in drafted} == drafted
     by_position = {
         kind: [count(f"{kind}_at_position_total", "model=m", f"position={slot}") for slot in range(1, 5)]
         for kind in ("verified", "accepted")
@@ -78,6 +82,22 @@ def test_an_answer_is_counted_once_in_every_family() -> None:
     choices = {choice: count("policy_choices_total", f"choice={choice}", "model=m")
                for choice in ("plain", "chain:5", "tree:32")}
     assert choices == {"plain": 2, "chain:5": 2, "tree:32": 4}
+
+
+def test_each_variant_of_a_drafter_is_counted_until_it_is_removed() -> None:
+    metrics = Metrics()
+    for variant in ("base", "code", "code"):
+        metrics.answered(answer(draft_lora=variant), "m", "chat")
+
+    def accepted() -> dict[str, float]:
+        name = "slipstream_accepted_tokens_total"
+        return {key[1]: value for key, value in numbers(metrics).items() if key[0] == name}
+
+    assert accepted() == {"draft_lora=base": 4, "draft_lora=code": 8}
+    metrics.forget_variant("m", "code")
+    metrics.forget_variant("m", "never drafted")
+    assert accepted() == {"draft_lora=base": 4}
+    assert not [key for key in numbers(metrics) if "draft_lora=code" in key]
 
 
 def test_histograms_hold_seconds() -> None:

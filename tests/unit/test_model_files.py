@@ -28,7 +28,8 @@ request = { temperature = 1, max_tokens = 64, stop = ["END"] }
 [models.old]
 target = "./old.gguf"
 draft = "smollm2-dflash"
-request = { mode = "tree:16", seed = 7 }
+draft_lora = ["code=./a/code.gguf", "./german@0.5", "fr=/adapters/french"]
+request = { mode = "tree:16", seed = 7, draft_lora = "german" }
 """
 
 YAML = """
@@ -45,7 +46,8 @@ models:
   old:
     target: ./old.gguf
     draft: smollm2-dflash
-    request: {mode: "tree:16", seed: 7}
+    draft_lora: [code=./a/code.gguf, ./german@0.5, fr=/adapters/french]
+    request: {mode: "tree:16", seed: 7, draft_lora: german}
 """
 
 
@@ -65,8 +67,13 @@ def test_both_formats_say_the_same(tmp_path: Path, text: str, suffix: str) -> No
             "small.plain", "smollm2", "none", EngineConfig(max_sequences=2, cache_tokens=4096),
             {"temperature": 1, "max_tokens": 64, "stop": ("END",)}, idle_s=0,
         ),
-        ModelSpec("old", str(tmp_path / "old.gguf"), "smollm2-dflash", defaults={"mode": "tree:16", "seed": 7}),
+        ModelSpec(
+            "old", str(tmp_path / "old.gguf"), "smollm2-dflash",
+            defaults={"mode": "tree:16", "seed": 7, "draft_lora": "german"},
+            draft_lora=(f"code={tmp_path}/a/code.gguf", f"{tmp_path}/german@0.5", "fr=/adapters/french"),
+        ),
     )
+    assert list(file.models[2].adapters) == ["code", "german", "fr"]
 
 
 def test_what_is_in_effect(tmp_path: Path) -> None:
@@ -102,6 +109,11 @@ def test_what_is_in_effect(tmp_path: Path) -> None:
         ("[models.a]\ntarget = 'x'\nrequest.gate = 'slow'", ["model 'a'", "unknown gate 'slow'"]),
         ("[models.a]\ntarget='x'\ndraft='y'\nrequest={mode='auto', gate='ema'}", ["model 'a'", "contradicts"]),
         ("[models.a]\ntarget = 'x'\ndraft = 'none'\nrequest.mode = 'auto'", ["model 'a'", "needs a drafter"]),
+        ("[models.a]\ntarget = 'x'\ndraft_lora = 'b.gguf'", ["model 'a'", "draft_lora is 'b.gguf'", "list of texts"]),
+        ("[models.a]\ntarget = 'x'\ndraft_lora = ['b.gguf', './b']", ["model 'a'", "one name"]),
+        ("[models.a]\ntarget = 'x'\ndraft_lora = ['base=b.gguf']", ["model 'a'", "cannot be called 'base'"]),
+        ("[models.a]\ntarget = 'x'\ndraft = 'none'\ndraft_lora = ['b.gguf']", ["model 'a'", "draft is 'none'"]),
+        ("[models.a]\ntarget='x'\ndraft_lora=['b.gguf']\nrequest.draft_lora='c'", ["model 'a'", "'c'", "base, b"]),
         ("[models.a]\ntarget = 'x'\nengine.max_sequences = 0", ["model 'a'", "max_sequences is 0"]),
         ("[models.a]\ntarget = 'x'\nengine.speed = 9", ["model 'a', engine", "'speed'"]),
         ("[models.a]\ntarget = 'x'\nengine.weight_format = 'fp8'", ["model 'a'", "fp8"]),
@@ -173,6 +185,6 @@ def test_only_the_pair_and_the_engine_need_another_load() -> None:
     assert spec.loads_like(ModelSpec("a", "smollm2", idle_s=3, preload=True))
     for other in (
         ModelSpec("a", "other"), ModelSpec("a", "smollm2", "none"),
-        ModelSpec("a", "smollm2", engine=EngineConfig(max_sequences=2)),
+        ModelSpec("a", "smollm2", engine=EngineConfig(max_sequences=2)), ModelSpec("a", "smollm2", draft_lora=("b",)),
     ):
         assert not spec.loads_like(other)

@@ -81,6 +81,38 @@ def test_a_page_with_draft_context_serves_its_own_drafter_and_plain_requests() -
     assert found(table, cache, list(range(9)), "another") == []
 
 
+def test_pages_of_several_drafters_stand_side_by_side() -> None:
+    table, cache = make()
+    tokens = list(range(9))
+    pages = {key: put(table, cache, tokens[:8], key) for key in ("one", "two")}
+    assert not set(pages["one"]) & set(pages["two"])
+    assert {key: found(table, cache, tokens, key) for key in pages} == pages
+    assert found(table, cache, tokens, None) in pages.values()
+    assert cache.evictable() == 4 and table.free == table.total - 4
+
+
+def test_the_page_of_one_drafter_goes_alone() -> None:
+    table, cache = make()
+    short = put(table, cache, list(range(4)), "one")
+    long = put(table, cache, list(range(8)), "two")
+    assert cache.evict(1) == 1, "of the first place only the page of the drafter that has nothing behind it may go"
+    assert sorted(cache.held()) == sorted(long) and table.holders(short[0]) == 0
+    assert found(table, cache, list(range(9)), "two") == long
+
+
+def test_forgetting_a_drafter_leaves_the_others_pages() -> None:
+    table, cache = make()
+    kept = put(table, cache, list(range(8)), "kept")
+    put(table, cache, list(range(12)), "gone")
+    put(table, cache, [7] * 4, "gone")
+    put(table, cache, [7] * 8, None)  # its second page stands behind one that goes
+    taken = cache.take(list(range(13)), "gone")
+    cache.forget("gone")
+    assert sorted(cache.held()) == sorted(kept)
+    assert found(table, cache, list(range(13)), "gone") == [] and found(table, cache, list(range(13)), "kept") == kept
+    table.check([*cache.held(), *taken])
+
+
 def test_a_drafting_hit_ends_where_draft_context_ends() -> None:
     table, cache = make()
     pages = put(table, cache, list(range(4)), "drafter")
@@ -200,7 +232,7 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
         move = rng.random()
         if move < 0.6:
             tokens = [rng.randrange(2) for _ in range(PAGE * rng.randrange(1, 4))] + [9] * rng.randrange(3)
-            key = rng.choice([None, "drafter"])
+            key = rng.choice([None, "drafter", "another"])
             pages = cache.take(tokens, key)
             assert len(pages) * PAGE < len(tokens)
             for index, page in enumerate(pages):
@@ -219,6 +251,10 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
             live.append(pages + fresh)
         elif move < 0.9 and live:
             table.release(live.pop(rng.randrange(len(live))))
+        elif move > 0.99:
+            gone = rng.choice(["drafter", "another"])
+            cache.forget(gone)
+            assert not [page for page in cache.held() if known[page][1] == gone]
         else:
             could = cache.evictable()
             wanted = rng.randrange(5)

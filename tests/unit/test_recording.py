@@ -15,7 +15,8 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.server.jobs import Answer, Job, Tool, ToolCall
 from slipstream.server.recording import Recorder
-from slipstream.types import Mode, RequestStats, TokenOut
+from slipstream.stats import RequestStats
+from slipstream.types import Mode, TokenOut
 
 
 def job(text: str = "hello") -> Job:

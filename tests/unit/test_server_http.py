@@ -23,8 +23,9 @@ from slipstream.server.openai_shared import DraftMarks, timings, usage, with_see
 from slipstream.server.router import Router
 from slipstream.server.settings import MAX_JSON_DEPTH, ServerSettings, read_api_keys, read_bytes
 from slipstream.server.state import ServerState
+from slipstream.stats import RequestStats
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import RequestStats, TokenOut
+from slipstream.types import TokenOut
 from tests.unit.test_tokenizer import metadata
 
 Messages = list[dict[str, Any]]
@@ -356,6 +357,8 @@ def test_sizes_and_keys_are_read(tmp_path: Path) -> None:
         ({"memory": "x"}, "size"), ({"max_queue": 0}, "max_waiting"), ({"max_sequences": 0}, "max_sequences"),
         ({"model": "any"}, "any"), ({"mode": "warp"}, "mode"),
         ({"models": Path("models.toml"), "draft": "none"}, "--draft"),
+        ({"models": Path("models.toml"), "draft_lora": ["a.gguf"]}, "--draft-lora"),
+        ({"draft_lora": ["a.gguf", "other/a"]}, "one name"), ({"draft_lora_folder": Path("nowhere")}, "nowhere"),
         ({"models": Path("models.toml"), "model": "smollm2"}, "MODEL"), ({"models": Path("nowhere.toml")}, "nowhere"),
         ({"host": "no.such.host.invalid"}, "listen"),
     ],

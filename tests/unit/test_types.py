@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
+from slipstream.stats import Decision, PolicyStats, RequestStats
 from slipstream.types import (
     MAX_SEED,
     MAX_TREE_ROWS,
-    Decision,
     Gate,
     Mode,
-    PolicyStats,
     Proposal,
     Request,
-    RequestStats,
     SamplingParams,
     StepRecord,
     Verdict,
@@ -204,7 +202,7 @@ def test_json_has_the_promised_names_and_values() -> None:
     )
     stats.record_step(3, 3, 3, 4)
     stats.record_step(3, 3, 1, 2)
-    stats.bad_drafts = 2
+    stats.bad_drafts, stats.draft_lora = 2, "poet"
     stats.policy.record(Decision("chain:4", "it pays", 3.5, 2.0), 4)
     stats.policy.record(Decision("plain", "", 1.0, 1.0), 2)
     seen = stats.to_json()
@@ -213,7 +211,7 @@ def test_json_has_the_promised_names_and_values() -> None:
         "tau": 3.0, "tau_novel": 2.5, "accept_rate": 0.6667, "accepted_per_position": [1.0, 0.5, 0.5],
         "ttft_ms": 1.235, "decode_ms": 300.0, "tokens_per_second": 20.0,
         "time_split_ms": {"draft": 100.0, "verify": 150.0, "other": 50.0},
-        "bad_drafts": 2,
+        "bad_drafts": 2, "draft_lora": "poet",
         "policy": {
             "choices": {"chain:4": 1, "plain": 1}, "expected_tokens_per_step": 2.25, "committed_tokens_per_step": 3.0,
             "expected_ms_per_step": 1.5, "last_reason": "it pays",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.types import Gate, GenEvent, Mode, Request, RequestStats, SamplingParams, TokenOut
+from slipstream.stats import RequestStats
+from slipstream.types import Gate, GenEvent, Mode, Request, SamplingParams, TokenOut
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -41,6 +42,7 @@ class Plan:
     modes: tuple[str, ...] = (PLAIN, AUTO)
     gate: str | None = None  # for the modes that are neither plain nor auto
     min_confidence: float | None = None  # for all modes but plain
+    draft_lora: str | None = None  # the drafter's variant, for all modes but plain
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
@@ -63,6 +65,8 @@ class Plan:
             settings["gate"] = self.gate
         if self.min_confidence is not None and mode != PLAIN:
             settings["min_confidence"] = self.min_confidence
+        if self.draft_lora is not None and mode != PLAIN:
+            settings["draft_lora"] = self.draft_lora
         return settings
 
 
@@ -119,6 +123,7 @@ class ModeRun:
     stats: RequestStats = field(default_factory=RequestStats)
     texts: list[list[int]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # tokens and time of each prompt, all its turns together
+    steps: list[Sample] = field(default_factory=list)  # tokens and verify steps of each prompt, likewise
     same: int = 0
     near_ties: int = 0
 
@@ -126,10 +131,11 @@ class ModeRun:
         stats = answer.stats
         self.stats.add(stats)
         self.texts.append(answer.token_ids)
-        if prompt == len(self.samples):
-            self.samples.append((0, 0.0))
-        tokens, milliseconds = self.samples[prompt]
-        self.samples[prompt] = (tokens + stats.committed, milliseconds + stats.decode_ms)
+        for samples, cost in ((self.samples, stats.decode_ms), (self.steps, stats.steps)):
+            if prompt == len(samples):
+                samples.append((0, 0.0))
+            tokens, before = samples[prompt]
+            samples[prompt] = (tokens + stats.committed, before + cost)
 
     @property
     def text_hash(self) -> str:
@@ -145,6 +151,14 @@ class Ratio:
     over: str
     value: float
     interval: tuple[float, float] | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference is one: "real" if the interval leaves out equality, else "within noise"."""
+        if self.interval is None:
+            return "too few prompts"
+        low, high = self.interval
+        return "within noise" if low <= 1 <= high else "real"
 
     def to_json(self) -> dict[str, object]:
         return {"mode": self.over, "ratio": round(self.value, 4), "interval": _rounded(self.interval)}

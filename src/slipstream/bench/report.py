@@ -8,7 +8,7 @@ from slipstream.bench.floors import RowCost
 from slipstream.bench.measure import AUTO, PLAIN, Comparison, Ratio
 from slipstream.bench.race import PrefillRace, Race
 from slipstream.bench.rival import NAME
-from slipstream.types import RequestStats
+from slipstream.stats import RequestStats
 
 # Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
 HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")

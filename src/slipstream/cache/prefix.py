@@ -1,6 +1,7 @@
 """A tree of full pages by their tokens: a prompt that begins like an earlier one takes its pages over.
 
-A page remembers which drafter's context it carries; a drafting request takes only pages with its own.
+A page remembers which drafter's context it carries, and pages of several drafters may stand at one place side by side;
+a drafting request takes only pages with its own, a plain one takes any.
 """
 
 from __future__ import annotations
@@ -12,14 +13,21 @@ from slipstream.cache.pages import PageTable
 
 
 @dataclass(slots=True, eq=False)
+class _Page:
+    page: int
+    epoch: int
+    last_used: int
+
+
+@dataclass(slots=True, eq=False)
 class _Node:
     parent: _Node | None
     tokens: tuple[int, ...]
-    page: int
-    epoch: int
-    draft_key: str | None
-    last_used: int
+    pages: dict[str | None, _Page] = field(default_factory=dict)  # by draft key; never empty but at the root
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+    def usable(self, draft_key: str | None) -> _Page | None:
+        return next(iter(self.pages.values())) if draft_key is None else self.pages.get(draft_key)
 
 
 class PrefixCache:
@@ -28,7 +36,7 @@ class PrefixCache:
     def __init__(self, table: PageTable, page_tokens: int) -> None:
         self._table = table
         self._page_tokens = page_tokens
-        self._root = _Node(None, (), -1, 0, None, 0)
+        self._root = _Node(None, ())
         self._nodes: set[_Node] = set()
         self._clock = 0
         self.hits = 0
@@ -40,15 +48,16 @@ class PrefixCache:
         self._clock += 1
         for chunk in self._chunks(tokens, (len(tokens) - 1) // self._page_tokens):
             child = node.children.get(chunk)
-            if child is None or (draft_key is not None and child.draft_key != draft_key):
+            found = child.usable(draft_key) if child is not None else None
+            if child is None or found is None:
                 break
-            if self._table.epoch(child.page) != child.epoch or not self._table.holders(child.page):
+            if self._table.epoch(found.page) != found.epoch or not self._table.holders(found.page):
                 # the page was handed out to somebody else: forget it and let the prompt be computed again
                 self.failed_restores += 1
                 self._forget_branch(child)
                 break
-            child.last_used = self._clock
-            pages.append(child.page)
+            found.last_used = self._clock
+            pages.append(found.page)
             node = child
         self._table.share(pages)
         self.hits += bool(pages)
@@ -66,36 +75,47 @@ class PrefixCache:
         for chunk, page in zip(self._chunks(tokens, len(tokens) // self._page_tokens), pages, strict=False):
             child = node.children.get(chunk)
             if child is None:
-                child = _Node(node, chunk, page, self._table.epoch(page), draft_key, self._clock)
-                self._table.share([page])
-                node.children[chunk] = child
+                child = node.children[chunk] = _Node(node, chunk)
                 self._nodes.add(child)
-            elif child.draft_key is None and draft_key is not None:
-                # the same tokens, now with draft context: the richer page replaces the poorer one
+            known = child.usable(draft_key) if child.pages else None
+            if known is None:
                 self._table.share([page])
-                self._table.release([child.page])
-                child.page, child.epoch, child.draft_key = page, self._table.epoch(page), draft_key
-            child.last_used = self._clock
+                known = child.pages[draft_key] = _Page(page, self._table.epoch(page), self._clock)
+                if draft_key is not None and None in child.pages:
+                    # the same tokens, now with draft context: the richer page replaces the poorer one
+                    self._release(child.pages.pop(None))
+            known.last_used = self._clock
             node = child
 
     def evict(self, pages_wanted: int) -> int:
         """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
         freed = 0
         while freed < pages_wanted:
-            leaves = [n for n in self._nodes if not n.children and self._table.holders(n.page) == 1]
+            leaves = [
+                (found.last_used, node, key)
+                for node in self._nodes for key, found in node.pages.items()
+                if self._table.holders(found.page) == 1 and _is_leaf(node, key)
+            ]
             if not leaves:
                 break
             # one at a time: a parent that becomes a leaf may be older than the leaves still there
-            self._forget_branch(min(leaves, key=lambda n: n.last_used))
+            _, node, key = min(leaves, key=lambda leaf: leaf[0])
+            self._forget_page(node, key)
             freed += 1
         return freed
 
     def evictable(self) -> int:
-        """Pages eviction could free: a node counts when it and everything below it is held by the cache alone."""
+        """Pages eviction could free: one counts when it and all that lean on it are held by the cache alone."""
         return sum(self._removable(child) for child in self._root.children.values())
 
     def held(self) -> list[int]:
-        return [node.page for node in self._nodes]
+        return [found.page for node in self._nodes for found in node.pages.values()]
+
+    def forget(self, draft_key: str) -> None:
+        """Lets go of every page that carries this draft context: nobody makes or reads it any more."""
+        for node in [node for node in self._nodes if draft_key in node.pages]:
+            if node in self._nodes:  # it may have gone with a branch
+                self._forget_page(node, draft_key)
 
     def clear(self) -> None:
         for child in list(self._root.children.values()):
@@ -105,6 +125,13 @@ class PrefixCache:
         size = self._page_tokens
         return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count)]
 
+    def _forget_page(self, node: _Node, draft_key: str | None) -> None:
+        """A node that has no page left goes, and with it whatever stands behind it."""
+        if len(node.pages) > 1:
+            self._release(node.pages.pop(draft_key))
+        else:
+            self._forget_branch(node)
+
     def _forget_branch(self, node: _Node) -> None:
         stack = [node]
         if node.parent is not None:
@@ -113,8 +140,12 @@ class PrefixCache:
             gone = stack.pop()
             stack += gone.children.values()
             self._nodes.discard(gone)
-            if self._table.epoch(gone.page) == gone.epoch and self._table.holders(gone.page):
-                self._table.release([gone.page])
+            for found in gone.pages.values():
+                self._release(found)
+
+    def _release(self, found: _Page) -> None:
+        if self._table.epoch(found.page) == found.epoch and self._table.holders(found.page):
+            self._table.release([found.page])
 
     def _removable(self, top: _Node) -> int:
         order, stack = [], [top]
@@ -122,11 +153,27 @@ class PrefixCache:
             node = stack.pop()
             order.append(node)
             stack += node.children.values()
-        kept: set[int] = set()
+        stuck: set[int] = set()  # pages that stay
+        kept: set[int] = set()  # nodes that keep a page
         count = 0
         for node in reversed(order):
-            if self._table.holders(node.page) > 1 or any(id(child) in kept for child in node.children.values()):
+            children = node.children.values()
+            staying = [
+                found.page for key, found in node.pages.items()
+                if self._table.holders(found.page) > 1
+                or any(key in child.pages and child.pages[key].page in stuck for child in children)
+            ]
+            stuck.update(staying)
+            # something has to lead to a node that stays
+            leading = bool(staying) or any(id(child) in kept for child in children)
+            if leading:
                 kept.add(id(node))
-            else:
-                count += 1
+            count += len(node.pages) - max(len(staying), int(leading))
         return count
+
+
+def _is_leaf(node: _Node, draft_key: str | None) -> bool:
+    """Whether no page of the tree leans on this one: of the same drafter, or any if the node has no other page."""
+    if len(node.pages) == 1:
+        return not node.children
+    return not any(draft_key in child.pages for child in node.children.values())

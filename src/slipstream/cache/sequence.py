@@ -7,6 +7,7 @@ from typing import Protocol
 
 from slipstream.cache.pages import PageTable
 from slipstream.errors import IntegrityError
+from slipstream.types import BASE_VARIANT
 
 Place = tuple[int, int]  # page id, offset
 
@@ -32,14 +33,17 @@ class SequenceState:
 
     `length` positions have been through the target; tokens beyond it are prompt still to be prefilled, or the
     anchor. `draft_length` positions have draft context, in the pages or, while nobody drafts, as taps still to be
-    projected; for a drafting sequence both lengths are always equal.
+    projected; for a drafting sequence both lengths are always equal. `variant` names the drafter whose context it is.
     """
 
-    def __init__(self, table: PageTable, page_tokens: int, memory: PageMemory, drafting: bool) -> None:
+    def __init__(
+        self, table: PageTable, page_tokens: int, memory: PageMemory, drafting: bool, variant: str = BASE_VARIANT
+    ) -> None:
         self._table = table
         self._memory = memory
         self.page_tokens = page_tokens
         self.drafting = drafting
+        self.variant = variant
         self.tokens: list[int] = []
         self.pages: list[int] = []
         self.length = 0
@@ -117,7 +121,7 @@ class SequenceState:
 
     def fork(self) -> SequenceState:
         """An independent copy: full pages are shared, the page still being written is copied."""
-        twin = SequenceState(self._table, self.page_tokens, self._memory, self.drafting)
+        twin = SequenceState(self._table, self.page_tokens, self._memory, self.drafting, self.variant)
         full = self.length // self.page_tokens
         partial = self.length % self.page_tokens > 0
         fresh = self._table.allocate(1) if partial else []

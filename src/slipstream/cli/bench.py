@@ -1,6 +1,9 @@
 """`slipstream bench`: plain decoding against any number of speculative modes over a file of prompts.
 
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
+
+With --sweep or --draft-lora it compares preparations of the pair instead (cli/sweep.py), with --rival it races
+llama.cpp (cli/race.py).
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.race import check_race, race
+from slipstream.cli.sweep import MODES as SWEEP_MODES
+from slipstream.cli.sweep import Adapters, Comparing, OutFolder, Runs, Sides, SweepFlag, compare_pairs
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
+from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.bench.measure import Comparison, Plan, Turn
@@ -22,27 +28,51 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        help="A .jsonl file, or humaneval, gsm8k or mt-bench; a list of them where pairs are compared.",
+        show_default="all three where pairs are compared",
+    ),
+]
+Limit = Annotated[int, typer.Option(min=0, help="Use the first K prompts; 0 is all.")]
+Turns = Annotated[
+    Literal["first", "all"], typer.Option(help="Ask the first turn only, or play the whole conversation.")
+]
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...", show_default=f"plain,auto; {SWEEP_MODES} where pairs are compared",
+        help="Modes to compare, as in generate --mode; plain is always there.",
+    ),
+]
+GateForModes = Annotated[
+    str | None, typer.Option("--gate", metavar="NAME", help="Gate for the modes other than plain and auto.")
+]
+RivalName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or a llama-server."),
+]
+PlotFile = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")]
+
+
 def command(
-    prompts: Annotated[str, typer.Option(help="A .jsonl file, or humaneval, gsm8k or mt-bench.")],
+    sides: Sides = None,
+    prompts: Prompts = None,
     target: o.Target = "smollm2",
     draft: o.Draft = "auto",
     max_tokens: o.MaxTokens = 256,
-    limit: Annotated[int, typer.Option(min=0, help="Use the first K prompts; 0 is all.")] = 0,
-    turns: Annotated[
-        Literal["first", "all"], typer.Option(help="Ask the first turn only, or play the whole conversation.")
-    ] = "first",
-    modes: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Modes to compare, as in generate --mode; plain is always there.")
-    ] = "plain,auto",
-    gate: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Gate for the modes other than plain and auto.")
-    ] = None,
+    limit: Limit = 0,
+    turns: Turns = "first",
+    modes: Modes = None,
+    gate: GateForModes = None,
     confidence: o.Confidence = None,
-    rival: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or a llama-server."),
-    ] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")] = None,
+    rival: RivalName = None,
+    sweep: SweepFlag = False,
+    draft_lora: Adapters = None,
+    runs: Runs = None,
+    out: OutFolder = None,
+    plot: PlotFile = None,
     trace: o.TraceFile = None,
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
@@ -58,14 +88,23 @@ def command(
     from slipstream.bench.workloads import read_prompts
 
     ui = Ui(json_output)
-    plan = Plan(max_tokens, turns == "all", temperature, seed, parse_modes(modes), gate, confidence)
-    conversations = read_prompts(prompts, limit)
-    plot_path = None if plot is None else check_plot_path(plot)
+    comparing = Comparing(sweep, sides or (), draft_lora or (), runs, out)
+    comparing.check({"--rival": rival is not None, "--plot": plot is not None, "--trace": trace is not None})
+    chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
+    plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window)
     about: dict[str, object] = {
-        "target": target, "prompts": prompts, "count": len(conversations), "turns": turns, "max_tokens": max_tokens,
+        "target": target, "prompts": prompts, "turns": turns, "max_tokens": max_tokens,
         "temperature": temperature, "seed": seed, "gate": gate, "min_confidence": confidence,
     }
+    if comparing.wanted:
+        compare_pairs(ui, comparing, target, draft, config, plan, prompts, limit, about)
+        return
+    if prompts is None:
+        raise RequestError("there are no prompts to measure on", "name a set or a file with --prompts")
+    conversations = read_prompts(prompts, limit)
+    about["count"] = len(conversations)
+    plot_path = None if plot is None else check_plot_path(plot)
     if rival is not None:
         check_race(rival, {"--turns all": plan.all_turns, "--plot": plot is not None, "--trace": trace is not None})
         race(ui, lambda: o.load(ui, target, draft, config), rival, conversations, plan, about)

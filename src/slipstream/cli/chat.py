@@ -19,7 +19,8 @@ from slipstream.cli.tint import Tint
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import DRAFTED_STYLE, Ui, footer
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.types import RequestStats, SamplingParams, StepRecord
+from slipstream.stats import RequestStats
+from slipstream.types import SamplingParams, StepRecord
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -32,6 +33,7 @@ _PROBE_TOKENS = 24
 def command(
     target: o.Target = "smollm2",
     draft: o.Draft = "auto",
+    draft_lora: o.DraftLora = None,
     system: Annotated[str, typer.Option(help="System prompt.", show_default="the template's own")] = "",
     max_tokens: o.MaxTokens = 512,
     mode: o.ModeName = None,
@@ -58,10 +60,11 @@ def command(
     )
     how = o.speculation(mode, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window)
-    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
+    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
             has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,
             mode=how.resolved_mode(llm.has_draft), gate=how.gate, min_confidence=how.min_confidence,
+            variants=llm.draft_variants, draft_lora=o.chosen_variant(llm, draft_lora or ()),
         )
         chat = Chat(ui, llm, session, sys.stdin.isatty(), show_drafts, steps_file)
         if not chat.run():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from slipstream.errors import RequestError, SourceError
-from slipstream.types import Gate, Mode, RequestStats, SamplingParams
+from slipstream.stats import RequestStats
+from slipstream.types import BASE_VARIANT, Gate, Mode, SamplingParams
 
 Message = dict[str, str]
 N = TypeVar("N", int, float)
@@ -29,6 +30,8 @@ class ChatSession:
     mode: Mode = field(default_factory=Mode)
     gate: Gate | None = None  # None: the mode's own
     min_confidence: float | None = None
+    variants: Sequence[str] = (BASE_VARIANT,)  # of the drafter
+    draft_lora: str = BASE_VARIANT
     max_tokens: int = 512
     system: str = ""
     turns: list[Message] = field(default_factory=list)
@@ -48,7 +51,8 @@ class ChatSession:
         sampling = {name: getattr(self.sampling, name) for name in names}
         gate = {} if self.gate is None else {"gate": str(self.gate)}
         confidence = {} if self.min_confidence is None else {"min_confidence": self.min_confidence}
-        return {**sampling, "mode": str(self.mode), **gate, **confidence, "max_tokens": self.max_tokens}
+        how = {"mode": str(self.mode), **gate, **confidence, "draft_lora": self.draft_lora}
+        return {**sampling, **how, "max_tokens": self.max_tokens}
 
     def ask(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
@@ -106,6 +110,15 @@ class ChatSession:
             self._check_gate(gate)
             self.gate = gate
         return f"mode {self.mode}, gate {self.gate or 'as the mode has it'}"
+
+    def _lora(self, rest: str) -> str:
+        if rest:
+            if rest not in self.variants:
+                known = f"known: {', '.join(self.variants)}" if self.variants else "start chat with --draft"
+                raise RequestError(f"unknown draft variant '{rest}'", known)
+            self.draft_lora = rest
+        others = [name for name in self.variants if name != self.draft_lora]
+        return f"drafting with {self.draft_lora}" + (f", there is also {', '.join(others)}" if others else "")
 
     def _temperature(self, rest: str) -> str:
         if rest:
@@ -168,6 +181,7 @@ COMMANDS: dict[str, Command] = {
         "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode
     ),
     "gate": Command("/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate),
+    "lora": Command("/lora [NAME]", "draft with this adapter; base is the drafter without any", ChatSession._lora),
     "temperature": Command("/temperature [X]", "0 is greedy", ChatSession._temperature),
     "seed": Command("/seed [N]", "the same seed gives the same text", ChatSession._seed),
     "max-tokens": Command("/max-tokens [N]", "longest answer", ChatSession._max_tokens),

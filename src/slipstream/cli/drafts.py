@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 from slipstream.cli.ui import Span, Ui, policy_line
-from slipstream.types import Decision, RequestStats, StepRecord
+from slipstream.stats import Decision, RequestStats
+from slipstream.types import StepRecord
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

@@ -17,7 +17,8 @@ from slipstream.cli.drafts import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
 from slipstream.errors import RequestError, SlipstreamError, SourceError
-from slipstream.types import GenEvent, RequestStats, SamplingParams, StepRecord, TokenOut
+from slipstream.stats import RequestStats
+from slipstream.types import GenEvent, SamplingParams, StepRecord, TokenOut
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 def command(
     target: o.Target = "smollm2",
     draft: o.Draft = "auto",
+    draft_lora: o.DraftLora = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt, raw text unless --chat.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is stdin.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template.")] = False,
@@ -71,7 +73,8 @@ def command(
         **sampling, **how.settings(), "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
     }
     config = o.engine_config(dtype, threads, max_context, draft_window)
-    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
+    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
+        settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
         mode_name = str(how.resolved_mode(llm.has_draft))
         events = _traced(llm, llm.stream(text, chat=chat, **settings), steps_file, mode_name)
         if json_output:

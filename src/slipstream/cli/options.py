@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from slipstream.cli.ui import Ui
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.errors import RequestError
-from slipstream.types import Gate, Mode, Request
+from slipstream.types import BASE_VARIANT, Gate, Mode, Request
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -35,6 +36,13 @@ DraftWindow = Annotated[
     int | None,
     typer.Option(
         help="Context tokens the drafter sees; 0 is all.", show_default="the drafter's own", rich_help_panel=_MODEL
+    ),
+]
+DraftLora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-lora", metavar="[NAME=]PATH[@SCALE]", rich_help_panel=_MODEL,
+        help="A LoRA adapter for the drafter; may be repeated. The last one drafts; 'base' is the drafter without any.",
     ),
 ]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
@@ -87,16 +95,23 @@ def engine_config(dtype: WeightFormat, threads: int, max_context: int, draft_win
     )
 
 
-def load(ui: Ui, target: str, draft: str, config: EngineConfig) -> LLM:
-    """The engine for a pair, with a progress bar for whatever takes long."""
+def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequence[str] = ()) -> LLM:
+    """The engine for a pair and its adapters, with a progress bar for whatever takes long."""
     with ui.loading() as progress:
         # Imported here: the engine brings torch, which `--help` and bad options must not wait for.
         from slipstream.engine.llm import LLM
 
-        llm = LLM(target, None if draft == "none" else draft, config=config, progress=progress)
+        adapters = [source for source in draft_lora if source != BASE_VARIANT]
+        pair = target, None if draft == "none" else draft
+        llm = LLM(*pair, draft_lora=adapters, config=config, progress=progress)
     if not llm.compiled:
         ui.note(f"Running on {llm.kernels}.")
     return llm
+
+
+def chosen_variant(llm: LLM, draft_lora: Sequence[str]) -> str:
+    """The name of the variant that was asked for last."""
+    return llm.draft_variants[-1] if draft_lora and draft_lora[-1] != BASE_VARIANT else BASE_VARIANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from slipstream.config import EngineConfig, WeightFormat
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.server.model_files import ModelSpec
     from slipstream.server.router import Router
     from slipstream.server.settings import ServerSettings
 
@@ -35,6 +37,20 @@ ModelsFile = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(help="Drafter: like MODEL; 'auto' or 'none'.", show_default="auto", rich_help_panel=_MODELS),
+]
+DraftLora = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]PATH[@SCALE]", rich_help_panel=_MODELS,
+        help="A LoRA adapter as a variant of the drafter (may be given again); requests name it as draft_lora.",
+    ),
+]
+DraftLoraFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", show_default="nowhere", rich_help_panel=_MODELS,
+        help="Let clients add adapters from this folder, and remove variants, while the server runs.",
+    ),
 ]
 Memory = Annotated[
     str | None,
@@ -109,6 +125,8 @@ def command(
     model: ModelName = None,
     models: ModelsFile = None,
     draft: Drafter = None,
+    draft_lora: DraftLora = None,
+    draft_lora_folder: DraftLoraFolder = None,
     mode: o.ModeName = None,
     dtype: o.Dtype = "auto",
     threads: o.Threads = 0,
@@ -131,12 +149,13 @@ def command(
     json_output: JsonLines = False,
 ) -> None:
     """Serve a model, or several, until SIGTERM or Ctrl-C; a second one does not wait for running requests."""
+    from slipstream.server.router import Router
     from slipstream.server.settings import ServerSettings, read_api_keys, read_bytes
 
     settings = ServerSettings(
         host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file, os.environ),
         cors_origins=tuple(cors or ()), max_body_bytes=read_bytes(max_body), timeout_s=timeout, grace_s=grace,
-        log_prompts=log_prompts,
+        log_prompts=log_prompts, draft_lora_folder=draft_lora_folder,
     )
     budget = None if memory is None else read_bytes(memory)
     ui = Ui(json_output)
@@ -144,12 +163,13 @@ def command(
         said: dict[str, object] = {
             "MODEL": model, "--draft": draft, "--mode": mode, "--dtype": dtype != "auto" or None,
             "--threads": threads or None, "--max-context": max_context or None, "--max-sequences": max_sequences,
-            "--max-queue": max_queue,
+            "--max-queue": max_queue, "--draft-lora": draft_lora or None,
         }
         router = _several(models, said, budget, idle)
     else:
         engine = _engine(dtype, threads, max_context, max_sequences, max_queue)
-        router = _single(model or _DEFAULT_MODEL, draft or "auto", mode, engine, budget, idle)
+        spec = _single(model or _DEFAULT_MODEL, draft or "auto", draft_lora or (), mode, engine)
+        router = Router([spec], memory_budget=budget, idle_s=idle or 0.0)
     _serve(ui, settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
 
 
@@ -173,14 +193,12 @@ def _several(models: Path, said: dict[str, object], budget: int | None, idle: fl
 
 
 def _single(
-    target: str, draft: str, mode: str | None, engine: EngineConfig, budget: int | None, idle: float | None
-) -> Router:
+    target: str, draft: str, draft_lora: Sequence[str], mode: str | None, engine: EngineConfig
+) -> ModelSpec:
     from slipstream.server.model_files import ModelSpec
-    from slipstream.server.router import Router
 
     defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}
-    spec = ModelSpec.from_options(target, draft, engine=engine, defaults=defaults)
-    return Router([spec], memory_budget=budget, idle_s=idle or 0.0)
+    return ModelSpec.from_options(target, draft, engine=engine, defaults=defaults, draft_lora=draft_lora)
 
 
 def _serve(

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.types import PolicyStats, RequestStats
+from slipstream.stats import PolicyStats, RequestStats
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools
 from slipstream.cache.prefix import PrefixCache
-from slipstream.cache.sequence import SequenceState
+from slipstream.cache.sequence import PageMemory, SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.proposer import Plan, Proposer
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.scheduler import PrefillChunk, Scheduler, StepPlan, Ticket
 from slipstream.engine.session import Session
+from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
 from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.constraint import Grammars
@@ -29,14 +29,14 @@ from slipstream.speculative.gates import EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import GenEvent, Request, StepRecord, TokenOut
+from slipstream.types import BASE_VARIANT, GenEvent, Request, StepRecord, TokenOut
 
 _MOST_WAITING_ROWS = 64
 _log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """What one step means for one request: the rows that stay, the tokens they lead to and the text to show."""
 
     session: Session
@@ -50,7 +50,7 @@ class Engine:
     """Runs any number of requests, each with its own settings, with one target forward per step."""
 
     def __init__(
-        self, runner: Runner, pools: KvPools, table: PageTable, tokenizer: Tokenizer, config: EngineConfig,
+        self, runner: Runner, pools: PageMemory, table: PageTable, tokenizer: Tokenizer, config: EngineConfig,
         max_context: int, draft_key: str | None, share_generated: bool, measure_costs: Callable[[], CostTable],
     ) -> None:
         self._runner = runner
@@ -104,7 +104,7 @@ class Engine:
         self._sessions[request.id] = Session(ticket, sampler, speculation, self._tokenizer)
 
     def _ticket(self, request: Request) -> Ticket:
-        drafter = self._runner.drafter
+        variant, drafter = self._runner.variants.find(request.draft_lora), self._runner.drafter
         drafting = request.mode.kind != "plain"
         if drafting and drafter is None:
             raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode plain")
@@ -125,12 +125,39 @@ class Engine:
         max_tokens = min(request.max_tokens, room)
         return Ticket(
             request=request,
-            state=SequenceState(self._table, PAGE_TOKENS, self._pools, drafting),
+            state=SequenceState(self._table, PAGE_TOKENS, self._pools, drafting, request.draft_lora),
             positions=len(request.prompt_ids) + max_tokens + max(block, rows),
-            draft_key=self._draft_key if drafting else None,
+            draft_key=self._context_key(variant) if drafting and variant is not None else None,
             width=(request.mode.width or block) if drafting else 1,
             max_tokens=max_tokens,
         )
+
+    def _context_key(self, variant: DraftVariant) -> str:
+        return f"{self._draft_key}{variant.context_key}"
+
+    @property
+    def variants(self) -> list[str]:
+        """The names of the drafter's variants, the drafter itself first."""
+        return self._runner.variants.names
+
+    def check_new_variant(self, name: str) -> None:
+        """Refuses a name that is taken; any thread may ask."""
+        self._runner.variants.check_free(name)
+
+    def add_variant(self, variant: DraftVariant) -> None:
+        self._runner.variants.install(variant)
+
+    def remove_variant(self, name: str) -> None:
+        """Lets a variant go, unless somebody needs it, and everything that only it has made."""
+        tickets = [session.ticket for session in self._sessions.values()]
+        users = sum(ticket.state.drafting and ticket.state.variant == name for ticket in tickets)
+        if users and name != BASE_VARIANT:
+            raise RequestError(f"the draft variant '{name}' is in use (open requests: {users})", "wait or cancel")
+        variants = self._runner.variants
+        gone = variants.remove(name)
+        self.proposer.forget(name)
+        if self.prefix is not None and not variants.makes_context(gone.context_key):
+            self.prefix.forget(self._context_key(gone))
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request at the next step; False if it is not known (any more)."""
@@ -233,14 +260,14 @@ class Engine:
             self._blame(session, error)
             return []
 
-    def _guarded(self, session: Session, outcome: Callable[[], _Outcome]) -> _Outcome:
+    def _guarded(self, session: Session, outcome: Callable[[], Outcome]) -> Outcome:
         """What goes wrong with one request's own tokens ends that request and nobody else's."""
         if session.finish_reason is None:
             try:
                 return outcome()
             except Exception as error:
                 self._blame(session, error)
-        return _Outcome(session, [])
+        return Outcome(session, [])
 
     @staticmethod
     def _blame(session: Session, error: Exception) -> None:
@@ -249,9 +276,13 @@ class Engine:
         with suppress(Exception):  # the text that was held back may be what failed
             session.fail(f"the request failed inside the engine: {type(error).__name__}: {error}")
 
-    def _commit(self, outcomes: list[_Outcome], result: ForwardResult) -> list[GenEvent]:
+    def _commit(self, outcomes: list[Outcome], result: ForwardResult) -> list[GenEvent]:
         """Keeps what was agreed on: draft context first, then every length together, then the text."""
         self._keep_taps(outcomes, result)
+        return self._settle(outcomes)
+
+    def _settle(self, outcomes: list[Outcome]) -> list[GenEvent]:
+        """Moves every sequence on by what it keeps and says so."""
         events = []
         for outcome in outcomes:
             session, ticket = outcome.session, outcome.session.ticket
@@ -266,7 +297,7 @@ class Engine:
                 del self._sessions[ticket.request.id]
         return events
 
-    def _keep_taps(self, outcomes: list[_Outcome], result: ForwardResult) -> None:
+    def _keep_taps(self, outcomes: list[Outcome], result: ForwardResult) -> None:
         """Writes draft context, except for sequences that decode plainly for now: theirs waits until they draft."""
         writing = []
         for item, outcome in enumerate(outcomes):
@@ -281,21 +312,21 @@ class Engine:
             self._runner.hold_taps(result, item, outcome.rows)
         self._runner.write_context(result, writing)
 
-    def _prefill_outcome(self, item: int, chunk: PrefillChunk, result: ForwardResult, chosen: list[int]) -> _Outcome:
+    def _prefill_outcome(self, item: int, chunk: PrefillChunk, result: ForwardResult, chosen: list[int]) -> Outcome:
         session, rows = self._session(chunk.ticket), range(chunk.stop - chunk.start)
         if not chosen:
-            return _Outcome(session, rows)
+            return Outcome(session, rows)
         session.first_token()
         if chosen[0] == NO_TOKEN:
-            return _Outcome(session, rows, text=self._fail(session))
+            return Outcome(session, rows, text=self._fail(session))
         tokens = self._token_outs(session, chosen, 0, result.logits[item], [0])
         _, text = session.absorb(tokens)
-        return _Outcome(session, rows, tokens, text)
+        return Outcome(session, rows, tokens, text)
 
     def _decode_outcome(
         self, item: int, session: Session, plan: Plan, result: ForwardResult, chosen: list[int],
         seconds: tuple[float, float],
-    ) -> _Outcome:
+    ) -> Outcome:
         verdict = accept(plan.proposal, chosen)
         if NO_TOKEN in chosen and session.sampler.failure is None:
             session.ticket.state.spoiled = True
@@ -316,14 +347,14 @@ class Engine:
         if verdict.failed and session.finish_reason is None:
             text += self._fail(session)
         # the anchor's row and those of all new tokens but the last, which is the next anchor (none after a failure)
-        return _Outcome(session, verdict.path[: taken + verdict.failed], tokens[:taken], text, step)
+        return Outcome(session, verdict.path[: taken + verdict.failed], tokens[:taken], text, step)
 
-    def _void_outcome(self, session: Session, plan: Plan) -> _Outcome:
+    def _void_outcome(self, session: Session, plan: Plan) -> Outcome:
         """A drafted row that is no number may have spoiled the others: nothing is kept, the next step runs plain."""
         state = session.ticket.state
         state.clear_ahead(len(plan.proposal.tokens))
         self.proposer.bad_rows(session)
-        return _Outcome(session, [])
+        return Outcome(session, [])
 
     def _fail(self, session: Session) -> str:
         """Ends a request that has no next token; returns the text that was held back."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, overload
 
 import torch
@@ -23,36 +20,27 @@ from slipstream.engine.costing import measure_costs
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import pool_pages
 from slipstream.engine.runner import Runner
+from slipstream.engine.settings import make_request
+from slipstream.engine.variants import DrafterFile, DraftVariant
 from slipstream.errors import RequestError
+from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.kernels.native.library import availability, library
 from slipstream.kernels.native.threads import set_threads
-from slipstream.models.dflash import DFlashDrafter, load_drafter
+from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
+from slipstream.stats import RequestStats
 from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import (
-    MAX_SEED,
-    FinishReason,
-    Gate,
-    GenEvent,
-    Mode,
-    Request,
-    RequestStats,
-    SamplingParams,
-    TokenOut,
-)
+from slipstream.types import FinishReason, GenEvent, Request, TokenOut
 
 Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
-_SAMPLING = tuple(f.name for f in fields(SamplingParams))
-_DIRECT = ("max_tokens", "min_confidence", "share_noise", "cache_prompt", "constraint", "thinking")
-_OTHER = (*_DIRECT, "stop", "mode", "gate", "ignore_eos")
 
 
 @dataclass(slots=True)
@@ -73,6 +61,8 @@ class LLM:
 
     >>> llm = LLM("smollm2")
     >>> llm.generate("The capital of France is", max_tokens=8).text
+
+    Each `draft_lora` is an adapter for the drafter, [NAME=]PATH[@SCALE]; a request names the one that drafts for it.
     """
 
     def __init__(
@@ -80,6 +70,7 @@ class LLM:
         target: str = "smollm2",
         draft: str | None = "auto",
         *,
+        draft_lora: Sequence[str] = (),
         config: EngineConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -95,23 +86,28 @@ class LLM:
             torch.set_num_threads(1)
         self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
         self._progress = progress
-        self._drafter = self._load_drafter(target, draft, progress)
+        self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
         self._engine = self._build_engine()
         self._ids = itertools.count()
         self._inbox: dict[str, deque[GenEvent]] = {}
+        for source in draft_lora:
+            self.add_draft_lora(source)
 
-    def _load_drafter(self, target: str, draft: str | None, progress: Progress | None) -> DFlashDrafter | None:
+    def _load_drafter(self, target: str, draft: str | None, progress: Progress | None) -> DrafterFile | None:
         wanted = pair_draft(target) if draft == "auto" else draft
         self.draft_label: str | None = None
         if wanted is None or wanted == "none":
             return None
         source = resolve(wanted, progress=progress)
-        drafter = load_drafter(source.path, self._draft_format(), progress)
-        check_pair(self._target.config, drafter)
+        file = DrafterFile(source.path, self._draft_format(), progress)
+        check_pair(self._target.config, file.base)
         self.draft_label = source.label
-        self._draft_key = _fingerprint(source.path)
-        return drafter
+        return file
+
+    @property
+    def _drafter(self) -> DFlashDrafter | None:
+        return self._draft_file.base if self._draft_file is not None else None
 
     def _draft_format(self) -> WeightFormat:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
@@ -128,15 +124,16 @@ class LLM:
         target_pool, draft_pool = self._pool_shapes()
         per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
         pages = pool_pages(self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token)
-        pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
-        block_drafter = None
-        if self._drafter is not None:
-            block_drafter = BlockDrafter(self._target, self._drafter, pools, PAGE_TOKENS, self.draft_window)
+        self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
+        blocks = self._in_blocks(self._drafter) if self._drafter is not None else None
         return Engine(
-            Runner(self._target, pools, PAGE_TOKENS, block_drafter), pools, PageTable(pages), self.tokenizer,
-            self.config, self.max_context, self._draft_key if self._drafter else None, self.exact,
+            Runner(self._target, self._pools, PAGE_TOKENS, blocks), self._pools, PageTable(pages), self.tokenizer,
+            self.config, self.max_context, self._draft_file.key if self._draft_file else None, self.exact,
             self._measure_costs,
         )
+
+    def _in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
+        return BlockDrafter(self._target, drafter, self._pools, PAGE_TOKENS, self.draft_window)
 
     def _measure_costs(self) -> CostTable:
         assert self._drafter is not None, "only speculation asks for costs"
@@ -157,6 +154,32 @@ class LLM:
     @property
     def has_draft(self) -> bool:
         return self._drafter is not None
+
+    @property
+    def draft_variants(self) -> list[str]:
+        """What a request's `draft_lora` may name: the drafter itself, then its adapters; empty without a drafter."""
+        return self._engine.variants
+
+    def add_draft_lora(self, source: str) -> str:
+        """Loads and installs an adapter given as [NAME=]PATH[@SCALE]; returns the name requests call it by."""
+        return self.install_draft_lora(self.load_draft_lora(source))
+
+    def load_draft_lora(self, source: str) -> DraftVariant:
+        """The slow part of adding an adapter, for any thread: requests go on meanwhile."""
+        if self._draft_file is None:
+            raise RequestError("without a drafter there is nothing to adapt", "load one with --draft")
+        parsed = parse_source(source)
+        self._engine.check_new_variant(parsed.name)
+        return self._draft_file.variant(parsed, self._in_blocks, self._progress)
+
+    def install_draft_lora(self, variant: DraftVariant) -> str:
+        """Lets requests use a loaded variant by its name; only the thread that steps the engine may do this."""
+        self._engine.add_variant(variant)
+        return variant.name
+
+    def remove_draft_lora(self, name: str) -> None:
+        """Forgets a variant that no open request drafts with; only the thread that steps the engine may do this."""
+        self._engine.remove_variant(name)
 
     @property
     def expected_tau(self) -> dict[str, float]:
@@ -305,27 +328,8 @@ class LLM:
 
     def request(self, prompt_ids: Sequence[int], **settings: object) -> Request:
         """A request from keyword settings; an unknown or impossible setting is refused."""
-        unknown = [name for name in settings if name not in (*_SAMPLING, *_OTHER)]
-        if unknown:
-            raise RequestError(f"unknown setting '{unknown[0]}'", f"known: {', '.join((*_SAMPLING, *_OTHER))}")
-        sampling = {name: settings[name] for name in _SAMPLING if name in settings}
-        if sampling.get("seed") is None:
-            sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
-        if "logit_bias" in sampling:
-            sampling["logit_bias"] = _bias(sampling["logit_bias"])
-        mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), self.has_draft)
-        stop = settings.get("stop", ())
-        base = Request(
-            id=f"request-{next(self._ids)}",
-            prompt_ids=tuple(prompt_ids),
-            sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
-            mode=mode,
-            gate=gate,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),  # type: ignore[arg-type]
-            stop_token_ids=frozenset() if settings.get("ignore_eos") else self.tokenizer.eos_ids,
-        )
-        rest = {name: settings[name] for name in _DIRECT if name in settings}
-        request = replace(base, **rest)  # type: ignore[arg-type]
+        name = f"request-{next(self._ids)}"
+        request = make_request(name, prompt_ids, settings, self.tokenizer.eos_ids, self.has_draft)
         if request.constraint is not None:
             # compiled here and now: the thread that steps the engine has better things to do
             self._engine.grammars.prepare(request.constraint, request.thinking)
@@ -333,7 +337,7 @@ class LLM:
 
     def close(self) -> None:
         """Drops models and caches; the object cannot be used afterwards."""
-        del self._engine, self._target, self._drafter
+        del self._engine, self._target, self._draft_file, self._pools
 
     def __enter__(self) -> LLM:
         return self
@@ -390,30 +394,3 @@ def _collect(completion: Completion, event: GenEvent) -> None:
     completion.error = event.error
     if event.stats is not None:
         completion.stats = event.stats
-
-
-def _bias(given: object) -> tuple[tuple[int, float], ...]:
-    """What is added to which tokens' logits, from a mapping as APIs have it or from pairs."""
-    try:
-        pairs = given.items() if isinstance(given, Mapping) else given or ()
-        return tuple(sorted((int(token), float(value)) for token, value in pairs))  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise RequestError(f"logit_bias is {given}", "give a number for each of some token ids") from None
-
-
-def _mode_and_gate(mode: object, gate: object, has_draft: bool) -> tuple[Mode, Gate]:
-    """What was asked for; an unnamed mode is the best the pair can do, an unnamed gate leaves a named mode alone."""
-    asked = None if gate is None else Gate.parse(str(gate))
-    if mode is not None:
-        chosen = Mode.parse(str(mode))
-    elif not has_draft:
-        chosen = Mode("plain")
-    else:
-        chosen = Mode("auto" if asked is None or asked.kind == "auto" else "chain")
-    return chosen, asked or Gate("auto" if chosen.kind == "auto" else "off")
-
-
-def _fingerprint(path: Path) -> str:
-    """Names the weights behind a draft context, so that another drafter never reads it."""
-    stat = path.stat()
-    return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]

@@ -17,7 +17,8 @@ from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
 from slipstream.speculative.tree import Growth
-from slipstream.types import Decision, Proposal, Verdict
+from slipstream.stats import Decision
+from slipstream.types import Proposal, Verdict
 
 _HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
 AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
@@ -49,6 +50,10 @@ class Proposer:
             self._policy = Policy(self._measure_costs())
         return self._policy
 
+    def forget(self, variant: str) -> None:
+        if self._policy is not None:
+            self._policy.forget(variant)
+
     def speculation(self, ticket: Ticket) -> Speculation:
         """The state a new request speculates with."""
         request, drafter = ticket.request, self._runner.drafter
@@ -57,7 +62,9 @@ class Proposer:
         rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or drafter.proposals + 1
         if request.gate.kind == "auto":
             sampled = not request.sampling.greedy
-            policy = self.policy.sequence(request.mode, request.gate, drafter.proposals, sampled)
+            policy = self.policy.sequence(
+                request.mode, request.gate, drafter.proposals, sampled, ticket.state.variant
+            )
             return Speculation(ticket, rows, policy)
         if request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
@@ -69,7 +76,7 @@ class Proposer:
         began = time.perf_counter()
         if self._resting(sessions):
             return [_undrafted(session) for session in sessions], time.perf_counter() - began
-        slots = self._slots(sessions)
+        slots = self.slots(sessions)
         wanting = [index for index, count in enumerate(slots) if count]
         drafts: list[BlockDrafts | None] = [None] * len(sessions)
         jobs = [self._job(sessions[index], slots[index]) for index in wanting]
@@ -93,7 +100,7 @@ class Proposer:
                 self._bad_draft(session, "the drafter's head gives numbers that are not finite; nothing follows there")
         spent = time.perf_counter() - began
         if jobs and self._policy is not None:
-            # growing and choosing are part of what a draft costs
+            # growing and choosing are part of what a draft costs, and so is a pass for every variant in the step
             self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent * 1e3)
         return plans, spent
 
@@ -108,7 +115,7 @@ class Proposer:
             session.speculation.distrust = False
         return True
 
-    def _slots(self, sessions: Sequence[Session]) -> list[int]:
+    def slots(self, sessions: Sequence[Session]) -> list[int]:
         """How many positions to draft for each sequence; 0 is none."""
         slots, views, places = [], [], []
         fixed, fixed_rows = [], 0
@@ -221,7 +228,7 @@ class Proposer:
         for session, plan, tokens in zip(sessions, plans, committed, strict=True):
             promised = plan.decision.expected_tokens
             if session.speculation.policy is not None and plan.proposal.nodes and promised is not None:
-                self._policy.keep(promised, tokens, not session.greedy)
+                self._policy.keep(session.speculation.policy, promised, tokens)
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
                 plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
                 step_ms = (draft_s + step_s) * 1e3

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
+from slipstream.engine.variants import DraftVariants
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, RowPlaces, make_group, make_tree_group
 from slipstream.models.decoder import Decoder
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter, DraftJob
-from slipstream.types import Proposal
+from slipstream.types import BASE_VARIANT, Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,25 @@ class Runner:
 
     def __init__(self, target: Decoder, pools: KvPools, page_tokens: int, drafter: BlockDrafter | None) -> None:
         self.target = target
-        self.drafter = drafter
+        self.variants = DraftVariants(drafter)
         self._pools = pools
         self._page_tokens = page_tokens
 
+    @property
+    def drafter(self) -> BlockDrafter | None:
+        """The drafter without an adapter; its variants have the same shape."""
+        base = self.variants.find(BASE_VARIANT)
+        return base.blocks if base is not None else None
+
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
-        if not jobs or self.drafter is None:
-            return []
+        """What each job's block offers, in one pass per variant."""
         self.write_waiting([job.state for job in jobs])
-        return self.drafter.draft(jobs)
+        drafts: list[BlockDrafts | None] = [None] * len(jobs)
+        for name, places in _by_variant([job.state for job in jobs]).items():
+            found = self.variants[name].blocks.draft([jobs[place] for place in places])
+            for place, block in zip(places, found, strict=True):
+                drafts[place] = block
+        return drafts
 
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
         """One pass of the target over all rows of all sequences."""
@@ -82,10 +93,12 @@ class Runner:
 
     def write_context(self, result: ForwardResult, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the draft context of kept rows, given as (work item, its rows in order), at consecutive positions."""
-        rows = [result.starts[item] + row for item, chosen in kept for row in chosen]
-        if rows and result.taps is not None:
-            spans = [(result.works[item].state, result.works[item].start, len(chosen)) for item, chosen in kept]
-            self._write(_rows(result.taps, rows), spans)
+        for name, places in _by_variant([result.works[item].state for item, _ in kept]).items():
+            group = [kept[place] for place in places]
+            rows = [result.starts[item] + row for item, chosen in group for row in chosen]
+            if rows and result.taps is not None:
+                spans = [(result.works[item].state, result.works[item].start, len(chosen)) for item, chosen in group]
+                self._write(name, _rows(result.taps, rows), spans)
 
     def hold_taps(self, result: ForwardResult, item: int, rows: Sequence[int]) -> None:
         """Keeps the taps of rows whose sequence is not drafting now: written together they cost a fraction."""
@@ -96,15 +109,15 @@ class Runner:
     def write_waiting(self, states: Sequence[SequenceState]) -> None:
         """Turns taps that were held into draft context."""
         held = [(state, start, cast(Tensor, taps)) for state in states for start, taps in state.waiting]
-        if held:
-            self._write(torch.cat([taps for _, _, taps in held]), [(s, start, len(taps)) for s, start, taps in held])
-            for state in states:
-                state.waiting.clear()
+        for name, places in _by_variant([state for state, _, _ in held]).items():
+            group = [held[place] for place in places]
+            spans = [(state, start, len(taps)) for state, start, taps in group]
+            self._write(name, torch.cat([taps for _, _, taps in group]), spans)
+        for state in states:
+            state.waiting.clear()
 
-    def _write(self, taps: Tensor, spans: Sequence[tuple[SequenceState, int, int]]) -> None:
+    def _write(self, variant: str, taps: Tensor, spans: Sequence[tuple[SequenceState, int, int]]) -> None:
         """Draft context for taps that stand one after the other for (sequence, first position, rows)."""
-        if self.drafter is None:
-            return
         positions: list[int] = []
         places: list[tuple[int, int]] = []
         for state, start, count in spans:
@@ -112,7 +125,7 @@ class Runner:
             positions += span
             places += [state.place(position) for position in span]
         pages, offsets = zip(*places, strict=True)
-        self.drafter.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
+        self.variants[variant].blocks.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
 
     @staticmethod
     def _taps_wanted(works: Sequence[RowWork]) -> bool:
@@ -141,6 +154,14 @@ class Runner:
         if work.proposal is not None and work.branching:
             return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, pattern)
         return make_group(row_start, range(work.start, work.start + work.rows), pages, size, pattern)
+
+
+def _by_variant(states: Sequence[SequenceState]) -> dict[str, list[int]]:
+    """The places of sequences in a list, by the variant of the drafter they use."""
+    groups: dict[str, list[int]] = {}
+    for place, state in enumerate(states):
+        groups.setdefault(state.variant, []).append(place)
+    return groups
 
 
 def _rows(taps: Tensor, rows: Sequence[int]) -> Tensor:

@@ -11,10 +11,11 @@ from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.novel import novel_steps
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
+from slipstream.stats import RequestStats
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, RequestStats, StepRecord, TokenOut
+from slipstream.types import FinishReason, GenEvent, StepRecord, TokenOut
 
 
 @dataclass(slots=True)
@@ -43,7 +44,10 @@ class Session:
         self.ticket = ticket
         self.sampler = sampler
         self.speculation = speculation
-        self.stats = RequestStats(prompt_tokens=len(ticket.request.prompt_ids))
+        self.stats = RequestStats(
+            prompt_tokens=len(ticket.request.prompt_ids),
+            draft_lora=ticket.state.variant if ticket.state.drafting else None,
+        )
         self.finish_reason: FinishReason | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopMatcher(ticket.request.stop)

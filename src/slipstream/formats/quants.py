@@ -1,5 +1,7 @@
 """Turning stored bytes into float32: plain number types ourselves, block quants through the gguf package.
 
+That package is only imported for them: a GPU reads blocks as they are, and its machine may do without.
+
 Everything here works on rows of raw bytes, so that callers decide how much is unpacked at a time.
 """
 
@@ -7,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from slipstream.errors import FormatError
@@ -21,7 +21,14 @@ Q4_BLOCK = 32
 Q4_TYPES = ("Q4_0", "Q4_1")
 # ggml's type number -> (name, elements per block, bytes per block)
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }
 # Plain types share one table: both formats use these names for the same bytes.
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
@@ -43,9 +50,13 @@ def decode_rows(raw: Bytes, type_name: str) -> Floats:
     if type_name == "F8_E5M2":
         return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     try:
+        import gguf
+    except ImportError:
+        raise FormatError(f"tensors of type {type_name} need the gguf package", "pip install gguf") from None
+    try:
         # Damaged scales may be NaN or infinite; the numbers pass through, numpy need not announce each.
         with np.errstate(all="ignore"):
-            return gguf.quants.dequantize(raw, GGMLQuantizationType[type_name])
+            return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
     except (KeyError, NotImplementedError):
         raise FormatError(f"tensors of type {type_name} cannot be read", "convert the file to another type") from None
 

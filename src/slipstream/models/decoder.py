@@ -73,7 +73,7 @@ class Decoder:
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
         self._head_source = weights.source(head, (config.vocab_size, config.hidden_size))
         # int4 products come out in bf16, too coarse to rank a vocabulary by
-        self.head = weights.matrix([self._head_source], "int8" if weights.weight_format == "int4" else None)
+        self.head = weights.head(self._head_source, "int8" if weights.weight_format == "int4" else None)
         self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
         self.rotary = RotaryTable(config.rope)
         self._native = native_stack(config, self.layers, self.norm)

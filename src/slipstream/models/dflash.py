@@ -26,6 +26,7 @@ from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Progress, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
+LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # the same keys under either name
 
 
 class DFlashDrafter:
@@ -53,6 +54,8 @@ class DFlashDrafter:
             self._load_convolutions(weights)
         self.norm = weights.vector("norm.weight", config.hidden_size)
         self.context_kv = weights.matrix([layer.projections[name] for layer in self.layers for name in ("k", "v")])
+        for layer in self.layers:
+            layer.projections.clear()  # packed by now, and an adapter's merged tensors would stay in memory
         biases = [layer.biases[name] for layer in self.layers for name in ("k", "v") if layer.biases]
         self.context_bias = torch.cat(biases) if biases else None
         self.context_k_norm = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])[:, None]
@@ -61,7 +64,7 @@ class DFlashDrafter:
             if weights.has("embed_tokens.weight") else None
         )
         self.head: Matrix | None = (
-            weights.matrix([weights.source("lm_head.weight", (config.vocab_size, config.hidden_size))])
+            weights.head(weights.source("lm_head.weight", (config.vocab_size, config.hidden_size)))
             if weights.has("lm_head.weight") else None
         )
         self.heads = DraftHeads.load(weights, config)
@@ -159,8 +162,8 @@ def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
     if config is not None:
         return dflash_config.read_hf(config, path.name, shapes_in(file))
     arch, metadata = file.metadata.get("general.architecture"), file.metadata
-    if arch == LUCEBOX_ARCH:
-        metadata = dflash_config.llama_cpp_keys(metadata, LUCEBOX_ARCH)
+    if arch in LUCEBOX_ARCHS:
+        metadata = dflash_config.llama_cpp_keys(metadata, str(arch))
     elif arch != "dflash":
         raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
     return dflash_config.read_gguf(metadata, file.path.name, None, shapes_in(file))

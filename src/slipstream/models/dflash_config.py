@@ -292,10 +292,15 @@ def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf
 
 
 def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:
+    """Window and causality of each layer; `attention.causal` speaks for all of them, whatever their window."""
+    causal = "dflash.attention.causal"
+    forced = reader.boolean(causal) if reader.has(causal) else None
     if not reader.has("dflash.attention.sliding_window"):
-        return (AttentionPattern(0, causal=False),) * layers
+        return (AttentionPattern(0, bool(forced)),) * layers
     window = reader.integer("dflash.attention.sliding_window", least=0)
     flags = reader.values.get("dflash.attention.sliding_window_pattern", [window > 0] * layers)
     if not isinstance(flags, list) or len(flags) != layers:
         raise ConfigError(f"{reader.label}: dflash.attention.sliding_window_pattern must have {layers} entries")
-    return tuple(AttentionPattern(window if flag else 0, causal=bool(flag)) for flag in flags)
+    return tuple(
+        AttentionPattern(window if flag else 0, bool(flag) if forced is None else forced) for flag in flags
+    )

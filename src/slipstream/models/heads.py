@@ -73,8 +73,8 @@ class MarkovHead:
     def __init__(self, weights: Weights, config: DFlashConfig) -> None:
         rank, hidden = config.parts.markov_rank, config.hidden_size
         self.kind = config.parts.markov_head_type
-        self.embedding = TokenRows(weights.source("markov_head.markov_w1.weight", (config.vocab_size, rank)))
-        self.output = TokenRows(weights.source("markov_head.markov_w2.weight", (config.vocab_size, rank)))
+        self.embedding = _token_rows(weights, "markov_head.markov_w1.weight", (config.vocab_size, rank))
+        self.output = _token_rows(weights, "markov_head.markov_w2.weight", (config.vocab_size, rank))
         self.rank = rank
         self.vocabulary = config.vocab_size
         if self.kind == "gated":
@@ -146,8 +146,8 @@ class CandidateSelector:
 
     def __init__(self, weights: Weights, config: DFlashConfig) -> None:
         rank, table = config.parts.selector_rank, (config.vocab_size, config.parts.selector_rank)
-        self.predecessors = TokenRows(weights.source("candidate_selector.predecessor_codebook.weight", table))
-        self._successors = TokenRows(weights.source("candidate_selector.successor_codebook.weight", table))
+        self.predecessors = _token_rows(weights, "candidate_selector.predecessor_codebook.weight", table)
+        self._successors = _token_rows(weights, "candidate_selector.successor_codebook.weight", table)
         name = "candidate_selector.hidden_projection.weight"
         self._projection = weights.source(name, (rank, config.hidden_size)).dense()
 
@@ -274,6 +274,11 @@ def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> Hea
 
 def _on_host(hidden: Tensor) -> Tensor:
     return hidden.detach().to("cpu", torch.float32)
+
+
+def _token_rows(weights: Weights, name: str, shape: tuple[int, int]) -> TokenRows:
+    source = weights.source(name, shape)
+    return weights.part("rows", [source], lambda: TokenRows(source))
 
 
 def _linear(weights: Weights, name: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:

@@ -10,19 +10,18 @@ import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
 from slipstream.formats.layout import TensorEntry
+from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
 from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor
 from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
-from slipstream.models.weights import FLOAT_TYPES, Progress
-
-StoredType = Literal["F32", "BF16"]
+from slipstream.models.weights import Progress
 
 # Everything in a drafter that multiplies or looks up; norms, kernels and biases have no low rank to speak of.
 _LAYER_MATRICES = (
@@ -119,13 +118,11 @@ def fit_adapter(adapter: AdapterFile, file: WeightFile) -> Adapter:
     return Adapter(adapter.source.name, adapter.source.scale, adapter.fingerprint, changes)
 
 
-def merged_weights(
-    file: WeightFile, adapter: Adapter, quantised_as: StoredType = "BF16", progress: Progress | None = None
-) -> MergedWeights:
+def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None = None) -> MergedWeights:
     """The drafter's file with an adapter merged in.
 
-    Float tensors keep their type, quantised ones become `quantised_as`. A pair that adds nothing leaves its matrix as
-    it is, to the bit.
+    Tensors keep their type: a drafter's passes stay as fast, and drafts as good. A pair that adds nothing leaves its
+    matrix as it is, to the bit.
     """
     names, shapes = names_in(file), _matrices(file)
     merged: dict[str, tuple[TensorEntry, mmap.mmap]] = {}
@@ -136,8 +133,7 @@ def merged_weights(
         source = file.tensor(names(name))
         down, up = change.down.dense(), change.up.dense()
         if change.factor and down.any() and up.any():
-            kind = source.type_name if source.type_name in FLOAT_TYPES else quantised_as
-            merged[source.name] = _merge(source, kind, change.factor, up, down, adapter.name)
+            merged[source.name] = _merge(source, _kind(source), change.factor, up, down, adapter.name)
         if progress is not None:
             progress(f"merging {adapter.name}", done, len(adapter.changes))
     return MergedWeights(file, merged)
@@ -197,25 +193,31 @@ def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
         )
 
 
+def _kind(source: WeightTensor) -> str:
+    """The type of a merged tensor: 16 bits where its own is one that nobody here can write."""
+    return source.type_name if source.type_name in ENCODABLE else "BF16"
+
+
 def _merge(
     source: WeightTensor, kind: str, factor: float, up: Tensor, down: Tensor, label: str
 ) -> tuple[TensorEntry, mmap.mmap]:
     """One merged tensor in memory of its own, made a few rows at a time and shaped like one that lies in a file."""
-    dtype, (rows, width) = FLOAT_TYPES[kind], (up.shape[0], down.shape[1])
-    item = dtype.itemsize
-    memory = mmap.mmap(-1, rows * width * item)
-    out = torch.frombuffer(memory, dtype=dtype).view(rows, width)
+    rows, width = up.shape[0], down.shape[1]
+    block, item = BLOCK_SIZES[kind]
+    size = rows * width // block * item
+    memory = mmap.mmap(-1, size)
+    out = np.frombuffer(memory, np.uint8).reshape(rows, -1)
     step = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         flat = len(source.shape) == 1
         weight = source.dense()[None] if flat else source.rows(torch.arange(start, stop)).dense()
-        stored = (weight + factor * (up[start:stop] @ down)).to(dtype)
         if not bool(weight.isfinite().all()):
             raise FormatError(f"the drafter's tensor '{source.name}' holds NaN or infinity", "fetch the drafter again")
-        if not bool(stored.isfinite().all()):
+        try:
+            out[start:stop] = encode_rows((weight + factor * (up[start:stop] @ down)).numpy(), kind)
+        except FormatError:
             raise FormatError(
                 f"tensor '{source.name}' overflows {kind} with the adapter {label} merged in", "use a smaller scale"
-            )
-        out[start:stop] = stored
-    return TensorEntry(source.name, kind, source.shape, 1, item, 0, rows * width * item), memory
+            ) from None
+    return TensorEntry(source.name, kind, source.shape, block, item, 0, size), memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from slipstream.kernels.native.matrix import RowTable
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Progress = Callable[[str, int, int], None]
+BuiltParts = dict[tuple[str, ...], object]  # what became of a file's tensors, by the form it has and their names
+_Part = TypeVar("_Part")
 
 
 def keep_name(name: str) -> str:
@@ -50,7 +53,10 @@ class Weights:
         file_name: Callable[[str], str] = keep_name,
         progress: Progress | None = None,
         rough: bool = False,
+        parts: BuiltParts | None = None,
+        changed: Collection[str] = (),
     ) -> None:
+        """Variants of a model give each other `parts`; `changed` names the tensors that are this variant's own."""
         self.file = file
         self.weight_format = weight_format
         self._rough = rough  # matrices need not be exact to the last bit
@@ -58,6 +64,8 @@ class Weights:
         self.row_products = 0  # products with weights that every row takes
         self._file_name = file_name
         self._progress = progress
+        self._parts = parts
+        self._changed = changed
         self._taken: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -84,14 +92,30 @@ class Weights:
         return self.vector(name, size) if self.has(name) else None
 
     def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
-        return Embedding(self.source(name, (vocab, hidden)))
+        source = self.source(name, (vocab, hidden))
+        return self.part("embedding", [source], lambda: Embedding(source))
+
+    def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], _Part]) -> _Part:
+        """What `make` builds of these tensors, or what another variant has built of the very same ones."""
+        if self._parts is None or any(source.name in self._changed for source in sources):
+            return make()
+        key = (form, *(source.name for source in sources))
+        if key not in self._parts:
+            self._parts[key] = make()
+        return cast(_Part, self._parts[key])
 
     def matrix(self, sources: Sequence[WeightTensor], weight_format: WeightFormat | None = None) -> Matrix:
         """Stacks tensors along the outputs into one matrix."""
-        matrix = make_matrix(list(sources), weight_format or self.weight_format, self._rough)
+        chosen = weight_format or self.weight_format
+        form = f"matrix {chosen}{' rough' if self._rough else ''}"
+        matrix = self.part(form, sources, lambda: make_matrix(list(sources), chosen, self._rough))
         self.step_bytes += matrix.nbytes
         self.row_products += matrix.out_features * matrix.in_features
         return matrix
+
+    def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
+        """A matrix whose products rank a vocabulary."""
+        return self.matrix([source], weight_format)
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Fails when the file holds tensors this model does not know: something would silently not be computed."""

@@ -13,6 +13,7 @@ from slipstream.server.generation import DeadlineError, Generation, start
 from slipstream.server.jobs import Answer, Job
 from slipstream.server.reporting import finished
 from slipstream.server.state import ServerState
+from slipstream.types import BASE_VARIANT
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -56,6 +57,7 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
         raise DeadlineError("the request's time was up before its model was loaded", "allow more time") from None
     try:
         _check_length(job, lease.llm, _LENGTH_FIELDS.get(api, "max_tokens"))
+        _check_variant(job, lease.llm)
     except ApiError:
         lease.release()
         raise
@@ -79,4 +81,15 @@ def _check_length(job: Job, llm: LLM, field: str) -> None:
         raise ApiError(
             400, f"{field} is {asked}, but the context holds {llm.max_context} tokens", "ask for fewer", param=field,
             code="context_length_exceeded",
+        )
+
+
+def _check_variant(job: Job, llm: LLM) -> None:
+    """The engine would refuse it as well, but without the name of the field."""
+    asked, known = job.settings.get("draft_lora"), llm.draft_variants
+    if asked is not None and asked not in (BASE_VARIANT, *known):
+        raise ApiError(
+            400, f"unknown draft variant '{asked}'",
+            f"known: {', '.join(known)}" if known else "this model has no drafter to have variants",
+            param="draft_lora", code="draft_lora_not_found",
         )

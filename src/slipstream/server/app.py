@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 
 from slipstream.server import (
     anthropic_api,
+    draft_lora_api,
     errors_http,
     openai_chat,
     openai_completions,
@@ -28,7 +29,7 @@ from slipstream.version import __version__
 Hook = Callable[[], Awaitable[None]]
 _APIS: tuple[Callable[[ServerState], APIRouter], ...] = (
     openai_chat.routes, openai_completions.routes, responses_api.routes, anthropic_api.routes, text_api.routes,
-    status_api.routes, web_api.routes,
+    status_api.routes, draft_lora_api.routes, web_api.routes,
 )
 _ABOUT = (
     "Chat, completions, responses and messages as OpenAI's and Anthropic's clients know them. Every answer carries "

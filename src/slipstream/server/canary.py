@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slipstream.types import Request, RequestStats
+from slipstream.stats import RequestStats
+from slipstream.types import BASE_VARIANT, Request
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -208,13 +209,16 @@ def is_telling(request: Request) -> bool:
     """Whether a request's acceptance says anything about the drafter.
 
     Biases, penalties, grammars and forced tokens change the target's choice behind the drafter's back, above
-    temperature 1 no drafter can guess well, and without shared noise sampled tokens are guessed by luck.
+    temperature 1 no drafter can guess well, and without shared noise sampled tokens are guessed by luck. An adapted
+    variant is another drafter, which promised nothing.
     """
     steered = (
         request.sampling.penalised or bool(request.sampling.logit_bias) or request.constraint is not None
         or (request.thinking is not None and request.thinking.budget is not None)
     )
-    return not steered and request.sampling.temperature <= 1 and (request.sampling.greedy or request.share_noise)
+    sampling = request.sampling
+    guessable = sampling.temperature <= 1 and (sampling.greedy or request.share_noise)
+    return guessable and not steered and request.draft_lora == BASE_VARIANT
 
 
 def _lost(stats: RequestStats) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from slipstream.errors import RequestError
 from slipstream.server.errors_http import ApiError, refuse
-from slipstream.server.openai_schemas import MAX_TOKENS, Speculative, Strict
+from slipstream.server.openai_schemas import MAX_TOKENS, DraftLora, Speculative, Strict
 from slipstream.types import MAX_SEED
 
 
@@ -22,6 +22,7 @@ class Extensions(Strict):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Extension")
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
+    draft_lora: DraftLora | None = None
     priority: int | None = Field(default=None, ge=-100, le=100, description="Extension: larger goes first")
     timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
@@ -33,7 +34,7 @@ class Extensions(Strict):
         """What was said, as settings of an engine's request."""
         names = (
             "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "cache_prompt", "top_k",
-            "temperature", "top_p",
+            "temperature", "top_p", "draft_lora",
         )
         said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.speculative is not None:

@@ -18,9 +18,10 @@ from slipstream.server.formats import constraint_of
 from slipstream.server.jobs import Answer, Delta, Job, ToolCall
 from slipstream.server.parsing import Piece, Splitter
 from slipstream.server.prompts import Prompt, build_prompt
+from slipstream.stats import RequestStats
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, Request, RequestStats, StepRecord, Thinking, TokenOut
+from slipstream.types import FinishReason, GenEvent, Request, StepRecord, Thinking, TokenOut
 
 if TYPE_CHECKING:
     from slipstream.server.router import Lease

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slipstream.types import FinishReason, RequestStats, StepRecord, TokenOut
+from slipstream.stats import RequestStats
+from slipstream.types import FinishReason, StepRecord, TokenOut
 
 JsonObject = Mapping[str, Any]
 
@@ -42,7 +43,8 @@ class OutputFormat:
 class Job:
     """One generation as somebody asked for it: a conversation, or raw text or tokens to go on from.
 
-    `settings` are keywords of `LLM.request`: sampling, max_tokens, stop, seed, mode, gate, logit_bias, cache_prompt.
+    `settings` are keywords of `LLM.request`: sampling, max_tokens, stop, seed, mode, gate, draft_lora,
+    logit_bias, cache_prompt.
     """
 
     model: str
@@ -118,4 +120,5 @@ class Answer:
             "accepted_per_position": per_position,
             "mode": self.mode,
             "draft": self.draft,
+            "draft_lora": stats.draft_lora,
         }

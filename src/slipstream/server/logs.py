@@ -111,8 +111,9 @@ def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
         before = line.get(name)
         line[name] = (before if isinstance(before, int) else 0) + count
     line.update(
-        model=answer.model, mode=answer.mode, outcome=answer.finish_reason or "unfinished",
-        ttft_ms=round(stats.ttft_ms, 1), error=answer.error or line.get("error"),
+        model=answer.model, mode=answer.mode, draft_lora=stats.draft_lora,
+        outcome=answer.finish_reason or "unfinished", ttft_ms=round(stats.ttft_ms, 1),
+        error=answer.error or line.get("error"),
     )
     if with_text:
         asked = [dict(message) for message in job.messages] if job.messages is not None else job.prompt

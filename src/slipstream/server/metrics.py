@@ -6,6 +6,7 @@ asks. Every app has a registry of its own, so that several can live in one proce
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,7 +15,7 @@ from prometheus_client.process_collector import ProcessCollector
 from slipstream.server.canary import CanaryBoard, CanaryRules
 from slipstream.server.gauges import Gauges
 from slipstream.server.jobs import Answer
-from slipstream.types import RequestStats
+from slipstream.stats import RequestStats
 
 if TYPE_CHECKING:
     from slipstream.server.router import Router
@@ -51,9 +52,10 @@ class Metrics:
         self._hits = counter("prefix_cache_hits", "Requests that found part of their prompt in the cache", "model")
         self._generated = counter("generated_tokens", "Tokens generated", "model")
         self._steps = counter("steps", "Decoding steps of all requests", "model")
-        self._drafted_steps = counter("drafted_steps", "Decoding steps that verified a draft", "model")
-        self._drafted = counter("drafted_tokens", "Tokens drafted and verified", "model")
-        self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted", "model")
+        variant = ("model", "draft_lora")
+        self._drafted_steps = counter("drafted_steps", "Decoding steps that verified a draft", *variant)
+        self._drafted = counter("drafted_tokens", "Tokens drafted and verified", *variant)
+        self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted", *variant)
         self._verified_at = counter("verified_at_position", "Steps that drafted this deep", "model", "position")
         self._accepted_at = counter("accepted_at_position", "Steps that accepted this deep", "model", "position")
         self._bad_drafts = counter("bad_drafts", "Drafts thrown away because they were not finite", "model")
@@ -99,15 +101,22 @@ class Metrics:
 
     def _count_speculation(self, stats: RequestStats, model: str) -> None:
         self._steps.labels(model).inc(stats.steps)
-        self._drafted_steps.labels(model).inc(stats.verified_at[0] if stats.verified_at else 0)
-        self._drafted.labels(model).inc(stats.drafted)
-        self._accepted.labels(model).inc(stats.accepted)
+        if stats.draft_lora is not None:
+            self._drafted_steps.labels(model, stats.draft_lora).inc(stats.verified_at[0] if stats.verified_at else 0)
+            self._drafted.labels(model, stats.draft_lora).inc(stats.drafted)
+            self._accepted.labels(model, stats.draft_lora).inc(stats.accepted)
         self._bad_drafts.labels(model).inc(stats.bad_drafts)
         for slot, (verified, accepted) in enumerate(zip(stats.verified_at, stats.accepted_at, strict=True), start=1):
             self._verified_at.labels(model, str(slot)).inc(verified)
             self._accepted_at.labels(model, str(slot)).inc(accepted)
         for choice, count in stats.policy.choices.items():
             self._choices.labels(model, rounded_choice(choice)).inc(count)
+
+    def forget_variant(self, model: str, name: str) -> None:
+        """A variant is gone: series nobody will add to any more must not pile up."""
+        for counter in (self._drafted_steps, self._drafted, self._accepted):
+            with suppress(KeyError):
+                counter.remove(model, name)
 
     def refused(self, reason: str) -> None:
         """Counts a request that got an error; the reason is one of ours, never text of a client."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.errors import BusyError, SlipstreamError
+from slipstream.formats.adapters import parse_source
 from slipstream.server.model_files import ModelSpec
 from slipstream.server.residency import Resident
+from slipstream.types import BASE_VARIANT
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -65,6 +68,8 @@ class ModelInfo:
     progress: str = ""  # while it is loading
     reason: str = ""  # why it failed
     warning: str = ""
+    draft_variants: tuple[str, ...] = ()  # what requests may name as `draft_lora`
+    adapters: Mapping[str, str] = field(default_factory=dict)  # where those with a name of their own come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,10 @@ class Entry:
     last_used_ms: int = 0
     last_turn: int = 0
     was_loaded: bool = False
+    adapters: dict[str, str] = field(init=False)  # of its drafter: the spec's, with what was added or removed since
+
+    def __post_init__(self) -> None:
+        self.adapters = self.spec.adapters
 
     @property
     def busy(self) -> bool:
@@ -106,6 +115,7 @@ class Lease:
     def __init__(self, entry: Entry, resident: Resident, give_back: Callable[[Entry, Resident], None]) -> None:
         self.name = entry.spec.name
         self.spec = entry.spec
+        self.adapters = entry.adapters  # changes hold for later loads too, unless the entry stands for another by then
         self._entry = entry
         self._resident = resident
         self._give_back = give_back
@@ -136,15 +146,22 @@ class Lease:
 
 def describe_entry(entry: Entry) -> ModelInfo:
     resident, spec = entry.resident, entry.spec
-    gone = resident.missing_file() if resident is not None else None
+    gone = None if resident is None else resident.missing_file() or _missing_adapter(entry)
+    draft = resident.llm.draft_label if resident is not None else spec.draft_in_effect
+    to_come = [BASE_VARIANT, *entry.adapters] if draft is not None else []
     return ModelInfo(
-        name=spec.name, state=entry.state, target=spec.target,
-        draft=resident.llm.draft_label if resident is not None else spec.draft_in_effect, mode=spec.mode_in_effect,
+        name=spec.name, state=entry.state, target=spec.target, draft=draft, mode=spec.mode_in_effect,
         last_used_ms=entry.last_used_ms, created=entry.created, users=resident.users if resident is not None else 0,
         memory_bytes=resident.memory_bytes if resident is not None else 0, progress=entry.progress,
         reason=(f"{entry.reason} ({entry.hint})" if entry.hint else entry.reason) if entry.state == "failed" else "",
         warning="" if gone is None else f"{gone} is gone: it serves from memory and cannot be loaded again",
+        draft_variants=tuple(to_come if resident is None else resident.llm.draft_variants),
+        adapters=dict(entry.adapters),
     )
+
+
+def _missing_adapter(entry: Entry) -> Path | None:
+    return next((path for path in (parse_source(s).path for s in entry.adapters.values()) if not path.exists()), None)
 
 
 def unknown_model(name: str, known: list[str]) -> UnknownModelError:

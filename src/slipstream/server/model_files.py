@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import yaml
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import NAMED_DRAFTS, PAIRS
 from slipstream.server.settings import read_bytes
-from slipstream.types import Gate, Mode, Request, SamplingParams
+from slipstream.types import BASE_VARIANT, Gate, Mode, Request, SamplingParams
 
 ANY = "any"  # what a request calls the model that was used last
 MAX_NAME = 200
@@ -26,10 +27,10 @@ _ENGINE: dict[str, type] = {
 _REQUEST: dict[str, type] = {
     "mode": str, "gate": str, "max_tokens": int, "min_confidence": float, "cache_prompt": bool, "temperature": float,
     "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "presence_penalty": float,
-    "frequency_penalty": float, "seed": int, "stop": list,
+    "frequency_penalty": float, "seed": int, "stop": list, "draft_lora": str,
 }
 _MODEL: dict[str, type] = {
-    "target": str, "draft": str, "preload": bool, "idle_s": float, "engine": dict, "request": dict,
+    "target": str, "draft": str, "draft_lora": list, "preload": bool, "idle_s": float, "engine": dict, "request": dict,
 }
 _FILE: dict[str, type] = {"memory_budget": str, "idle_s": float, "models": dict}
 _SAMPLING = {item.name for item in fields(SamplingParams)}
@@ -53,6 +54,7 @@ class ModelSpec:
     defaults: Mapping[str, object] = field(default_factory=dict)
     idle_s: float | None = None  # None: the router's; 0: never sleeps
     preload: bool = False
+    draft_lora: tuple[str, ...] = ()  # adapters of the drafter, each as `[NAME=]PATH[@SCALE]`
 
     def __post_init__(self) -> None:
         if not self.name.strip() or len(self.name) > MAX_NAME or not self.name.isprintable():
@@ -64,18 +66,27 @@ class ModelSpec:
             raise ConfigError(f"model '{self.name}' has no target", "name a model, a folder or a file")
         if self.idle_s is not None and not 0 <= self.idle_s < float("inf"):
             raise ConfigError(f"model '{self.name}': idle_s is {self.idle_s}", "it must be 0 (never) seconds or more")
+        if self.draft_lora and self.draft == "none":
+            raise ConfigError(f"model '{self.name}' has adapters, but draft is 'none'", "leave draft_lora out")
+        if len(self.adapters) != len(self.draft_lora):
+            raise ConfigError(f"two adapters of model '{self.name}' have one name", "name them apart: NAME=PATH")
         _check_defaults(self)
 
     @classmethod
     def from_options(
         cls, target: str, draft: str = "auto", *, name: str | None = None, engine: EngineConfig | None = None,
-        defaults: Mapping[str, object] | None = None, idle_s: float | None = None,
+        defaults: Mapping[str, object] | None = None, idle_s: float | None = None, draft_lora: Sequence[str] = (),
     ) -> ModelSpec:
         """The one model of a server that was started without a file; it is loaded at the start."""
         return cls(
             name or served_name(target), target, draft, engine or EngineConfig(), dict(defaults or {}), idle_s,
-            preload=True,
+            preload=True, draft_lora=tuple(draft_lora),
         )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters of its drafter by the names requests know them by."""
+        return {parse_source(source).name: source for source in self.draft_lora}
 
     @property
     def draft_in_effect(self) -> str | None:
@@ -100,7 +111,8 @@ class ModelSpec:
 
     def loads_like(self, other: ModelSpec) -> bool:
         """Whether an engine built for the other entry serves this one too."""
-        return (self.target, self.draft, self.engine) == (other.target, other.draft, other.engine)
+        names = ("target", "draft", "draft_lora", "engine")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +164,7 @@ def _model(path: Path, name: object, entry: object) -> ModelSpec:
         return ModelSpec(
             name, _beside(path, table["target"]), _beside(path, table.get("draft", "auto")), EngineConfig(**engine),
             defaults, table.get("idle_s"), table.get("preload", False),
+            tuple(_adapter_beside(path, source) for source in table.get("draft_lora", ())),
         )
     except SlipstreamError as error:
         raise ConfigError(f"{where}: {error.message}", error.hint) from None
@@ -162,6 +175,11 @@ def _beside(path: Path, source: str) -> str:
     return str((path.parent / source).resolve()) if source.startswith(("./", "../")) else source
 
 
+def _adapter_beside(path: Path, source: str) -> str:
+    name, mark, place = source.partition("=")
+    return f"{name}={_beside(path, place)}" if mark and "/" not in name else _beside(path, source)
+
+
 def _check_defaults(spec: ModelSpec) -> None:
     """Refuses defaults that no request could run with; without this every request would be refused instead."""
     said = dict(spec.defaults)
@@ -169,7 +187,10 @@ def _check_defaults(spec: ModelSpec) -> None:
     gate = said.get("gate")
     if spec.draft == "none" and mode.kind != "plain":
         raise ConfigError(f"mode '{mode}' needs a drafter, and draft is 'none'", "leave the mode out")
-    rest = {name: said[name] for name in ("max_tokens", "stop", "min_confidence") if name in said}
+    variants = (BASE_VARIANT, *spec.adapters)
+    if said.get("draft_lora", BASE_VARIANT) not in variants:
+        raise ConfigError(f"there is no draft variant '{said['draft_lora']}'", f"draft_lora has {', '.join(variants)}")
+    rest = {name: said[name] for name in ("max_tokens", "stop", "min_confidence", "draft_lora") if name in said}
     Request(
         "defaults", (0,), SamplingParams(**{name: said[name] for name in said if name in _SAMPLING}),  # type: ignore[arg-type]
         mode, Gate.parse(str(gate)) if gate is not None else Gate("auto" if mode.kind == "auto" else "off"),

@@ -176,6 +176,9 @@ class Speculative(Strict):
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+DraftLora = Annotated[
+    str, Field(min_length=1, max_length=64, description="Extension: which variant of the drafter drafts")
+]
 
 
 class GenerationRequest(Strict):
@@ -200,6 +203,7 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = Field(default=None, description="Extension: go on after the end of a text")
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
+    draft_lora: DraftLora | None = None
     priority: int | None = Field(default=None, ge=-100, le=100, description="Extension: larger goes first")
     timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
     include_draft_info: bool | None = Field(
@@ -222,7 +226,7 @@ class GenerationRequest(Strict):
             name: getattr(self, name)
             for name in (
                 "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
-                "repetition_penalty", "ignore_eos", "cache_prompt",
+                "repetition_penalty", "ignore_eos", "cache_prompt", "draft_lora",
             )
         }
         said["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None

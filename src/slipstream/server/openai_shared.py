@@ -17,9 +17,10 @@ from slipstream.server.errors_http import refuse
 from slipstream.server.jobs import Answer, Delta, Job
 from slipstream.server.openai_schemas import GenerationRequest
 from slipstream.server.state import ServerState
+from slipstream.stats import RequestStats
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import MAX_SEED, RequestStats, StepRecord, TokenOut
+from slipstream.types import MAX_SEED, StepRecord, TokenOut
 from slipstream.version import __version__
 
 Result = TypeVar("Result")
@@ -159,7 +160,7 @@ def timings(answers: Sequence[Answer]) -> dict[str, object]:
     """The numbers of one answer; those of several add up, so their rates are averages."""
     if len(answers) == 1:
         return answers[0].timings()
-    total = RequestStats()
+    total = RequestStats(draft_lora=answers[0].stats.draft_lora)
     for answer in answers:
         total.add(answer.stats)
     return replace(answers[0], stats=total).timings()

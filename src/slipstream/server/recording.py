@@ -160,7 +160,8 @@ def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str
         said["tool_calls"] = [asdict(call) for call in answer.calls]
     line: dict[str, object] = {
         "version": FORMAT_VERSION, "time": time.isoformat(timespec="milliseconds"), "id": request_id,
-        "model": answer.model, "draft": answer.draft, "mode": answer.mode, **asked, "answer": said,
+        "model": answer.model, "draft": answer.draft, "draft_lora": stats.draft_lora, "mode": answer.mode,
+        **asked, "answer": said,
         "finish_reason": answer.finish_reason, "settings": _plain(job.settings),
         "acceptance": {
             "prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens, "steps": stats.steps,

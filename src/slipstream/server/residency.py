@@ -109,7 +109,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
     if quiet:
         give_memory_back()
     before = private_bytes()
-    llm = LLM(spec.target, spec.draft, config=plan.config, progress=progress)
+    llm = LLM(spec.target, spec.draft, draft_lora=spec.draft_lora, config=plan.config, progress=progress)
     try:
         if not llm.has_draft and Mode.parse(spec.mode_in_effect).kind != "plain":
             raise ConfigError(

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Router:
     async def lease(self, name: str) -> Lease:
         """A hold on the named model, loaded first if need be; `any` is the one that was used last."""
         self._watch()
-        entry = self._find(name)
+        entry = self.find(name)
         entry.waiting += 1
         try:
             for _ in range(_ATTEMPTS):
@@ -122,7 +123,7 @@ class Router:
 
     def unload(self, name: str) -> None:
         """Puts a model away by hand once its running requests are over; the next request loads it again."""
-        entry = self._find(name)
+        entry = self.find(name)
         if entry.loading is not None:
             raise BusyError(f"model '{entry.spec.name}' is being loaded", "unload it when it is there", self._retry_s)
         if entry.resident is not None or entry.state == "sleeping":
@@ -192,7 +193,8 @@ class Router:
 
     # names
 
-    def _find(self, name: str) -> Entry:
+    def find(self, name: str) -> Entry:
+        """What a name stands for; `any` is the model that was used last."""
         if name == ANY:
             return self._last_used()
         if name not in self._entries:
@@ -248,7 +250,8 @@ class Router:
             entry.progress = f"{label} {100 * done // total}%" if total else label
 
         try:
-            plan = await in_thread(plan_load, spec, self._budget, report)
+            wanted = replace(spec, draft_lora=tuple(entry.adapters.values()))
+            plan = await in_thread(plan_load, wanted, self._budget, report)
             await self._make_room(entry, plan)
             resident = await in_thread(load, plan, lambda: self._quiet(entry), report)
         except BusyError as error:
@@ -382,7 +385,7 @@ class Router:
             if entry.resident is not None:
                 entry.resident.spec = spec
             return
-        entry.was_loaded, entry.reason = False, ""
+        entry.was_loaded, entry.reason, entry.adapters = False, "", spec.adapters
         self._put_away(entry, "unloaded")
 
     # watching

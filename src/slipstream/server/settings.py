@@ -29,6 +29,7 @@ class ServerSettings:
     stall_s: float = 60.0  # how long a client may neither read nor send what it has begun to
     retry_after_s: float = 5.0  # what a client is told that comes while the server drains
     log_prompts: bool = False
+    draft_lora_folder: Path | None = None  # where clients may have adapters loaded from; None: nowhere
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -39,6 +40,8 @@ class ServerSettings:
             raise ConfigError(f"timeout is {self.timeout_s}", "it must be above 0 seconds")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"grace is {self.grace_s}", "it must be 0 seconds or more")
+        if self.draft_lora_folder is not None and not self.draft_lora_folder.is_dir():
+            raise ConfigError(f"there is no folder {self.draft_lora_folder}", "name the one your adapters are in")
         for name in ("keep_alive_s", "stall_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be above 0 seconds")

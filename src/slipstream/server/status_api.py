@@ -137,6 +137,7 @@ def _model_object(info: ModelInfo, resident: Resident | None, state: ServerState
         "type": "model", "display_name": info.name,
         "created_at": datetime.fromtimestamp(info.created, UTC).isoformat().replace("+00:00", "Z"),
         "state": info.state, "target": info.target, "draft": info.draft, "mode": info.mode,
+        "draft_variants": list(info.draft_variants),
         "last_used_ms": info.last_used_ms, "running": info.users, "memory_bytes": info.memory_bytes,
         "context_length": None if resident is None else resident.llm.max_context,
         "progress": info.progress or None, "failure": info.reason or None, "warning": info.warning or None,
@@ -174,7 +175,7 @@ def _describe(resident: Resident) -> dict[str, Any]:
     return {
         "engine": llm.describe(), "engine_settings": asdict(llm.config),
         "request_defaults": dict(resident.spec.defaults), "memory_bytes": resident.memory_bytes,
-        "expected_tau": llm.expected_tau,
+        "expected_tau": llm.expected_tau, "draft_variants": llm.draft_variants,
         # without a drafter nobody decides anything, and nothing was measured
         "costs": llm.measure_costs() if llm.has_draft else None,
         "chat_template": llm.tokenizer.chat_template,
@@ -185,6 +186,8 @@ def _settings(state: ServerState) -> dict[str, object]:
     """The server's settings without its secrets."""
     settings = asdict(state.settings)
     settings["api_keys"] = len(state.settings.api_keys)
+    folder = state.settings.draft_lora_folder
+    settings["draft_lora_folder"] = None if folder is None else str(folder)
     recorder = state.recorder
     settings["recording"] = str(recorder.path) if recorder is not None and recorder.active else None
     return settings

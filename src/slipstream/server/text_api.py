@@ -34,7 +34,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", response_model=None, summary="Tokens of a text")
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
-        name = _model(state, body.model)
+        name = model_asked(state, body.model)
         async with await state.router.lease(name) as lease:
             tokenizer = lease.llm.tokenizer
             ids = await asyncio.to_thread(_encode, tokenizer, body)
@@ -46,7 +46,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/detokenize", response_model=None, summary="The text of tokens")
     async def detokenize(body: DetokenizeRequest) -> JSONResponse:
-        name = _model(state, body.model)
+        name = model_asked(state, body.model)
         async with await state.router.lease(name) as lease:
             size = lease.llm.tokenizer.vocab_size
             wrong = next((index for index in body.tokens if not 0 <= index < min(size, MAX_TOKENS)), None)
@@ -65,7 +65,7 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     return tokenizer.encode(body.content, add_bos=add_bos, parse_special=body.parse_special)
 
 
-def _model(state: ServerState, asked: str | None) -> str:
+def model_asked(state: ServerState, asked: str | None) -> str:
     """The model to ask; it need not be named where there is only one."""
     if asked is not None:
         return asked

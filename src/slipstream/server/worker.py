@@ -40,6 +40,7 @@ class SlotInfo:
     max_tokens: int
     cached_tokens: int
     mode: str
+    draft_lora: str
     tau: float
     drafted: int
     accepted: int
@@ -198,8 +199,9 @@ class EngineWorker:
             slots.append(SlotInfo(
                 request_id=request.id, phase=ticket.phase, prompt_tokens=len(request.prompt_ids),
                 generated=ticket.generated, max_tokens=ticket.max_tokens, cached_tokens=ticket.cached_tokens,
-                mode=str(request.mode), tau=stats.tau, drafted=stats.drafted, accepted=stats.accepted,
-                priority=request.priority, epoch=known.epoch, paused=known.paused, seconds=now - known.submitted_at,
+                mode=str(request.mode), draft_lora=request.draft_lora, tau=stats.tau, drafted=stats.drafted,
+                accepted=stats.accepted, priority=request.priority, epoch=known.epoch, paused=known.paused,
+                seconds=now - known.submitted_at,
             ))
         used, cached, total = self._engine.pages
         waiting = self._arriving + self._newcomers

@@ -45,6 +45,12 @@ class BlockDrafter:
         """What each job's block offers; None where the drafter's numbers are not finite."""
         if not jobs:
             return []
+        hidden, logits = self._logits(jobs)
+        parts = [logits] if len(jobs) == 1 else logits.split([job.slots for job in jobs])
+        return [self._offer(job, parts[block], hidden, block) for block, job in enumerate(jobs)]
+
+    def _logits(self, jobs: Sequence[DraftJob]) -> tuple[Tensor, Tensor]:
+        """The hidden rows of all blocks, and the logits of their slots, job by job."""
         batch = self._batch(jobs)
         # only slots that may be verified go through the output head
         first = self.drafter.config.first_slot
@@ -54,9 +60,7 @@ class BlockDrafter:
         hidden, logits = self.drafter.forward_logits(
             self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
         )
-        logits = self.drafter.shape_logits(logits)
-        parts = [logits] if len(jobs) == 1 else logits.split([job.slots for job in jobs])
-        return [self._offer(job, parts[block], hidden, block) for block, job in enumerate(jobs)]
+        return hidden, self.drafter.shape_logits(logits)
 
     def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor, block: int) -> BlockDrafts | None:
         """What one block's logits offer; `hidden` are the rows of all blocks, which only heads look at."""

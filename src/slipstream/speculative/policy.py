@@ -13,7 +13,8 @@ from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.gains import Draft, Gains, Quotient, assumed, assumed_chain
 from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, own_outlook, slot_options
 from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, Memory, SequencePolicy
-from slipstream.types import Decision, Gate, Mode
+from slipstream.stats import Decision
+from slipstream.types import BASE_VARIANT, Gate, Mode
 
 __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View"]
 
@@ -21,7 +22,6 @@ _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
 _PLAN_STEPS = 8
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
-_KEPT = (0.7, 1.0)
 _FASTEST = 8.0
 _LOOK_DEEPER = 16  # every so many drafts the deepest, or what lies there would never be known
 
@@ -42,8 +42,9 @@ class Policy:
 
     def __init__(self, costs: CostTable) -> None:
         self.costs = costs
-        # sampled and greedy requests accept differently, so what one kind has shown says little about the other
-        self._memories = {sampled: Memory() for sampled in (False, True)}
+        # sampled and greedy requests accept differently, and so do those of other drafters: what one kind has shown
+        # says little about the others
+        self._memories: dict[tuple[str, bool], Memory] = {}
         self._plans = 0
         self._plan: Plan | None = None
         self._plan_key: tuple[object, ...] = ()
@@ -57,12 +58,17 @@ class Policy:
         # what choosing after the draft makes of a plan made before it, and what speculation makes of plain decoding
         self._beyond_plan = Quotient(1.0, *_BEYOND_PLAN)
         self._speedup = Quotient(1.0, 1.0, _FASTEST)
-        # what came of the tokens that verified drafts promised, for greedy and for sampled sequences
-        self._kept = {sampled: Quotient(1.0, *_KEPT) for sampled in (False, True)}
 
-    def sequence(self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False) -> SequencePolicy:
-        """A request's own policy; `proposals` is how many tokens a block can draft."""
-        return SequencePolicy(mode, gate, proposals, self._memories[sampled])
+    def sequence(
+        self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False, variant: str = BASE_VARIANT
+    ) -> SequencePolicy:
+        """A request's own policy; `proposals` is how many tokens a block of this variant of the drafter can draft."""
+        return SequencePolicy(mode, gate, proposals, self._memories.setdefault((variant, sampled), Memory()))
+
+    def forget(self, variant: str) -> None:
+        """A variant is gone; another may come by its name."""
+        for sampled in (False, True):
+            self._memories.pop((variant, sampled), None)
 
     def plan_drafts(
         self, views: Sequence[View], fixed_rows: int = 0, fixed_sequences: int | None = None,
@@ -159,13 +165,14 @@ class Policy:
         if self._plain_rate:
             self._speedup.add(tokens, ms * self._plain_rate)
 
-    def keep(self, promised: float, committed: int, sampled: bool) -> None:
+    @staticmethod
+    def keep(policy: SequencePolicy, promised: float, committed: int) -> None:
         """What one sequence's verified draft promised to commit, and what it did."""
-        self._kept[sampled].add(committed, promised)
+        policy.shared.kept.add(committed, promised)
 
     def _trusted(self, views: Sequence[View]) -> float:
         """What a plan's rate turns out to be worth: choosing after the draft adds to it, broken promises take away."""
-        return self._beyond_plan.value * min(self._kept[sampled].value for sampled in {view.sampled for view in views})
+        return self._beyond_plan.value * min(view.policy.shared.kept.value for view in views)
 
     def _all_plain(self, offers: Sequence[Offer], shape: StepShape) -> list[Choice]:
         """Nobody has drafted anything, so there is nothing to weigh."""

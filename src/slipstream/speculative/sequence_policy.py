@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.speculative.calibration import Calibration
-from slipstream.speculative.gains import Depths, Gains
+from slipstream.speculative.gains import Depths, Gains, Quotient
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64
@@ -17,6 +17,7 @@ _HOPELESS_GAIN = 0.15  # accepted tokens to expect of three drafted ones
 _HOPELESS_FACTOR = 4  # probes grow rare faster where there is no hope
 _FAR_FROM_PAYING = 0.1  # share of plain decoding's speed that is missing
 _FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
+_KEPT = (0.7, 1.0)
 _OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
 
 
@@ -27,6 +28,7 @@ class Memory:
     calibration: Calibration = field(default_factory=Calibration)
     gains: Gains = field(default_factory=Gains)
     depths: Depths = field(default_factory=Depths)
+    kept: Quotient = field(default_factory=lambda: Quotient(1.0, *_KEPT))  # of what verified drafts promised
 
 
 class SequencePolicy:

@@ -23,7 +23,7 @@ from slipstream.formats.gguf_write import (
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.models import dflash_config
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.dflash import LUCEBOX_ARCH, read_drafter_config
+from slipstream.models.dflash import LUCEBOX_ARCH, LUCEBOX_ARCHS, read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU, DFlashConfig
 from slipstream.models.dflash_names import gguf_spellings, names_in, shapes_in
 from slipstream.models.rope import RopeConfig
@@ -44,7 +44,7 @@ from slipstream.tools.tensor_lists import drafter_tensors, take_tensors
 
 Naming = Literal["llama.cpp", "lucebox"]
 NAMINGS: tuple[Naming, ...] = get_args(Naming)
-DRAFTER_ARCHITECTURES = ("dflash", LUCEBOX_ARCH)
+DRAFTER_ARCHITECTURES = ("dflash", *LUCEBOX_ARCHS)
 _ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
 # what a GGUF file has no words for, by the field of the configuration that would not survive
 _WORDLESS = {

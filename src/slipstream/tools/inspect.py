@@ -10,7 +10,7 @@ from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
 from slipstream.formats.layout import TensorEntry, map_file, read_json_object
 from slipstream.formats.weights import INDEX, SINGLE, find_gguf
-from slipstream.models.dflash import LUCEBOX_ARCH
+from slipstream.models.dflash import LUCEBOX_ARCHS
 from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
 from slipstream.models.dflash_names import DrafterNames, ShapeOf
 from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
@@ -44,7 +44,7 @@ def _gguf(path: Path) -> dict[str, object]:
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
     report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
-    if report["architecture"] in (DRAFTER_ARCH, LUCEBOX_ARCH):
+    if report["architecture"] in (DRAFTER_ARCH, *LUCEBOX_ARCHS):
         report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
     return report | _completeness(missing, problem)
 
@@ -99,8 +99,8 @@ def _drafter(
     try:
         refuse_false_layers(config, len(entries), label)
         if is_gguf:
-            other = config["general.architecture"] == LUCEBOX_ARCH
-            read = read_gguf(llama_cpp_keys(config, LUCEBOX_ARCH) if other else config, label, None, shape_of)
+            arch = str(config["general.architecture"])
+            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, None, shape_of)
         else:
             read = read_hf(config, label, shape_of)
     except SlipstreamError as error:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +68,18 @@ class _Arena:
         return taken
 
 
-_arena = _Arena()
+_common = _Arena()
+_own: ContextVar[_Arena | None] = ContextVar("own", default=None)
+
+
+@contextmanager
+def memory_of_its_own() -> Iterator[None]:
+    """What is packed inside shares its memory with nothing else: it is given back when those weights go."""
+    before = _own.set(_Arena())
+    try:
+        yield
+    finally:
+        _own.reset(before)
 
 
 class PackedLinear:
@@ -118,7 +131,7 @@ def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[n
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
     row_bytes, size, pack = _packers(library)
-    data = _arena.take(size(KINDS[kind], outputs, inputs))
+    data = (_own.get() or _common).take(size(KINDS[kind], outputs, inputs))
     if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
     pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)

@@ -1,0 +1,178 @@
+"""What a sweep compares: the pair's files in other weight types, made on the way, or adapters on its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from slipstream.bench.sweep import Column, Loaded
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError, RequestError
+from slipstream.formats.sources import pair_draft, resolve
+from slipstream.tools.quantize_recipes import RecipeName
+from slipstream.types import BASE_VARIANT
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
+
+Side = Literal["draft", "target"]
+Progress = Callable[[str, int, int], None]
+SIDES: tuple[Side, ...] = get_args(Side)
+AS_IS = "as-is"
+TYPES: tuple[str, ...] = (AS_IS, *get_args(RecipeName))
+_EXACT_ENOUGH = ("F32", "F16", "BF16")  # not in blocks
+_LEAST_SHARE = 0.005  # types that hold less of a file's numbers than this are not mentioned
+
+
+def parse_sweep(words: Sequence[str]) -> dict[Side, tuple[str, ...]]:
+    """The types of each side from `draft=bf16,q8_0` and `target=q4_1`; a side that is not named stays as it is."""
+    asked: dict[Side, tuple[str, ...]] = {}
+    for word in words:
+        name, equals, listed = word.partition("=")
+        side = next((known for known in SIDES if known == name), None)
+        types = tuple(dict.fromkeys(kind.strip().lower() for kind in listed.split(",")))
+        if not equals or side is None or side in asked:
+            raise RequestError(f"'{word}' is nothing to sweep", "give draft=TYPE,... and target=TYPE,..., each once")
+        unknown = [kind for kind in types if kind not in TYPES]
+        if unknown:
+            raise RequestError(f"there is no weight type '{unknown[0]}'", f"known: {', '.join(TYPES)}")
+        asked[side] = types
+    if all(len(types) < 2 for types in asked.values()):
+        raise RequestError("a sweep needs two types of one side at least", "such as draft=bf16,q8_0,q4-mix")
+    return asked
+
+
+@dataclass(slots=True)
+class QuantFiles:
+    """A pair's files in the types that are asked for; each is made once and stays in `folder`."""
+
+    target: str
+    draft: str
+    folder: Path
+    config: EngineConfig
+    context: int  # tokens a sequence must have room for
+    load: Callable[[str, str], LLM]
+    watched: Callable[[], AbstractContextManager[Progress | None]] = nullcontext  # gives what reports progress
+    _sources: dict[Side, Path] = field(default_factory=dict)
+    _made: set[Path] = field(default_factory=set)
+    _about: dict[Path, dict[str, object]] = field(default_factory=dict)
+
+    def columns(self, asked: Mapping[Side, Sequence[str]]) -> list[Column]:
+        """Every combination of the types, the drafter's changing fastest; only what changes is in a column's name."""
+        drafter = pair_draft(self.target) if self.draft == "auto" else self.draft
+        if drafter is None or drafter == "none":
+            raise RequestError(f"{self.target} has no drafter to measure", "name one with --draft")
+        for side, source in (("target", self.target), ("draft", drafter)):
+            with self.watched() as progress:
+                self._sources[side] = resolve(source, progress=progress).path  # type: ignore[index]
+        types = {side: tuple(asked.get(side, (AS_IS,))) for side in SIDES}
+        changing = [side for side in SIDES if len(types[side]) > 1]
+        columns = []
+        for target, draft in product(types["target"], types["draft"]):
+            chosen: dict[Side, str] = {"draft": draft, "target": target}
+            name = " ".join(f"{side}={chosen[side]}" for side in changing)
+            columns.append(Column(name, partial(self._open, chosen)))
+        return columns
+
+    @contextmanager
+    def _open(self, chosen: Mapping[Side, str]) -> Iterator[Loaded]:
+        files = {side: self._file(side, chosen[side]) for side in SIDES}
+        self._refuse_what_does_not_fit(files["target"], files["draft"])
+        about: dict[str, object] = {side: {"type": chosen[side], **self._describe(side, files[side])} for side in SIDES}
+        with closing(self.load(str(files["target"]), str(files["draft"]))) as llm:
+            yield Loaded(llm, about)
+
+    def _file(self, side: Side, kind: str) -> Path:
+        source = self._sources[side]
+        if kind == AS_IS:
+            return source
+        # Imported here: writing files needs numpy, and bad options should not wait for it.
+        from slipstream.tools.quantize import quantize_file
+
+        out = self.folder / f"{side}-{source.stem}.{kind}.gguf"
+        if out not in self._made:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.watched() as progress:
+                quantize_file(source, out, kind, force=True, progress=progress)  # type: ignore[arg-type]
+            self._made.add(out)
+        return out
+
+    def _describe(self, side: Side, path: Path) -> dict[str, object]:
+        """Size and types of a file, and what it was made from where that had lost precision already."""
+        if path not in self._about:
+            size, weights = _weights(path)
+            about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
+            if path != self._sources[side]:
+                _, origin = _weights(self._sources[side])
+                about |= {"source": origin, "how": _how(origin, weights)}
+            self._about[path] = about
+        return self._about[path]
+
+    def _refuse_what_does_not_fit(self, target: Path, draft: Path) -> None:
+        from slipstream.tools.fit import available_bytes, fit
+
+        if available_bytes() is None:
+            return  # this system does not say, and loading will
+        needs = fit(str(target), str(draft), context=self.context, weight_format=self.config.weight_format)
+        if not needs.fits:
+            raise ConfigError(
+                f"it needs {needs.total_bytes >> 20} MiB and {needs.memory_bytes >> 20} MiB are free",
+                "free some memory or ask for fewer tokens",
+            )
+
+
+def _how(source: Mapping[str, float], made: Mapping[str, float]) -> str:
+    """What was done to a file's numbers; what was rounded before is not as good as its type."""
+    if list(source) == list(made):
+        return "copied"
+    if all(kind in _EXACT_ENOUGH for kind in source):
+        return "quantised"
+    return "unpacked" if all(kind in _EXACT_ENOUGH for kind in made) else "requantised"
+
+
+def _weights(path: Path) -> tuple[int, dict[str, float]]:
+    """Size of a file and the share of its numbers in each type, the commonest first."""
+    from slipstream.tools.inspect import inspect_file
+
+    report = inspect_file(path)
+    totals = report["totals"]
+    assert isinstance(totals, dict)
+    counts = {kind: total["parameters"] for kind, total in totals.items()}
+    shares = {kind: count / max(1, sum(counts.values())) for kind, count in counts.items()}
+    shown = sorted(((share, kind) for kind, share in shares.items() if share >= _LEAST_SHARE), reverse=True)
+    size = report["size"]
+    assert isinstance(size, int)
+    return size, {kind: round(share, 4) for share, kind in shown}
+
+
+def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
+    """A column for each adapter `llm` was loaded with, in order, and for the drafter without one where `base` stands.
+
+    A single adapter is held against the drafter without one.
+    """
+    names = iter(llm.draft_variants[1:])
+    columns = []
+    for adapter in adapters if len(adapters) > 1 else (BASE_VARIANT, *adapters):
+        name = BASE_VARIANT if adapter == BASE_VARIANT else next(names)
+        about: dict[str, object] = {} if adapter == BASE_VARIANT else {"adapter": adapter}
+        columns.append(Column(name, partial(_stay, Loaded(llm, about)), name))
+    return columns
+
+
+def _stay(loaded: Loaded) -> AbstractContextManager[Loaded]:
+    return nullcontext(loaded)
+
+
+def split_adapters(given: Sequence[str]) -> list[str]:
+    """The adapters of a repeatable option whose values may be lists: each once, in order."""
+    found = [item.strip() for value in given for item in value.split(",")]
+    if "" in found or len(set(found)) < len(found):
+        raise RequestError(f"'{','.join(given)}' names nothing or one thing twice", "give adapters, or base, each once")
+    if found == [BASE_VARIANT]:
+        raise RequestError(f"there is nothing to compare with {BASE_VARIANT}", "name an adapter")
+    return found

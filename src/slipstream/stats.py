@@ -1,0 +1,161 @@
+"""What speculation did, in numbers: the policy's decisions, and the counts and times of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy chose for one sequence in one step, and the estimate behind it."""
+
+    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS as verified
+    reason: str = ""
+    expected_tokens: float | None = None  # committed tokens, for this sequence
+    expected_ms: float | None = None  # the whole step, for everybody in it
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "choice": self.choice, "reason": self.reason,
+            "expected_tokens": None if self.expected_tokens is None else round(self.expected_tokens, 4),
+            "expected_ms": None if self.expected_ms is None else round(self.expected_ms, 4),
+        }
+
+
+@dataclass(slots=True)
+class PolicyStats:
+    """What a policy chose how often, what it expected, and what came of it."""
+
+    choices: dict[str, int] = field(default_factory=dict)
+    expected_tokens: float = 0.0
+    expected_ms: float = 0.0
+    estimated_steps: int = 0
+    estimated_tokens: int = 0  # what the estimated steps really committed
+    last_reason: str = ""
+
+    def record(self, decision: Decision, committed: int) -> None:
+        self.choices[decision.choice] = self.choices.get(decision.choice, 0) + 1
+        self.last_reason = decision.reason or self.last_reason
+        if decision.expected_tokens is not None and decision.expected_ms is not None:
+            self.expected_tokens += decision.expected_tokens
+            self.expected_ms += decision.expected_ms
+            self.estimated_steps += 1
+            self.estimated_tokens += committed
+
+    def add(self, other: PolicyStats) -> None:
+        for choice, count in other.choices.items():
+            self.choices[choice] = self.choices.get(choice, 0) + count
+        for name in ("expected_tokens", "expected_ms", "estimated_steps", "estimated_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.last_reason = other.last_reason or self.last_reason
+
+    def to_json(self) -> dict[str, object]:
+        steps = max(1, self.estimated_steps)
+        return {
+            "choices": dict(sorted(self.choices.items(), key=lambda item: -item[1])),
+            "expected_tokens_per_step": round(self.expected_tokens / steps, 4),
+            "committed_tokens_per_step": round(self.estimated_tokens / steps, 4),
+            "expected_ms_per_step": round(self.expected_ms / steps, 4),
+            "last_reason": self.last_reason,
+        }
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What speculation did for one request (or, summed, for several).
+
+    `tau` is committed tokens per verify step, the bonus included; `accept_rate` is accepted over drafted, the
+    bonus excluded. Prefill yields the first token and is not a step.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    novel_steps: int = 0
+    novel_committed: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+    bad_drafts: int = 0  # steps that ran plain because the drafter's numbers were not finite
+    draft_lora: str | None = None  # the variant that drafted; None for plain decoding and for sums
+    policy: PolicyStats = field(default_factory=PolicyStats)
+
+    def record_step(self, proposed: int, depth: int, accepted: int, committed: int) -> None:
+        """Counts one verify step of `proposed` drafted tokens up to `depth` deep, `accepted` of them kept."""
+        self.steps += 1
+        self.drafted += proposed
+        self.accepted += accepted
+        self.committed += committed
+        missing = depth - len(self.verified_at)
+        if missing > 0:
+            self.verified_at += [0] * missing
+            self.accepted_at += [0] * missing
+        for slot in range(depth):
+            self.verified_at[slot] += 1
+            self.accepted_at[slot] += slot < accepted
+
+    def add(self, other: RequestStats) -> None:
+        """Adds another request's counts; times add up too, so rates become averages."""
+        longest = max(len(self.verified_at), len(other.verified_at))
+        for name in ("verified_at", "accepted_at"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            padded = [*mine, *[0] * (longest - len(mine))]
+            setattr(self, name, [a + b for a, b in zip(padded, [*theirs, *[0] * (longest - len(theirs))], strict=True)])
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.policy.add(other.policy)
+
+    @property
+    def tau(self) -> float:
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def tau_novel(self) -> float:
+        return self.novel_committed / self.novel_steps if self.novel_steps else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first over the time after the first."""
+        return 1000.0 * self.committed / self.decode_ms if self.decode_ms else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        per_position = [round(a / v, 4) if v else 0.0 for a, v in zip(self.accepted_at, self.verified_at, strict=True)]
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tau": round(self.tau, 4),
+            "tau_novel": round(self.tau_novel, 4),
+            "accept_rate": round(self.accept_rate, 4),
+            "accepted_per_position": per_position,
+            "ttft_ms": round(self.ttft_ms, 3),
+            "decode_ms": round(self.decode_ms, 3),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "time_split_ms": {
+                "draft": round(self.draft_ms, 3), "verify": round(self.verify_ms, 3), "other": round(self.other_ms, 3),
+            },
+            "bad_drafts": self.bad_drafts,
+            "draft_lora": self.draft_lora,
+            "policy": self.policy.to_json(),
+        }
+
+
+_SUMMED = (
+    "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "committed",
+    "novel_steps", "novel_committed", "ttft_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms", "bad_drafts",
+)
