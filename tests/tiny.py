@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from slipstream.cache.pages import OutOfPages, PageTable
+from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.engine import Engine
@@ -204,10 +205,10 @@ def random_operations(count: int, seed: int) -> Operations:
     with tempfile.TemporaryDirectory() as folder, keep_threads():
         # live forks are holders the scheduler does not know; few pages, so that refusals happen too
         llm = tiny_llm(Path(folder), check_integrity=False, cache_tokens=16 * PAGE_TOKENS)
-        return _Driver(llm.engine, random.Random(seed)).run(count)
+        return Driver(llm.engine, random.Random(seed)).run(count)
 
 
-class _Driver:
+class Driver:
     def __init__(self, engine: Engine, rng: random.Random) -> None:
         self.engine = engine
         self.table = page_table(engine)
@@ -321,7 +322,11 @@ class _Driver:
             return []
         pages, offsets = torch.tensor([state.place(position) for position in range(state.length)]).unbind(1)
         pools = self.engine._pools
-        parts = [pools.target[0][0][pages, :, offsets], pools.target[-1][1][pages, :, offsets]]
+        if isinstance(pools, KvPools):
+            first, last = pools.target[0][0], pools.target[-1][1]
+        else:
+            first, last = pools.target_keys[0], pools.target_values[-1]
+        parts = [first[pages, :, offsets], last[pages, :, offsets]]
         return parts + ([pools.draft_values[0][pages, :, offsets]] if state.drafting else [])
 
     def _step(self) -> None:

@@ -11,6 +11,8 @@ WeightFormat = Literal["auto", "native", "fp32", "fp16", "bf16", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("auto", "native", "fp32", "fp16", "bf16", "int8", "int4")
 Device = Literal["auto", "cpu", "cuda"]
 Kernels = Literal["triton", "reference"]
+DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
+KERNELS: tuple[Kernels, ...] = ("triton", "reference")
 PAGE_TOKENS = 64
 DRAFT_WINDOW_LIMIT = 2048
 
@@ -37,6 +39,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.weight_format not in WEIGHT_FORMATS:
             raise ConfigError(f"unknown dtype '{self.weight_format}'", f"use one of {', '.join(WEIGHT_FORMATS)}")
+        for name, known in (("device", DEVICES), ("kernels", KERNELS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"unknown {name} '{getattr(self, name)}'", f"use one of {', '.join(known)}")
         for name in ("max_sequences", "prefill_chunk", "step_rows", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be 1 or more")

@@ -77,6 +77,9 @@ def command(
     temperature: o.Temperature = 0.0,
     seed: o.Seed = 0,
     dtype: o.Dtype = "auto",
+    device: o.DeviceName = "auto",
+    kernels: o.KernelChoice = "triton",
+    no_graphs: o.NoGraphs = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -92,7 +95,7 @@ def command(
     comparing.check({"--rival": rival is not None, "--plot": plot is not None, "--trace": trace is not None})
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
     about: dict[str, object] = {
         "target": target, "prompts": prompts, "turns": turns, "max_tokens": max_tokens,
         "temperature": temperature, "seed": seed, "gate": gate, "min_confidence": confidence,

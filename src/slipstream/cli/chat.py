@@ -48,6 +48,9 @@ def command(
     min_p: o.MinP = 0.0,
     repetition_penalty: o.RepetitionPenalty = 1.0,
     dtype: o.Dtype = "auto",
+    device: o.DeviceName = "auto",
+    kernels: o.KernelChoice = "triton",
+    no_graphs: o.NoGraphs = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -59,7 +62,7 @@ def command(
         temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     how = o.speculation(mode, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
             has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,

@@ -75,7 +75,7 @@ def command(
     ui = Ui(json_output)
     plan = Plan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in BUILT_IN]
-    with closing(o.load(ui, _TARGET, "auto", o.engine_config("auto", threads, 0, None))) as llm, ExitStack() as stack:
+    with closing(o.load(ui, _TARGET, "auto", o.engine_config(threads=threads))) as llm, ExitStack() as stack:
         describe = llm.describe()
         if not json_output:
             ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")

@@ -52,6 +52,9 @@ def command(
         int | None, typer.Option(help="Report each token's log-probability and the N likeliest (with --json).")
     ] = None,
     dtype: o.Dtype = "auto",
+    device: o.DeviceName = "auto",
+    kernels: o.KernelChoice = "triton",
+    no_graphs: o.NoGraphs = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -72,7 +75,7 @@ def command(
     settings: dict[str, object] = {
         **sampling, **how.settings(), "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
     }
-    config = o.engine_config(dtype, threads, max_context, draft_window)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
         mode_name = str(how.resolved_mode(llm.has_draft))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.ui import Ui
-from slipstream.config import EngineConfig, WeightFormat
+from slipstream.config import Device, EngineConfig, Kernels, WeightFormat
 from slipstream.errors import RequestError
 from slipstream.types import BASE_VARIANT, Gate, Mode, Request
 
@@ -27,6 +27,18 @@ Draft = Annotated[
 ]
 Dtype = Annotated[
     WeightFormat, typer.Option("--dtype", help="Weight format; 'auto' measures.", rich_help_panel=_MODEL)
+]
+DeviceName = Annotated[
+    Device, typer.Option("--device", help="Where to run; 'auto' is a GPU if there is one.", rich_help_panel=_MODEL)
+]
+KernelChoice = Annotated[
+    Kernels,
+    typer.Option(
+        "--kernels", rich_help_panel=_MODEL, help="On a GPU: Triton's, or plain torch to compare with (slow)."
+    ),
+]
+NoGraphs = Annotated[
+    bool, typer.Option("--no-graphs", help="On a GPU: launch every kernel anew.", rich_help_panel=_MODEL)
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 is every core it may use.", rich_help_panel=_MODEL)]
 MaxContext = Annotated[
@@ -89,9 +101,13 @@ PresencePenalty = Annotated[float, typer.Option(help="Off a logit once a token w
 FrequencyPenalty = Annotated[float, typer.Option(help="Off a logit per use of a token.", rich_help_panel=_SAMPLING)]
 
 
-def engine_config(dtype: WeightFormat, threads: int, max_context: int, draft_window: int | None) -> EngineConfig:
+def engine_config(
+    dtype: WeightFormat = "auto", threads: int = 0, max_context: int = 0, draft_window: int | None = None,
+    device: Device = "auto", kernels: Kernels = "triton", no_graphs: bool = False,
+) -> EngineConfig:
     return EngineConfig(
-        weight_format=dtype, threads=threads, max_context=max_context, draft_window=draft_window
+        weight_format=dtype, threads=threads, max_context=max_context, draft_window=draft_window, device=device,
+        kernels=kernels, graphs=not no_graphs,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.ui import Ui
-from slipstream.config import EngineConfig, WeightFormat
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,6 +130,9 @@ def command(
     draft_lora_folder: DraftLoraFolder = None,
     mode: o.ModeName = None,
     dtype: o.Dtype = "auto",
+    device: o.DeviceName = "auto",
+    kernels: o.KernelChoice = "triton",
+    no_graphs: o.NoGraphs = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     max_sequences: MaxSequences = None,
@@ -162,25 +166,21 @@ def command(
     if models is not None:
         said: dict[str, object] = {
             "MODEL": model, "--draft": draft, "--mode": mode, "--dtype": dtype != "auto" or None,
+            "--device": device != "auto" or None, "--kernels": kernels != "triton" or None,
+            "--no-graphs": no_graphs or None,
             "--threads": threads or None, "--max-context": max_context or None, "--max-sequences": max_sequences,
             "--max-queue": max_queue, "--draft-lora": draft_lora or None,
         }
         router = _several(models, said, budget, idle)
     else:
-        engine = _engine(dtype, threads, max_context, max_sequences, max_queue)
+        engine = replace(
+            o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs),
+            max_sequences=EngineConfig().max_sequences if max_sequences is None else max_sequences,
+            max_waiting=_DEFAULT_QUEUE if max_queue is None else max_queue,
+        )
         spec = _single(model or _DEFAULT_MODEL, draft or "auto", draft_lora or (), mode, engine)
         router = Router([spec], memory_budget=budget, idle_s=idle or 0.0)
     _serve(ui, settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
-
-
-def _engine(
-    dtype: WeightFormat, threads: int, max_context: int, max_sequences: int | None, max_queue: int | None
-) -> EngineConfig:
-    return EngineConfig(
-        weight_format=dtype, threads=threads, max_context=max_context,
-        max_sequences=EngineConfig().max_sequences if max_sequences is None else max_sequences,
-        max_waiting=_DEFAULT_QUEUE if max_queue is None else max_queue,
-    )
 
 
 def _several(models: Path, said: dict[str, object], budget: int | None, idle: float | None) -> Router:

@@ -17,6 +17,7 @@ from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.costing import measure_costs
+from slipstream.engine.devices import gpu_backend
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import pool_pages
 from slipstream.engine.runner import Runner
@@ -32,6 +33,7 @@ from slipstream.kernels.native.threads import set_threads
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
+from slipstream.models.weights import Weights
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.stats import RequestStats
@@ -77,10 +79,12 @@ class LLM:
         _spare_the_collector()
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
+        self._gpu = gpu_backend(self.config)
         self.target_source = resolve(target, progress=progress)
-        loaded = load_target(self.target_source.path, self.config.weight_format, progress)
+        elsewhere = self._gpu.weights if self._gpu is not None else None
+        loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
         self._target, self.format_choice = loaded.model, loaded.format_reason
-        if self._target.weight_format == "native":
+        if self._target.weight_format == "native" and self._gpu is None:
             # what is left to torch is small, and its threads would go on spinning where ours want to work
             set_threads(self.threads)
             torch.set_num_threads(1)
@@ -100,7 +104,9 @@ class LLM:
         if wanted is None or wanted == "none":
             return None
         source = resolve(wanted, progress=progress)
-        file = DrafterFile(source.path, self._draft_format(), progress)
+        file = DrafterFile(
+            source.path, self._draft_format(), progress, self._gpu.weights if self._gpu is not None else Weights
+        )
         check_pair(self._target.config, file.base)
         self.draft_label = source.label
         return file
@@ -121,18 +127,25 @@ class LLM:
         )
 
     def _build_engine(self) -> Engine:
+        key = self._draft_file.key if self._draft_file else None
         target_pool, draft_pool = self._pool_shapes()
+        if self._gpu is not None:
+            return self._gpu.build(
+                self._target, self._drafter, (target_pool, draft_pool), self.tokenizer, self.max_context,
+                self.draft_window, key, self._progress,
+            )
         per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
         pages = pool_pages(self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token)
         self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
         blocks = self._in_blocks(self._drafter) if self._drafter is not None else None
         return Engine(
             Runner(self._target, self._pools, PAGE_TOKENS, blocks), self._pools, PageTable(pages), self.tokenizer,
-            self.config, self.max_context, self._draft_file.key if self._draft_file else None, self.exact,
-            self._measure_costs,
+            self.config, self.max_context, key, self.exact, self._measure_costs,
         )
 
     def _in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
+        if self._gpu is not None:
+            return self._gpu.in_blocks(drafter)
         return BlockDrafter(self._target, drafter, self._pools, PAGE_TOKENS, self.draft_window)
 
     def _measure_costs(self) -> CostTable:
@@ -194,16 +207,18 @@ class LLM:
     @property
     def compiled(self) -> bool:
         """Whether compiled kernels are at hand; a torch format may be asked for all the same."""
-        return library() is not None
+        return self._gpu is not None or library() is not None
 
     @property
     def kernels(self) -> str:
         """Which kernels serve, and why those."""
-        return availability().reason
+        return self._gpu.label if self._gpu is not None else availability().reason
 
     @cached_property
     def exact(self) -> bool:
         """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
+        if self._gpu is not None:
+            return self._gpu.exact
         shape, layer = self._target.config, self._target.layers[0]
         return (
             self._target.weight_format in ROW_INVARIANT_FORMATS
@@ -221,7 +236,7 @@ class LLM:
 
     def describe(self) -> dict[str, object]:
         """What was loaded and how, and the floor under a step: every weight read once at this machine's bandwidth."""
-        bandwidth = read_bandwidth()
+        bandwidth = self._gpu.read_bandwidth() if self._gpu is not None else read_bandwidth()
         return {
             "target": self.target_source.label,
             "draft": self.draft_label,
@@ -238,7 +253,9 @@ class LLM:
             "bandwidth_gbs": round(bandwidth / 1e9, 2),
             "floor_ms": round(1e3 * self._target.step_bytes / bandwidth, 3),
             "row_products": self._target.row_products,
-            "peak_products": int8_peak() if self._target.weight_format == "native" else None,
+            "peak_products": (
+                int8_peak() if self._target.weight_format == "native" and self._gpu is None else None
+            ),
         }
 
     @overload

@@ -14,6 +14,7 @@ from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.kernels.native.matrix import memory_of_its_own
 from slipstream.models.dflash import DFlashDrafter, read_drafter_config
 from slipstream.models.dflash_names import names_in
+from slipstream.models.loading import MakeWeights
 from slipstream.models.lora import MergedWeights, load_adapter, merged_weights
 from slipstream.models.weights import BuiltParts, Progress, Weights
 from slipstream.speculative.draft import BlockDrafter
@@ -81,8 +82,12 @@ class DraftVariants:
 class DrafterFile:
     """An opened drafter: builds it as it is, and variants that share with it whatever their adapters leave alone."""
 
-    def __init__(self, path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> None:
+    def __init__(
+        self, path: Path, weight_format: WeightFormat, progress: Progress | None = None,
+        make_weights: MakeWeights = Weights,
+    ) -> None:
         self._file = open_weights(path)
+        self._make_weights = make_weights
         self._format = weight_format
         self._config = read_drafter_config(path, self._file)
         self._parts: BuiltParts = {}
@@ -102,7 +107,7 @@ class DrafterFile:
 
     def _build(self, file: WeightFile, progress: Progress | None = None) -> DFlashDrafter:
         changed = file.adapted if isinstance(file, MergedWeights) else ()
-        weights = Weights(
+        weights = self._make_weights(
             file, self._format, names_in(file), progress, rough=True, parts=self._parts, changed=changed
         )
         return DFlashDrafter(self._config, weights)

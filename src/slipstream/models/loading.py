@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.weights import Progress, Weights, keep_name
 
+MakeWeights = Callable[..., Weights]
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
 
 
@@ -28,10 +30,15 @@ class LoadedTarget:
     format_reason: str
 
 
-def load_target(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> LoadedTarget:
-    """Builds the target that lies at `path`."""
+def load_target(
+    path: Path, weight_format: WeightFormat, progress: Progress | None = None, elsewhere: MakeWeights | None = None
+) -> LoadedTarget:
+    """Builds the target that lies at `path`, its weights on the CPU unless somebody takes them `elsewhere`."""
     file = open_weights(path)
     decoder_config, names = read_target_config(path, file)
+    if elsewhere is not None:
+        model = Decoder(decoder_config, elsewhere(file, weight_format, names.file_name, progress), names)
+        return LoadedTarget(model, file.metadata, "the file's own types" if weight_format != "bf16" else "asked for")
     chosen, reason = choose_format(
         file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
     )

@@ -1,0 +1,221 @@
+"""Growing, accepting and moving on a real GPU: hundreds of random cases against the host, and how long it takes.
+
+    python scripts/gpu/checks_growth.py          # on the GPU
+    python scripts/gpu/checks_growth.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from checks_elementwise import COPY_GB_S, median_us
+from torch import Tensor
+
+from slipstream.kernels.gpu import commit
+from slipstream.kernels.gpu.commit import ContextRows, Outcome
+from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
+from slipstream.kernels.gpu.growth_reference import grow_reference
+from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.speculative.calibration import Calibration
+
+PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
+SHAPES = ("chain", "tree", "seeded")
+
+
+@dataclass
+class Step:
+    """Candidates, what to grow of them, and the rows that come of it."""
+
+    tokens: Tensor
+    scores: Tensor
+    wishes: Wishes
+    heads: HeadScores | None
+    rows: DeviceRows
+    grown: Grown
+    branches: Branches
+
+    def grow(self) -> None:
+        grow(self.tokens, self.scores, self.wishes, self.heads, self.rows, SCRATCH, PAGE, self.grown, self.branches)
+
+    def grow_on_host(self) -> None:
+        arguments = self.wishes, self.heads, self.rows, SCRATCH, PAGE, self.grown, self.branches
+        grow_reference(self.tokens, self.scores, *arguments)
+
+    def outputs(self) -> dict[str, Tensor]:
+        rows, grown = self.rows, self.grown
+        return {
+            "tokens": rows.tokens, "positions": rows.positions, "places": rows.places, "paths": rows.paths,
+            "parents": grown.parents, "counts": grown.counts, "broken": grown.broken,
+        }
+
+    def poison(self) -> None:
+        for part in self.outputs().values():
+            part.fill_(-99)
+        self.grown.chances.fill_(float("nan"))
+        for part in (self.branches.chances, self.branches.worths):
+            part.fill_(float("nan"))
+
+
+def random_step(
+    device: torch.device, sequences: int, each: int, slots: int, candidates: int, with_heads: bool, shape: int | None
+) -> Step:
+    """Random candidates; with a shape, everybody wants as many nodes of it as there is room for."""
+    logits = torch.randn(sequences, slots, 400) * 4
+    scores = logits.log_softmax(dim=-1).topk(candidates).values.contiguous().to(device)
+    tokens = torch.rand(sequences, slots, 1000).topk(candidates).indices.int().contiguous().to(device)
+    wishes = Wishes.empty(sequences, device)
+    wishes.anchors.copy_(torch.randint(0, 1000, (sequences,)))
+    if shape is None:
+        wishes.nodes.copy_(torch.randint(-1, each + 2, (sequences,)))
+        wishes.depth.copy_(torch.randint(1, slots + 2, (sequences,)))
+        wishes.shape.copy_(torch.randint(0, 3, (sequences,)))
+        wishes.floor.copy_((torch.rand(sequences) < 0.3) * 0.01)
+    else:
+        for part, value in ((wishes.nodes, each - 1), (wishes.depth, slots), (wishes.shape, shape)):
+            part.fill_(value)
+    for sequence in range(sequences):
+        calibration = (None, Calibration(), Calibration(Calibration()))[sequence % 3]
+        if calibration is not None:
+            for _ in range(80):
+                claim, depth, luck = torch.rand(3).tolist()
+                calibration.observe(claim, 1 + int(depth * slots), luck < claim)
+        wishes.calibration[sequence] = calibration_line(None if calibration is None else calibration.table()).to(device)
+    heads = None
+    if with_heads:
+        corrections = torch.randn(sequences, slots, candidates, candidates, device=device)
+        confidence = torch.rand(sequences, slots, candidates, device=device) if each == 64 else None
+        ones = torch.ones(sequences, device=device)
+        heads = HeadScores(corrections, 1.25 * ones, confidence, 0.1 * ones)
+    rows = DeviceRows.empty("tree", sequences, each, MOST_PAGES, device)
+    rows.pages.copy_((torch.randperm(MOST_PAGES * sequences) + 1).view(sequences, MOST_PAGES))
+    rows.base.copy_(torch.randint(0, (MOST_PAGES - 2) * PAGE, (sequences,)))
+    branches = Branches.empty(sequences, slots, candidates, with_heads, device)
+    return Step(tokens, scores, wishes, heads, rows, Grown.empty(rows), branches)
+
+
+def check_growth(step: Step, name: str) -> list[str]:
+    step.poison()
+    step.grow()
+    found = {part: value.clone() for part, value in step.outputs().items()}
+    chances = step.grown.chances.clone()
+    step.poison()
+    step.grow_on_host()
+    wrong = [
+        f"grow {name}: {part} of {int((value != found[part]).view(len(step.tokens), -1).any(1).sum())} sequences differ"
+        for part, value in step.outputs().items() if not torch.equal(value, found[part])
+    ]
+    if not torch.allclose(chances, step.grown.chances, rtol=1e-5):
+        wrong.append(f"grow {name}: chances differ")
+    return wrong
+
+
+def verified(step: Step) -> Tensor:
+    """The target's tokens after a grown step: mostly those of some child, now and then none."""
+    rows, sequences = step.rows, step.rows.sequences
+    chosen = torch.randint(0, 1000, (sequences, rows.each))
+    tokens, parents = rows.tokens.view(sequences, -1).cpu(), step.grown.parents.view(sequences, -1).cpu()
+    for sequence, count in enumerate(step.grown.counts.tolist()):
+        for row in range(1, count + 1):
+            if torch.rand(()) < 0.8:
+                chosen[sequence, parents[sequence, row]] = tokens[sequence, row]
+        if sequence % 7 == 6:
+            chosen[sequence, max(count, 0)] = -1
+    return chosen.flatten().int().to(step.tokens.device)
+
+
+def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> list[str]:
+    sequences, device, chosen = step.rows.sequences, step.tokens.device, verified(step)
+    keys = torch.randn(layers, MOST_PAGES * sequences + 1, heads, PAGE, dim, device=device).bfloat16()
+    results = []
+    for accept, compact in ((commit.accept, commit.compact), (commit.accept_reference, commit.compact_reference)):
+        base, anchors = step.rows.base.clone(), torch.full((sequences,), 5, dtype=torch.int32, device=device)
+        outcome = Outcome.empty(sequences, device)
+        context = ContextRows.empty(sequences, step.rows.each, device)
+        moved, moved_values = keys.clone(), -keys
+        for part in (outcome.path, outcome.tokens, outcome.taken, outcome.failed, context.gather, context.places):
+            part.fill_(-99)
+        accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
+        compact(moved, moved_values, step.rows, outcome)
+        results.append((
+            outcome.path, outcome.tokens, outcome.taken, outcome.failed, context.gather, context.positions,
+            context.places, step.rows.base.clone(), anchors, moved, -moved_values,
+        ))
+        step.rows.base.copy_(base)
+    names = ["path", "tokens", "taken", "failed", "gather", "positions", "places", "base", "anchors", "keys", "values"]
+    return [
+        f"commit {name}: {part} differ" for part, one, other in zip(names, *results, strict=True)
+        if not torch.equal(one, other)
+    ]
+
+
+def check(device: torch.device, sequences: int, sizes: Sequence[tuple[int, int, int, bool]]) -> list[str]:
+    """What is wrong, as sentences; a size is rows per sequence, slots, candidates, and whether there are heads."""
+    wrong = []
+    for each, slots, candidates, with_heads in sizes:
+        name = f"{each} rows, {slots} slots, K={candidates}{', heads' if with_heads else ''}"
+        step = random_step(device, sequences, each, slots, candidates, with_heads, None)
+        wrong += check_growth(step, name) + check_commit(step, name, 2, 2, 64)
+        step.scores[1, slots - 1, 0] = float("nan")
+        wrong += check_growth(step, f"{name}, a NaN")
+    return wrong
+
+
+def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, bool]], layers: int) -> list[str]:
+    lines = [f"{'what':<16} {'sequences':>9} {'rows':>5} {'K':>3} {'heads':>5} {'us':>8} {'floor us':>9}"]
+    for sequences, each, slots, candidates, with_heads in sizes:
+        for shape, name in enumerate(SHAPES):
+            step = random_step(device, sequences, each, slots, candidates, with_heads, shape)
+            us = median_us([step.grow] * 10)
+            size = f"{sequences:>9} {each:>5} {candidates:>3} {'yes' if with_heads else 'no':>5}"
+            lines.append(f"{'grow ' + name:<16} {size} {us:>8.2f}")
+        chosen = verified(step)
+        outcome, context = Outcome.empty(sequences, device), ContextRows.empty(sequences, each, device)
+        anchors, base = step.wishes.anchors.clone(), step.rows.base.clone()
+
+        def accept(outcome: Outcome = outcome, context: ContextRows = context, chosen: Tensor = chosen,
+                   step: Step = step, anchors: Tensor = anchors, base: Tensor = base) -> None:
+            step.rows.base.copy_(base)  # the same step again
+            commit.accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
+
+        lines.append(f"{'accept + a copy':<16} {size} {median_us([accept] * 10):>8.2f}")
+        pool = torch.zeros(2, layers, MOST_PAGES * sequences + 1, 8, PAGE, 128, dtype=torch.bfloat16, device=device)
+
+        def compact(pool: Tensor = pool, step: Step = step, outcome: Outcome = outcome) -> None:
+            commit.compact(pool[0], pool[1], step.rows, outcome)
+
+        us = median_us([compact] * 10)
+        moved = sum(row != at for line in outcome.path.tolist() for at, row in enumerate(line) if row >= 0)
+        floor = moved * 2 * 2 * 2 * layers * 8 * 128 / COPY_GB_S / 1e3
+        lines.append(f"{'compact':<16} {size} {us:>8.2f} {floor:>9.2f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
+    tiny = parser.parse_args().tiny
+    torch.manual_seed(0)
+    device = torch.device("cpu" if tiny else "cuda")
+    if tiny:
+        wrong = check(device, 3, [(8, 3, 4, False), (4, 2, 3, True)])
+        table = time_table(device, [(1, 4, 2, 2, False)], 2)
+    else:
+        real = [(16, 15, 16, False), (64, 15, 16, False), (32, 7, 5, False), (16, 15, 1, False), (4, 3, 8, False)]
+        wrong = check(device, 70, [*real, (16, 15, 16, True), (64, 15, 64, True)])
+        timed = [(1, 16, 15, 16, False), (1, 64, 15, 16, False), (16, 16, 15, 16, False), (1, 64, 15, 64, True)]
+        table = time_table(device, timed, 36)
+    print("\n".join(wrong) or "growth and commit: all right")
+    print("\n".join(table))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Choosing tokens and ranking candidates on a real GPU: right against torch, every row for itself, and how fast.
+
+    python scripts/gpu/checks_sampling.py          # on the GPU
+    python scripts/gpu/checks_sampling.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from checks_elementwise import COPY_GB_S, median_us
+from torch import Tensor
+
+from slipstream.kernels.gpu import sampling
+from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+
+VOCABULARIES = {"qwen3-8b": 151936, "smollm2": 49152}
+# name: temperature, top_k, top_p, min_p
+KINDS = {
+    "greedy": (0.0, 0, 1.0, 0.0), "sampled": (0.8, 0, 1.0, 0.0), "top-k": (0.8, 20, 1.0, 0.0),
+    "top-p": (1.0, 0, 0.95, 0.0), "all": (0.7, 50, 0.9, 0.02), "flat": (6.0, 0, 0.98, 0.0),
+}
+NEAR = 1e-4  # sums that are closer than this may change places: logarithms differ in their last bits
+
+
+def settings_of(kinds: Sequence[str], device: torch.device) -> Settings:
+    settings = Settings.empty(len(kinds), device)
+    columns = list(zip(*(KINDS[kind] for kind in kinds), strict=True))
+    parts = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    for part, column in zip(parts, columns, strict=True):
+        part.copy_(torch.tensor(column))
+    settings.seed.copy_(torch.randint(0, 2**62, (len(kinds),)))
+    return settings
+
+
+class Run:
+    """One set of rows with fresh, poisoned outputs; a sequence of each kind of settings, `each` rows of it."""
+
+    def __init__(self, kinds: Sequence[str], each: int, vocabulary: int, count: int, device: torch.device) -> None:
+        self.each, self.count, self.device = each, count, device
+        self.kinds, rows = list(kinds), len(kinds) * each
+        self.settings = settings_of(kinds, device)
+        self.logits = torch.randn(rows, vocabulary, device=device) * 3
+        self.positions = torch.randint(0, 40000, (rows,), device=device).int()
+
+    def chosen(self, reference: bool = False) -> Tensor:
+        rows, vocabulary = self.logits.shape
+        out = torch.full((rows,), -99, dtype=torch.int32, device=self.device)
+        scratch = RankingScratch.empty(rows, vocabulary, 1, self.device)
+        call = sampling.choose_reference if reference else sampling.choose
+        call(self.logits, self.positions, self.settings, self.each, out, scratch)
+        return out
+
+    def ranked(self, reference: bool = False) -> tuple[Tensor, Tensor]:
+        rows, vocabulary = self.logits.shape
+        tokens = torch.full((rows, self.count), -99, dtype=torch.int32, device=self.device)
+        scores = torch.full((rows, self.count), float("nan"), device=self.device)
+        scratch = RankingScratch.empty(rows, vocabulary, self.count, self.device)
+        call = sampling.top_candidates_reference if reference else sampling.top_candidates
+        call(self.logits, self.positions, self.settings, self.each, 0, tokens, scores, scratch)
+        return tokens, scores
+
+    def alone(self, sequence: int) -> Run:
+        """One sequence's rows without the others."""
+        found = Run([self.kinds[sequence]], self.each, self.logits.shape[1], self.count, self.device)
+        own = slice(sequence * self.each, (sequence + 1) * self.each)
+        found.logits, found.positions = self.logits[own].clone(), self.positions[own].clone()
+        found.settings.seed.copy_(self.settings.seed[sequence : sequence + 1])
+        return found
+
+
+def check(device: torch.device, vocabularies: dict[str, int], each: int, counts: Sequence[int]) -> list[str]:
+    """What is wrong, as sentences: tokens and scores against torch, and bits of rows with and without the others."""
+    wrong = []
+    for name, vocabulary in vocabularies.items():
+        for count in counts:
+            run = Run(list(KINDS), each, vocabulary, count, device)
+            run.logits[0, vocabulary // 2] = float("nan")
+            chosen, (tokens, scores) = run.chosen(), run.ranked()
+            if (chosen[0] != -1) or not scores[0].isnan().all():
+                wrong.append(f"{name}: a row with a NaN has a token")
+            wrong += [f"{name} K={count}: {fault}" for fault in _differences(run, chosen, tokens, scores)]
+            for sequence, kind in enumerate(run.kinds):
+                own, alone = slice(sequence * each, (sequence + 1) * each), run.alone(sequence)
+                same = torch.equal(alone.chosen(), chosen[own]) and torch.equal(alone.ranked()[0], tokens[own])
+                if not same or not torch.equal(alone.ranked()[1].nan_to_num(7.0), scores[own].nan_to_num(7.0)):
+                    wrong.append(f"{name} K={count}: {kind} rows change among others")
+    return wrong
+
+
+def _differences(run: Run, chosen: Tensor, tokens: Tensor, scores: Tensor) -> list[str]:
+    found = []
+    expected, (expected_tokens, expected_scores) = run.chosen(reference=True), run.ranked(reference=True)
+    sums, _ = sampling._reference_sums(run.logits, run.positions + 1, run.settings, run.each, run.settings.shared > 0)
+    for row in (chosen != expected).nonzero()[:, 0].tolist():
+        gap = sums[row, expected[row]] - sums[row, chosen[row]]
+        if not gap.abs() < NEAR:
+            found.append(f"{run.kinds[row // run.each]} row {row} chose {chosen[row]}, not {expected[row]} (by {gap})")
+    apart = (scores - expected_scores).nan_to_num(0.0).abs()
+    if apart.max() > 10 * NEAR or not torch.equal(scores.isnan(), expected_scores.isnan()):
+        found.append(f"scores are off by {apart.max()}")
+    odd = (tokens != expected_tokens) & (apart > NEAR)
+    if odd.any() or (tokens != expected_tokens).float().mean() > 0.01:
+        found.append(f"{int((tokens != expected_tokens).sum())} of {tokens.numel()} candidates are others")
+    return found
+
+
+def time_table(device: torch.device, vocabularies: dict[str, int], counts: Sequence[int]) -> list[str]:
+    lines = [f"{'shape':<10} {'rows':>5} {'kind':<8} {'K':>3} {'us':>8} {'GB/s':>7} {'floor us':>9}"]
+    for name, vocabulary in vocabularies.items():
+        for rows in counts:
+            turns = 8 if rows * vocabulary * 4 * 8 < 2**31 else 2  # L2 must not serve the logits
+            for kind in ("greedy", "sampled", "top-k", "top-p", "all", "flat"):
+                run = Run([kind], rows, vocabulary, 1, device)
+                copies = [torch.randn_like(run.logits) * 3 for _ in range(turns)]
+                for count in (0, 1, 16, 64) if kind in ("greedy", "sampled") else (0, 16):
+                    us = _time(run, copies, count)
+                    size = run.logits.numel() * 4
+                    label = str(count) if count else "-"  # without: the target's choice
+                    lines.append(
+                        f"{name:<10} {rows:>5} {kind:<8} {label:>3} {us:>8.2f} {size / us / 1e3:>7.0f} "
+                        f"{size / COPY_GB_S / 1e3:>9.2f}"
+                    )
+    return lines
+
+
+def _time(run: Run, copies: Sequence[Tensor], count: int) -> float:
+    rows, vocabulary = run.logits.shape
+    width = max(1, count)
+    tokens = torch.empty((rows, width), dtype=torch.int32, device=run.device)
+    scores = torch.empty((rows, width), device=run.device)
+    scratch = RankingScratch.empty(rows, vocabulary, width, run.device)
+
+    def launch(logits: Tensor) -> None:
+        if count:
+            sampling.top_candidates(logits, run.positions, run.settings, rows, 0, tokens, scores, scratch)
+        else:
+            sampling.choose(logits, run.positions, run.settings, rows, tokens, scratch)
+
+    return median_us([lambda logits=logits: launch(logits) for logits in copies], replays=15)  # type: ignore[misc]
+
+
+def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
+    """Sizes of a stretch and warps of its program; the chosen ones stand in sampling.py."""
+    lines = [f"{'stretch':>7} {'warps':>5} {'greedy':>8} {'sampled':>8} {'K=16':>8} {'K=64':>8}  (us, {rows} rows)"]
+    kept = sampling._STRETCH, sampling._STRETCH_WARPS
+    for stretch, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
+        sampling._STRETCH, sampling._STRETCH_WARPS = stretch, warps
+        times = []
+        for kind, count in (("greedy", 0), ("sampled", 0), ("sampled", 16), ("sampled", 64)):
+            run = Run([kind], rows, vocabulary, 1, device)
+            times.append(_time(run, [torch.randn_like(run.logits) * 3 for _ in range(8)], count))
+        lines.append(f"{stretch:>7} {warps:>5} " + " ".join(f"{us:>8.2f}" for us in times))
+    sampling._STRETCH, sampling._STRETCH_WARPS = kept
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
+    tiny = parser.parse_args().tiny
+    torch.manual_seed(0)
+    device = torch.device("cpu" if tiny else "cuda")
+    vocabularies = {"tiny": 4200} if tiny else VOCABULARIES
+    wrong = check(device, vocabularies, 1 if tiny else 4, (2,) if tiny else (1, 16, 64))
+    table = time_table(device, vocabularies, (1,) if tiny else (16, 64))
+    print("\n".join(wrong) or "sampling: all right, and every row for itself")
+    print("\n".join(tuning_table(device, max(vocabularies.values()), 1 if tiny else 16)))
+    print("\n".join(table))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Times whole decoding steps on a GPU with random weights of the Qwen3-8B shape, beside the floor of their bytes.
+
+    python scripts/gpu/step_times.py                          bf16 at 1K context
+    python scripts/gpu/step_times.py --format Q8_0            the same quantised (Q4_K, Q4_0, Q6_K, ...)
+    python scripts/gpu/step_times.py --contexts 1024,8192,32768
+    python scripts/gpu/step_times.py --batches 1,4,16,64
+    python scripts/gpu/step_times.py --tiny                   the same code at tiny sizes on a CPU, kernels in torch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from shapes import QWEN3_8B, TINY, RandomWeights, drafter_config
+
+from slipstream.cache.pools import PoolShape
+from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.gpu.backend import GpuBackend
+from slipstream.engine.gpu.passes import GpuBlocks
+from slipstream.engine.gpu.state import Decoding, Wish
+from slipstream.formats.quantise import encode_rows
+from slipstream.kernels.gpu.growth import TREE
+from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch
+from slipstream.kernels.gpu.packing import KINDS, pack
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.weights import keep_name
+from slipstream.types import SamplingParams
+
+_PATTERN_ROWS = 256  # quantised once and repeated: encoding eight billion weights would take minutes
+
+
+def matrix_maker(scratch: Scratch, kind: str) -> Callable[[Sequence[tuple[int, ...]]], GpuMatrix]:
+    patterns: dict[int, np.ndarray] = {}
+
+    def make(shapes: Sequence[tuple[int, ...]]) -> GpuMatrix:
+        outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        if kind == "bf16":
+            weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=scratch.device).mul_(0.02)
+            return GpuDense(weight, scratch)
+        if inputs not in patterns:
+            values = np.random.default_rng(inputs).standard_normal((_PATTERN_ROWS, inputs), np.float32) * 0.02
+            patterns[inputs] = encode_rows(values, kind)
+        raw = np.tile(patterns[inputs], (-(-outputs // _PATTERN_ROWS), 1))[:outputs]
+        return GpuQuantised(pack([raw], KINDS[kind], inputs, scratch.device), kind, scratch)
+
+    return make
+
+
+class Bench:
+    """A pair of random weights with its engine, and the clock around its steps."""
+
+    def __init__(self, options: argparse.Namespace, shape: DecoderConfig, device: torch.device) -> None:
+        self.device = device
+        self.shape = shape
+        contexts, batches = options.contexts, options.batches
+        most_tokens = max(batches) * 1024 + max(contexts) + 8192
+        self.context_room = max(contexts) + 4096
+        config = EngineConfig(
+            kernels="reference" if options.tiny else "triton", graphs=not options.no_graphs,
+            max_sequences=max(batches), max_context=self.context_room, cache_tokens=most_tokens,
+        )
+        self.backend = GpuBackend(device, config)
+        scratch = self.backend.scratch
+        weights = RandomWeights(device, matrix_maker(scratch, options.format))
+        names = FamilyNames(keep_name, lambda name: True)
+        self.target = Decoder(shape, weights, names)
+        draft_shape = drafter_config(shape, 2 if options.tiny else 5)
+        taps = len(draft_shape.target_layer_ids) * shape.hidden_size
+        draft_weights = RandomWeights(
+            device, matrix_maker(scratch, options.format), (shape.hidden_size, taps)
+        )
+        self.drafter = DFlashDrafter(draft_shape, draft_weights)
+        pools = (
+            PoolShape(shape.layers, shape.kv_heads, shape.head_dim),
+            PoolShape(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
+        )
+        self.pages = -(-most_tokens // PAGE_TOKENS)
+        self.engine = self.backend.build(
+            self.target, self.drafter, pools, None, self.context_room, 2048, "random", None  # type: ignore[arg-type]
+        )
+        blocks = self.engine._runner.drafter
+        assert isinstance(blocks, GpuBlocks)
+        self.gpu_drafter = blocks.gpu
+        self.head_bytes = self.target.head.nbytes
+
+    def step_ms(self, batch: int, context: int, nodes: int, drafter: bool = True, rounds: int = 30) -> float:
+        """The median time of one step, several in a row between two events so that launches overlap as they do."""
+        loop = self.engine.loop
+        each_pages = -(-(context + 2048) // PAGE_TOKENS)
+        own = [
+            Decoding(
+                context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True
+            )
+            for s in range(batch)
+        ]
+        wishes = [Wish(nodes, self.gpu_drafter.proposals, TREE)] * batch if nodes else [Wish()] * batch
+        loop.forget_batch()
+        names = tuple(range(batch))
+        used = self.gpu_drafter if drafter else None
+        loop.land(loop.launch(names, lambda: own, wishes, used))
+        times = []
+        for _ in range(rounds):
+            times.append(self._timed(lambda: loop.launch(names, lambda: own, wishes, used)))
+        return statistics.median(times)
+
+    def _timed(self, launch: Callable[[], object], steps: int = 4) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            launch()
+            return (time.perf_counter() - began) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(steps):
+            launch()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / steps
+
+    def floor_ms(self, bandwidth: float, batch: int, context: int, drafting: bool) -> float:
+        """Every weight once and every key and value once, at the measured bandwidth."""
+        per_token = 2 * 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+        moved = self.target.step_bytes + batch * context * per_token
+        if drafting:
+            draft = self.drafter.config
+            moved += self.drafter.step_bytes + self.head_bytes
+            moved += batch * min(context, 2048) * 2 * 2 * draft.layers * draft.kv_heads * draft.head_dim
+        return moved / bandwidth * 1e3
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes read and written per second by a large copy: what memory gives at best."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    if device.type != "cuda":
+        began = time.perf_counter()
+        target.copy_(source)
+        return 2 * size / (time.perf_counter() - began)
+    best = 0.0
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * size / (start.elapsed_time(end) * 1e-3))
+    return best
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--format", default="bf16", choices=("bf16", *KINDS))
+    parser.add_argument("--contexts", type=numbers, default=[1024])
+    parser.add_argument("--batches", type=numbers, default=[1])
+    parser.add_argument("--widths", type=numbers, default=[16, 64])
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    began = time.perf_counter()
+    bandwidth = copy_bandwidth(device, 2**24 if options.tiny else 2**32)
+    bench = Bench(options, TINY if options.tiny else QWEN3_8B, device)
+    print(f"loaded in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s; "
+          f"weights {bench.target.step_bytes / 1e9:.2f} GB, drafter {bench.drafter.step_bytes / 1e9:.2f} GB")
+    lines: list[dict[str, object]] = []
+    for context in options.contexts:
+        for batch in options.batches:
+            kinds = [("plain", 0, False), ("plain, context kept", 0, True)]
+            kinds += [(f"draft + verify {width}", width - 1, True) for width in options.widths if batch * width <= 256]
+            for label, nodes, drafter in kinds:
+                ms = bench.step_ms(batch, context, nodes, drafter, 2 if options.tiny else 30)
+                floor = bench.floor_ms(bandwidth, batch, context, nodes > 0)
+                lines.append({
+                    "format": options.format, "batch": batch, "context": context, "step": label,
+                    "ms": round(ms, 3), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 2),
+                })
+                print(lines[-1], flush=True)
+    print(f"graphs {len(bench.backend.graphs)}, {bench.backend.graphs.bytes / 2**20:.0f} MiB")
+    if folder := os.environ.get("OUT"):
+        (Path(folder) / f"steps_{options.format}.json").write_text(json.dumps(lines, indent=1))
+    print("\n| step | batch | context | ms | floor ms | ratio |\n| --- | --- | --- | --- | --- | --- |")
+    columns = ("step", "batch", "context", "ms", "floor_ms", "ratio")
+    for line in lines:
+        print("| " + " | ".join(str(line[column]) for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()

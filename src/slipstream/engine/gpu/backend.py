@@ -1,0 +1,172 @@
+"""Builds the engine on a GPU: weights, pools, graphs and the loop, and says what of it can be promised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from slipstream.cache.gpu_pools import GpuPools
+from slipstream.cache.pages import PageTable
+from slipstream.cache.pools import PoolShape
+from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.gpu.costing import measure_costs
+from slipstream.engine.gpu.engine import GpuEngine
+from slipstream.engine.gpu.graphs import Graphs
+from slipstream.engine.gpu.loop import DecodeLoop
+from slipstream.engine.gpu.passes import GpuBlocks, Passes
+from slipstream.engine.gpu.runner import GpuRunner
+from slipstream.engine.gpu.state import DecodeState
+from slipstream.engine.gpu.step import DecodeStep, bucket
+from slipstream.engine.memory import available_bytes
+from slipstream.errors import ConfigError
+from slipstream.formats.weights import WeightFile
+from slipstream.kernels.gpu.growth import MOST_ROWS
+from slipstream.kernels.gpu.kernels import GpuKernels, gpu_kernels
+from slipstream.kernels.gpu.matmul import Scratch
+from slipstream.models.decoder import Decoder
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu_weights import GpuWeights
+from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.draft import BlockDrafter
+from slipstream.text.tokenizer import Tokenizer
+
+_POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded; graphs and scratch need the rest
+MOST_STEP_ROWS = 256  # of one device step over all sequences
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What exists once a target is loaded."""
+
+    target: GpuTarget
+    pools: GpuPools
+    passes: Passes
+    state: DecodeState
+
+
+class GpuBackend:
+    """One GPU, or the CPU under Triton's interpreter where tests give it that device."""
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        self.device = device
+        self._config = config
+        self.scratch = Scratch(device)
+        self._kernels: GpuKernels = gpu_kernels(config.kernels)
+        self.graphs = Graphs(device, config.graphs and config.kernels == "triton")
+        self._machine: _Machine | None = None
+
+    def weights(
+        self, file: WeightFile, weight_format: WeightFormat, file_name: Callable[[str], str] = keep_name,
+        progress: Progress | None = None, rough: bool = False, parts: BuiltParts | None = None,
+        changed: Collection[str] = (),
+    ) -> Weights:
+        return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed)
+
+    def build(
+        self, target: Decoder, draft: DFlashDrafter | None, pool_shapes: tuple[PoolShape, PoolShape | None],
+        tokenizer: Tokenizer, max_context: int, draft_window: int, draft_key: str | None, progress: Progress | None,
+    ) -> GpuEngine:
+        """The engine around a loaded pair."""
+        pages = self._pages(pool_shapes, max_context)
+        pools = GpuPools(pages, PAGE_TOKENS, *pool_shapes, self.device)
+        # a sequence may stand a few steps behind its last token, and unused rows behind those
+        positions = max_context + 4 * MOST_ROWS
+        most_pages = -(-positions // PAGE_TOKENS)
+        gpu_target = GpuTarget(self._kernels, target, positions, self.device)
+        passes = Passes(gpu_target, pools, most_pages, self.graphs)
+        most = bucket(self._config.max_sequences)
+        state = DecodeState(most, most_pages, pages, self.device)
+        self._machine = _Machine(gpu_target, pools, passes, state)
+        self._positions, self._window, self._progress = positions, draft_window, progress
+        blocks = self.in_blocks(draft) if draft is not None else None
+        engine = GpuEngine(
+            GpuRunner(passes, blocks), pools, PageTable(pages), tokenizer, self._config, max_context, draft_key,
+            False, partial(self._measure_costs, blocks),
+        )
+        self._loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
+        engine.install(self._loop, MOST_STEP_ROWS)
+        return engine
+
+    def in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
+        machine = self._built
+        gpu = GpuDrafter(
+            self._kernels, drafter, machine.target.decoder, self._window, self._positions, self.device
+        )
+        return GpuBlocks(machine.passes, gpu, self._window)
+
+    def _make_step(self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool) -> DecodeStep:
+        machine = self._built
+        return DecodeStep(
+            self._kernels, machine.state, machine.pools, machine.target, sequences, each, drafter, drafting
+        )
+
+    @torch.inference_mode()
+    def _measure_costs(self, blocks: BlockDrafter | None) -> CostTable:
+        assert isinstance(blocks, GpuBlocks), "only speculation asks for costs"
+        # steps move sequences on: nobody's are loaded meanwhile
+        kept = self.state.snapshot()
+        self.state.clear()
+        costs = measure_costs(self._loop.step, blocks.gpu, MOST_STEP_ROWS, self.device, self._progress)
+        self.state.restore(kept)
+        return costs
+
+    def _pages(self, shapes: tuple[PoolShape, PoolShape | None], max_context: int) -> int:
+        """Pages for the pools: what was asked for, or a share of what the weights have left free."""
+        config = self._config
+        token_bytes = sum(shape.bytes_per_token() for shape in shapes if shape is not None) // 2  # bf16 here
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_bytes()
+        room = int((free or 2**30) * _POOL_SHARE) // token_bytes
+        if config.cache_tokens > room:
+            raise ConfigError(
+                f"a cache of {config.cache_tokens} tokens needs {config.cache_tokens * token_bytes >> 20} MiB, "
+                f"{room * token_bytes >> 20} MiB of the GPU are free for it", "ask for fewer tokens",
+            )
+        # a sequence may stand a few steps behind its last token
+        wanted = config.cache_tokens or config.max_sequences * (max_context + 4 * MOST_ROWS)
+        return max(1, min(wanted, room) // PAGE_TOKENS)
+
+    @property
+    def label(self) -> str:
+        """Which kernels serve."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Triton's interpreter"
+        how = "captured graphs" if self.graphs.enabled else "without graphs"
+        return f"{self._config.kernels} kernels on {name}, {how}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether speculative text equals plain text to the bit, as long as a step has no more than 64 rows in all."""
+        return self._config.kernels == "triton"
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that a large copy reads and writes: the floor under a step is its bytes over this."""
+        size = 2**30 if self.device.type == "cuda" else 2**20
+        source = torch.empty(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = 0.0
+        for _ in range(5):
+            self.wait()
+            began = time.perf_counter()
+            target.copy_(source)
+            self.wait()
+            best = max(best, 2 * size / (time.perf_counter() - began))
+        return best
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def state(self) -> DecodeState:
+        return self._built.state
+
+    @property
+    def _built(self) -> _Machine:
+        if self._machine is None:
+            raise ConfigError("the engine is not built yet")
+        return self._machine

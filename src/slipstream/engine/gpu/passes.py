@@ -1,0 +1,179 @@
+"""Single passes over rows that the host lays out: prefill chunks, and whatever a whole device step cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.cache.gpu_pools import GpuPools
+from slipstream.cache.sequence import SequenceState
+from slipstream.engine.gpu.graphs import Graphs
+from slipstream.engine.gpu.step import bucket
+from slipstream.engine.runner import RowWork
+from slipstream.kernels.gpu.rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
+from slipstream.kernels.rows import RowPlaces
+from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.speculative.draft import BlockDrafter, DraftJob
+
+_WIDTHS = (1, 4, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Rows where a graph reads them, and what it leaves behind."""
+
+    rows: DeviceRows
+    anchors: Tensor
+    hidden: Tensor | None = None
+    other: Tensor | None = None  # a target's taps, a drafter's logits
+
+
+class Passes:
+    """The passes of one pair over one set of pools."""
+
+    def __init__(self, target: GpuTarget, pools: GpuPools, most_pages: int, graphs: Graphs) -> None:
+        self.target = target
+        self.pools = pools
+        self.graphs = graphs
+        self._most_pages = most_pages
+        self._passes: dict[tuple[object, ...], _Pass] = {}
+
+    def verify(self, works: Sequence[RowWork], tap_layers: Sequence[int]) -> tuple[list[Tensor], Tensor | None, int]:
+        """Hidden rows of each work item, all taps, and how many rows each item has among them.
+
+        Known tokens go one sequence at a time, proposals all together.
+        """
+        kind: Kind = "tree" if works[0].proposal is not None else "chain"
+        sequences = bucket(len(works))
+        each = _width(max(work.rows for work in works))
+        found = self._pass(("verify", kind, sequences, each, tuple(tap_layers)), kind, sequences, each)
+        self._lay_out(found.rows, works)
+
+        def launches() -> None:
+            keys, values = self.pools.target_keys, self.pools.target_values
+            found.hidden, found.other = self.target.run(found.rows, keys, values, tap_layers)
+
+        self.graphs.runner(("verify", kind, sequences, each, tuple(tap_layers)), launches)()
+        assert found.hidden is not None
+        hidden = [found.hidden[i * each : i * each + work.rows] for i, work in enumerate(works)]
+        # the next pass writes over what a graph leaves behind
+        return hidden, None if found.other is None else found.other.clone(), each
+
+    def draft(self, drafter: GpuDrafter, jobs: Sequence[DraftJob], variant: object) -> tuple[Tensor, Tensor]:
+        """Hidden rows and logits of the jobs' blocks."""
+        sequences, size = bucket(len(jobs)), drafter.block_size
+        key = ("draft", variant, sequences)
+        found = self._pass(key, "block", sequences, size)
+        anchors = np.zeros(sequences, np.int32)
+        anchors[: len(jobs)] = [job.state.tokens[job.state.length] for job in jobs]
+        self._put_sequences(found.rows, [job.state for job in jobs])
+        found.anchors.copy_(torch.from_numpy(anchors))
+
+        def launches() -> None:
+            drafter.lay_out(found.rows, found.anchors, self.pools.page_tokens)
+            found.hidden, found.other = drafter.run(found.rows, self.pools.draft_keys, self.pools.draft_values)
+
+        self.graphs.runner(key, launches)()
+        assert found.hidden is not None and found.other is not None
+        return found.hidden[: len(jobs) * size], found.other[: len(jobs) * size]
+
+    def write_context(self, drafter: GpuDrafter, taps: Tensor, places: RowPlaces) -> None:
+        """Draft context for taps of committed rows."""
+        count = taps.shape[0]
+        padded = bucket(count, LEAST_ROWS)
+        positions = np.zeros(padded, np.int32)
+        slots = np.full(padded, self.pools.scratch_place, np.int32)
+        positions[:count] = places.position_list
+        slots[:count] = np.asarray(places.page_list) * self.pools.page_tokens + np.asarray(places.offset_list)
+        rows = torch.cat((taps, taps.new_zeros(padded - count, taps.shape[1]))) if padded > count else taps
+        drafter.context.write(
+            rows.contiguous(), self._device(positions), self._device(slots), self.pools.draft_keys,
+            self.pools.draft_values,
+        )
+
+    def forget(self, variant: object) -> None:
+        """A variant goes, and with it what was kept for it."""
+        for key in [key for key in self._passes if key[:2] == ("draft", variant)]:
+            del self._passes[key]
+        self.graphs.forget(lambda key: isinstance(key, tuple) and key[:2] == ("draft", variant))
+
+    def _pass(self, key: tuple[object, ...], kind: Kind, sequences: int, each: int) -> _Pass:
+        found = self._passes.get(key)
+        if found is None:
+            place = self.pools.scratch_place
+            rows = DeviceRows.empty(kind, sequences, each, self._most_pages, self.pools.device, place)
+            found = self._passes[key] = _Pass(rows, torch.zeros_like(rows.base))
+        return found
+
+    def _lay_out(self, rows: DeviceRows, works: Sequence[RowWork]) -> None:
+        tokens, positions = np.zeros(rows.rows, np.int32), np.zeros(rows.rows, np.int32)
+        places = np.full(rows.rows, self.pools.scratch_place, np.int32)
+        paths = np.zeros((rows.rows, MAX_DEPTH), np.int32)
+        for index, work in enumerate(works):
+            first = index * rows.each
+            span = slice(first, first + work.rows)
+            tokens[span] = work.tokens
+            positions[span] = work.positions
+            places[span] = self._places(work.state, work.start, work.rows)
+            positions[first + work.rows : first + rows.each] = work.start
+            if work.proposal is not None:
+                for row, parent in enumerate(work.proposal.parents):
+                    depth = work.proposal.depths[row]
+                    paths[first + row] = paths[first + max(parent, 0)]
+                    paths[first + row, depth] = row
+        for own, given in ((rows.tokens, tokens), (rows.positions, positions), (rows.places, places)):
+            own[: rows.rows].copy_(torch.from_numpy(given))
+        rows.paths.copy_(torch.from_numpy(paths))
+        self._put_sequences(rows, [work.state for work in works], [work.start for work in works])
+
+    def _put_sequences(
+        self, rows: DeviceRows, states: Sequence[SequenceState], starts: Sequence[int] | None = None
+    ) -> None:
+        base = np.zeros(rows.sequences, np.int32)
+        pages = np.full(rows.pages.shape, self.pools.pages, np.int32)
+        for index, state in enumerate(states):
+            base[index] = state.length if starts is None else starts[index]
+            pages[index, : len(state.pages)] = state.pages
+        rows.base.copy_(torch.from_numpy(base))
+        rows.pages.copy_(torch.from_numpy(pages))
+
+    def _places(self, state: SequenceState, start: int, count: int) -> NDArray[np.int32]:
+        slots = np.arange(start, start + count)
+        pages = np.asarray(state.pages, np.int32)[slots // self.pools.page_tokens]
+        return (pages * self.pools.page_tokens + slots % self.pools.page_tokens).astype(np.int32)
+
+    def _device(self, numbers: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(numbers).to(self.pools.device)
+
+
+def _width(rows: int) -> int:
+    """Rows per sequence that a graph is captured for."""
+    return next((width for width in _WIDTHS if width >= rows), -(-rows // _WIDTHS[-1]) * _WIDTHS[-1])
+
+
+class GpuBlocks(BlockDrafter):
+    """A drafter over pages on the device; candidates are ranked on the host, where constraints and penalties are."""
+
+    def __init__(self, passes: Passes, drafter: GpuDrafter, window: int) -> None:
+        self.drafter = drafter.drafter
+        self.block_size = drafter.block_size
+        self.proposals = drafter.proposals
+        self.window = window
+        self.gpu = drafter
+        self._passes = passes
+
+    def _logits(self, jobs: Sequence[DraftJob]) -> tuple[Tensor, Tensor]:
+        hidden, logits = self._passes.draft(self.gpu, jobs, self)
+        first, size = self.gpu.first_slot, self.block_size
+        wanted = [block * size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)]
+        picked = logits[torch.tensor(wanted, device=logits.device)]
+        return hidden.float().cpu(), picked.cpu()
+
+    def write_context(self, taps: Tensor, places: RowPlaces) -> None:
+        """Stores the draft context of committed rows at their positions."""
+        self._passes.write_context(self.gpu, taps, places)

@@ -1,0 +1,111 @@
+"""What each sequence proposes in a device step, decided before its draft is there: the host does not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.engine.gpu.state import Wish
+from slipstream.engine.proposer import Proposer
+from slipstream.engine.session import Session
+from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
+from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.costs import StepShape
+from slipstream.speculative.gains import assumed
+from slipstream.speculative.policy import Offer
+from slipstream.types import Decision, Proposal
+
+_ROWS = (2, 4, 8, 16, 32, 64)  # rows of one sequence that steps are captured for
+
+
+class Planner:
+    """Asks gates and policy as the proposer does; rows come in buckets here, and all of a bucket cost the same."""
+
+    def __init__(self, proposer: Proposer, most_rows: int) -> None:
+        self._proposer = proposer
+        self._most_rows = most_rows
+
+    def plan(self, sessions: Sequence[Session]) -> tuple[list[Wish], list[Decision]]:
+        """A wish and the reason for it per sequence."""
+        slots = self._proposer.slots(sessions)
+        rows = self._governed_rows(sessions, slots)
+        wishes, decisions = [], []
+        for session, depth in zip(sessions, slots, strict=True):
+            wish = _wish(session, depth, rows)
+            wishes.append(wish)
+            decisions.append(_decision(session, wish))
+        return wishes, decisions
+
+    def _governed_rows(self, sessions: Sequence[Session], slots: Sequence[int]) -> int:
+        """Rows per sequence that promise the most tokens per millisecond."""
+        drafting = [
+            (session.speculation.policy, depth) for session, depth in zip(sessions, slots, strict=True)
+            if session.speculation.policy is not None and depth
+        ]
+        if not drafting:
+            return 1
+        costs = self._proposer.policy.costs
+        context = max(session.ticket.state.length for session in sessions)
+        sampled = any(not session.greedy for session in sessions)
+        draft_ms = costs.draft_ms(len(drafting), max(depth for _, depth in drafting), context)
+        best, best_rate = _ROWS[0], 0.0
+        for rows in _ROWS:
+            if rows * len(sessions) > self._most_rows:
+                break
+            tokens = float(len(sessions))
+            for policy, depth in drafting:
+                gains = policy.gains if policy.gains.known else assumed(policy.proposals)
+                nodes = min(rows - 1, policy.max_nodes)
+                tokens += gains.expected(nodes, depth, branching=not policy.chains_only)
+            shape = StepShape(len(sessions), rows * len(sessions), context, sampled, branching=True)
+            rate = tokens / (draft_ms + costs.step_ms(shape))
+            if rate > best_rate:
+                best, best_rate = rows, rate
+        return best
+
+    def learn(self, sessions: Sequence[Session], proposals: Sequence[Proposal]) -> None:
+        """Tells the policy what was drafted, as if it had been asked after the draft."""
+        offers = []
+        for session, proposal in zip(sessions, proposals, strict=True):
+            policy = session.speculation.policy
+            if policy is not None:
+                chain, tree = survivals(proposal, policy.calibration)
+                offers.append(Offer(policy, session.ticket.state.length, not session.greedy, tree, chain))
+        if any(offer.chain for offer in offers):
+            self._proposer.policy.choose(offers)
+
+
+def _wish(session: Session, depth: int, governed_rows: int) -> Wish:
+    speculation, mode = session.speculation, session.ticket.request.mode
+    if not depth:
+        return Wish()
+    policy = speculation.policy
+    if policy is not None:
+        nodes = min(governed_rows - 1, policy.max_nodes)
+        shape = CHAIN if policy.chains_only else TREE
+        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.calibration)
+    if mode.kind == "tree":
+        return Wish(speculation.rows - 1, depth, SEEDED_TREE if mode.seeded else TREE)
+    return Wish(min(depth, speculation.rows - 1), depth, CHAIN)
+
+
+def _decision(session: Session, wish: Wish) -> Decision:
+    policy = session.speculation.policy
+    if not wish.nodes:
+        gate = session.speculation.gate
+        closed = "the gate has closed" if gate is not None and not gate.open else ""
+        return Decision("plain", policy.note if policy is not None else closed)
+    return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}")
+
+
+def survivals(proposal: Proposal, calibration: Calibration) -> tuple[list[float], list[float]]:
+    """How likely each node of the likeliest chain, and each node of the whole tree, is to be kept."""
+    alive = [1.0]
+    chain_end, chain = 0, []
+    for row in range(1, len(proposal.tokens)):
+        parent = proposal.parents[row]
+        alive.append(alive[parent] * calibration.chance(proposal.chances[row], proposal.depths[row]))
+        # of siblings the likeliest comes first
+        if parent == chain_end:
+            chain_end = row
+            chain.append(alive[row])
+    return chain, alive[1:]

@@ -1,0 +1,123 @@
+"""One whole decoding step as launches on the device: draft, grow, verify, choose, accept, commit."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.gpu_pools import GpuPools
+from slipstream.engine.gpu.state import DecodeState
+from slipstream.kernels.gpu.commit import ContextRows, Outcome
+from slipstream.kernels.gpu.growth import Branches, Grown, Wishes
+from slipstream.kernels.gpu.kernels import GpuKernels
+from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
+from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+
+CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
+
+
+def bucket(count: int, least: int = 1) -> int:
+    """The power of two that a graph serves this many with."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+class DecodeStep:
+    """The launches for `sequences` sequences with `each` rows.
+
+    With a drafter, kept rows become draft context; `drafting` says whether it proposes anything in this step.
+    """
+
+    def __init__(
+        self, kernels: GpuKernels, state: DecodeState, pools: GpuPools, target: GpuTarget, sequences: int, each: int,
+        drafter: GpuDrafter | None, drafting: bool,
+    ) -> None:
+        device, vocabulary = pools.device, target.vocab_size
+        self._kernels = kernels
+        self._pools = pools
+        self._target = target
+        self._drafter = drafter
+        self._drafting = drafting
+        self.sequences = sequences
+        self.each = each
+        self._settings = Settings(*(getattr(state.settings, each.name)[:sequences] for each in fields(Settings)))
+        self._wishes = Wishes(*(getattr(state.wishes, each.name)[:sequences] for each in fields(Wishes)))
+        self._rows = _over(state, DeviceRows.empty("tree", sequences, each, 1, device, pools.scratch_place))
+        self._grown = Grown.empty(self._rows)
+        self._chosen = torch.zeros(self._rows.rows, dtype=torch.int32, device=device)
+        self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
+        self._outcome = Outcome.empty(sequences, device)
+        slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
+        self._context = ContextRows.empty(sequences, bucket(slots + 1, -(-LEAST_ROWS // sequences)), device)
+        self._branches = Branches.empty(sequences, slots, CANDIDATES, False, device)
+        # what no draft has filled: a step that proposes nothing grows from it
+        self._candidates = torch.zeros(sequences, block, CANDIDATES, dtype=torch.int32, device=device)
+        self._scores = torch.full((sequences, block, CANDIDATES), -torch.inf, device=device)
+        self.output = torch.zeros(sequences, 2 + 4 * each, dtype=torch.int32, device=device)
+        if drafter is not None and drafting:
+            self._block = _over(state, DeviceRows.empty("block", sequences, block, 1, device, pools.scratch_place))
+            self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, CANDIDATES, device)
+
+    def launch(self) -> None:
+        """Everything in order; whoever captures it calls it again and again."""
+        if self._drafting:
+            self._draft()
+        first = self._drafter.first_slot if self._drafter is not None else 0
+        self._kernels.grow(
+            self._candidates[:, first:], self._scores[:, first:], self._wishes, None, self._rows,
+            self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
+        )
+        taps = self._verify()
+        self._report()
+        self._commit(taps)
+
+    def _draft(self) -> None:
+        """One block per sequence behind its anchor, and the likeliest tokens of each slot."""
+        drafter, pools = self._drafter, self._pools
+        assert drafter is not None
+        drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
+        _, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
+        self._kernels.top_candidates(
+            logits[: self._block.rows], self._block.positions, self._settings, drafter.block_size, 1 - drafter.first_slot,
+            self._candidates.view(-1, CANDIDATES), self._scores.view(-1, CANDIDATES), self._draft_ranking,
+        )
+
+    def _verify(self) -> Tensor | None:
+        """The target's own token after every row; returns the taps."""
+        tapped = self._drafter.taps if self._drafter is not None else ()
+        hidden, taps = self._target.run(self._rows, self._pools.target_keys, self._pools.target_values, tapped)
+        logits = self._target.logits(hidden)[: self._rows.rows]
+        self._kernels.choose(logits, self._rows.positions, self._settings, self.each, self._chosen, self._ranking)
+        return taps
+
+    def _report(self) -> None:
+        """Everything the host wants to know in one tensor, so that one copy brings it."""
+        parts = self.output[:, 2:].view(self.sequences, 4, self.each)
+        shape = self.sequences, self.each
+        self.output[:, 0] = self._grown.counts
+        self.output[:, 1] = self._grown.broken
+        parts[:, 0] = self._rows.tokens[: self._rows.rows].view(shape)
+        parts[:, 1] = self._grown.parents.view(shape)
+        parts[:, 2] = self._grown.chances.view(torch.int32).view(shape)
+        parts[:, 3] = self._chosen.view(shape)
+
+    def _commit(self, taps: Tensor | None) -> None:
+        """Keeps the agreed path: lengths and anchors, keys and values, draft context."""
+        pools, context = self._pools, self._context
+        self._kernels.accept(
+            self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, context, pools.scratch_place
+        )
+        if self._drafting:
+            self._kernels.compact(pools.target_keys, pools.target_values, self._rows, self._outcome)
+        if taps is not None and self._drafter is not None:
+            self._drafter.context.write(
+                taps.index_select(0, context.gather), context.positions, context.places, pools.draft_keys,
+                pools.draft_values,
+            )
+
+
+def _over(state: DecodeState, rows: DeviceRows) -> DeviceRows:
+    """The same rows with the lengths and pages of the state, which a commit moves on."""
+    return replace(rows, base=state.length[: rows.sequences], pages=state.pages[: rows.sequences])

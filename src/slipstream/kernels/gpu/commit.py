@@ -1,0 +1,195 @@
+"""What is kept of a verified tree, on the device: the accept walk, and everything that has to move with it.
+
+One launch walks, says which rows' taps become draft context and where, and advances the sequences; another moves kept
+keys and values to consecutive slots in all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.gpu.growth import Grown
+from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
+from slipstream.kernels.ranking import NO_BEST
+
+_DEEP = tl.constexpr(MAX_DEPTH)
+_NO_BEST = tl.constexpr(NO_BEST)
+_PIECE = 16  # rows of a path that a program moves at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the host learns of a step; a sequence that failed or is not there has taken nothing."""
+
+    path: Tensor  # int32 [sequences, MAX_DEPTH]: kept rows from the anchor on, -1 behind the last
+    tokens: Tensor  # int32 [sequences, MAX_DEPTH]: the target's token after each of them, the last one is the bonus
+    taken: Tensor  # int32 [sequences]: how many rows are kept
+    failed: Tensor  # int32 [sequences]: 1 where the target's numbers after some row are none: that may spoil the others
+
+    @classmethod
+    def empty(cls, sequences: int, device: torch.device) -> Outcome:
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(numbers(sequences, MAX_DEPTH), numbers(sequences, MAX_DEPTH), numbers(sequences), numbers(sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """The kept rows as draft context: `block` places per sequence, which a path must not be longer than."""
+
+    block: int
+    gather: Tensor  # int32 [sequences * block]: the row of the step whose taps they are, row 0 where there is none
+    positions: Tensor  # int32
+    places: Tensor  # int32, in the scratch page where there is none
+
+    @classmethod
+    def empty(cls, sequences: int, block: int, device: torch.device) -> ContextRows:
+        def numbers() -> Tensor:
+            return torch.zeros(sequences * block, dtype=torch.int32, device=device)
+
+        return cls(block, numbers(), numbers(), numbers())
+
+
+@triton.jit
+def _accept_kernel(  # type: ignore[no-untyped-def]
+    chosen, row_tokens, row_places, parents, counts, base, anchors, paths, new_tokens, takens, faileds,
+    gather, positions, places, block, scratch_place, ROWS: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    first = sequence * ROWS
+    row, depth = tl.arange(0, ROWS), tl.arange(0, _DEEP)
+    count, start = tl.load(counts + sequence), tl.load(base + sequence)
+    drafted = (row > 0) & (row <= count)
+    parent = tl.load(parents + first + row, mask=drafted, other=-1)
+    expected = tl.load(chosen + first + parent, mask=drafted, other=_NO_BEST)
+    agrees = drafted & (tl.load(row_tokens + first + row) == expected)
+    path = tl.where(depth == 0, 0, -1)
+    last = tl.full((), 0, tl.int32)
+    length = tl.full((), 1, tl.int32)
+    child = tl.max(tl.where(agrees & (parent == 0), row, 0))
+    while child > 0:
+        path = tl.where(depth == length, child, path)
+        last = child
+        length += 1
+        child = tl.max(tl.where(agrees & (parent == last), row, 0))
+    own = tl.load(chosen + first + row)
+    failed = tl.max(((own == _NO_BEST) & (row <= count)).to(tl.int32))
+    taken = tl.where((failed != 0) | (count < 0), 0, length)
+    kept = depth < taken
+    tl.store(takens + sequence, taken)
+    tl.store(faileds + sequence, failed)
+    tl.store(paths + sequence * _DEEP + depth, tl.where(kept, path, -1))
+    tokens = tl.load(chosen + first + path, mask=kept, other=_NO_BEST)
+    tl.store(new_tokens + sequence * _DEEP + depth, tokens)
+    # the path's row i belongs into slot base + i, which is where row i of the step is stored
+    place = tl.load(row_places + first + depth, mask=kept, other=0)
+    context, inside = sequence * block + depth, depth < block
+    tl.store(gather + context, first + tl.where(kept, path, 0), mask=inside)
+    tl.store(positions + context, start + tl.where(kept, depth, 0), mask=inside)
+    tl.store(places + context, tl.where(kept, place, scratch_place), mask=inside)
+    tl.store(base + sequence, start + taken)
+    tl.store(anchors + sequence, tl.load(chosen + first + last), mask=taken > 0)
+
+
+@triton.jit
+def _compact_kernel(  # type: ignore[no-untyped-def]
+    keys, values, layer_stride, page_stride, head_stride, row_places, paths, takens, heads, page_tokens,
+    ROWS: tl.constexpr, PIECE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """One head of one layer of one sequence; a piece is read as a whole before anything of it is written."""
+    sequence, layer, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    column = tl.arange(0, WIDTH)
+    taken = tl.load(takens + sequence)
+    pool = layer.to(tl.int64) * layer_stride + head * head_stride + column[None, :]
+    # a path's row i is never stored before slot i, so what a piece writes is nothing that a later piece reads
+    for start in range(0, taken, PIECE):
+        depth = start + tl.arange(0, PIECE)
+        path = tl.load(paths + sequence * _DEEP + depth)
+        moves = (depth < taken) & (path != depth)
+        if tl.max(moves.to(tl.int32)) > 0:
+            source = tl.load(row_places + sequence * ROWS + path, mask=moves, other=0)
+            target = tl.load(row_places + sequence * ROWS + depth, mask=moves, other=0)
+            old = pool + ((source // page_tokens).to(tl.int64) * page_stride + source % page_tokens * DIM)[:, None]
+            new = pool + ((target // page_tokens).to(tl.int64) * page_stride + target % page_tokens * DIM)[:, None]
+            mask = moves[:, None] & (column < DIM)[None, :]
+            key, value = tl.load(keys + old, mask=mask), tl.load(values + old, mask=mask)
+            tl.debug_barrier()
+            tl.store(keys + new, key, mask=mask)
+            tl.store(values + new, value, mask=mask)
+
+
+def accept(
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    scratch_place: int,
+) -> None:
+    """Keeps the path along which the target's tokens (int32 [rows]) agree with the drafted ones.
+
+    Fills `outcome` and `context`, and advances `rows.base` and `anchors` (int32 [sequences]) behind what is kept.
+    Rows are a grown tree's, with as many nodes as `grown.counts` says; a sequence with -1 of them is not there.
+    """
+    assert rows.each <= MAX_DEPTH and context.block <= MAX_DEPTH
+    _accept_kernel[(rows.sequences,)](
+        chosen, rows.tokens, rows.places, grown.parents, grown.counts, rows.base, anchors, outcome.path,
+        outcome.tokens, outcome.taken, outcome.failed, context.gather, context.positions, context.places,
+        context.block, scratch_place, rows.each, num_warps=1,
+    )
+
+
+def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+    """Moves kept rows of pools [layers, pages, heads, page tokens, dim] to consecutive slots, in all layers at once."""
+    layers, _, heads, page_tokens, dim = keys.shape
+    assert keys.stride() == values.stride() and keys.stride()[3:] == (dim, 1)
+    _compact_kernel[(rows.sequences, layers * heads)](
+        keys, values, keys.stride(0), keys.stride(1), keys.stride(2), rows.places, outcome.path, outcome.taken,
+        heads, page_tokens, rows.each, min(rows.each, _PIECE), dim, triton.next_power_of_2(dim), num_warps=4,
+    )
+
+
+def accept_reference(
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    scratch_place: int,
+) -> None:
+    """`accept` in plain Python."""
+    outcome.path.fill_(-1)
+    outcome.tokens.fill_(NO_BEST)
+    context.places.fill_(scratch_place)
+    for sequence in range(rows.sequences):
+        first, count = sequence * rows.each, int(grown.counts[sequence])
+        own = chosen[first : first + rows.each].tolist()
+        path: list[int] = []
+        failed = NO_BEST in own[: count + 1]
+        if count >= 0 and not failed:
+            children = {
+                (int(grown.parents[first + row]), int(rows.tokens[first + row])): row for row in range(1, count + 1)
+            }
+            path = [0]
+            while (child := children.get((path[-1], own[path[-1]]))) is not None:
+                path.append(child)
+        base, taken, at = int(rows.base[sequence]), len(path), sequence * context.block
+        context.gather[at : at + context.block], context.positions[at : at + context.block] = first, base
+        for depth, row in enumerate(path):
+            outcome.path[sequence, depth], outcome.tokens[sequence, depth] = row, own[row]
+            context.gather[at + depth], context.positions[at + depth] = first + row, base + depth
+            context.places[at + depth] = rows.places[first + depth]
+        outcome.taken[sequence], outcome.failed[sequence] = taken, int(failed)
+        rows.base[sequence] += taken
+        if path:
+            anchors[sequence] = own[path[-1]]
+
+
+def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+    """`compact` in plain torch."""
+    page_tokens = keys.shape[3]
+    for sequence, taken in enumerate(outcome.taken.tolist()):
+        first = sequence * rows.each
+        kept = outcome.path[sequence, :taken].long()
+        old, new = rows.places[first + kept].long(), rows.places[first : first + taken].long()
+        for pool in (keys, values):
+            moved = pool[:, old // page_tokens, :, old % page_tokens].clone()
+            pool[:, new // page_tokens, :, new % page_tokens] = moved

@@ -1,0 +1,72 @@
+"""Triton kernels for bf16 weights: a product whose order of summation depends on the weight's shape alone, and rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs,  # type: ignore[no-untyped-def]
+             ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """Stores a tile's sums; of the programs that share a tile, the last to come adds up all parts in their order."""
+    local = tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    output = tile * TILE + local
+    out = out_ptr + row[None, :] * out_stride + output[:, None]
+    inside = (output < outputs)[:, None]
+    if SPLIT == 1:
+        tl.store(out, (acc * unit).to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        place = partial_ptr + (tile * SPLIT) * TILE * ROWS + local[:, None] * ROWS + row[None, :]
+        tl.store(place + split * TILE * ROWS, acc, cache_modifier=".cg")
+        tl.debug_barrier()  # everybody's part is written before the ticket says so
+        # Tickets are never set back: SPLIT is a power of two, so the count may wrap.
+        ticket = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel")
+        if (ticket & (SPLIT - 1)) == SPLIT - 1:
+            total = tl.load(place, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                total += tl.load(place + other * TILE * ROWS, cache_modifier=".cg")
+            tl.store(out, (total * unit).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_stride, out_stride, outputs, inputs,  # type: ignore[no-untyped-def]
+                        ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+                        EVEN: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """out[row, output] = sum of x[row, k] * weight[output, k], weights as the M side of every dot."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    output = tile * TILE + tl.arange(0, TILE)
+    within = tl.arange(0, DEPTH)
+    row = tl.arange(0, ROWS)
+    # a last tile that is not full reads the last output again; what it makes of it is not stored
+    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + within[None, :]
+    x_at = x_ptr + row[None, :] * x_stride + within[:, None]
+    steps = tl.cdiv(inputs, DEPTH)
+    each = tl.cdiv(steps, SPLIT)
+    first = split * each
+    acc = tl.zeros((TILE, ROWS), tl.float32)
+    for step in tl.range(first, tl.minimum(first + each, steps), num_stages=STAGES):
+        k = step * DEPTH
+        if EVEN:
+            weight = tl.load(weight_at + k, eviction_policy="evict_first")
+            x = tl.load(x_at + k, eviction_policy="evict_last")
+        else:
+            known = within < inputs - k
+            weight = tl.load(weight_at + k, mask=known[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_at + k, mask=known[:, None], other=0.0, eviction_policy="evict_last")
+        if INTERPRETED:
+            acc = tl.dot(weight.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weight, x, acc)
+    combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT)
+
+
+@triton.jit
+def gather_kernel(weight_ptr, ids_ptr, out_ptr, out_stride, inputs, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row of a table a program, in the type of `out`."""
+    row = tl.program_id(0)
+    k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    numbers = tl.load(weight_ptr + token * inputs + k, mask=k < inputs)
+    tl.store(out_ptr + row * out_stride + k, numbers.to(out_ptr.dtype.element_ty), mask=k < inputs)

@@ -1,0 +1,272 @@
+"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the gate, embeddings.
+
+Every kernel has a launcher and a torch twin of the same signature (`..._reference`). Sums within a row run in an order
+that the row's width alone decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.reference import rms_norm, rotate, write_rows
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _add_norm_kernel(  # type: ignore[no-untyped-def]
+    residual, delta, bias, weight, out, tap, tap_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0)
+    x = tl.load(residual + row * WIDTH + column, mask=inside, other=0.0)
+    if HAS_DELTA:
+        change = tl.load(delta + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            change += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        x += change
+        tl.store(residual + row * WIDTH + column, x, mask=inside)
+    if HAS_TAP:
+        tl.store(tap + row * tap_stride + column, x.to(tl.bfloat16), mask=inside)
+    mean = tl.sum(x * x, 0) / WIDTH
+    tl.store(out + row * WIDTH + column, (x * tl.rsqrt(mean + eps) * scale).to(tl.bfloat16), mask=inside)
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """residual += delta (+ bias); out = rms_norm(residual) * weight; the new residual also goes to `tap`.
+
+    residual fp32 [rows, width], delta and out bf16, weight fp32; tap is a bf16 view whose rows may be further apart.
+    """
+    rows, width = residual.shape
+    block = triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](
+        residual, _or(delta, out), _or(bias, weight), weight, out, _or(tap, out), 0 if tap is None else tap.stride(0),
+        eps, WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_BIAS=bias is not None,
+        HAS_TAP=tap is not None, num_warps=_warps(block),
+    )
+
+
+def add_norm_reference(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    if delta is not None:
+        residual += _with_bias(delta, bias)
+    if tap is not None:
+        tap.copy_(residual)
+    out.copy_(rms_norm(residual, weight.to(residual.dtype), eps))
+
+
+@triton.jit
+def _head(  # type: ignore[no-untyped-def]
+    vector, bias, norm, eps, cos, sin, position, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):
+    """One head's vector with its bias; normed and rotated if it is a query or a key."""
+    d = tl.arange(0, BLOCK)
+    inside = d < DIM
+    x = tl.load(vector + d, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    if ROTATED:
+        # the other half is loaded a second time, which is cheaper than moving it between threads
+        other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+        y = tl.load(vector + other, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias + other, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            shrink = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+            x = x * shrink * tl.load(norm + d, mask=inside, other=0.0)
+            y = y * shrink * tl.load(norm + other, mask=inside, other=0.0)
+        at = position.to(tl.int64) * DIM + d
+        x = x * tl.load(cos + at, mask=inside, other=0.0) + y * tl.load(sin + at, mask=inside, other=0.0)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _place(place, head, HEADS: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The vector's number in a pool [pages, heads, page tokens]."""
+    return ((place // PAGE).to(tl.int64) * HEADS + head) * PAGE + place % PAGE
+
+
+@triton.jit
+def _rotary_write_kernel(  # type: ignore[no-untyped-def]
+    qkv, bias, q_norm, k_norm, eps, cos, sin, positions, places, queries, keys, values,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):
+    head, row = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    vector = qkv + (row * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * DIM
+    own_bias = bias + head * DIM
+    position, place = tl.load(positions + row), tl.load(places + row)
+    if head < HEADS:
+        x = _head(vector, own_bias, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        tl.store(queries + (row * HEADS + head) * DIM + d, x, mask=d < DIM)
+    elif head < HEADS + KV_HEADS:
+        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        tl.store(keys + _place(place, head - HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
+    else:
+        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM)
+        tl.store(values + _place(place, head - HEADS - KV_HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
+
+
+def rotary_write(
+    qkv: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
+    signed_sin: Tensor, positions: Tensor, places: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+) -> None:
+    """Head norms and rotation of qkv bf16 [rows, (heads + 2 kv heads) * dim]; keys and values go to their places.
+
+    queries bf16 [rows, heads, dim]; keys and values: one layer's pools [pages, kv heads, page tokens, dim]; norms come
+    both or not at all.
+    """
+    rows, heads, dim = queries.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    _rotary_write_kernel[(heads + 2 * kv_heads, rows)](
+        qkv, _or(bias, cos), _or(q_norm, cos), _or(k_norm, cos), eps, cos, signed_sin, positions, places,
+        queries, keys, values, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
+        HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, num_warps=1,
+    )
+
+
+def rotary_write_reference(
+    qkv: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
+    signed_sin: Tensor, positions: Tensor, places: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+) -> None:
+    rows, heads, dim = queries.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    q, k, v = _with_bias(qkv, bias).view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    turn = cos[positions][:, None], signed_sin[positions][:, None]
+    queries.copy_(rotate(q, *turn))
+    write_rows(keys, places // page, places % page, rotate(k, *turn).to(keys.dtype))
+    write_rows(values, places // page, places % page, v.to(values.dtype))
+
+
+@triton.jit
+def _context_write_kernel(  # type: ignore[no-untyped-def]
+    projected, bias, k_norms, eps, cos, sin, positions, places, keys, values, layer_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):
+    part, row = tl.program_id(0), tl.program_id(1)
+    layer, head = part // (2 * KV_HEADS), part % KV_HEADS
+    d = tl.arange(0, BLOCK)
+    vector = projected + (row * tl.num_programs(0) + part).to(tl.int64) * DIM
+    own_bias = bias + part * DIM
+    position, place = tl.load(positions + row), tl.load(places + row)
+    at = layer.to(tl.int64) * layer_stride + _place(place, head, KV_HEADS, PAGE) * DIM + d
+    if part % (2 * KV_HEADS) < KV_HEADS:
+        norm = k_norms + layer * DIM
+        x = _head(vector, own_bias, norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        tl.store(keys + at, x, mask=d < DIM)
+    else:
+        x = _head(vector, own_bias, k_norms, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM)
+        tl.store(values + at, x, mask=d < DIM)
+
+
+def context_write(
+    projected: Tensor, bias: Tensor | None, k_norms: Tensor | None, eps: float, cos: Tensor, signed_sin: Tensor,
+    positions: Tensor, places: Tensor, keys: Tensor, values: Tensor,
+) -> None:
+    """Draft context of all layers: projected bf16 [rows, layers * 2 * kv heads * dim], k_norms fp32 [layers, dim],
+    keys and values the draft pools [layers, pages, kv heads, page tokens, dim].
+    """
+    layers, _, kv_heads, page, dim = keys.shape
+    _context_write_kernel[(layers * 2 * kv_heads, projected.shape[0])](
+        projected, _or(bias, cos), _or(k_norms, cos), eps, cos, signed_sin, positions, places, keys, values,
+        keys.stride(0), KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
+        HAS_BIAS=bias is not None, HAS_NORM=k_norms is not None, num_warps=1,
+    )
+
+
+def context_write_reference(
+    projected: Tensor, bias: Tensor | None, k_norms: Tensor | None, eps: float, cos: Tensor, signed_sin: Tensor,
+    positions: Tensor, places: Tensor, keys: Tensor, values: Tensor,
+) -> None:
+    layers, _, kv_heads, page, dim = keys.shape
+    parts = _with_bias(projected, bias).view(-1, layers, 2, kv_heads, dim)
+    turn = cos[positions][:, None], signed_sin[positions][:, None]
+    for layer in range(layers):
+        k, v = parts[:, layer].unbind(1)
+        if k_norms is not None:
+            k = rms_norm(k, k_norms[layer], eps)
+        write_rows(keys[layer], places // page, places % page, rotate(k, *turn).to(keys.dtype))
+        write_rows(values[layer], places // page, places % page, v.to(values.dtype))
+
+
+@triton.jit
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up, bias, out, INNER: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    gate = tl.load(gate_up + row * 2 * INNER + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * INNER + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + column, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = silu(gate) * up for gate_up bf16 [rows, 2 * inner] (gates first), out bf16 [rows, inner]."""
+    rows, inner = out.shape
+    _silu_mul_kernel[(triton.cdiv(inner, _GATE_BLOCK), rows)](
+        gate_up, _or(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, num_warps=4
+    )
+
+
+def silu_mul_reference(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    gate, up = _with_bias(gate_up, bias).chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
+
+
+@triton.jit
+def _embed_kernel(  # type: ignore[no-untyped-def]
+    table, tokens, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(table + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, x * scale, mask=inside)
+
+
+def embed(table: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
+    """out fp32 [rows, width] = the tokens' rows of a bf16 table, times scale."""
+    rows, width = out.shape
+    block = triton.next_power_of_2(width)
+    _embed_kernel[(rows,)](table, tokens, scale, out, WIDTH=width, BLOCK=block, num_warps=_warps(block))
+
+
+def embed_reference(table: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
+    out.copy_(table[tokens].to(out.dtype) * scale)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.float() if bias is None else x.float() + bias.float()
+
+
+def _or(tensor: Tensor | None, stand_in: Tensor) -> Any:
+    """A kernel argument that is never read still needs an address."""
+    return stand_in if tensor is None else tensor
+
+
+def _warps(block: int) -> int:
+    return 8 if block >= 2048 else 4

@@ -1,0 +1,70 @@
+"""One dispatch for everything the device runs: the Triton kernels, or their torch twins where somebody asked for them.
+
+The choice is made once and by name; nothing falls back from one to the other on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config import Kernels
+from slipstream.kernels.gpu import attention, commit, elementwise, growth, growth_reference, layout, sampling
+from slipstream.kernels.gpu.matmul import GpuMatrix, matmul_reference
+
+Launch = Callable[..., None]
+Product = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKernels:
+    """Launchers by what they do; see the module of each for its arguments."""
+
+    choice: Kernels
+    multiply: Product
+    embed: Product
+    add_norm: Launch
+    rotary_write: Launch
+    silu_mul: Launch
+    context_write: Launch
+    block_rows: Launch
+    attention: Launch
+    choose: Launch
+    top_candidates: Launch
+    grow: Launch
+    accept: Launch
+    compact: Launch
+
+
+def gpu_kernels(choice: Kernels) -> GpuKernels:
+    if choice == "reference":
+        return GpuKernels(
+            choice, matmul_reference, _embed_reference, elementwise.add_norm_reference,
+            elementwise.rotary_write_reference,
+            elementwise.silu_mul_reference, elementwise.context_write_reference, layout.block_rows_reference,
+            attention.paged_attention_reference, sampling.choose_reference, sampling.top_candidates_reference,
+            growth_reference.grow_reference, commit.accept_reference, commit.compact_reference,
+        )
+    return GpuKernels(
+        choice, _multiply, _embed, elementwise.add_norm, elementwise.rotary_write, elementwise.silu_mul,
+        elementwise.context_write,
+        layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates, growth.grow,
+        commit.accept, commit.compact,
+    )
+
+
+def _multiply(matrix: GpuMatrix, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    return matrix(rows, out)
+
+
+def _embed(table: GpuMatrix, tokens: Tensor) -> Tensor:
+    residual = torch.empty(tokens.shape[0], table.in_features, dtype=torch.float32, device=tokens.device)
+    table.embed_rows(tokens, residual)
+    return residual
+
+
+def _embed_reference(table: GpuMatrix, tokens: Tensor) -> Tensor:
+    return table.dense()[tokens.long()]

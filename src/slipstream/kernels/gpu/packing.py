@@ -1,0 +1,235 @@
+"""Quantised blocks of a GGUF file, repacked for the GPU: planes of codes and of scales, read in whole lines.
+
+Sixteen bits make a word. A word holds the codes of one place in each of several neighbouring groups (planes), so that
+one shift and one mask of a tile of words give a group's codes as they stand in the matrix. Words lie in tiles of 64
+outputs, one step (the groups of a word) after the other: [tiles, steps, 64, group].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+RawRows = NDArray[np.uint8]  # rows of a file as stored [rows, bytes]
+
+TILE_ROWS = 64
+_WORD_BITS = 16
+_PIECE_ELEMENTS = 2**24  # weights unpacked at a time, so that loading never needs a large tensor in full
+_TOP_SCALE = 2.0**14
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Unpacked blocks: weight = (code - zero) * scale - minimum, a scale per `group` inputs."""
+
+    codes: Tensor  # uint8 [rows, inputs]; int8 bytes as they are
+    scales: Tensor  # fp32 [rows, groups]
+    minima: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What kernels must know of a block type; `high` says that two bits of a code lie in a plane of their own."""
+
+    bits: int
+    high: bool
+    group: int
+    zero: int
+    minima: bool
+    block: int  # weights per block
+    block_bytes: int
+    unpack: Callable[[Tensor], Blocks]
+
+    @property
+    def planes(self) -> int:
+        return _WORD_BITS // self.bits
+
+    @property
+    def step(self) -> int:
+        """Inputs whose codes share a word."""
+        return self.planes * self.group
+
+
+@dataclass(frozen=True, slots=True)
+class QuantPlanes:
+    """A packed weight [outputs, inputs]; scales and minima are fp16 and count in `unit`s."""
+
+    kind: Kind
+    outputs: int
+    inputs: int
+    words: Tensor  # int16 [tiles, steps, 64, group]
+    high: Tensor | None  # uint8, the same shape
+    scales: Tensor  # [tiles, steps, 64] int64 or int32: the fp16 scales of all planes
+    minima: Tensor | None
+    unit: float
+
+    @property
+    def steps(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def tiles(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in (self.words, self.high, self.scales, self.minima) if plane is not None)
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    return pairs.contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Low nibbles, then high ones, along a new dimension before the last."""
+    return torch.stack((packed & 15, packed >> 4), dim=-2)
+
+
+def _unpack_q8_0(blocks: Tensor) -> Blocks:
+    return Blocks(blocks[..., 2:].flatten(1), _halves(blocks[..., :2]).flatten(1), None)
+
+
+def _unpack_q4_0(blocks: Tensor) -> Blocks:
+    return Blocks(_nibbles(blocks[..., 2:]).flatten(1), _halves(blocks[..., :2]).flatten(1), None)
+
+
+def _unpack_q4_1(blocks: Tensor) -> Blocks:
+    scales, minima = _halves(blocks[..., :2]), -_halves(blocks[..., 2:4])
+    return Blocks(_nibbles(blocks[..., 4:]).flatten(1), scales.flatten(1), minima.flatten(1))
+
+
+def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and minima in the head of a Q4_K or Q5_K block [rows, blocks, 16 bytes and more]."""
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), dim=-1).float()
+    minima = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), dim=-1).float()
+    return (scales * _halves(blocks[..., :2])).flatten(1), (minima * _halves(blocks[..., 2:4])).flatten(1)
+
+
+def _unpack_q4_k(blocks: Tensor) -> Blocks:
+    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return Blocks(codes.flatten(1), *_six_bit_scales(blocks))
+
+
+def _unpack_q5_k(blocks: Tensor) -> Blocks:
+    codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-3, -2)
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    fifth = (blocks[..., None, 16:48] >> places) & 1
+    return Blocks((codes | fifth << 4).flatten(1), *_six_bit_scales(blocks))
+
+
+def _unpack_q6_k(blocks: Tensor) -> Blocks:
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places) & 3
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _halves(blocks[..., 208:210])
+    return Blocks((low | high << 4).flatten(1), scales.flatten(1), None)
+
+
+KINDS: dict[str, Kind] = {
+    "Q8_0": Kind(8, False, 32, 0, False, 32, 34, _unpack_q8_0),
+    "Q4_0": Kind(4, False, 32, 8, False, 32, 18, _unpack_q4_0),
+    "Q4_1": Kind(4, False, 32, 0, True, 32, 20, _unpack_q4_1),
+    "Q4_K": Kind(4, False, 32, 0, True, 256, 144, _unpack_q4_k),
+    "Q5_K": Kind(4, True, 32, 0, True, 256, 176, _unpack_q5_k),
+    "Q6_K": Kind(4, True, 16, 32, False, 256, 210, _unpack_q6_k),
+}
+
+
+def unpacked(raw: Tensor, kind: Kind) -> Blocks:
+    """Blocks of contiguous rows of bytes [rows, bytes]."""
+    return kind.unpack(raw.unflatten(1, (-1, kind.block_bytes)))
+
+
+def dequantised(raw: Tensor, kind: Kind) -> Tensor:
+    """The weights of rows of bytes in fp32."""
+    blocks = unpacked(raw, kind)
+    codes = blocks.codes.view(torch.int8) if kind.bits == 8 else blocks.codes
+    groups = (codes.float() - kind.zero).unflatten(1, (-1, kind.group)) * blocks.scales[..., None]
+    return (groups if blocks.minima is None else groups - blocks.minima[..., None]).flatten(1)
+
+
+def pieces(stored: Sequence[RawRows], inputs: int, device: torch.device) -> Iterator[Tensor]:
+    """Rows of bytes on the device, as many at a time as a load may unpack."""
+    rows = max(TILE_ROWS, _PIECE_ELEMENTS // inputs // TILE_ROWS * TILE_ROWS)
+    for raw in stored:
+        for start in range(0, raw.shape[0], rows):
+            yield torch.from_numpy(raw[start : start + rows].copy()).to(device)
+
+
+def pack(stored: Sequence[RawRows], kind: Kind, inputs: int, device: torch.device) -> QuantPlanes:
+    """Packs tensors of a file one below the other; all but the last have a multiple of 64 rows."""
+    outputs = sum(raw.shape[0] for raw in stored)
+    tiles, steps = -(-outputs // TILE_ROWS), -(-inputs // kind.step)
+    words = torch.empty(tiles, steps, TILE_ROWS, kind.group, dtype=torch.int16, device=device)
+    high = torch.empty_like(words, dtype=torch.uint8) if kind.high else None
+    scales = torch.empty(tiles, steps, TILE_ROWS, kind.planes, device=device)
+    minima = torch.empty_like(scales) if kind.minima else None
+    tile = 0
+    for raw in pieces(stored, inputs, device):
+        blocks = unpacked(raw, kind)
+        until = tile + -(-raw.shape[0] // TILE_ROWS)
+        codes = _tiled(blocks.codes, steps, kind.step).unflatten(-1, (kind.planes, kind.group))
+        words[tile:until] = _joined(codes & (1 << kind.bits) - 1, kind.bits).to(torch.int16)
+        if high is not None:
+            high[tile:until] = _joined(codes >> 4, 2).to(torch.uint8)
+        scales[tile:until] = _tiled(blocks.scales, steps, kind.planes)
+        if minima is not None and blocks.minima is not None:
+            minima[tile:until] = _tiled(blocks.minima, steps, kind.planes)
+        tile = until
+    unit = _unit(scales, minima)
+    wide = torch.int64 if kind.planes == 4 else torch.int32
+    planes = [None if part is None else (part / unit).half().view(wide).squeeze(-1) for part in (scales, minima)]
+    assert planes[0] is not None
+    return QuantPlanes(kind, outputs, inputs, words, high, planes[0], planes[1], unit)
+
+
+def _tiled(numbers: Tensor, steps: int, each: int) -> Tensor:
+    """[rows, n] as [tiles, steps, 64, each], filled up with zeros."""
+    rows, count = numbers.shape
+    padded = F.pad(numbers, (0, steps * each - count, 0, -rows % TILE_ROWS))
+    return padded.view(-1, TILE_ROWS, steps, each).transpose(1, 2)
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Codes of planes [..., planes, group] side by side in integers [..., group]."""
+    word = codes[..., 0, :].to(torch.int32)
+    for plane in range(1, codes.shape[-2]):
+        word |= codes[..., plane, :].to(torch.int32) << (bits * plane)
+    return word
+
+
+def _unit(scales: Tensor, minima: Tensor | None) -> float:
+    """The power of two that brings the largest scale near the top of fp16, so that small ones keep their bits."""
+    top = max(float(part.abs().max()) for part in (scales, minima) if part is not None)
+    if not math.isfinite(top) or top == 0.0:
+        return 1.0
+    return 2.0 ** max(-126, math.frexp(top / _TOP_SCALE)[1])
+
+
+def unpacked_planes(planes: QuantPlanes) -> Tensor:
+    """The weights [outputs, inputs] that packed planes stand for, in fp32 and plain torch."""
+    kind = planes.kind
+    shifts = torch.arange(kind.planes, dtype=torch.int32, device=planes.words.device)[:, None]
+    words = planes.words.to(torch.int32)[..., None, :]
+    codes = words >> (kind.bits * shifts)
+    codes = codes.to(torch.int8).to(torch.int32) if kind.bits == 8 else codes & 15
+    if planes.high is not None:
+        codes = codes | ((planes.high.to(torch.int32)[..., None, :] >> (2 * shifts)) & 3) << 4
+    numbers = (codes - kind.zero).float() * _plane_numbers(planes.scales)
+    if planes.minima is not None:
+        numbers = numbers - _plane_numbers(planes.minima)
+    rows = (numbers * planes.unit).flatten(-2).transpose(1, 2).flatten(2).flatten(0, 1)
+    return rows[: planes.outputs, : planes.inputs].contiguous()
+
+
+def _plane_numbers(wide: Tensor) -> Tensor:
+    """fp16 numbers packed into integers [...] as fp32 [..., planes, 1]."""
+    return wide.unsqueeze(-1).view(torch.float16).float().unsqueeze(-1)

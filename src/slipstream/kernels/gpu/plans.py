@@ -1,0 +1,66 @@
+"""How matrix kernels are cut into programs.
+
+What decides the order of a row's sum (`ShapePlan`) follows from the weight's shape alone; what only decides speed
+(`Launch`) may depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.kernels.gpu.packing import TILE_ROWS, Kind
+
+ROW_COUNTS = (16, 32, 64)  # rows of a decoding step, padded
+_MOST_SPLITS = 16
+_WANTED_PROGRAMS = 256  # about two for each of 132 multiprocessors
+_WANTED_DENSE_PROGRAMS = 132
+_LEAST_INPUTS = 256  # of one program
+
+
+@dataclass(frozen=True, slots=True)
+class ShapePlan:
+    """`split` programs share the inputs of a tile of outputs; `depth` inputs (dense) or steps (blocks) are one turn."""
+
+    split: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    tile: int
+    warps: int
+    stages: int
+
+
+def quant_plan(kind: Kind, tiles: int, steps: int) -> ShapePlan:
+    unroll = next(unroll for unroll in (256 // kind.step, 2, 1) if steps % unroll == 0)
+    return ShapePlan(_split(tiles, steps * kind.step, _WANTED_PROGRAMS, steps // unroll), unroll)
+
+
+def dense_plan(outputs: int, inputs: int) -> ShapePlan:
+    depth = 128 if inputs % 128 == 0 else 64
+    return ShapePlan(_split(-(-outputs // TILE_ROWS), inputs, _WANTED_DENSE_PROGRAMS, -(-inputs // depth)), depth)
+
+
+def _split(tiles: int, inputs: int, wanted: int, turns: int) -> int:
+    """A power of two, the smallest that gives enough programs as long as none is left without work."""
+    split = 1
+    while tiles * split < wanted and split < _MOST_SPLITS and inputs // (2 * split) >= _LEAST_INPUTS:
+        split *= 2
+    while split > 1 and (split - 1) * -(-turns // split) >= turns:
+        split //= 2
+    return split
+
+
+# scripts/gpu/checks_matmul.py times these against others.
+_QUANT_LAUNCHES = {16: Launch(64, 4, 3), 32: Launch(128, 8, 3), 64: Launch(128, 8, 2)}
+_DENSE_LAUNCHES = {16: Launch(64, 4, 4), 32: Launch(64, 4, 4), 64: Launch(128, 8, 3)}
+
+
+def quant_launch(tiles: int, rows: int) -> Launch:
+    launch = _QUANT_LAUNCHES[rows]
+    return launch if tiles % (launch.tile // TILE_ROWS) == 0 else Launch(TILE_ROWS, 4, launch.stages)
+
+
+def dense_launch(rows: int) -> Launch:
+    return _DENSE_LAUNCHES[rows]

@@ -1,0 +1,94 @@
+"""The engine as a GPU runs it, on the CPU: whole device steps with torch's kernels, and a few under the interpreter."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config import PAGE_TOKENS
+from slipstream.engine import devices
+from slipstream.engine.gpu.engine import GpuEngine
+from slipstream.engine.llm import LLM
+from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_device", lambda: DEVICE)
+
+
+def gpu_llm(folder: Path, kernels: str = "reference", **settings: object) -> LLM:
+    llm = tiny_llm(folder, weight_format="bf16", device="cuda", kernels=kernels, **settings)
+    assert isinstance(llm.engine, GpuEngine)
+    return llm
+
+
+def texts(llm: LLM, mode: str) -> dict[str, tuple[list[int], str]]:
+    requests = mixed_requests(mode)
+    found = llm.run(requests)
+    assert all(answer.error is None for answer in found), [answer.error for answer in found]
+    return {r.id: (answer.token_ids, answer.finish_reason) for r, answer in zip(requests, found, strict=True)}
+
+
+def test_every_mode_writes_the_plain_text_and_leaves_nothing_behind(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        plain = texts(llm, "plain")
+        for mode in ("chain", "chain:5", "tree:16", "tree:24:seed", "auto"):
+            assert texts(llm, mode) == plain, mode
+        assert_idle(llm)
+
+
+def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        for mode, temperature in (("chain", 0.8), ("tree:16", 0.0)):
+            settings = {"max_tokens": 40, "mode": mode, "gate": "off", "temperature": temperature, "seed": 5}
+            answer = llm.run([llm.request(prompt(40, 7), **settings)])[0]
+            assert answer.stats.accepted > 0
+            assert answer.stats.tau > 1.2
+            assert len(answer.step_sizes) < 40
+
+
+def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> None:
+    lengths, settings = (9, 70, 33), {"max_tokens": 30, "mode": "tree:16", "gate": "off"}
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        alone = [llm.run([llm.request(prompt(n, n), **settings)])[0].token_ids for n in lengths]
+        first, second, third = (llm.request(prompt(n, n), **settings) for n in lengths)
+        found: dict[str, list[int]] = {request.id: [] for request in (first, second, third)}
+        llm.engine.add(first)
+        for step in range(200):
+            if step == 2:
+                llm.engine.add(second)
+            if step == 4:
+                llm.engine.add(third)
+                llm.engine.cancel(second.id)
+            for event in llm.engine.step():
+                found[event.request_id] += [token.id for token in event.tokens]
+        assert found[first.id] == alone[0] and found[third.id] == alone[2]
+        assert found[second.id] == alone[1][: len(found[second.id])]
+        assert_idle(llm)
+
+
+def test_random_operations_leak_nothing(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path, check_integrity=False, cache_tokens=24 * PAGE_TOKENS)
+        seen = Driver(llm.engine, random.Random(5)).run(60)
+        assert seen.free == seen.total and seen.accepted > 0
+
+
+def test_the_interpreter_runs_the_same_step(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        settings = {"max_tokens": 4, "mode": "chain:4", "gate": "off"}
+        answers = []
+        for kernels in ("reference", "triton"):
+            llm = gpu_llm(tmp_path, kernels)
+            answers.append(llm.run([llm.request(prompt(20, 3), **settings)])[0])
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].step_sizes == answers[1].step_sizes
