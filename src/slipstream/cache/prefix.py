@@ -1,6 +1,7 @@
 """A tree of full pages by their tokens: a prompt that begins like an earlier one takes its pages over.
 
-A page remembers which drafter's context it carries; a drafting request takes only pages with its own.
+A page remembers which drafter's context it carries; a drafting request takes only pages with its own. Where the
+target is recurrent, a prefix ends at the last page whose state was kept.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable
+from slipstream.cache.recurrent import StatePool, page_key
 
 
 @dataclass(slots=True, eq=False)
@@ -25,14 +27,16 @@ class _Node:
 class PrefixCache:
     """Holds one reference on every page it remembers; evicts the least recently used leaves."""
 
-    def __init__(self, table: PageTable, page_tokens: int) -> None:
+    def __init__(self, table: PageTable, page_tokens: int, states: StatePool | None = None) -> None:
         self._table = table
+        self._states = states
         self._page_tokens = page_tokens
         self._root = _Node(None, (), -1, 0, None, 0)
         self._nodes: set[_Node] = set()
         self._clock = 0
         self.hits = 0
         self.failed_restores = 0
+        self.last_match = 0  # tokens of the last prompt that were known, whether or not they could be taken
 
     def take(self, tokens: Sequence[int], draft_key: str | None) -> list[int]:
         """Pages of the longest usable prefix, shared for the caller; at least one token is always left to run."""
@@ -50,6 +54,9 @@ class PrefixCache:
             child.last_used = self._clock
             pages.append(child.page)
             node = child
+        self.last_match = len(pages) * self._page_tokens
+        while pages and not self._resumable(pages[-1]):
+            pages.pop()
         self._table.share(pages)
         self.hits += bool(pages)
         return pages
@@ -70,13 +77,27 @@ class PrefixCache:
                 self._table.share([page])
                 node.children[chunk] = child
                 self._nodes.add(child)
-            elif child.draft_key is None and draft_key is not None:
-                # the same tokens, now with draft context: the richer page replaces the poorer one
+            elif self._richer(page, draft_key, child):
+                # the same tokens, now with draft context or a state: the richer page replaces the poorer one
                 self._table.share([page])
-                self._table.release([child.page])
+                self._release(child.page)
                 child.page, child.epoch, child.draft_key = page, self._table.epoch(page), draft_key
             child.last_used = self._clock
             node = child
+
+    def _richer(self, page: int, draft_key: str | None, child: _Node) -> bool:
+        if child.draft_key != draft_key:
+            return child.draft_key is None
+        return self._resumable(page) and not self._resumable(child.page)
+
+    def _resumable(self, page: int) -> bool:
+        """Whether a sequence can go on behind a page; attention needs nothing but the pages."""
+        return self._states is None or self._states.has(page_key(self._table, page))
+
+    def _release(self, page: int) -> None:
+        self._table.release([page])
+        if self._states is not None:
+            self._states.forget_free(self._table, [page])
 
     def evict(self, pages_wanted: int) -> int:
         """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
@@ -114,7 +135,7 @@ class PrefixCache:
             stack += gone.children.values()
             self._nodes.discard(gone)
             if self._table.epoch(gone.page) == gone.epoch and self._table.holders(gone.page):
-                self._table.release([gone.page])
+                self._release(gone.page)
 
     def _removable(self, top: _Node) -> int:
         order, stack = [], [top]
