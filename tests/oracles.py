@@ -219,7 +219,7 @@ def our_target(
     shape = model.config
     pages = sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts)
     table = PageTable(pages)
-    pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None)
+    pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), None)
     tapped: Any = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(target_layer_ids=tuple(taps))))
     runner = Runner(model, pools, PAGE_TOKENS, tapped if taps else None)
     states = [SequenceState(table, PAGE_TOKENS, pools, bool(taps)) for _ in prompts]
@@ -337,15 +337,31 @@ class TheirDrafts:
         )[0]
 
 
+class _Table:
+    """An embedding a drafter can borrow, as scaled as a test wants it."""
+
+    def __init__(self, rows: Tensor, scale: float = 1.0) -> None:
+        self._rows = rows
+        self._scale = scale
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self._rows[ids] * self._scale
+
+    def raw(self, ids: Tensor) -> Tensor:
+        return self._rows[ids]
+
+
 class OurDrafts:
     """Any number of sequences in our drafter, laid out by the engine's own `BlockDrafter`."""
 
     def __init__(self, drafter: DFlashDrafter, embedding: Tensor, window: int = 0, pages: int = 64) -> None:
         config = drafter.config
-        shape = PoolShape(config.layers, config.kv_heads, config.head_dim)
-        self.pools = KvPools(pages, PAGE_TOKENS, PoolShape(0, 1, 1), shape)
+        shape = PoolShape.alike(config.layers, config.kv_heads, config.head_dim)
+        self.pools = KvPools(pages, PAGE_TOKENS, PoolShape.alike(0, 1, 1), shape)
         self._table = PageTable(pages)
-        target: Any = SimpleNamespace(embed=lambda ids: embedding[ids], draft_head=lambda hidden: hidden)
+        target: Any = SimpleNamespace(
+            embed=_Table(embedding), draft_head=lambda hidden: hidden, config=SimpleNamespace(softcap=0.0)
+        )
         self._blocks = BlockDrafter(target, drafter, self.pools, PAGE_TOKENS, window)
         self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []

@@ -85,8 +85,8 @@ class Bench:
         )
         self.drafter = DFlashDrafter(draft_shape, draft_weights)
         pools = (
-            PoolShape(shape.layers, shape.kv_heads, shape.head_dim),
-            PoolShape(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
+            PoolShape.alike(shape.layers, shape.kv_heads, shape.head_dim),
+            PoolShape.alike(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
         )
         self.pages = -(-most_tokens // PAGE_TOKENS)
         self.engine = self.backend.build(

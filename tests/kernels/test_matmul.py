@@ -30,8 +30,7 @@ from slipstream.kernels.gpu.plans import Launch
 CPU = torch.device("cpu")
 BF16_ERROR = 8e-3  # the interpreter cuts bits off where a GPU rounds, which makes twice the error
 EXACT_ERROR = 1e-5
-# scales and minima of K types are products, kept as fp16
-PACKING_ERROR = {name: 1.5e-3 if name.endswith("K") else EXACT_ERROR for name in KINDS}
+PACKING_ERROR = 3.5e-3  # scales round to bf16, and so does every weight
 # (outputs, inputs): a last tile that is not full; inputs that no step divides; inputs shared by several programs
 SHAPES = {"Q8_0": (72, 512), "Q4_0": (72, 672), "Q4_1": (72, 160), "Q4_K": (72, 1024), "Q5_K": (72, 256),
           "Q6_K": (72, 512)}  # fmt: skip
@@ -84,7 +83,7 @@ def test_packed_planes_hold_the_weights(type_name: str) -> None:
     source = stored(type_name, *SHAPES[type_name], seed=1)
     matrix = quantised(source)
     expected = source.dense()
-    assert error(matrix.dense(), expected) < PACKING_ERROR[type_name]
+    assert error(matrix.dense(), expected) < PACKING_ERROR
 
 
 @pytest.mark.parametrize("type_name", KINDS)
@@ -100,17 +99,14 @@ def test_product_of_blocks(type_name: str) -> None:
     rows = some_rows(16, source.shape[1], seed=3)
     exact = rows.double() @ source.dense().double().t()
     out = poisoned(16, source.shape[0])
-    assert error(matrix(rows, out), exact) < PACKING_ERROR[type_name]
-    rounded = poisoned(16, source.shape[0])
-    matrix.multiply_blocks(rows, rounded, Launch(64, 4, 2), scale_sums=False)
-    assert error(out, exact) < error(rounded, exact) < BF16_ERROR
+    assert error(matrix(rows, out), exact) < BF16_ERROR
 
 
 @pytest.mark.parametrize("size", (1e-9, 1.0, 3e4))
 def test_scales_far_from_one(size: float) -> None:
     source = stored("Q6_K", 64, 256, seed=4, size=size * 32)
     values = torch.from_numpy(decode_rows(source.raw(), "Q6_K"))
-    assert error(quantised(source).dense(), values) < 5e-4
+    assert error(quantised(source).dense(), values) < PACKING_ERROR
 
 
 def test_tiles_and_row_counts_do_not_change_a_row() -> None:
@@ -228,7 +224,7 @@ def test_blocks_are_packed_without_the_gguf_package(monkeypatch: pytest.MonkeyPa
     source = stored("Q4_K", 64, 256, seed=20)
     expected = source.dense()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert error(quantised(source).dense(), expected) < PACKING_ERROR["Q4_K"]
+    assert error(quantised(source).dense(), expected) < PACKING_ERROR
     with pytest.raises(FormatError, match="gguf package"):
         source.dense()
 

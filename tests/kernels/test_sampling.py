@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import sampling
+from slipstream.kernels.gpu.filters import MOST_GATHERED
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.speculative.sampling import RowSampler
@@ -69,9 +70,12 @@ def candidates(
 
 def poisoned(rows: int, vocabulary: int, count: int) -> RankingScratch:
     scratch = RankingScratch.empty(rows, vocabulary, count, DEVICE)
-    for part in (scratch.floors, scratch.few, scratch.peaks, scratch.sums):
+    filters = scratch.filters
+    for part in (filters.floors, filters.peaks, filters.cuts, filters.masses, filters.few, scratch.best, scratch.peaks,
+                 scratch.sums):
         part.fill_(float("nan"))
-    scratch.keys.fill_(2**62)
+    filters.counts.fill_(2**30)
+    scratch.finalists.fill_(2**62)
     return scratch
 
 
@@ -80,15 +84,15 @@ def numbers(*values: int) -> Tensor:
 
 
 @triton.jit
-def _noise_kernel(out, seed, position, first, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    noise = sampling._gumbel(tl.load(seed), tl.load(position), first, WIDTH)
-    tl.store(out + tl.arange(0, WIDTH), noise)
+def _noise_kernel(out, seed, position, first, GROUPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    noise = sampling._gumbel(tl.load(seed), tl.load(position), first // GROUP + tl.arange(0, GROUPS), GROUP)
+    tl.store(out + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :], noise)
 
 
-@pytest.mark.parametrize(("seed", "position", "first"), [(0, 0, 0), (2**63 - 2, 2**31 - 9, 4096), (2**40 + 1, 77, 8)])
+@pytest.mark.parametrize(("seed", "position", "first"), [(0, 0, 0), (2**63 - 2, 2**31 - 9, 4096), (2**40 + 1, 77, 64)])
 def test_the_noise_is_the_hosts(seed: int, position: int, first: int) -> None:
     out = torch.full((4096,), float("nan"), device=DEVICE)
-    _noise_kernel[(1,)](out, torch.tensor([seed], device=DEVICE), numbers(position).to(DEVICE), first, 4096)
+    _noise_kernel[(1,)](out, torch.tensor([seed], device=DEVICE), numbers(position).to(DEVICE), first, 64, 64)
     wanted = gumbel_rows(seed, range(position, position + 1), first + 4096)[0, first:]
     torch.testing.assert_close(out.cpu(), wanted, rtol=1e-6, atol=1e-6)
 
@@ -156,7 +160,7 @@ def test_places_that_nothing_fills_are_marked(kernel: bool) -> None:
 
 
 def test_a_nucleus_too_large_to_gather_is_found_all_the_same() -> None:
-    logits = random_logits(4, 1, sampling._FEW + 900, spread=0.05)
+    logits = random_logits(4, 1, MOST_GATHERED + 900, spread=0.05)
     flat = SamplingParams(temperature=1.0, seed=21, top_p=0.97)
     settings, positions = settings_of([flat]), numbers(30)
     scratch = poisoned(1, logits.shape[1], 1)
@@ -164,8 +168,8 @@ def test_a_nucleus_too_large_to_gather_is_found_all_the_same() -> None:
     sampling.choose(logits.to(DEVICE), positions.to(DEVICE), settings, 1, out, scratch)
     ranked = logits[0].sort(descending=True).values
     inside = int((ranked.double().softmax(dim=0).cumsum(dim=0) < 0.97).sum())
-    kept = int((logits[0] >= float(scratch.floors[0])).sum())
-    assert inside > sampling._FEW and abs(kept - inside) <= 2  # sums of thousands of numbers differ in their last bits
+    kept = int((logits[0] >= float(scratch.filters.floors[0])).sum())
+    assert inside > MOST_GATHERED and abs(kept - inside) <= 2  # sums of thousands of numbers differ in their last bits
     assert int(out[0]) == RowSampler(flat, logits.shape[1], (), share_noise=True).choose(logits, 31)[0]
 
 

@@ -136,7 +136,6 @@ def test_head_keys_may_stand_at_either_level() -> None:
         ({"conv_kernel_size": 3}, "conv_group_size"),
         ({"conv_kernel_size": 3, "conv_group_size": 7}, "groups of 7"),
         ({"draft_vocab_size": 100, "markov_rank": 16}, "draft_vocab_size"),
-        ({"transformer_layer_config": {"hidden_size": 64}}, "transformer_layer_config"),
     ],
 )
 def test_senseless_heads_are_refused(keys: dict[str, Any], said: str) -> None:

@@ -218,7 +218,7 @@ def test_tensors_may_have_a_prefix(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("markov_rank", 256), ("selector_rank", 64), ("conv_kernel_size", 4), ("enable_confidence_head", True),
-     ("draft_vocab_size", 100), ("transformer_layer_config", {"hidden_size": 64})],
+     ("draft_vocab_size", 100)],
 )
 def test_parts_the_weights_lack_and_reduced_vocabularies_are_refused(
     folder: Path, key: str, value: object, nested: bool

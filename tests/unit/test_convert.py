@@ -297,7 +297,7 @@ def test_tensors_the_config_does_not_know_have_no_place(kind: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"is_causal": True}, "causality"), ({"attention_bias": True}, "biases"),
+        ({"is_causal": True}, "causality"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "positions"),
     ],
 )

@@ -9,7 +9,6 @@ import torch
 
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.kernels.native.library import library
-from slipstream.kernels.native.pools import RowMover
 
 
 @pytest.mark.parametrize("heads, dim", [(1, 8), (3, 64), (5, 7)])
@@ -17,7 +16,7 @@ def test_rows_move_as_torch_moves_them_even_where_they_overlap(heads: int, dim: 
     if library() is None:
         pytest.skip("no compiled kernels")
     chance = random.Random(heads)
-    ours, theirs = (KvPools(6, 16, PoolShape(4, heads, dim), None) for _ in range(2))
+    ours, theirs = (KvPools(6, 16, PoolShape.alike(4, heads, dim), None) for _ in range(2))
     for mine, other in zip(ours.target, theirs.target, strict=True):
         for tensor, twin in zip(mine, other, strict=True):
             twin.copy_(tensor.normal_())
@@ -32,5 +31,5 @@ def test_rows_move_as_torch_moves_them_even_where_they_overlap(heads: int, dim: 
 
 
 def test_pools_of_a_compiled_machine_use_it() -> None:
-    pools = KvPools(2, 16, PoolShape(1, 1, 8), None)
-    assert isinstance(pools._mover, RowMover) == (library() is not None)
+    pools = KvPools(2, 16, PoolShape.alike(1, 1, 8), None)
+    assert (pools._movers is not None) == (library() is not None)

@@ -21,6 +21,8 @@ PAGE = 4
 class NoMemory:
     """Nothing lies behind these pages."""
 
+    states = None
+
     def copy_page(self, source: int, destination: int) -> None:
         raise AssertionError("nobody forks here")
 

@@ -20,6 +20,8 @@ PAGE = 4
 class Memory:
     """Remembers what was done to the memory behind the pages."""
 
+    states = None
+
     def __init__(self) -> None:
         self.copies: list[tuple[int, int]] = []
         self.moves: list[tuple[list[Place], list[Place]]] = []
@@ -222,7 +224,7 @@ def test_invariants_hold_under_any_order(drafting: bool, operations: list[tuple[
 
 def pools_of(pages: int) -> KvPools:
     """Pools in which every number is another one, so that a row in the wrong place shows."""
-    pools = KvPools(pages, PAGE, PoolShape(3, 2, 5), PoolShape(2, 1, 3))
+    pools = KvPools(pages, PAGE, PoolShape.alike(3, 2, 5), PoolShape.alike(2, 1, 3))
     for index, pool in enumerate(every_pool(pools)):
         pool.copy_(torch.arange(pool.numel(), dtype=torch.float32).view(pool.shape) + 10_000 * index)
     return pools

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.pools import PoolShape
+from slipstream.errors import ConfigError
 
 Place = tuple[int, int]
 
@@ -18,6 +19,7 @@ class GpuPools:
     def __init__(
         self, pages: int, page_tokens: int, target: PoolShape, draft: PoolShape | None, device: torch.device
     ) -> None:
+        self.states = None  # recurrent targets run on the CPU
         self.pages = pages
         self.page_tokens = page_tokens
         self.scratch_place = pages * page_tokens
@@ -27,7 +29,10 @@ class GpuPools:
             # zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN
             if shape is None:
                 return torch.zeros(0, dtype=torch.bfloat16, device=device)
-            size = (shape.layers, pages + 1, shape.kv_heads, page_tokens, shape.head_dim)
+            if len(set(shape.layers)) > 1:
+                raise ConfigError("layers with different heads do not run on a GPU yet", "use --device cpu")
+            kv_heads, head_dim = shape.layers[0]
+            size = (len(shape.layers), pages + 1, kv_heads, page_tokens, head_dim)
             return torch.zeros(size, dtype=torch.bfloat16, device=device)
 
         self.target_keys, self.target_values = zeros(target), zeros(target)

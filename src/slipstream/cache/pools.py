@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slipstream.cache.memory import zeros
+from slipstream.cache.recurrent import StatePool
+from slipstream.cache.states import StateTensors
+from slipstream.kernels.delta import DeltaShape
 from slipstream.kernels.native.pools import RowMover
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Layers, heads and head size of one kind of cache."""
+    """Key heads and head size of every layer that stores keys and values in one kind of cache.
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    A target may have recurrent layers as well, which keep a state per sequence and nothing per token.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    states: DeltaShape | None = None
+
+    @classmethod
+    def alike(cls, layers: int, kv_heads: int, head_dim: int) -> PoolShape:
+        return cls(((kv_heads, head_dim),) * layers)
 
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * torch.float32.itemsize
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self.layers) * torch.float32.itemsize
 
 
 class KvPools:
-    """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens."""
+    """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens.
 
-    def __init__(self, pages: int, page_tokens: int, target: PoolShape, draft: PoolShape | None) -> None:
-        shape = (pages, target.kv_heads, page_tokens, target.head_dim)
-        self.target: list[tuple[Tensor, Tensor]] = [(_zeros(*shape), _zeros(*shape)) for _ in range(target.layers)]
-        shapes = (draft.layers, pages, draft.kv_heads, page_tokens, draft.head_dim) if draft else (0,)
-        self.draft_keys = _zeros(*shapes)
-        self.draft_values = _zeros(*shapes)
-        self._mover = RowMover.make([pool for layer in self.target for pool in layer])
+    Layers of a drafter are all alike and stand in one tensor; those of a target may differ.
+    """
+
+    def __init__(
+        self, pages: int, page_tokens: int, target: PoolShape, draft: PoolShape | None, state_slots: int | None = None,
+        state_stride: int = 0,
+    ) -> None:
+        """`state_slots` recurrent states (else as many as pages, so that no sequence can be without), and a checkpoint
+        every `state_stride` pages (0: none).
+        """
+        self.target: list[tuple[Tensor, Tensor]] = []
+        for kv_heads, head_dim in target.layers:
+            shape = (pages, kv_heads, page_tokens, head_dim)
+            self.target.append((zeros(*shape), zeros(*shape)))
+        shapes: tuple[int, ...] = (0,)
+        if draft is not None and draft.layers:
+            kv_heads, head_dim = draft.layers[0]
+            shapes = (len(draft.layers), pages, kv_heads, page_tokens, head_dim)
+        self.draft_keys = zeros(*shapes)
+        self.draft_values = zeros(*shapes)
+        slots = pages if state_slots is None else state_slots
+        self.state_tensors = StateTensors(slots, target.states) if target.states is not None else None
+        self.states = StatePool(slots, self.state_tensors, state_stride) if self.state_tensors is not None else None
+        self._movers = _movers([pool for layer in self.target for pool in layer])
 
     def copy_page(self, source: int, destination: int) -> None:
         for keys, values in self.target:
@@ -46,10 +71,11 @@ class KvPools:
 
     def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
         """Moves target keys and values between (page, offset) places; all are read before any is written."""
-        if self._mover is not None:
-            self._mover.move(sources, destinations)
-        else:
+        if self._movers is None:
             self.move_rows_plainly(sources, destinations)
+            return
+        for mover in self._movers:
+            mover.move(sources, destinations)
 
     def move_rows_plainly(
         self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]
@@ -75,14 +101,11 @@ class KvPools:
             self.draft_values[:, ids] = 0.0
 
 
-def _zeros(*shape: int) -> Tensor:
-    """Zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN.
-
-    Zero pages straight from the system, of which none is touched: a pool costs memory only as it fills. An allocator
-    would hand out what an earlier pool left behind, and would have to write zeros over it.
-    """
-    size = math.prod(shape)
-    if not size:
-        return torch.zeros(shape)
-    memory = mmap.mmap(-1, size * torch.float32.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+def _movers(pools: Sequence[Tensor]) -> list[RowMover] | None:
+    """One compiled mover for all pools of a shape; None where torch has to move the rows."""
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for pool in pools:
+        alike.setdefault(tuple(pool.shape), []).append(pool)
+    movers = [RowMover.make(group) for group in alike.values()]
+    made = [mover for mover in movers if mover is not None]
+    return made if made and len(made) == len(movers) else None

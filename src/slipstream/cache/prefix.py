@@ -1,7 +1,8 @@
 """A tree of full pages by their tokens: a prompt that begins like an earlier one takes its pages over.
 
 A page remembers which drafter's context it carries, and pages of several drafters may stand at one place side by side;
-a drafting request takes only pages with its own, a plain one takes any.
+a drafting request takes only pages with its own, a plain one takes any. Where the target is recurrent, a prefix ends at
+the last page whose state was kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable
+from slipstream.cache.recurrent import StatePool, page_key
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +35,16 @@ class _Node:
 class PrefixCache:
     """Holds one reference on every page it remembers; evicts the least recently used leaves."""
 
-    def __init__(self, table: PageTable, page_tokens: int) -> None:
+    def __init__(self, table: PageTable, page_tokens: int, states: StatePool | None = None) -> None:
         self._table = table
+        self._states = states
         self._page_tokens = page_tokens
         self._root = _Node(None, ())
         self._nodes: set[_Node] = set()
         self._clock = 0
         self.hits = 0
         self.failed_restores = 0
+        self.last_match = 0  # tokens of the last prompt that were known, whether or not they could be taken
 
     def take(self, tokens: Sequence[int], draft_key: str | None) -> list[int]:
         """Pages of the longest usable prefix, shared for the caller; at least one token is always left to run."""
@@ -59,6 +63,9 @@ class PrefixCache:
             found.last_used = self._clock
             pages.append(found.page)
             node = child
+        self.last_match = len(pages) * self._page_tokens
+        while pages and not self._resumable(pages[-1]):
+            pages.pop()
         self._table.share(pages)
         self.hits += bool(pages)
         return pages
@@ -77,15 +84,22 @@ class PrefixCache:
             if child is None:
                 child = node.children[chunk] = _Node(node, chunk)
                 self._nodes.add(child)
-            known = child.usable(draft_key) if child.pages else None
-            if known is None:
+            known, own = (child.usable(draft_key) if child.pages else None), child.pages.get(draft_key)
+            if known is None or (known is own and self._resumable(page) and not self._resumable(own.page)):
                 self._table.share([page])
                 known = child.pages[draft_key] = _Page(page, self._table.epoch(page), self._clock)
+                if own is not None:
+                    # the same tokens, now with a state: the richer page replaces the poorer one
+                    self._release(own)
                 if draft_key is not None and None in child.pages:
-                    # the same tokens, now with draft context: the richer page replaces the poorer one
+                    # likewise with draft context
                     self._release(child.pages.pop(None))
             known.last_used = self._clock
             node = child
+
+    def _resumable(self, page: int) -> bool:
+        """Whether a sequence can go on behind a page; attention needs nothing but the pages."""
+        return self._states is None or self._states.has(page_key(self._table, page))
 
     def evict(self, pages_wanted: int) -> int:
         """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
@@ -146,6 +160,8 @@ class PrefixCache:
     def _release(self, found: _Page) -> None:
         if self._table.epoch(found.page) == found.epoch and self._table.holders(found.page):
             self._table.release([found.page])
+            if self._states is not None:
+                self._states.forget_free(self._table, [found.page])
 
     def _removable(self, top: _Node) -> int:
         order, stack = [], [top]

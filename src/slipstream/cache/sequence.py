@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.cache.pages import PageTable
+from slipstream.cache.pages import OutOfPages, PageTable
+from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.errors import IntegrityError
 from slipstream.types import BASE_VARIANT
 
@@ -15,6 +16,8 @@ Place = tuple[int, int]  # page id, offset
 class PageMemory(Protocol):
     """What a sequence may do with the memory behind its pages."""
 
+    @property
+    def states(self) -> StatePool | None: ...
     def copy_page(self, source: int, destination: int) -> None: ...
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None: ...
     def clear_rows(self, places: Sequence[Place]) -> None: ...
@@ -50,6 +53,8 @@ class SequenceState:
         self.draft_length = 0
         self.waiting: list[tuple[int, Taps]] = []  # first position and taps of stretches whose context is not written
         self.spoiled = False  # its pages may hold NaN and are cleared before anybody else gets them
+        self.recurrent = RecurrentState(memory.states) if memory.states is not None else None
+        self.branch = 0  # position where other prompts went another way: whoever comes next may want to begin there
 
     @property
     def capacity(self) -> int:
@@ -59,6 +64,9 @@ class SequenceState:
         """Begins with a prompt and the (already shared) pages of a cached prefix, which bring their draft context."""
         if self.tokens or self.pages:
             raise IntegrityError("a sequence is started twice")
+        if self.recurrent is not None:
+            key = page_key(self._table, cached_pages[-1]) if cached_pages else None
+            self.recurrent.start(key, len(cached_pages) * self.page_tokens)
         self.tokens = list(tokens)
         self.pages = list(cached_pages)
         self.length = len(cached_pages) * self.page_tokens
@@ -85,10 +93,36 @@ class SequenceState:
             self._memory.move_rows(
                 [self.place(self.length + row) for row, _ in moved], [self.place(self.length + to) for _, to in moved]
             )
+        if self.recurrent is not None:
+            self._keep_checkpoints(self.recurrent, rows)
+            self.recurrent.commit(rows)
         self.length += len(rows)
         self.draft_length += context_rows
         self.tokens += new_tokens
         self.check()
+
+    def checkpoint_rows(self, rows: int) -> list[int]:
+        """Behind which of the next rows, if they all stay, the recurrent state is worth keeping for others."""
+        size, stride = self.page_tokens, self.recurrent.pool.stride if self.recurrent is not None else 0
+        full, after = self.length // size, (self.length + rows) // size
+        if not stride:
+            return []
+        return [
+            page * size - self.length - 1 for page in range(full + 1, after + 1)
+            if page % stride == 0 or page == after or page * size == self.branch
+        ]
+
+    def _keep_checkpoints(self, recurrent: RecurrentState, rows: Sequence[int]) -> None:
+        """Keeps states at the ends of pages; the last one makes way for the next unless its page was published."""
+        pool, full = recurrent.pool, self.length // self.page_tokens
+        ends = self.checkpoint_rows(len(rows))
+        for end in ends:
+            page = self.pages[(self.length + end) // self.page_tokens]
+            pool.remember(page_key(self._table, page), recurrent.after(rows[: end + 1]))
+        if ends and full % pool.stride and full * self.page_tokens != self.branch:
+            page = self.pages[full - 1]
+            if self._table.holders(page) == 1:
+                pool.forget([page_key(self._table, page)])
 
     @property
     def waiting_rows(self) -> int:
@@ -101,10 +135,14 @@ class SequenceState:
     def truncate(self, length: int) -> None:
         """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages.
 
-        OutOfPages, possible when a page shared with others must be copied, leaves the sequence as it was.
+        OutOfPages, possible when a page shared with others must be copied, leaves the sequence as it was. A recurrent
+        sequence goes back to the nearest state that was kept, and the tokens behind that are still to be computed.
         """
         if not 0 <= length <= self.length:
             raise IntegrityError(f"cannot truncate a sequence of {self.length} positions to {length}")
+        tokens = length
+        if self.recurrent is not None and length < self.length:
+            length = self._restart(self.recurrent, length)
         keep = -(-length // self.page_tokens)
         if length % self.page_tokens and self._table.holders(self.pages[keep - 1]) > 1:
             # the page will be written again, and somebody else still reads what it holds
@@ -112,15 +150,25 @@ class SequenceState:
             self._memory.copy_page(self.pages[keep - 1], own)
             self._table.release([self.pages[keep - 1]])
             self.pages[keep - 1] = own
-        self._table.release(self.pages[keep:])
+        self._let_go(self.pages[keep:])
         del self.pages[keep:]
-        del self.tokens[length:]
+        del self.tokens[tokens:]
         self.waiting = [(start, taps[: length - start]) for start, taps in self.waiting if start < length]
         self.length = length
         self.draft_length = length if self.drafting else 0
 
+    def _restart(self, recurrent: RecurrentState, length: int) -> int:
+        """Back to the last kept state at or before `length`; returns where that is."""
+        keys = [page_key(self._table, page) for page in self.pages[: length // self.page_tokens]]
+        while keys and not recurrent.pool.has(keys[-1]):
+            keys.pop()
+        recurrent.restart(keys[-1] if keys else None, len(keys) * self.page_tokens)
+        return recurrent.length
+
     def fork(self) -> SequenceState:
         """An independent copy: full pages are shared, the page still being written is copied."""
+        if self.recurrent is not None and not self.recurrent.pool.available:
+            raise OutOfPages("no slot for a recurrent state is free")
         twin = SequenceState(self._table, self.page_tokens, self._memory, self.drafting, self.variant)
         full = self.length // self.page_tokens
         partial = self.length % self.page_tokens > 0
@@ -129,6 +177,8 @@ class SequenceState:
         twin.pages = self.pages[:full] + fresh
         if partial:
             self._memory.copy_page(self.pages[full], fresh[0])
+        if self.recurrent is not None:
+            twin.recurrent = self.recurrent.fork()
         twin.tokens = list(self.tokens)
         twin.waiting = list(self.waiting)
         twin.length, twin.draft_length, twin.spoiled = self.length, self.draft_length, self.spoiled
@@ -138,11 +188,18 @@ class SequenceState:
         if self.spoiled:
             self._memory.clear_pages([page for page in self.pages if self._table.holders(page) == 1])
             self.spoiled = False
-        self._table.release(self.pages)
+        if self.recurrent is not None:
+            self.recurrent.release()
+        self._let_go(self.pages)
         self.pages = []
         self.tokens = []
         self.waiting = []
-        self.length = self.draft_length = 0
+        self.length = self.draft_length = self.branch = 0
+
+    def _let_go(self, pages: Sequence[int]) -> None:
+        self._table.release(pages)
+        if self.recurrent is not None:
+            self.recurrent.pool.forget_free(self._table, pages)
 
     def check(self) -> None:
         """All parts stand at the same position."""
@@ -150,6 +207,8 @@ class SequenceState:
             raise IntegrityError(f"draft context stands at {self.draft_length}, the target at {self.length}")
         if self.waiting and self.waiting[-1][0] + len(self.waiting[-1][1]) > self.draft_length:
             raise IntegrityError(f"taps wait beyond the draft context of {self.draft_length} positions")
+        if self.recurrent is not None and self.recurrent.length != self.length:
+            raise IntegrityError(f"the recurrent state stands at {self.recurrent.length}, the target at {self.length}")
         if self.length > len(self.tokens):
             raise IntegrityError(f"{self.length} positions computed for {len(self.tokens)} tokens")
         if self.length > self.capacity:

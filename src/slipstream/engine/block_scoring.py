@@ -46,8 +46,8 @@ class OurBlocks:
     def begin(self, ids: Sequence[int]) -> None:
         shape, config = self.target.config, self.drafter.config
         pages = -(-(len(ids) + config.block_size) // PAGE_TOKENS)
-        draft_shape = PoolShape(config.layers, config.kv_heads, config.head_dim)
-        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), draft_shape)
+        draft_shape = PoolShape.alike(config.layers, config.kv_heads, config.head_dim)
+        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), draft_shape, 2)
         self._ids, self._pools = ids, pools
         self._blocks = _OpenBlocks(self.target, self.drafter, pools, PAGE_TOKENS, self.window)
         runner = Runner(self.target, pools, PAGE_TOKENS, self._blocks)
@@ -62,6 +62,7 @@ class OurBlocks:
         self.taps = torch.cat(parts)
         # a second sequence over the same pages: its context grows with the positions asked for
         self._state = self._sequence(pages, ids)
+        self._state.recurrent = None  # no row of it goes through the target
 
     def _sequence(self, pages: int, ids: Sequence[int]) -> SequenceState:
         state = SequenceState(PageTable(pages), PAGE_TOKENS, self._pools, drafting=True)
@@ -99,7 +100,7 @@ class OurBlocks:
         return chosen
 
     def embed(self, ids: Tensor) -> Tensor:
-        return (self.drafter.embed or self.target.embed)(ids)
+        return self.drafter.borrow(self.target.embed, self.target.config.softcap)(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         return (self.drafter.head or self.target.draft_head)(hidden)

@@ -63,10 +63,10 @@ class Engine:
         self._draft_key = draft_key
         # pages written by decoding may serve others only where decoding and prefill sum alike
         self._share_generated = share_generated
-        self.prefix = PrefixCache(table, PAGE_TOKENS) if config.prefix_cache else None
+        self.prefix = PrefixCache(table, PAGE_TOKENS, pools.states) if config.prefix_cache else None
         self.scheduler = Scheduler(
             table, self.prefix, PAGE_TOKENS, config.max_sequences, config.max_waiting, config.prefill_chunk,
-            config.step_rows,
+            config.step_rows, states=pools.states,
         )
         self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
         self._sessions: dict[str, Session] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.cache.pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
-from slipstream.engine.memory import available_bytes, pool_pages
+from slipstream.engine.memory import StateRoom, available_bytes, pool_pages
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.kernels.native.library import library
@@ -25,22 +25,23 @@ __all__ = ["Footprint", "available_bytes", "footprint"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What loading a pair will take: its weights, and the page pool, which fills up as it is used."""
+    """What loading a pair will take: its weights, recurrent states, and the page pool, which fills up as it is used."""
 
     files: tuple[Path, ...]
     weight_bytes: int
     token_bytes: int  # of the pool, for one token
     max_context: int
     cache_tokens: int
+    state_bytes: int = 0  # of the sequences that may run at once
 
     @property
     def total(self) -> int:
-        return self.weight_bytes + self.cache_tokens * self.token_bytes
+        return self.weight_bytes + self.state_bytes + self.cache_tokens * self.token_bytes
 
     def within(self, budget: int) -> Footprint:
         """The same with a pool of at most a quarter of the budget, or of one whole context if that is more."""
         share = max(budget // 4 // self.token_bytes, self.max_context)
-        room = max(0, budget - self.weight_bytes) // self.token_bytes
+        room = max(0, budget - self.weight_bytes - self.state_bytes) // self.token_bytes
         pages = min(self.cache_tokens, share, room) // PAGE_TOKENS
         return replace(self, cache_tokens=max(1, pages) * PAGE_TOKENS)
 
@@ -51,7 +52,7 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
     with open_weights(source.path) as file:
         shape, _ = read_target_config(source.path, file)
         weights = _weight_bytes(file, config.weight_format)
-    files, per_token = [source.path], PoolShape(shape.layers, shape.kv_heads, shape.head_dim).bytes_per_token()
+    files, per_token = [source.path], PoolShape(shape.kv_shapes).bytes_per_token()
     wanted = pair_draft(target) if draft == "auto" else draft
     if wanted is not None and wanted != "none":
         draft_path = resolve(wanted, progress=progress).path
@@ -59,10 +60,12 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
             drafter = read_drafter_config(draft_path, file)
             weights += _weight_bytes(file, config.weight_format)
         files.append(draft_path)
-        per_token += PoolShape(drafter.layers, drafter.kv_heads, drafter.head_dim).bytes_per_token()
+        per_token += PoolShape.alike(drafter.layers, drafter.kv_heads, drafter.head_dim).bytes_per_token()
     max_context = config.max_context or shape.max_positions
-    pages = pool_pages(config.cache_tokens, max_context, PAGE_TOKENS, per_token)
-    return Footprint(tuple(files), weights, per_token, max_context, pages * PAGE_TOKENS)
+    states = StateRoom.plan(shape.states, config, PAGE_TOKENS, per_token)
+    per_token += states.token_bytes
+    pages = pool_pages(config.cache_tokens, max_context, PAGE_TOKENS, per_token, states.reserved_bytes)
+    return Footprint(tuple(files), weights, per_token, max_context, pages * PAGE_TOKENS, states.reserved_bytes)
 
 
 def _weight_bytes(file: WeightFile, weight_format: WeightFormat) -> int:

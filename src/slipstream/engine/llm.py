@@ -19,13 +19,14 @@ from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, Wei
 from slipstream.engine.costing import measure_costs
 from slipstream.engine.devices import gpu_backend
 from slipstream.engine.engine import Engine
-from slipstream.engine.memory import pool_pages
+from slipstream.engine.memory import StateRoom, pool_pages
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import make_request
 from slipstream.engine.variants import DrafterFile, DraftVariant
 from slipstream.errors import RequestError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
+from slipstream.kernels.delta import delta_is_exact
 from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.kernels.native.library import availability, library
@@ -122,8 +123,8 @@ class LLM:
     def _pool_shapes(self) -> tuple[PoolShape, PoolShape | None]:
         shape, draft = self._target.config, self._drafter.config if self._drafter is not None else None
         return (
-            PoolShape(shape.layers, shape.kv_heads, shape.head_dim),
-            PoolShape(draft.layers, draft.kv_heads, draft.head_dim) if draft is not None else None,
+            PoolShape(shape.kv_shapes, shape.states),
+            PoolShape.alike(draft.layers, draft.kv_heads, draft.head_dim) if draft is not None else None,
         )
 
     def _build_engine(self) -> Engine:
@@ -135,8 +136,11 @@ class LLM:
                 self.draft_window, key, self._progress,
             )
         per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
-        pages = pool_pages(self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token)
-        self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool)
+        room = StateRoom.plan(target_pool.states, self.config, PAGE_TOKENS, per_token)
+        pages = pool_pages(
+            self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token + room.token_bytes, room.reserved_bytes
+        )
+        self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool, room.slots(pages), room.stride)
         blocks = self._in_blocks(self._drafter) if self._drafter is not None else None
         return Engine(
             Runner(self._target, self._pools, PAGE_TOKENS, blocks), self._pools, PageTable(pages), self.tokenizer,
@@ -219,11 +223,14 @@ class LLM:
         """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
         if self._gpu is not None:
             return self._gpu.exact
-        shape, layer = self._target.config, self._target.layers[0]
+        config, layers = self._target.config, self._target.layers
+        one_of_each = {type(layer): layer for layer in layers}.values()
+        heads = {(layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim) for layer in layers}
         return (
             self._target.weight_format in ROW_INVARIANT_FORMATS
-            and all(map(matrix_is_exact, (layer.qkv, layer.output, layer.gate_up, layer.down)))
-            and attention_is_exact(shape.heads, shape.kv_heads, shape.head_dim, PAGE_TOKENS)
+            and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)
+            and all(attention_is_exact(*shape, PAGE_TOKENS) for shape in heads)
+            and (config.states is None or delta_is_exact(config.states))
         )
 
     @property

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
+from slipstream.cache.states import StateTensors, Stretch
 from slipstream.engine.variants import DraftVariants
+from slipstream.kernels.delta import DeltaStep
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, RowPlaces, make_group, make_tree_group
 from slipstream.models.decoder import Decoder
 from slipstream.speculative.candidates import BlockDrafts
@@ -81,6 +83,8 @@ class Runner:
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
         """One pass of the target over all rows of all sequences."""
         batch, starts = self._batch(works)
+        if self._pools.state_tensors is not None:
+            batch.recurrent = self._recurrent_step(self._pools.state_tensors, works)
         tapped = self.drafter.drafter.config.target_layer_ids if self.drafter and self._taps_wanted(works) else ()
         wanted = [
             row
@@ -148,6 +152,15 @@ class Runner:
         }
         page_ids, offsets = zip(*places, strict=True)
         return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts
+
+    @staticmethod
+    def _recurrent_step(tensors: StateTensors, works: Sequence[RowWork]) -> DeltaStep:
+        stretches = []
+        for work in works:
+            assert work.state.recurrent is not None, "every sequence of a recurrent target has a state"
+            parents = work.proposal.parents if work.proposal is not None and work.branching else None
+            stretches.append(Stretch(work.state.recurrent, work.rows, parents, work.state.checkpoint_rows(work.rows)))
+        return tensors.begin(stretches)
 
     def _group(self, row_start: int, work: RowWork, pattern: AttentionPattern) -> RowGroup:
         pages, size = work.state.pages, self._page_tokens

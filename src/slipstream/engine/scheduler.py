@@ -17,6 +17,7 @@ from typing import Literal
 
 from slipstream.cache.pages import PageTable
 from slipstream.cache.prefix import PrefixCache
+from slipstream.cache.recurrent import StatePool
 from slipstream.cache.sequence import SequenceState
 from slipstream.errors import BusyError, RequestError, StaleEpochError
 from slipstream.types import Request
@@ -118,7 +119,7 @@ class Scheduler:
 
     def __init__(
         self, table: PageTable, prefix: PrefixCache | None, page_tokens: int, max_sequences: int, max_waiting: int,
-        prefill_chunk: int, step_rows: int, quantum: int = QUANTUM_TOKENS,
+        prefill_chunk: int, step_rows: int, quantum: int = QUANTUM_TOKENS, states: StatePool | None = None,
     ) -> None:
         self._table = table
         self._prefix = prefix
@@ -128,6 +129,7 @@ class Scheduler:
         self._chunk = prefill_chunk
         self._step_rows = step_rows
         self._quantum = quantum
+        self._states = states
         self._places = itertools.count()
         self._turns = itertools.count()
         self.waiting: list[Ticket] = []  # in the order they are served; a yielded one among them holds its pages
@@ -231,15 +233,18 @@ class Scheduler:
         """Gives a sequence its pages, a shared prefix first; False leaves everything as it was."""
         tokens = ticket.kept_tokens or ticket.request.prompt_ids
         cached: list[int] = []
+        branch = 0
         if self._prefix is not None and ticket.request.cache_prompt:
             cached = self._prefix.take(tokens, ticket.draft_key)
+            branch = self._prefix.last_match
         missing = -(-ticket.positions // self._page_tokens) - len(cached)
-        if not self._make_room(missing):
+        if not (self._make_state_room() and self._make_room(missing)):
             if self._prefix is not None:
                 self._prefix.give_back(cached)
             return False
         ticket.state.start(tokens, cached)
         ticket.state.reserve(ticket.positions)
+        ticket.state.branch = branch
         if not ticket.generated:
             ticket.cached_tokens = ticket.state.length
         ticket.kept_tokens = ()
@@ -258,6 +263,15 @@ class Scheduler:
         if self._prefix is not None:
             self._prefix.evict(pages - self._table.free)
         return True
+
+    def _make_state_room(self) -> bool:
+        """Where the target is recurrent: a slot for one more state, if need be a paused sequence's."""
+        if self._states is None or self._states.available:
+            return True
+        holder = next((ticket for ticket in self.paused if ticket.state.pages), None)
+        if holder is not None:
+            self._take_pages_of(holder)
+        return holder is not None
 
     def _evictable(self) -> int:
         return self._prefix.evictable() if self._prefix is not None else 0
@@ -311,6 +325,10 @@ class Scheduler:
         self._table.check(held)
         for ticket in self._all():
             ticket.state.check()
+        if self._states is not None:
+            parts = [ticket.state.recurrent for ticket in self._all()]
+            held = [part.slot for part in parts if part is not None and part.slot is not None]
+            self._states.check(held, self._table)
 
     def _all(self) -> Iterator[Ticket]:
         yield from self.running

@@ -26,7 +26,7 @@ class _Scratch:
     def __init__(self, target: Decoder, tokens: Sequence[int], room: int) -> None:
         shape = target.config
         pages = -(-room // PAGE_TOKENS) + 1
-        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.layers, shape.kv_heads, shape.head_dim), None)
+        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), None)
         self.runner = Runner(target, pools, PAGE_TOKENS, None)
         self.state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=False)
         self.state.start(tokens, [])

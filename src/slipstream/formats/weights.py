@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,17 @@ class WeightTensor:
         if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
             raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
         return WeightTensor(self._entry, self._mapped, index if self._index is None else self._index[index])
+
+    def part(self, index: int) -> WeightTensor:
+        """One entry along the first dimension, as a tensor of its own; still lazy."""
+        if len(self.shape) < 3 or self._index is not None or not 0 <= index < self.shape[0]:
+            raise IntegrityError(f"tensor '{self.name}' {list(self.shape)} has no part {index}")
+        size = self._entry.nbytes // self.shape[0]
+        entry = replace(
+            self._entry, name=f"{self.name}[{index}]", shape=self.shape[1:], nbytes=size,
+            offset=self._entry.offset + index * size,
+        )
+        return WeightTensor(entry, self._mapped)
 
     def _row_count(self) -> int:
         """Rows that can be read on their own: the first dimension, unless blocks span it."""

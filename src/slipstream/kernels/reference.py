@@ -19,6 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def softcapped(logits: Tensor, cap: float) -> Tensor:
+    """Bends logits so that none is beyond plus or minus `cap`; 0 leaves them alone."""
+    return torch.tanh(logits / cap) * cap if cap > 0 else logits
+
+
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotary embedding, halves paired (NeoX style); cos and sin broadcast over the heads of x [..., heads, dim].
 

@@ -6,12 +6,15 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from slipstream.kernels.delta import DeltaStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class RowBatch(RowPlaces):
         super().__init__(positions, pages, offsets, end)
         self.token_list = array("i", tokens)
         self.groups = groups
+        self.recurrent: DeltaStep | None = None  # the rows' way through recurrent layers, where the model has some
         self.derived: dict[AttentionPattern, Any] = {}  # what kernels work out once for all layers of a pattern
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slipstream.errors import ConfigError
 
@@ -53,16 +53,36 @@ class ConfigReader:
             raise ConfigError(f"{self.label}: '{key}' is {value!r}, not text")
         return value
 
-    def integers(self, key: str) -> list[int]:
-        value = self._get(key, None)
+    def integers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
+        value = self._get(key, default)
         if not isinstance(value, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
             raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a list of whole numbers")
         return list(value)
+
+    def each_layer(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
+        """A whole number for every layer; files give one for all, or a list."""
+        if not isinstance(self.values.get(key), list | tuple):
+            return (self.integer(key, default),) * layers
+        found = self.integers(key)
+        if len(found) != layers or min(found) < 1:
+            raise ConfigError(f"{self.label}: '{key}' must give a positive number for each of {layers} layers")
+        return tuple(found)
+
+    def layer_kinds(self, key: str, layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+        """The kind of every layer, each one of those we know."""
+        found = self._get(key, None)
+        if not isinstance(found, list) or len(found) != layers or any(kind not in known for kind in found):
+            raise ConfigError(f"{self.label}: {key} must name {layers} layers, each one of {', '.join(known)}")
+        return tuple(found)
 
     def section(self, key: str) -> ConfigReader:
         """A nested object; null, absent or anything else reads as empty."""
         value = self.values.get(key)
         return ConfigReader(value if isinstance(value, Mapping) else {}, f"{self.label}: {key}")
+
+    def text_part(self) -> ConfigReader:
+        """What a multimodal config says of its language model; one of text alone says it directly."""
+        return self.section("text_config") if self.has("text_config") else self
 
     def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
         """Refuses a config that asks for behaviour we would get wrong; absent and null are fine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,16 +14,16 @@ from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.native.matrix import PackedLinear
 from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
-from slipstream.kernels.reference import rms_norm, rotate
+from slipstream.kernels.reference import rms_norm, rotate, softcapped
 from slipstream.kernels.rows import RowBatch, RowPlaces
 from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in, shapes_in
 from slipstream.models.heads import DraftHeads
-from slipstream.models.layers import BlockConvolution, TransformerLayer, biased
+from slipstream.models.layers import BlockConvolution, HeadGate, RotaryRows, TransformerLayer, biased
 from slipstream.models.native_pass import ContextWriter, native_stack, packed
 from slipstream.models.rope import RotaryTable
-from slipstream.models.weights import Progress, Weights
+from slipstream.models.weights import Embedding, Progress, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
 LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # the same keys under either name
@@ -45,15 +45,17 @@ class DFlashDrafter:
         # the taps reach 24,000 where the stream has attention sinks; of torch's formats only fp32 takes that well
         fc_format: WeightFormat = "native" if weights.weight_format == "native" else "fp32"
         self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], fc_format)
+        self.tap_norms = self._load_tap_norms(weights) if config.parts.tap_norms else None
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
+        layer_kind = GatedLayer if config.parts.gate_width else TransformerLayer
         self.layers = [
-            TransformerLayer(weights, config, f"layers.{index}.", pattern)
-            for index, pattern in enumerate(config.patterns)
+            layer_kind(weights, config, f"layers.{index}.", pattern) for index, pattern in enumerate(config.patterns)
         ]
         if config.parts.conv_kernel_size:
             self._load_convolutions(weights)
         self.norm = weights.vector("norm.weight", config.hidden_size)
         self.context_kv = weights.matrix([layer.projections[name] for layer in self.layers for name in ("k", "v")])
+        self.context_each = self._load_context_each(weights) if config.parts.context_norm else None
         for layer in self.layers:
             layer.projections.clear()  # packed by now, and an adapter's merged tensors would stay in memory
         biases = [layer.biases[name] for layer in self.layers for name in ("k", "v") if layer.biases]
@@ -64,16 +66,43 @@ class DFlashDrafter:
             if weights.has("embed_tokens.weight") else None
         )
         self.head: Matrix | None = (
-            weights.head(weights.source("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            weights.head(weights.source("lm_head.weight", (self._head_tokens, config.hidden_size)))
             if weights.has("lm_head.weight") else None
         )
+        self.known_tokens = self._load_known_tokens(weights) if config.draft_vocab_size else None
+        self._softcap = config.final_logit_softcapping
         self.heads = DraftHeads.load(weights, config)
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         self._native = native_stack(config, self.layers, self.norm)
         self._pools: tuple[Tensor, LayerPools] | None = None  # the keys they belong to, and the addresses
-        self._context = ContextWriter.make(self.fc, self.context_kv, self.context_bias)
-        weights.finish(lambda name: False)
+        plain = not config.parts.tap_norms and not config.parts.context_norm
+        self._context = ContextWriter.make(self.fc, self.context_kv, self.context_bias) if plain else None
+        weights.finish(lambda name: name == "t2d")
+
+    @property
+    def _head_tokens(self) -> int:
+        return self.config.draft_vocab_size or self.config.vocab_size
+
+    def _load_tap_norms(self, weights: Weights) -> Tensor:
+        """One row of weights per tap."""
+        taps = range(len(self.config.target_layer_ids))
+        width = self.tap_width // len(taps)
+        return torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
+
+    def _load_context_each(self, weights: Weights) -> list[Matrix]:
+        """Keys and values of the context layer by layer, where every layer norms it for itself."""
+        return [weights.matrix([layer.projections["k"], layer.projections["v"]]) for layer in self.layers]
+
+    def _load_known_tokens(self, weights: Weights) -> Tensor:
+        """The target's id of every token the head knows; Hugging Face files store how far it is from its place."""
+        if self.head is None:
+            raise ConfigError(f"{self.config.label}: a reduced vocabulary (draft_vocab_size) needs a head of its own")
+        stored = weights.source("d2t", (self._head_tokens,)).dense().long()
+        ids = stored if "general.architecture" in weights.file.metadata else stored + torch.arange(len(stored))
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+            raise ConfigError(f"{self.config.label}: 'd2t' does not name {len(ids)} tokens of the target's vocabulary")
+        return ids
 
     def _load_convolutions(self, weights: Weights) -> None:
         config, parts = self.config, self.config.parts
@@ -95,14 +124,40 @@ class DFlashDrafter:
                 config.rms_eps,
             )
             return
-        context = rms_norm(self.fc(taps), self.hidden_norm, config.rms_eps)
-        projected = biased(self.context_kv(context), self.context_bias)
+        projected = biased(self._project(self._context_rows(taps)), self.context_bias)
         projected = projected.view(-1, config.layers, 2, config.kv_heads, config.head_dim)
         # broadcasting over layers keeps one call for all of them
         normed = rms_norm(projected[:, :, 0], torch.ones(config.head_dim), config.rms_eps) * self.context_k_norm
         cos, sin = self.rotary.rows(places.positions, places.end)
         keys[:, places.pages, :, places.offsets] = rotate(normed, cos[:, None], sin[:, None])
         values[:, places.pages, :, places.offsets] = projected[:, :, 1]
+
+    def _context_rows(self, taps: Tensor) -> Tensor:
+        eps = self.config.rms_eps
+        if self.tap_norms is not None:
+            each = taps.view(taps.shape[0], *self.tap_norms.shape)
+            taps = (rms_norm(each, torch.ones(each.shape[-1]), eps) * self.tap_norms).view_as(taps)
+        return rms_norm(self.fc(taps), self.hidden_norm, eps)
+
+    def _project(self, context: Tensor) -> Tensor:
+        """Keys and values of all layers side by side."""
+        if self.context_each is None:
+            return self.context_kv(context)
+        pairs = zip(self.layers, self.context_each, strict=True)
+        return torch.cat([kv(rms_norm(context, layer.input_norm, self.config.rms_eps)) for layer, kv in pairs], dim=-1)
+
+    def borrow(self, embed: Embedding, softcap: float) -> Callable[[Tensor], Tensor]:
+        """Takes what the target lends and returns how the block's tokens are embedded.
+
+        The target's embedding comes as scaled as the target has it, unless the drafter knows a scale for the raw one.
+        The target's softcap goes with its head, unless the drafter has one of its own.
+        """
+        config = self.config
+        if self.head is None:
+            self._softcap = config.final_logit_softcapping or softcap
+        if self.embed is not None:
+            return self.embed
+        return embed if config.input_embedding_scale is None else embed.raw
 
     def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
         """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
@@ -140,13 +195,28 @@ class DFlashDrafter:
         return stack.run(batch, x, self._pools[1], self.rotary.tables(batch.end), wanted=wanted, head=head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """The drafter's own multiplier and softcap on logits of the shared head."""
-        config = self.config
-        if config.output_multiplier != 1.0:
-            logits = logits * config.output_multiplier
-        if config.final_logit_softcapping > 0:
-            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-        return logits
+        """The drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+        multiplier, known = self.config.output_multiplier, self.known_tokens
+        logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self._softcap)
+        if known is None:
+            return logits
+        return logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf")).index_copy_(1, known, logits)
+
+
+class GatedLayer(TransformerLayer):
+    """A draft layer whose heads are weighed before they are joined."""
+
+    shape: DFlashConfig
+
+    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
+        super()._load_mixer(weights, prefix, rotary_rows)
+        width, heads = self.shape.parts.gate_width, self.shape.heads
+        if width not in (heads, heads * self.shape.head_dim):
+            raise ConfigError(f"{self.shape.label}: a gate of {width} numbers fits neither heads nor what they say")
+        self.gate = HeadGate(weights, prefix + "self_attn.g_proj.weight", width, self.shape.hidden_size)
+
+    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
+        return self.gate(mixed, y)
 
 
 def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> DFlashDrafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,16 +12,17 @@ from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash_names import ShapeOf
 from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
-from slipstream.models.rope import RopeConfig, read_rope
+from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 
 # other spellings of speculation keys; the `dspark_` ones are those of DeepSeek bundles
 _ALIASES = {
     "block_size": ("draft_block_size", "dspark_block_size"),
     "mask_token_id": ("dspark_noise_token_id",),
-    "target_layer_ids": ("dspark_target_layer_ids",),
+    "target_layer_ids": ("dspark_target_layer_ids", "aux_hidden_state_layer_ids"),
     "markov_rank": ("dspark_markov_rank",),
 }
 GGUF_EXPECTED_TAU = "dflash.expected_tau."  # followed by a class of prompts
+_LAYERS_FROM_ONE = ("aux_hidden_state_layer_ids",)  # these count what enters a layer
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
@@ -52,6 +54,8 @@ class DFlashConfig:
     mlp_bias: bool = False
     sample_from_anchor: bool = False  # row 0 proposes too, each row the token behind its own position
     parts: DraftParts = field(default_factory=DraftParts)
+    draft_vocab_size: int = 0  # tokens the drafter's own head knows; 0: all of the target's
+    target_family: str | None = None  # None: the files do not say
     expected_tau: Mapping[str, float] = field(default_factory=dict)  # by prompt class: full chains, greedy
 
     @property
@@ -71,6 +75,12 @@ class DFlashConfig:
             raise ConfigError(f"{self.label}: target_layer_ids is empty", "the drafter must say which layers it reads")
         if self.proposals < 1:
             raise ConfigError(f"{self.label}: block_size is {self.block_size}, it must be at least 2")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"{self.label}: {self.draft_vocab_size} drafted tokens in a vocabulary of {self.vocab_size}"
+            )
+        if self.draft_vocab_size and self.parts.any_head:
+            raise ConfigError(f"{self.label}: heads over a reduced vocabulary (draft_vocab_size) are not supported")
         if self.parts.selector_top_k > self.vocab_size:
             raise ConfigError(f"{self.label}: selector_top_k is larger than the vocabulary of {self.vocab_size}")
         if self.parts.conv_kernel_size and self.hidden_size % self.parts.conv_group_size:
@@ -90,9 +100,8 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
 
     With the shapes of the weights at hand, heads the config does not mention are found and those it invents refused.
     """
-    reader = ConfigReader(config, label)
+    reader = ConfigReader(_flat(config), label)
     nested = reader.section("dflash_config")
-    _refuse_other_drafters(reader, nested)
 
     def holder(key: str) -> ConfigReader:
         return nested if nested.has(key) else reader
@@ -128,11 +137,11 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
         intermediate_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
         rms_eps=reader.number("rms_norm_eps"),
-        rope=read_rope(reader, head_dim, reader.integer("max_position_embeddings")),
+        rope=_rope(reader, head_dim, layers),
         attention_bias=reader.boolean("attention_bias", False),
         block_size=block.integer(block_key),
         mask_token_id=mask.integer(mask_key, least=0),
-        target_layer_ids=tuple(taps.integers(taps_key)),
+        target_layer_ids=tuple(layer - (taps_key in _LAYERS_FROM_ONE) for layer in taps.integers(taps_key)),
         num_target_layers=_optional_integer(holder("num_target_layers"), "num_target_layers"),
         patterns=_layer_patterns(reader, nested, layers),
         trained_length=holder("trained_length").integer("trained_length", 0, least=0),
@@ -143,8 +152,53 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
             "sample_from_anchor", _samples_from_anchor(reader, nested, parts)
         ),
         parts=parts,
+        draft_vocab_size=_draft_vocabulary(holder("draft_vocab_size"), reader.integer("vocab_size")),
+        target_family=_target_family(holder("target_model_type"), "target_model_type", parts) or _verifier(reader),
         expected_tau=_expected_tau(holder("expected_tau")),
     )
+
+
+def _draft_vocabulary(reader: ConfigReader, vocabulary: int) -> int:
+    """How many of the target's tokens the drafter knows; 0 for all of them."""
+    found = reader.integer("draft_vocab_size", 0, least=0)
+    return found if found != vocabulary else 0
+
+
+def _target_family(reader: ConfigReader, key: str, parts: DraftParts) -> str | None:
+    """What the drafter was trained on, where its files say or its parts betray it."""
+    if reader.has(key):
+        return reader.text(key)
+    return "laguna" if parts.tap_norms else None
+
+
+def _verifier(reader: ConfigReader) -> str | None:
+    """The family a checkpoint of the speculators format was trained for, such as Qwen3MoeForCausalLM's."""
+    named = reader.section("speculators_config").section("verifier").values.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        return None
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", named[0].split("For")[0]).lower()
+
+
+def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The speculators format keeps the numbers of the layers in a section of their own."""
+    inner = config.get("transformer_layer_config")
+    return {**inner, **config} if isinstance(inner, Mapping) else config
+
+
+def _rope(reader: ConfigReader, head_dim: int, layers: int) -> RopeConfig:
+    """One rotation for all layers; a config that has one for each type of layer must mean the same by them."""
+    kinds = reader.values.get("layer_types")
+    used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
+    ropes = {
+        read_rope(reader, head_dim, reader.integer("max_position_embeddings"), kind, partial=True) for kind in used
+    }
+    if len(ropes) > 1:
+        raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")
+    return ropes.pop()
+
+
+def _only_kind(reader: ConfigReader) -> str:
+    return "sliding_attention" if _window_alone(reader) else "full_attention"
 
 
 def _expected_tau(reader: ConfigReader) -> dict[str, float]:
@@ -167,15 +221,6 @@ def _samples_from_anchor(reader: ConfigReader, nested: ConfigReader, parts: Draf
     return parts.dspark or any(isinstance(name, str) and "dspark" in name.lower() for name in named)
 
 
-def _refuse_other_drafters(reader: ConfigReader, nested: ConfigReader) -> None:
-    """Drafters with parts we do not compute would run and lose their acceptance."""
-    for section in (reader, nested):
-        for key in ("draft_vocab_size", "transformer_layer_config"):
-            if section.has(key) and section.values[key] != 0:
-                message = f"{reader.label}: drafters with '{key}' are not supported"
-                raise ConfigError(message, "use a drafter with the target's whole vocabulary in the DFlash format")
-
-
 def _optional_integer(reader: ConfigReader, key: str) -> int | None:
     return reader.integer(key) if reader.has(key) else None
 
@@ -187,11 +232,14 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
         forced = reader.boolean("is_causal")
     elif nested.has("causal"):
         forced = nested.boolean("causal")
+    elif any(reader.has(key) for key in _SPECULATORS_KEYS) and reader.boolean("sliding_window_non_causal", True):
+        forced = False
     if not reader.has("layer_types"):
         if nested.has("use_swa") and nested.boolean("use_swa"):
             window = nested.integer("swa_window_size")
             return (AttentionPattern(window, bool(forced)),) * layers
-        return (AttentionPattern(0, bool(forced)),) * layers
+        window = _window_alone(reader)
+        return (AttentionPattern(window, bool(window) if forced is None else forced),) * layers
     kinds = reader.values["layer_types"]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
@@ -202,6 +250,13 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
         window = reader.integer("sliding_window") if sliding else 0
         patterns.append(AttentionPattern(window, sliding if forced is None else forced))
     return tuple(patterns)
+
+
+def _window_alone(reader: ConfigReader) -> int:
+    """A window in a config that does not tell its layers apart is every layer's."""
+    if not reader.has("sliding_window") or not reader.boolean("use_sliding_window", True):
+        return 0
+    return reader.integer("sliding_window", least=0)
 
 
 def read_gguf(
@@ -229,8 +284,8 @@ def read_gguf(
         intermediate_size=reader.integer("dflash.feed_forward_length"),
         vocab_size=vocab,
         rms_eps=reader.number("dflash.attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(reader.number("dflash.rope.freq_base"), head_dim),
-        attention_bias=False,
+        rope=read_gguf_rope(reader, "dflash", head_dim),
+        attention_bias=shape_of is not None and shape_of("layers.0.self_attn.q_proj.bias") is not None,
         block_size=reader.integer("dflash.block_size"),
         mask_token_id=reader.integer("tokenizer.ggml.mask_token_id", least=0),
         target_layer_ids=tuple(layer - 1 for layer in reader.integers("dflash.target_layers")),
@@ -242,11 +297,19 @@ def read_gguf(
         final_logit_softcapping=reader.number("dflash.final_logit_softcapping", 0.0),
         sample_from_anchor=reader.boolean("dflash.sample_from_anchor", parts.dspark),
         parts=parts,
+        draft_vocab_size=_gguf_draft_vocabulary(shape_of),
+        target_family=_target_family(reader, "slipstream.target_model_type", parts),
         expected_tau={
             key.removeprefix(GGUF_EXPECTED_TAU): reader.number(key)
             for key in metadata if key.startswith(GGUF_EXPECTED_TAU)
         },
     )
+
+
+def _gguf_draft_vocabulary(shape_of: ShapeOf | None) -> int:
+    """A GGUF says nothing of a smaller vocabulary but the ids of its tokens."""
+    ids = shape_of("d2t") if shape_of is not None else None
+    return ids[0] if ids else 0
 
 
 def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, object]:
@@ -259,9 +322,7 @@ def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, objec
         elif name == "target_layer_ids":
             ids = value if isinstance(value, list) else [value]
             renamed["dflash.target_layers"] = [layer + 1 if isinstance(layer, int) else layer for layer in ids]
-        elif name == "context_kv_layer_norm" and value:
-            raise ConfigError(f"drafters of '{arch}' that normalise their context are not supported")
-        elif name not in ("n_target_layers", "n_target_features", "context_kv_layer_norm"):
+        elif name not in ("n_target_layers", "n_target_features"):
             # the counts mean different things to different writers; the shape of fc decides
             renamed[f"dflash.{name or key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key] = value
     return renamed

@@ -39,7 +39,9 @@ _GGUF_GLOBAL = {
     "candidate_selector.successor_codebook.weight": ("selector_successor.weight",),
     "candidate_selector.hidden_projection.weight": ("selector_hidden.weight",),
 }
+_GGUF_TAP_NORM = re.compile(r"^aux_hidden_norms\.(\d+)\.weight$")
 _GGUF_LAYER_OTHER = {"post_attention_layernorm": ("post_attention_norm",)}
+_GGUF_MODULES = GGUF_LAYER | {"self_attn.g_proj": "attn_gate"}
 _GGUF_CONVOLUTION = {
     "attention_conv.base_kernel": "attn_conv_base",
     "mlp_conv.base_kernel": "ffn_conv_base",
@@ -94,11 +96,15 @@ def canonical_name(name: str) -> str:
 
 def gguf_spellings(name: str) -> tuple[str, ...]:
     """Every GGUF name of a tensor, the one to write first."""
+    if found := _GGUF_TAP_NORM.match(name):
+        return (f"dflash.aux_hidden_norm.{found[1]}.weight", f"dflash.aux_hidden_norm.{found[1]}")
     if not name.startswith("layers."):
         return _GGUF_GLOBAL.get(name, (name,))
     _, index, rest = name.split(".", 2)
     if rest in _GGUF_CONVOLUTION:
         return (f"blk.{index}.{_GGUF_CONVOLUTION[rest]}",)
     module, _, kind = rest.rpartition(".")
-    spellings = (GGUF_LAYER[module], *_GGUF_LAYER_OTHER.get(module, ()))
+    if module not in _GGUF_MODULES:
+        return (name,)
+    spellings = (_GGUF_MODULES[module], *_GGUF_LAYER_OTHER.get(module, ()))
     return tuple(f"blk.{index}.{spelling}.{kind}" for spelling in spellings)

@@ -27,6 +27,9 @@ class DraftParts:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    tap_norms: bool = False  # every tap is normed for itself before fc
+    context_norm: bool = False  # the context goes through each layer's input norm, as the block does
+    gate_width: int = 0  # of the gate on attention's output
 
     @property
     def dspark(self) -> bool:
@@ -56,14 +59,18 @@ def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
         parts = replace(parts, conv_kernel_size=kernel[1], conv_group_size=hidden_size // groups)
     if shape := shape_of("candidate_selector.hidden_projection.weight"):
         parts = replace(parts, selector_rank=shape[0])
-    return parts
+    if shape := shape_of("layers.0.self_attn.g_proj.weight"):
+        parts = replace(parts, gate_width=shape[0])
+    # the drafters that norm their taps norm the context in every layer too; no tensor of its own shows it
+    normed = shape_of("aux_hidden_norms.0.weight") is not None
+    return replace(parts, tap_norms=normed, context_norm=normed)
 
 
 def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
     """What the config declares, completed and contradicted by what the tensors show (None: they are not known)."""
     merge = _Merge(find, label, seen)
     rank = merge.number("markov_rank")
-    parts = DraftParts(markov_rank=rank)
+    parts = replace(_context_parts(find, seen), markov_rank=rank)
     if rank:
         kind = merge.text("markov_head_type", "vanilla")
         if kind not in MARKOV_TYPES:
@@ -86,6 +93,15 @@ def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
         reader, key = find("selector_top_k")
         parts = replace(parts, selector_rank=selector, selector_top_k=reader.integer(key))
     return parts
+
+
+def _context_parts(find: Find, seen: DraftParts | None) -> DraftParts:
+    """The tensors show gates and norms of taps; what the context goes through a config may say in so many words."""
+    parts = DraftParts()
+    if seen is not None:
+        parts = DraftParts(tap_norms=seen.tap_norms, context_norm=seen.context_norm, gate_width=seen.gate_width)
+    reader, key = find("context_kv_layer_norm")
+    return replace(parts, context_norm=reader.boolean(key, parts.context_norm))
 
 
 class _Merge:

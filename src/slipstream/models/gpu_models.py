@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.matmul import Matrix
@@ -46,6 +47,8 @@ class GpuDrafter:
         device: torch.device,
     ) -> None:
         config = drafter.config
+        if config.parts.tap_norms or config.parts.context_norm or drafter.known_tokens is not None:
+            raise ConfigError(f"{config.label} has parts that do not run on a GPU yet", "use --device cpu")
         self.drafter = drafter
         self.block_size = config.block_size
         self.first_slot = config.first_slot

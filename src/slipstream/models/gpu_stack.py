@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.gpu.attention import AttentionScratch
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
@@ -33,6 +34,9 @@ class GpuStack:
         self, kernels: GpuKernels, shape: LayerShape, layers: Sequence[TransformerLayer], norm: Tensor,
         rotary: RotaryPair,
     ) -> None:
+        for layer in layers:
+            if type(layer) is not TransformerLayer or layer.attention_conv is not None or layer.mlp_conv is not None:
+                raise ConfigError("this model has layers that do not run on a GPU yet", "use --device cpu")
         self._kernels = kernels
         self._shape = shape
         self._layers = layers

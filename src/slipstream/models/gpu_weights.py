@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import WeightFormat
+from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, WeightTensor
 from slipstream.kernels.gpu.matmul import GpuMatrix, Scratch, make_gpu_matrix
 from slipstream.kernels.matmul import Matrix
@@ -37,7 +38,9 @@ class GpuWeights(Weights):
     def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
         return cast(Matrix, self._built([source], torch.float32))
 
-    def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
+    def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
+        if scale != 1.0:
+            raise ConfigError("scaled embeddings do not run on a GPU yet", "use --device cpu")
         # a step reads a few rows of it, unless it is the head as well
         source = self.source(name, (vocab, hidden))
         return cast(Embedding, self.part("head", [source], lambda: self._make([source], torch.float32)))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.formats.weights import WeightTensor
 from slipstream.kernels.attention import attention
+from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.reference import rms_norm, rotate, write_rows
 from slipstream.kernels.rows import AttentionPattern, RowBatch
+from slipstream.kernels.rowwise import row_by_row
+from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Weights
 
 RotaryRows = Callable[[int, int], Tensor]  # (heads, head_dim) -> the row order that undoes a file's interleaving
@@ -33,6 +38,8 @@ class LayerShape(Protocol):
     @property
     def rms_eps(self) -> float: ...
     @property
+    def rope(self) -> RopeConfig: ...
+    @property
     def qk_norm(self) -> bool: ...
     @property
     def attention_bias(self) -> bool: ...
@@ -41,7 +48,11 @@ class LayerShape(Protocol):
 
 
 class TransformerLayer:
-    """One layer with its query, key and value (and gate and up) matrices fused."""
+    """One layer with its query, key and value (and gate and up) matrices fused.
+
+    Families override what is different in theirs: `_load_mixer` and `_mix`, of which `_gated` stands between attention
+    and its output matrix, or `_load_mlp` and `_feed`. Compiled passes take layers of this very class only.
+    """
 
     def __init__(
         self, weights: Weights, shape: LayerShape, prefix: str, pattern: AttentionPattern,
@@ -49,30 +60,55 @@ class TransformerLayer:
     ) -> None:
         self.shape = shape
         self.pattern = pattern
-        hidden, dim = shape.hidden_size, shape.head_dim
-        self._load_qkv(weights, prefix + "self_attn.", rotary_rows)
-        self.output = weights.matrix([weights.source(prefix + "self_attn.o_proj.weight", (hidden, shape.heads * dim))])
-        self.output_bias = weights.vector(prefix + "self_attn.o_proj.bias", hidden) if shape.attention_bias else None
-        self.q_norm = weights.vector(prefix + "self_attn.q_norm.weight", dim) if shape.qk_norm else None
-        self.k_norm = weights.vector(prefix + "self_attn.k_norm.weight", dim) if shape.qk_norm else None
-        self.input_norm = weights.vector(prefix + "input_layernorm.weight", hidden)
-        self.post_norm = weights.vector(prefix + "post_attention_layernorm.weight", hidden)
+        self._load_mixer(weights, prefix, rotary_rows)
+        self.input_norm = weights.norm(prefix + "input_layernorm.weight", shape.hidden_size)
+        self.post_norm = weights.norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
         self._load_mlp(weights, prefix + "mlp.")
         self.attention_conv: BlockConvolution | None = None
         self.mlp_conv: BlockConvolution | None = None
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All that multiply rows."""
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
+        shape, prefix = self.shape, prefix + "self_attn."
+        hidden, width = shape.hidden_size, shape.heads * shape.head_dim
+        self._load_qkv(weights, prefix, rotary_rows)
+        self.output = weights.matrix([weights.source(prefix + "o_proj.weight", (hidden, width))])
+        self.output_bias = weights.vector(prefix + "o_proj.bias", hidden) if shape.attention_bias else None
+        self.q_norm = self._head_norm(weights, prefix + "q_norm.weight") if shape.qk_norm else None
+        self.k_norm = self._head_norm(weights, prefix + "k_norm.weight") if shape.qk_norm else None
+
+    def _head_norm(self, weights: Weights, name: str) -> Tensor:
+        shape = self.shape
+        norm = weights.norm(name, shape.head_dim)
+        return norm[partial_rows(1, shape.head_dim, shape.rope.dim)] if shape.rope.partial else norm
+
     def _load_qkv(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
         shape = self.shape
+        if shape.rope.partial:
+            rotary_rows = partial(partial_rows, dim=shape.rope.dim)
         self.projections, self.biases = {}, {}
         for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             order = rotary_rows(heads, shape.head_dim) if rotary_rows is not None and name != "v" else None
-            source = weights.source(f"{prefix}{name}_proj.weight", (heads * shape.head_dim, shape.hidden_size))
+            source = self._projection(weights, prefix, name, heads)
             self.projections[name] = source if order is None else source.rows(order)
             if shape.attention_bias:
                 bias = weights.vector(f"{prefix}{name}_proj.bias", heads * shape.head_dim)
                 self.biases[name] = bias if order is None else bias[order]
         self.qkv = weights.matrix(list(self.projections.values()))
         self.qkv_bias = torch.cat(list(self.biases.values())) if self.biases else None
+
+    def _projection(self, weights: Weights, prefix: str, name: str, heads: int) -> WeightTensor:
+        """One of the three projections; some drafters keep them in one tensor."""
+        shape, fused = self.shape, prefix + "qkv_proj.weight"
+        if not weights.has(fused):
+            return weights.source(f"{prefix}{name}_proj.weight", (heads * shape.head_dim, shape.hidden_size))
+        counts = torch.tensor([shape.heads, shape.kv_heads, shape.kv_heads]) * shape.head_dim
+        whole = weights.source(fused, (int(counts.sum()), shape.hidden_size))
+        return whole.rows(torch.arange(int(counts.sum())).split(counts.tolist())["qkv".index(name)])
 
     def _load_mlp(self, weights: Weights, prefix: str) -> None:
         hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
@@ -91,13 +127,33 @@ class TransformerLayer:
         self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:
         """Rows [n, hidden] through the layer; their keys and values are stored in the pools on the way."""
-        shape = self.shape
-        heads, turning = shape.heads, shape.heads + shape.kv_heads
-        y = rms_norm(x, self.input_norm, shape.rms_eps)
+        return self._mlp(x + self._mix(x, batch, rotary, keys, values))
+
+    def _mix(
+        self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """What a row takes from the rows before it."""
+        y = rms_norm(x, self.input_norm, self.shape.rms_eps)
         if self.attention_conv is not None:
             y, closing = self.attention_conv.enter(y)
+        mixed = self._gated(self._attend(y, batch, rotary, keys, values), y)
+        y = biased(self.output(mixed), self.output_bias)
+        return self.attention_conv.leave(y, closing) if self.attention_conv is not None else y
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.post_norm, self.shape.rms_eps)
+        if self.mlp_conv is not None:
+            y, closing = self.mlp_conv.enter(y)
+        y = self._feed(y)
+        return x + (self.mlp_conv.leave(y, closing) if self.mlp_conv is not None else y)
+
+    def _attend(
+        self, y: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+    ) -> Tensor:
+        shape = self.shape
+        heads, turning = shape.heads, shape.heads + shape.kv_heads
         qkv = biased(self.qkv(y), self.qkv_bias)
-        qkv = qkv.view(x.shape[0], turning + shape.kv_heads, shape.head_dim)
+        qkv = qkv.view(y.shape[0], turning + shape.kv_heads, shape.head_dim)
         turned = qkv[:, :turning]
         if self.q_norm is not None and self.k_norm is not None:
             turned = torch.cat(
@@ -110,21 +166,26 @@ class TransformerLayer:
         turned = rotate(turned, *rotary)
         write_rows(keys, batch.pages, batch.offsets, turned[:, heads:])
         write_rows(values, batch.pages, batch.offsets, qkv[:, turning:])
-        mixed = attention(turned[:, :heads], keys, values, batch.groups[self.pattern], shape.head_dim**-0.5)
-        y = biased(self.output(mixed), self.output_bias)
-        if self.attention_conv is not None:
-            y = self.attention_conv.leave(y, closing)
-        return self._mlp(x + y)
+        return attention(turned[:, :heads], keys, values, batch.groups[self.pattern], shape.head_dim**-0.5)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        y = rms_norm(x, self.post_norm, self.shape.rms_eps)
-        if self.mlp_conv is not None:
-            y, closing = self.mlp_conv.enter(y)
+    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
+        """What attention found, before its output matrix; `y` is what attention read."""
+        return mixed
+
+    def _feed(self, y: Tensor) -> Tensor:
         gate, up = biased(self.gate_up(y), self.gate_up_bias).chunk(2, dim=-1)
-        y = biased(self.down(F.silu(gate) * up), self.down_bias)
-        if self.mlp_conv is not None:
-            y = self.mlp_conv.leave(y, closing)
-        return x + y
+        return biased(self.down(F.silu(gate) * up), self.down_bias)
+
+
+class HeadGate:
+    """Weighs what attention found, head by head or number by number, with a softplus of what it read."""
+
+    def __init__(self, weights: Weights, name: str, width: int, hidden_size: int) -> None:
+        self.matrix = weights.matrix([weights.source(name, (width, hidden_size))])
+
+    def __call__(self, mixed: Tensor, y: Tensor) -> Tensor:
+        gate = row_by_row(F.softplus, self.matrix(y))
+        return (mixed.view(*gate.shape, -1) * gate[..., None]).view_as(mixed)
 
 
 class BlockConvolution:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import DecoderConfig, FamilyNames
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.rope import RopeConfig, read_rope
 from slipstream.models.weights import Weights, keep_name
 
+MODEL = Decoder
 GGUF_GLOBAL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -31,13 +35,16 @@ GGUF_LAYER = {
 }
 
 
-def gguf_name(name: str) -> str:
-    """A Hugging Face tensor name as GGUF files spell it."""
-    if name in GGUF_GLOBAL:
-        return GGUF_GLOBAL[name]
+def gguf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A Hugging Face tensor name as GGUF files spell it; `own` has a family's names, of layers behind `layers.N.`."""
+    found = own.get(name) or GGUF_GLOBAL.get(name)
+    if found is not None:
+        return found
     _, _, index, rest = name.split(".", 3)
+    if rest in own:
+        return f"blk.{index}.{own[rest]}"
     module, _, kind = rest.rpartition(".")
-    return f"blk.{index}.{GGUF_LAYER[module]}.{kind}"
+    return f"blk.{index}.{GGUF_LAYER[module]}.{kind}" if module in GGUF_LAYER else name
 
 
 def stored_rotary_rows(heads: int, head_dim: int) -> Tensor:
@@ -50,6 +57,16 @@ def hf_names(tied: bool) -> FamilyNames:
         return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
     return FamilyNames(keep_name, ignored)
+
+
+def multimodal_names(tied: bool) -> FamilyNames:
+    """Names in a checkpoint that also sees and hears; of those other parts nothing is taken."""
+    text = "model.language_model."
+
+    def ignored(name: str) -> bool:
+        return not name.startswith(text) and (tied or name != "lm_head.weight")
+
+    return FamilyNames(lambda name: name.replace("model.", text, 1) if name.startswith("model.") else name, ignored)
 
 
 def gguf_names() -> FamilyNames:

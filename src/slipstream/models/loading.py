@@ -12,13 +12,23 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.kernels.machine import measure_formats, pick_format
 from slipstream.kernels.native.library import availability, library
-from slipstream.models import llama, qwen3
+from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.weights import Progress, Weights, keep_name
 
 MakeWeights = Callable[..., Weights]
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+# by Hugging Face's model type and, where it is another one, by GGUF's architecture; a module has `MODEL`, the class
+# that computes it, and `read_hf` and `read_gguf`
+FAMILIES: dict[str, ModuleType] = {
+    "gemma4": gemma4, "gemma4_text": gemma4,
+    "laguna": laguna,
+    "llama": llama,
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5, "qwen3_5_text": qwen3_5, "qwen35": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe, "qwen3_5_moe_text": qwen3_5_moe, "qwen35moe": qwen3_5_moe,
+    "qwen3_moe": qwen3_moe, "qwen3moe": qwen3_moe,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +45,28 @@ def load_target(
 ) -> LoadedTarget:
     """Builds the target that lies at `path`, its weights on the CPU unless somebody takes them `elsewhere`."""
     file = open_weights(path)
-    decoder_config, names = read_target_config(path, file)
+    family, reader = _family(path, file)
+    decoder_config, names = _read(family, reader, file)
     if elsewhere is not None:
-        model = Decoder(decoder_config, elsewhere(file, weight_format, names.file_name, progress), names)
-        return LoadedTarget(model, file.metadata, "the file's own types" if weight_format != "bf16" else "asked for")
+        if family.MODEL is not Decoder:
+            raise ConfigError(f"{path.name}: {decoder_config.family} does not run on a GPU yet", "use --device cpu")
+        there = Decoder(decoder_config, elsewhere(file, weight_format, names.file_name, progress), names)
+        return LoadedTarget(there, file.metadata, "the file's own types" if weight_format != "bf16" else "asked for")
     chosen, reason = choose_format(
         file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
     )
-    model = Decoder(decoder_config, Weights(file, chosen, names.file_name, progress), names)
+    weights = Weights(file, chosen, names.file_name, progress, norm_shift=names.norm_shift)
+    model: Decoder = family.MODEL(decoder_config, weights, names)
     return LoadedTarget(model, file.metadata, reason)
 
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
     """The configuration of the target at `path` and how its file spells tensors."""
+    return _read(*_family(path, file), file)
+
+
+def _family(path: Path, file: WeightFile) -> tuple[ModuleType, ConfigReader]:
+    """What kind of model lies at `path`, and its configuration still to be read."""
     config = read_config(path)
     if config is not None:
         reader = ConfigReader(config, path.name)
@@ -61,15 +80,20 @@ def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, Fam
             f"{reader.label}: model type '{model_type}' is not a supported target",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )
+    return family, reader
+
+
+def _read(family: ModuleType, reader: ConfigReader, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
+    stored = reader.values is file.metadata
     read: tuple[DecoderConfig, FamilyNames] = (
-        family.read_hf(reader) if config is not None else family.read_gguf(reader, Weights(file, "fp32", keep_name))
+        family.read_gguf(reader, Weights(file, "fp32", keep_name)) if stored else family.read_hf(reader)
     )
     return read
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
     """The asked format; else the file's own types where kernels are compiled, or the fastest torch has here."""
-    kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) == 2}
+    kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) > 1}
     four_bit = bool(kinds & {"Q4_0", "Q4_1"})
     if asked == "int4" and not four_bit:
         raise ConfigError(f"{file.path.name} has no Q4_0 or Q4_1 weights to run as int4", "use --dtype int8 or auto")

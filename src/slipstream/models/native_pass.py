@@ -44,6 +44,8 @@ def packed(matrix: Matrix | None) -> PackedLinear | None:
 
 
 def _parts(layer: TransformerLayer) -> LayerParts | None:
+    if type(layer) is not TransformerLayer:
+        return None  # a family's own layers have parts that compiled code does not know
     qkv, output, gate_up, down = map(packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
     convolved = layer.attention_conv is not None or layer.mlp_conv is not None
     if qkv is None or output is None or gate_up is None or down is None or convolved:

@@ -12,6 +12,9 @@ _HINT = "use the drafter that was trained for this target"
 def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
     """Raises PairError with the first reason why these two cannot work together."""
     config = drafter.config
+    if config.target_family is not None and config.target_family != target.family:
+        said = f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
+        raise PairError(said, _HINT)
     if config.vocab_size != target.vocab_size:
         raise PairError(
             f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}", _HINT

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import DecoderConfig, FamilyNames
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.llama import gguf_config, gguf_name, hf_config, hf_names
 from slipstream.models.weights import Weights
+
+MODEL = Decoder
 
 
 def read_hf(config: ConfigReader) -> tuple[DecoderConfig, FamilyNames]:

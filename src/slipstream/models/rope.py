@@ -1,9 +1,9 @@
-"""Rotary position tables with Hugging Face semantics: default, linear, llama3 and YaRN scaling."""
+"""Rotary position tables with Hugging Face semantics: default, linear, llama3, YaRN and proportional scaling."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ _FIRST_TABLE = 2048
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """What decides the rotation of a position; `factors` divide the frequencies (as GGUF files store them)."""
+    """What decides the rotation of a position; `factors` divide the frequencies (as GGUF files store them).
+
+    Of heads that are `width` wide only the first `dim` dimensions turn (0: all of them).
+    """
 
     theta: float
     dim: int
@@ -29,11 +32,23 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     factors: tuple[float, ...] = ()
+    width: int = 0
+
+    @property
+    def partial(self) -> bool:
+        return self.width > self.dim
 
 
-def read_rope(config: ConfigReader, dim: int, max_positions: int) -> RopeConfig:
-    """Reads theta and scaling from `rope_parameters` first, then the legacy top-level keys; theta has no default."""
+def read_rope(
+    config: ConfigReader, head_dim: int, max_positions: int, layer_type: str | None = None, partial: bool = False
+) -> RopeConfig:
+    """Reads theta and scaling from `rope_parameters` first, then the legacy top-level keys; theta has no default.
+
+    Where layers of different types turn differently, `rope_parameters` has a section for each type.
+    """
     nested = config.section("rope_parameters")
+    if layer_type is not None and nested.has(layer_type):
+        nested = nested.section(layer_type)
     scaling = nested if nested.has("rope_type") or nested.has("type") else config.section("rope_scaling")
     if nested.has("rope_theta"):
         theta = nested.number("rope_theta")
@@ -45,9 +60,29 @@ def read_rope(config: ConfigReader, dim: int, max_positions: int) -> RopeConfig:
             "add the value the model was trained with; a guess would cost acceptance silently",
         )
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    for section in (nested, config):
-        if section.has("partial_rotary_factor") and section.number("partial_rotary_factor") != 1.0:
-            raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
+    holder = nested if nested.has("partial_rotary_factor") else config
+    share = holder.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
+    if kind == "proportional":
+        return _proportional(theta, head_dim, share, scaling.number("factor", 1.0))
+    dim = int(head_dim * share)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ConfigError(f"{config.label}: {dim} of {head_dim} dimensions cannot turn in pairs")
+    found = _scaled_rope(config, scaling, theta, dim, kind, max_positions)
+    return replace(found, width=head_dim) if dim < head_dim else found
+
+
+def _proportional(theta: float, head_dim: int, share: float, factor: float) -> RopeConfig:
+    """Frequencies of the whole head, of which the slower ones stand still."""
+    turning = int(share * head_dim // 2)
+    factors = (factor,) * turning + (math.inf,) * (head_dim // 2 - turning)
+    return RopeConfig(theta, head_dim, factors=factors)
+
+
+def _scaled_rope(
+    config: ConfigReader, scaling: ConfigReader, theta: float, dim: int, kind: str, max_positions: int
+) -> RopeConfig:
     if kind in ("default", "linear"):
         return RopeConfig(theta, dim, kind, factor=scaling.number("factor", 1.0))
     original = scaling.integer("original_max_position_embeddings", max_positions)
@@ -62,17 +97,60 @@ def read_rope(config: ConfigReader, dim: int, max_positions: int) -> RopeConfig:
     raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", supported)
 
 
+def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool = False) -> RopeConfig:
+    """The same from GGUF keys; sliding layers have a theta and a count of turning dimensions of their own.
+
+    YaRN's attention factor is Hugging Face's, which the keys hold; ggml's compensated constants are no part of a file.
+    """
+    key, suffix = f"{arch}.rope.", "_swa" if sliding else ""
+    if not config.has(f"{key}freq_base{suffix}"):
+        raise ConfigError(f"{config.label}: no '{key}freq_base{suffix}'", "convert the model again with a newer tool")
+    theta, dim = config.number(f"{key}freq_base{suffix}"), config.integer(f"{key}dimension_count{suffix}", head_dim)
+    if dim % 2 or dim > head_dim:
+        raise ConfigError(f"{config.label}: {dim} of {head_dim} dimensions cannot turn in pairs")
+    kind = "none" if sliding else config.text(f"{key}scaling.type", "none")
+    width = head_dim if dim < head_dim else 0
+    if kind == "none":
+        return RopeConfig(theta, dim, width=width)
+    if kind != "yarn":
+        raise ConfigError(f"{config.label}: rope scaling '{kind}' in a GGUF target is not supported")
+    factor = config.number(f"{key}scaling.factor")
+    return RopeConfig(
+        theta, dim, "yarn", factor, config.integer(f"{key}scaling.original_context_length"),
+        attention_factor=config.number(f"{key}scaling.yarn_attn_factor", _attention_factor(factor)),
+        beta_fast=config.number(f"{key}scaling.yarn_beta_fast", 32.0),
+        beta_slow=config.number(f"{key}scaling.yarn_beta_slow", 1.0), width=width,
+    )
+
+
+def _attention_factor(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max_positions: int) -> RopeConfig:
     for unsupported in ("mscale", "mscale_all_dim"):
         scaling.require(unsupported, (), "YaRN with its own scale")
     if scaling.has("truncate") and not scaling.boolean("truncate"):
         raise ConfigError(f"{scaling.label}: YaRN without truncation is not supported")
     factor = scaling.number("factor", max_positions / original)
-    attention = scaling.number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    attention = scaling.number("attention_factor", _attention_factor(factor))
     return RopeConfig(
         theta, dim, "yarn", factor, original, attention_factor=attention,
         beta_fast=scaling.number("beta_fast", 32.0), beta_slow=scaling.number("beta_slow", 1.0),
     )
+
+
+def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:
+    """The order of a projection's rows that turns a partial rotation into one of whole heads.
+
+    A kernel pairs dimension i with i + head_dim / 2. The `dim` turning dimensions of a head are paired among
+    themselves, so their halves are moved to the beginning of the head's halves; what is behind them has no frequency.
+    """
+    half, still = dim // 2, (head_dim - dim) // 2
+    own = torch.arange(head_dim)
+    first, second, rest = own[:half], own[half:dim], own[dim:]
+    order = torch.cat((first, rest[:still], second, rest[still:]))
+    return (torch.arange(heads)[:, None] * head_dim + order).flatten()
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -110,10 +188,13 @@ class RotaryTable:
     """cos and sin per position, grown as positions are reached."""
 
     def __init__(self, rope: RopeConfig) -> None:
-        self._frequencies = inverse_frequencies(rope)
-        self._scale = rope.attention_factor
-        self._cos = torch.empty(0, rope.dim)
-        self._sin = torch.empty(0, rope.dim)
+        turning, width = inverse_frequencies(rope), max(rope.width, rope.dim)
+        still = torch.zeros((width - rope.dim) // 2)
+        self._frequencies = torch.cat((turning, still))
+        # what does not turn is not scaled either
+        self._scale = torch.cat((torch.full_like(turning, rope.attention_factor), still + 1.0))
+        self._cos = torch.empty(0, width)
+        self._sin = torch.empty(0, width)
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """cos, and sin with its first half negated, [rows, 1, dim] for positions below `end`."""

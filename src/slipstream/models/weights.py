@@ -26,9 +26,13 @@ def keep_name(name: str) -> str:
 
 
 class Embedding:
-    """A token table, read row by row from the file, except that torch keeps float tables in memory."""
+    """A token table, read row by row from the file, except that torch keeps float tables in memory.
 
-    def __init__(self, source: WeightTensor) -> None:
+    Families that scale their embeddings were trained with a scale in the precision of the table.
+    """
+
+    def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
+        self.scale = float(torch.tensor(scale, dtype=FLOAT_TYPES.get(source.type_name, torch.float32)))
         self._source = source
         compiled = library()
         self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
@@ -36,6 +40,11 @@ class Embedding:
         self._table = source.dense().to(dtype) if dtype is not None else None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
+        rows = self.raw(token_ids)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def raw(self, token_ids: Tensor) -> Tensor:
+        """The rows as the file has them, before the model's scale."""
         if self._compiled is not None:
             return self._compiled(token_ids)
         if self._table is not None:
@@ -55,10 +64,12 @@ class Weights:
         rough: bool = False,
         parts: BuiltParts | None = None,
         changed: Collection[str] = (),
+        norm_shift: float = 0.0,
     ) -> None:
         """Variants of a model give each other `parts`; `changed` names the tensors that are this variant's own."""
         self.file = file
         self.weight_format = weight_format
+        self._norm_shift = norm_shift  # some families store how far a norm's weights are from this
         self._rough = rough  # matrices need not be exact to the last bit
         self.step_bytes = 0  # bytes of matrices every step reads: the floor under its time
         self.row_products = 0  # products with weights that every row takes
@@ -88,12 +99,15 @@ class Weights:
     def vector(self, name: str, size: int) -> Tensor:
         return self.source(name, (size,)).dense()
 
+    def norm(self, name: str, size: int) -> Tensor:
+        return self.vector(name, size) + self._norm_shift
+
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if self.has(name) else None
 
-    def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
+    def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
         source = self.source(name, (vocab, hidden))
-        return self.part("embedding", [source], lambda: Embedding(source))
+        return self.part("embedding", [source], lambda: Embedding(source, scale))
 
     def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], _Part]) -> _Part:
         """What `make` builds of these tensors, or what another variant has built of the very same ones."""

@@ -38,7 +38,7 @@ class BlockDrafter:
         self.window = window
         self._pools = pools
         self._page_tokens = page_tokens
-        self._embed = drafter.embed or target.embed
+        self._embed = drafter.borrow(target.embed, target.config.softcap)
         self._head = drafter.head or target.draft_head
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:

@@ -80,7 +80,8 @@ class DecodeStep:
         drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
         _, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
         self._kernels.top_candidates(
-            logits[: self._block.rows], self._block.positions, self._settings, drafter.block_size, 1 - drafter.first_slot,
+            logits[: self._block.rows], self._block.positions, self._settings, drafter.block_size,
+            1 - drafter.first_slot,
             self._candidates.view(-1, CANDIDATES), self._scores.view(-1, CANDIDATES), self._draft_ranking,
         )
 

@@ -116,13 +116,14 @@ def _fold_pages(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Folds pages begin..end of a sequence; a lane sees key positions low..until of them."""
-    token, d = tl.arange(0, PAGE), tl.arange(0, DIM)
-    held = tl.load(own_pages + begin, mask=begin < end, other=0)
+    token = tl.arange(0, PAGE)
+    within = token[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    held = tl.load(own_pages + tl.where(begin < end, begin, 0))
     for page in range(begin, end):
-        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + token[:, None] * DIM + d[None, :]
+        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM)
         # looked up one page ahead: a load that waits for a load would keep the compiler from fetching pages early
         held = tl.load(own_pages + tl.minimum(page + 1, end - 1))
-        key, value = tl.load(keys + at), tl.load(values + at)
+        key, value = tl.load(keys + at + within), tl.load(values + at + within)
         position = page * PAGE + token
         seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
         peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
@@ -181,7 +182,7 @@ def _shared_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fold_paths(  # type: ignore[no-untyped-def]
-    queries, keys, values, own_pages, path, committed, low, until, sums, stats, vector, kv_head, scale,
+    queries, keys, values, own_pages, most_pages, path, committed, low, until, sums, stats, vector, kv_head, scale,
     KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
     LANES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
@@ -192,9 +193,8 @@ def _fold_paths(  # type: ignore[no-untyped-def]
     used = lane < SHARE
     query = tl.load(queries + (vector * SHARE + lane)[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
     last_page = (until - 1) // PAGE
-    step_page = committed // PAGE  # where its rows lie, and in the page behind
-    held = tl.load(own_pages + step_page)
-    held_next = tl.load(own_pages + step_page + 1, mask=last_page > step_page, other=0)
+    step_page = committed // PAGE  # the row's ancestors lie there or in the page behind
+    held, held_next = tl.load(own_pages + step_page), tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1))
     for page in range(tl.maximum(step_page, low // PAGE), last_page + 1):
         position = page * PAGE + token
         reached = position < until
@@ -231,8 +231,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     vector = row * KV_HEADS + kv_head
     if TREE:
         _fold_paths(
-            queries, keys, values, pages + sequence * most_pages, paths + row * DEPTH, tl.load(base + sequence), low,
-            until, sums, stats, vector, kv_head, scale, KV_HEADS, SHARE, DIM, PAGE, SLOTS, LANES, INTERPRETED,
+            queries, keys, values, pages + sequence * most_pages, most_pages, paths + row * DEPTH,
+            tl.load(base + sequence), low, until, sums, stats, vector, kv_head, scale, KV_HEADS, SHARE, DIM, PAGE, SLOTS, LANES, INTERPRETED,
         )
         tl.debug_barrier()  # they are read back by other threads than those that stored them
     if OVERLAP:
@@ -243,25 +243,28 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     part = tl.arange(0, SLOTS_PADDED)
     part = tl.where(part < slots, part, part - slots + SLOTS - own)
     mask = (part < SLOTS)[:, None] & (member < SHARE)[None, :]
-    at = (vector * SLOTS + part)[:, None] * SHARE + member[None, :]
-    peak = tl.max(tl.load(stats + at * 2, mask=mask, other=float("-inf"), cache_modifier=".cg"), 0)
+    peaks = stats + ((vector * SLOTS + part)[:, None] * SHARE + member[None, :]) * 2
+    peak = tl.max(tl.load(peaks, mask=mask, other=float("-inf"), cache_modifier=".cg"), 0)
     weight = tl.zeros([SHARE_PADDED], tl.float32)
     total = tl.zeros([SHARE_PADDED, DIM], tl.float32)
     for begin in range(0, slots + own, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            slot = tl.where(begin + i < slots, begin + i, begin + i - slots + SLOTS - own)
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):  # all loads come first, so that they are on the way together
+            slot = member * 0 + begin + i
+            slot = tl.where(slot < slots, slot, slot - slots + SLOTS - own)
             there = (slot < SLOTS) & (member < SHARE)
             at = (vector * SLOTS + slot) * SHARE + member
-            its_peak = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            its_weight = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            its_total = tl.load(
-                sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+            loaded = loaded + (
+                tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg"),
+                tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"),
+                tl.load(sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"),
             )
-            factor = tl.exp2(its_peak - peak)
-            weight = tl.fma(its_weight, factor, weight)
-            total = tl.fma(its_total, tl.broadcast_to(factor[:, None], [SHARE_PADDED, DIM]), total)
-    at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
-    tl.store(out + at, (total / weight[:, None]).to(tl.bfloat16), mask=(member < SHARE)[:, None])
+        for i in tl.static_range(AT_ONCE):
+            factor = tl.exp2(loaded[3 * i] - peak)
+            weight = tl.fma(loaded[3 * i + 1], factor, weight)
+            total = tl.fma(loaded[3 * i + 2], tl.broadcast_to(factor[:, None], [SHARE_PADDED, DIM]), total)
+    head = (vector * SHARE + member)[:, None]
+    tl.store(out + head * DIM + d[None, :], (total / weight[:, None]).to(tl.bfloat16), mask=(member < SHARE)[:, None])
 
 
 @triton.jit
@@ -350,7 +353,7 @@ def _prefill(
         raise IntegrityError(f"{rows.each} rows of kind {rows.kind} in a sequence: no more than {page} can be attended")
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
-    tile = max(PREFILL_LANES // share_padded, 1)
+    tile = max(MANY_LANES // share_padded, 1)
     _prefill_kernel[(triton.cdiv(rows.each, tile), kv_heads, rows.sequences)](
         queries, keys, values, rows.positions, rows.earliest, rows.pages, out, scale * math.log2(math.e),
         rows.pages.shape[1], EACH=rows.each, KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim,

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+PREFETCHED = tl.constexpr(512)  # bytes of weights an output at most, while the kernel before is at work
+PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+
+
+@triton.jit
+def begun(weights, size, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets the next kernel start, fetches `size` bytes of weights at each address, and waits for the kernel before."""
+    if EARLY:
+        gdc_launch_dependents()
+        sizes = tl.zeros(weights.shape, tl.int32) + size
+        tl.inline_asm_elementwise(
+            PREFETCH, "=r,l,r", [weights.to(tl.int64), sizes], dtype=tl.int32, is_pure=False, pack=1
+        )
+        gdc_wait()
 
 
 @triton.jit
@@ -33,18 +49,22 @@ def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, spli
 @triton.jit
 def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_stride, out_stride, outputs, inputs,  # type: ignore[no-untyped-def]
                         ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-                        EVEN: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+                        EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+                        INTERPRETED: tl.constexpr):  # fmt: skip
     """out[row, output] = sum of x[row, k] * weight[output, k], weights as the M side of every dot."""
     tile, split = tl.program_id(0), tl.program_id(1)
     output = tile * TILE + tl.arange(0, TILE)
     within = tl.arange(0, DEPTH)
     row = tl.arange(0, ROWS)
     # a last tile that is not full reads the last output again; what it makes of it is not stored
-    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + within[None, :]
+    weight_rows = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
+    weight_at = weight_rows[:, None] + within[None, :]
     x_at = x_ptr + row[None, :] * x_stride + within[:, None]
     steps = tl.cdiv(inputs, DEPTH)
     each = tl.cdiv(steps, SPLIT)
     first = split * each
+    # rows that are not whole 16 bytes have no place to fetch from
+    begun(weight_rows + first * DEPTH, tl.minimum(each * DEPTH * 2, PREFETCHED), EARLY)
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for step in tl.range(first, tl.minimum(first + each, steps), num_stages=STAGES):
         k = step * DEPTH

@@ -49,7 +49,8 @@ def block_rows_reference(rows: DeviceRows, anchors: Tensor, mask_token: int, win
     tokens = torch.full(shape, mask_token, dtype=torch.int32, device=anchors.device)
     tokens[:, 0] = anchors
     pages = rows.pages.gather(1, (positions // page_tokens).long())
-    rows.tokens.copy_(tokens.view(-1))
-    rows.positions.copy_(positions.view(-1))
-    rows.places.copy_((pages * page_tokens + positions % page_tokens).view(-1))
+    used = slice(0, rows.rows)
+    rows.tokens[used] = tokens.view(-1)
+    rows.positions[used] = positions.view(-1)
+    rows.places[used] = (pages * page_tokens + positions % page_tokens).view(-1)
     rows.earliest.copy_((rows.base - window).clamp_min(0) if window else torch.zeros_like(rows.base))

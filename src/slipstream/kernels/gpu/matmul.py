@@ -24,6 +24,7 @@ from slipstream.kernels.gpu.quant_kernels import expand_kernel, quant_matmul_ker
 from slipstream.kernels.native.matrix import StoredTensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EARLY = not INTERPRETED and os.environ.get("EARLY", "1") == "1"
 _MOST_ROWS = ROW_COUNTS[-1]
 _GATHER_WIDTH = 1024
 _EXPAND_ROWS = 16
@@ -132,8 +133,8 @@ class GpuDense(GpuMatrix):
         dense_matmul_kernel[(triton.cdiv(self.out_features, launch.tile), split)](
             self.weight, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(0),
             self.out_features, self.in_features, ROWS=rows.shape[0], TILE=launch.tile, DEPTH=depth, SPLIT=split,
-            EVEN=self.in_features % depth == 0, STAGES=launch.stages, INTERPRETED=INTERPRETED,
-            num_warps=launch.warps,
+            EVEN=self.in_features % depth == 0, STAGES=launch.stages, EARLY=EARLY, INTERPRETED=INTERPRETED,
+            num_warps=launch.warps, launch_pdl=EARLY,
         )  # fmt: skip
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
@@ -160,12 +161,12 @@ class GpuQuantised(GpuMatrix):
         self._tickets = torch.zeros(planes.tiles, dtype=torch.int32, device=planes.words.device)
         kind = planes.kind
         self._constants = {
-            "BITS": kind.bits, "HIGH": kind.high, "GROUP": kind.group, "ZERO": kind.zero, "MINIMA": kind.minima,
+            "BITS": kind.bits, "HIGH": kind.high, "GROUP": kind.group, "ZERO": kind.zero, "OFFSETS": kind.minima,
         }
         # kernels want an address even for planes a type has not got; they do not read it
         self._stored = tuple(
             planes.words if plane is None else plane
-            for plane in (planes.words, planes.high, planes.scales, planes.minima)
+            for plane in (planes.words, planes.high, planes.scales, planes.offsets)
         )
         self._expanded_rows = min(self.out_features, max(1, _EXPANDED_WEIGHTS // self.in_features))
         scratch.reserve(_partials(planes.tiles, self.plan), self._expanded_rows * self.in_features)
@@ -181,15 +182,15 @@ class GpuQuantised(GpuMatrix):
             self.multiply_blocks(rows[start : start + size], out[start : start + size], launch)
             start += size
 
-    def multiply_blocks(self, rows: Tensor, out: Tensor, launch: Launch, scale_sums: bool = True) -> None:
-        """`scale_sums`: codes are multiplied as they are and each group's sum is scaled; else weights round to bf16."""
+    def multiply_blocks(self, rows: Tensor, out: Tensor, launch: Launch) -> None:
+        """The launch decides its speed only."""
         planes, plan = self.planes, self.plan
         quant_matmul_kernel[(triton.cdiv(planes.outputs, launch.tile), plan.split)](
             *self._stored, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(0),
             planes.outputs, planes.inputs, planes.steps, planes.unit, **self._constants, ROWS=rows.shape[0],
             TILE=launch.tile, SPLIT=plan.split, UNROLL=plan.depth,
-            EVEN=planes.inputs == planes.steps * planes.kind.step, SCALE_SUMS=scale_sums, STAGES=launch.stages,
-            INTERPRETED=INTERPRETED, num_warps=launch.warps,
+            EVEN=planes.inputs == planes.steps * planes.kind.step, STAGES=launch.stages, EARLY=EARLY,
+            INTERPRETED=INTERPRETED, num_warps=launch.warps, launch_pdl=EARLY,
         )  # fmt: skip
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
@@ -206,7 +207,7 @@ class GpuQuantised(GpuMatrix):
             library_product(rows, weight, out[:, start : start + count])
 
     def _expand(self, ids: Tensor | None, start: int, count: int, out: Tensor, each: int) -> None:
-        expand_kernel[(triton.cdiv(count, each), self.planes.steps)](
+        expand_kernel[(triton.cdiv(count, each), triton.cdiv(self.planes.steps, 2))](
             *self._stored, self._tickets if ids is None else ids, out, out.stride(0), start, count, self.in_features,
             self.planes.steps, self.planes.unit, **self._constants, TILE=each, CHOSEN=ids is not None,
         )  # fmt: skip

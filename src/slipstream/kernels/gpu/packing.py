@@ -2,7 +2,8 @@
 
 Sixteen bits make a word. A word holds the codes of one place in each of several neighbouring groups (planes), so that
 one shift and one mask of a tile of words give a group's codes as they stand in the matrix. Words lie in tiles of 64
-outputs, one step (the groups of a word) after the other: [tiles, steps, 64, group].
+outputs, one step (the groups of a word) after the other: [tiles, steps, 64, group]. Scales are bf16: they and a
+weight's own rounding to bf16 change it by less than any block type does.
 """
 
 from __future__ import annotations
@@ -22,21 +23,28 @@ RawRows = NDArray[np.uint8]  # rows of a file as stored [rows, bytes]
 TILE_ROWS = 64
 _WORD_BITS = 16
 _PIECE_ELEMENTS = 2**24  # weights unpacked at a time, so that loading never needs a large tensor in full
-_TOP_SCALE = 2.0**14
+# The bits of an integer below 256, read as a bf16, are the integer times 2^-133: scales make up for that, in two turns
+# because no float is as large.
+_CODE_FACTORS = (2.0**70, 2.0**63)
+_TOP_EXPONENT = -7  # of scales in units: with those factors they stay below the top of bf16
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Unpacked blocks: weight = (code - zero) * scale - minimum, a scale per `group` inputs."""
+    """Unpacked blocks, a scale per `group` inputs: (code - zero) * scale, or with minima code * scale - minimum."""
 
-    codes: Tensor  # uint8 [rows, inputs]; int8 bytes as they are
+    codes: Tensor  # uint8 [rows, inputs]
     scales: Tensor  # fp32 [rows, groups]
     minima: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What kernels must know of a block type; `high` says that two bits of a code lie in a plane of their own."""
+    """What kernels must know of a block type.
+
+    `high` says that two bits of a code lie in a plane of their own; `zero` is the middle of all codes, so that what is
+    left of a minimum is small and keeps its bits.
+    """
 
     bits: int
     high: bool
@@ -59,15 +67,15 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class QuantPlanes:
-    """A packed weight [outputs, inputs]; scales and minima are fp16 and count in `unit`s."""
+    """A packed weight [outputs, inputs]: ((code - zero) * scale * 2^-133 + offset) * unit, scale and offset in bf16."""
 
     kind: Kind
     outputs: int
     inputs: int
     words: Tensor  # int16 [tiles, steps, 64, group]
-    high: Tensor | None  # uint8, the same shape
-    scales: Tensor  # [tiles, steps, 64] int64 or int32: the fp16 scales of all planes
-    minima: Tensor | None
+    high: Tensor | None  # int16 [tiles, steps / 2, 64, group], the planes of two steps in a word
+    scales: Tensor  # [tiles, steps, 64] int64 or int32: the scales of all planes
+    offsets: Tensor | None
     unit: float
 
     @property
@@ -80,7 +88,7 @@ class QuantPlanes:
 
     @property
     def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in (self.words, self.high, self.scales, self.minima) if plane is not None)
+        return sum(plane.nbytes for plane in (self.words, self.high, self.scales, self.offsets) if plane is not None)
 
 
 def _halves(pairs: Tensor) -> Tensor:
@@ -93,7 +101,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _unpack_q8_0(blocks: Tensor) -> Blocks:
-    return Blocks(blocks[..., 2:].flatten(1), _halves(blocks[..., :2]).flatten(1), None)
+    return Blocks(blocks[..., 2:].flatten(1) ^ 128, _halves(blocks[..., :2]).flatten(1), None)
 
 
 def _unpack_q4_0(blocks: Tensor) -> Blocks:
@@ -134,11 +142,11 @@ def _unpack_q6_k(blocks: Tensor) -> Blocks:
 
 
 KINDS: dict[str, Kind] = {
-    "Q8_0": Kind(8, False, 32, 0, False, 32, 34, _unpack_q8_0),
+    "Q8_0": Kind(8, False, 32, 128, False, 32, 34, _unpack_q8_0),
     "Q4_0": Kind(4, False, 32, 8, False, 32, 18, _unpack_q4_0),
-    "Q4_1": Kind(4, False, 32, 0, True, 32, 20, _unpack_q4_1),
-    "Q4_K": Kind(4, False, 32, 0, True, 256, 144, _unpack_q4_k),
-    "Q5_K": Kind(4, True, 32, 0, True, 256, 176, _unpack_q5_k),
+    "Q4_1": Kind(4, False, 32, 8, True, 32, 20, _unpack_q4_1),
+    "Q4_K": Kind(4, False, 32, 8, True, 256, 144, _unpack_q4_k),
+    "Q5_K": Kind(4, True, 32, 16, True, 256, 176, _unpack_q5_k),
     "Q6_K": Kind(4, True, 16, 32, False, 256, 210, _unpack_q6_k),
 }
 
@@ -151,9 +159,10 @@ def unpacked(raw: Tensor, kind: Kind) -> Blocks:
 def dequantised(raw: Tensor, kind: Kind) -> Tensor:
     """The weights of rows of bytes in fp32."""
     blocks = unpacked(raw, kind)
-    codes = blocks.codes.view(torch.int8) if kind.bits == 8 else blocks.codes
-    groups = (codes.float() - kind.zero).unflatten(1, (-1, kind.group)) * blocks.scales[..., None]
-    return (groups if blocks.minima is None else groups - blocks.minima[..., None]).flatten(1)
+    codes, scales = blocks.codes.float().unflatten(1, (-1, kind.group)), blocks.scales[..., None]
+    if blocks.minima is None:
+        return ((codes - kind.zero) * scales).flatten(1)
+    return (codes * scales - blocks.minima[..., None]).flatten(1)
 
 
 def pieces(stored: Sequence[RawRows], inputs: int, device: torch.device) -> Iterator[Tensor]:
@@ -169,9 +178,9 @@ def pack(stored: Sequence[RawRows], kind: Kind, inputs: int, device: torch.devic
     outputs = sum(raw.shape[0] for raw in stored)
     tiles, steps = -(-outputs // TILE_ROWS), -(-inputs // kind.step)
     words = torch.empty(tiles, steps, TILE_ROWS, kind.group, dtype=torch.int16, device=device)
-    high = torch.empty_like(words, dtype=torch.uint8) if kind.high else None
+    high = words.new_empty(tiles, steps // 2, TILE_ROWS, kind.group) if kind.high else None
     scales = torch.empty(tiles, steps, TILE_ROWS, kind.planes, device=device)
-    minima = torch.empty_like(scales) if kind.minima else None
+    offsets = torch.empty_like(scales) if kind.minima else None
     tile = 0
     for raw in pieces(stored, inputs, device):
         blocks = unpacked(raw, kind)
@@ -179,16 +188,23 @@ def pack(stored: Sequence[RawRows], kind: Kind, inputs: int, device: torch.devic
         codes = _tiled(blocks.codes, steps, kind.step).unflatten(-1, (kind.planes, kind.group))
         words[tile:until] = _joined(codes & (1 << kind.bits) - 1, kind.bits).to(torch.int16)
         if high is not None:
-            high[tile:until] = _joined(codes >> 4, 2).to(torch.uint8)
+            pairs = (codes >> 4).unflatten(1, (-1, 2)).transpose(2, 3).flatten(3, 4)
+            high[tile:until] = _joined(pairs, 2).to(torch.int16)
         scales[tile:until] = _tiled(blocks.scales, steps, kind.planes)
-        if minima is not None and blocks.minima is not None:
-            minima[tile:until] = _tiled(blocks.minima, steps, kind.planes)
+        if offsets is not None and blocks.minima is not None:
+            offsets[tile:until] = _tiled(kind.zero * blocks.scales - blocks.minima, steps, kind.planes)
         tile = until
-    unit = _unit(scales, minima)
-    wide = torch.int64 if kind.planes == 4 else torch.int32
-    planes = [None if part is None else (part / unit).half().view(wide).squeeze(-1) for part in (scales, minima)]
-    assert planes[0] is not None
-    return QuantPlanes(kind, outputs, inputs, words, high, planes[0], planes[1], unit)
+    unit = _unit(scales)
+    packed = _side_by_side(scales / unit * _CODE_FACTORS[0] * _CODE_FACTORS[1])
+    return QuantPlanes(
+        kind, outputs, inputs, words, high, packed, None if offsets is None else _side_by_side(offsets / unit), unit
+    )
+
+
+def _side_by_side(numbers: Tensor) -> Tensor:
+    """The numbers of all planes [..., planes] as bf16 in an integer each [...]."""
+    wide = torch.int64 if numbers.shape[-1] == 4 else torch.int32
+    return numbers.to(torch.bfloat16).view(wide).squeeze(-1)
 
 
 def _tiled(numbers: Tensor, steps: int, each: int) -> Tensor:
@@ -206,30 +222,32 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
     return word
 
 
-def _unit(scales: Tensor, minima: Tensor | None) -> float:
-    """The power of two that brings the largest scale near the top of fp16, so that small ones keep their bits."""
-    top = max(float(part.abs().max()) for part in (scales, minima) if part is not None)
+def _unit(scales: Tensor) -> float:
+    """The power of two that brings the largest scale near the top of what codes may be multiplied by."""
+    top = float(scales.abs().max())
     if not math.isfinite(top) or top == 0.0:
         return 1.0
-    return 2.0 ** max(-126, math.frexp(top / _TOP_SCALE)[1])
+    return 2.0 ** max(-126, math.frexp(top)[1] - _TOP_EXPONENT)
 
 
 def unpacked_planes(planes: QuantPlanes) -> Tensor:
-    """The weights [outputs, inputs] that packed planes stand for, in fp32 and plain torch."""
+    """The weights [outputs, inputs] that packed planes stand for, rounded as kernels do, in plain torch."""
     kind = planes.kind
     shifts = torch.arange(kind.planes, dtype=torch.int32, device=planes.words.device)[:, None]
-    words = planes.words.to(torch.int32)[..., None, :]
-    codes = words >> (kind.bits * shifts)
-    codes = codes.to(torch.int8).to(torch.int32) if kind.bits == 8 else codes & 15
+    codes = (planes.words.to(torch.int32)[..., None, :] >> (kind.bits * shifts)) & (1 << kind.bits) - 1
     if planes.high is not None:
-        codes = codes | ((planes.high.to(torch.int32)[..., None, :] >> (2 * shifts)) & 3) << 4
-    numbers = (codes - kind.zero).float() * _plane_numbers(planes.scales)
-    if planes.minima is not None:
-        numbers = numbers - _plane_numbers(planes.minima)
-    rows = (numbers * planes.unit).flatten(-2).transpose(1, 2).flatten(2).flatten(0, 1)
+        crumbs = torch.arange(2 * kind.planes, dtype=torch.int32, device=planes.words.device)[:, None]
+        high = (planes.high.to(torch.int32)[..., None, :] >> (2 * crumbs)) & 3
+        codes = codes | high.unflatten(-2, (2, kind.planes)).transpose(2, 3).flatten(1, 2) << 4
+    scales = _plane_numbers(planes.scales) / _CODE_FACTORS[0] / _CODE_FACTORS[1]
+    numbers = (codes - kind.zero).float() * scales
+    if planes.offsets is not None:
+        numbers = numbers + _plane_numbers(planes.offsets)
+    rounded = numbers.to(torch.bfloat16).float() * planes.unit
+    rows = rounded.flatten(-2).transpose(1, 2).flatten(2).flatten(0, 1)
     return rows[: planes.outputs, : planes.inputs].contiguous()
 
 
 def _plane_numbers(wide: Tensor) -> Tensor:
-    """fp16 numbers packed into integers [...] as fp32 [..., planes, 1]."""
-    return wide.unsqueeze(-1).view(torch.float16).float().unsqueeze(-1)
+    """bf16 numbers packed into integers [...] as fp32 [..., planes, 1]."""
+    return wide.unsqueeze(-1).view(torch.bfloat16).float().unsqueeze(-1)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.dense_kernels import combined
+from slipstream.kernels.gpu.dense_kernels import PREFETCHED, begun, combined
 
 TILE_ROWS = tl.constexpr(64)  # weights lie in tiles of this many outputs
-WIDTH = tl.constexpr(64)  # words of an output in a step
 
 # Two weights at a time, one in each half of a register. An integer below 256 whose bits are read as a bf16 is that
 # integer times 2^-133, so codes need no conversion: they are masked out, and scales make up for the power of two.
@@ -32,14 +31,15 @@ _CENTRE = """
 _SCALE = """
     fma.rn.bf16x2 $0, code, $6, $8; }"""
 CODES = tl.constexpr(_CODES + _SCALE)
-CODES_WITH_MINIMA = tl.constexpr(_CODES + _CENTRE + _SCALE)
+CODES_WITH_OFFSETS = tl.constexpr(_CODES + _CENTRE + _SCALE)
 HIGH_CODES = tl.constexpr(_HIGH_BITS + _SCALE)
-HIGH_CODES_WITH_MINIMA = tl.constexpr(_HIGH_BITS + _CENTRE + _SCALE)
+HIGH_CODES_WITH_OFFSETS = tl.constexpr(_HIGH_BITS + _CENTRE + _SCALE)
 PAIR = tl.constexpr("prmt.b32 $0, $1, 0, $2;")
 PAIR_TIMES = tl.constexpr("""{ .reg .b32 pair;
     prmt.b32 pair, $1, 0, $2;
     mul.bf16x2 $0, pair, $3; }""")
 SIXTEENTH = tl.constexpr(0x3D803D80)  # 1/16 as two bf16
+MINUS = tl.constexpr(0x80008000 - 2**32)  # the sign bits of two bf16
 
 
 @triton.jit
@@ -52,148 +52,158 @@ def code_integers(words, high, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: t
 
 
 @triton.jit
-def group_number(wide, SLOT: tl.constexpr, FACTOR: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the four bf16 numbers in a wide integer: as fp32, or twice in a register and times FACTOR (two bf16)."""
-    half = (wide >> (32 * (SLOT // 2))).to(tl.int32)
-    if PAIRS:
-        selector = tl.full(half.shape, 0x1010 if SLOT % 2 == 0 else 0x3232, tl.int32)
-        if FACTOR == 0:
-            number = tl.inline_asm_elementwise(PAIR, "=r,r,r", [half, selector], dtype=tl.int32, is_pure=True, pack=1)
-        else:
-            factor = tl.full(half.shape, FACTOR, tl.uint32).to(tl.int32, bitcast=True)
-            number = tl.inline_asm_elementwise(
-                PAIR_TIMES, "=r,r,r,r", [half, selector, factor], dtype=tl.int32, is_pure=True, pack=1
-            )
+def plane_pair(packed, PLANE: tl.constexpr, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the bf16 numbers in a wide integer, twice in a register; times FACTOR (two bf16) unless that is 0."""
+    half = (packed >> (32 * (PLANE // 2))).to(tl.int32)
+    selector = tl.full(half.shape, 0x1010 if PLANE % 2 == 0 else 0x3232, tl.int32)
+    if FACTOR == 0:
+        pair = tl.inline_asm_elementwise(PAIR, "=r,r,r", [half, selector], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        number = ((half << 16) if SLOT % 2 == 0 else (half >> 16) << 16).to(tl.float32, bitcast=True)
-    return number[:, None]
+        factor = tl.full(half.shape, FACTOR, tl.int32)
+        pair = tl.inline_asm_elementwise(
+            PAIR_TIMES, "=r,r,r,r", [half, selector, factor], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return pair
 
 
 @triton.jit
-def group_numbers(packed, within, PLANE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,  # type: ignore[no-untyped-def]
-                  PAIRS: tl.constexpr):  # fmt: skip
-    """A number of each group (scale or minimum) for every input of a plane."""
-    one, two, three, four = packed
-    if GROUP == 16:
-        early = tl.where((within < 16)[None, :], group_number(one, PLANE, FACTOR, PAIRS),
-                         group_number(two, PLANE, FACTOR, PAIRS))  # fmt: skip
-        late = tl.where((within < 48)[None, :], group_number(three, PLANE, FACTOR, PAIRS),
-                        group_number(four, PLANE, FACTOR, PAIRS))  # fmt: skip
-    elif BITS == 8:
-        early, late = group_number(one, PLANE, FACTOR, PAIRS), group_number(one, 2 + PLANE, FACTOR, PAIRS)
-    else:
-        early, late = group_number(one, PLANE, FACTOR, PAIRS), group_number(two, PLANE, FACTOR, PAIRS)
-    return tl.where((within < 32)[None, :], early, late)
+def plane_number(packed, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the bf16 numbers in a wide integer, in fp32."""
+    half = (packed >> (32 * (PLANE // 2))).to(tl.int32)
+    return ((half >> (16 * (PLANE % 2))) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def packed_groups(ptr, inside, BITS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The wide integers with a step's scales or minima of every output, one to four of them."""
-    one = tl.load(ptr, mask=inside)
-    two, three, four = one, one, one
-    if BITS == 4:
-        two = tl.load(ptr + TILE_ROWS, mask=inside)
-    if GROUP == 16:
-        three = tl.load(ptr + 2 * TILE_ROWS, mask=inside)
-        four = tl.load(ptr + 3 * TILE_ROWS, mask=inside)
-    return one, two, three, four
-
-
-@triton.jit
-def plane_numbers(words, high, scales, minima, within, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
-                  HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, MINIMA: tl.constexpr):  # fmt: skip
+def plane_numbers(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
+                  HIGH: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
     """A plane's weights in fp32."""
     codes = (code_integers(words, high, PLANE, CRUMB, BITS, HIGH) - ZERO).to(tl.float32)
-    scale = group_numbers(scales, within, PLANE, BITS, GROUP, 0, False)
-    number = codes * (scale * 2.0**-70 * 2.0**-63)  # 2^-133 is no normal number
-    if MINIMA:
-        number += group_numbers(minima, within, PLANE, BITS, GROUP, 0, False)
-    return number
+    numbers = codes * (plane_number(scales, PLANE) * 2.0**-70 * 2.0**-63)  # 2^-133 itself is no normal number
+    if OFFSETS:
+        numbers += plane_number(offsets, PLANE)
+    return numbers
 
 
 @triton.jit
-def plane_weights(words, high, scales, minima, within, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
-                  HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, MINIMA: tl.constexpr):  # fmt: skip
-    """A plane's weights in bf16, by the few instructions above."""
-    # the second of two neighbouring nibbles stays where it is, sixteen times as large
-    lifted: tl.constexpr = BITS == 4 and not HIGH and PLANE % 2 == 1
-    moved: tl.constexpr = BITS * PLANE - (4 if lifted else 0)
-    mask: tl.constexpr = ((1 << BITS) - 1) * (16 if lifted else 1) * 0x10001
-    centre: tl.constexpr = ZERO * (16 if lifted else 1) * 0x10001
-    scale = group_numbers(scales, within, PLANE, BITS, GROUP, SIXTEENTH if lifted else 0, True)
-    if MINIMA:
-        offset = group_numbers(minima, within, PLANE, BITS, GROUP, 0, True)
-    else:
-        offset = group_numbers(scales, within, PLANE, BITS, GROUP, 0x80008000 + ZERO * 0x10001, True)
+def plane_weights(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
+                  HIGH: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
+    """A plane's weights in bf16, by the instructions above."""
+    # the upper of two nibbles of a byte stays where it is, sixteen times as large
+    lift: tl.constexpr = 16 if BITS == 4 and not HIGH and PLANE % 2 == 1 else 1
     shape: tl.constexpr = words.shape
-    shift = tl.full(shape, moved, tl.int32)
-    kept = tl.full(shape, mask, tl.int32)
-    middle = tl.full(shape, centre, tl.int32)
+    shift = tl.full(shape, BITS * PLANE - (4 if lift == 16 else 0), tl.int32)
+    mask = tl.full(shape, ((1 << BITS) - 1) * lift * 0x10001, tl.int32)
+    centre = tl.full(shape, ZERO * lift * 0x10001, tl.int32)
+    scale = tl.broadcast_to(plane_pair(scales, PLANE, SIXTEENTH if lift == 16 else 0), shape)
+    if OFFSETS:
+        offset = tl.broadcast_to(plane_pair(offsets, PLANE, 0), shape)
+    else:
+        offset = tl.broadcast_to(plane_pair(scales, PLANE, MINUS + ZERO * 0x10001), shape)
     if HIGH:
-        left = tl.full(shape, max(0, 4 - 2 * CRUMB), tl.int32)
-        right = tl.full(shape, max(0, 2 * CRUMB - 4), tl.int32)
+        left = tl.full(shape, 4 - 2 * CRUMB if CRUMB < 2 else 0, tl.int32)
+        right = tl.full(shape, 2 * CRUMB - 4 if CRUMB > 2 else 0, tl.int32)
         weights = tl.inline_asm_elementwise(
-            HIGH_CODES_WITH_MINIMA if MINIMA else HIGH_CODES, "=r" + ",r" * 16,
-            [words, shift, kept, scale, offset, middle, high, left, right], dtype=tl.bfloat16, is_pure=True, pack=2,
+            HIGH_CODES_WITH_OFFSETS if OFFSETS else HIGH_CODES, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, shift, mask, scale, offset, centre, high, left, right], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         weights = tl.inline_asm_elementwise(
-            CODES_WITH_MINIMA if MINIMA else CODES, "=r" + ",r" * 11,
-            [words, shift, kept, scale, offset, middle], dtype=tl.bfloat16, is_pure=True, pack=2,
+            CODES_WITH_OFFSETS if OFFSETS else CODES, "=r,r,r,r,r,r,r,r,r,r,r,r",
+            [words, shift, mask, scale, offset, centre], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return weights
 
 
 @triton.jit
-def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, minimum_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr,  # type: ignore[no-untyped-def]
+def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr,  # type: ignore[no-untyped-def]
                         x_stride, out_stride, outputs, inputs, steps, unit,
                         BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-                        MINIMA: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+                        OFFSETS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
                         INTERPRETED: tl.constexpr):  # fmt: skip
     """out[row, output] = sum of x[row, k] * weight[output, k], weights as the M side of every dot."""
     tile, split = tl.program_id(0), tl.program_id(1)
     planes: tl.constexpr = 16 // BITS
-    wides: tl.constexpr = planes * (WIDTH // GROUP) // 4
     output = tile * TILE + tl.arange(0, TILE)
-    within = tl.arange(0, WIDTH)
+    within = tl.arange(0, GROUP)
     row = tl.arange(0, ROWS)
-    block = (output // TILE_ROWS) * steps
     inner = output % TILE_ROWS
+    block = (output // TILE_ROWS) * steps
     rounds = steps // UNROLL
     each = tl.cdiv(rounds, SPLIT)
     first = split * each
-    last = tl.minimum(first + each, rounds)
-    words_at = words_ptr + (block.to(tl.int64) * TILE_ROWS + inner)[:, None] * WIDTH + within[None, :]
-    high_at = high_ptr + (block.to(tl.int64) // 2 * TILE_ROWS + inner)[:, None] * WIDTH + within[None, :]
-    groups_at = block * (wides * TILE_ROWS) + inner
+    # Weights are unpacked where the dots want them only if all they are made of are loads with two dimensions.
+    groups_at = (block * TILE_ROWS + inner)[:, None]
+    words_at = words_ptr + groups_at.to(tl.int64) * GROUP + within[None, :]
+    high_at = high_ptr + ((block // 2) * TILE_ROWS + inner).to(tl.int64)[:, None] * GROUP + within[None, :]
     x_at = x_ptr + row[None, :] * x_stride + within[:, None]
+    # the words of a program's steps lie in one piece, of which every output fetches a part
+    size = tl.minimum(each * (UNROLL * GROUP * 2), PREFETCHED)
+    piece = (block + first * UNROLL).to(tl.int64) * (TILE_ROWS * GROUP) + inner * (size // 2)
+    begun(words_ptr + piece, size, EARLY)
     acc = tl.zeros((TILE, ROWS), tl.float32)
-    for turn in tl.range(first, last, num_stages=STAGES):
+    for turn in tl.range(first, tl.minimum(first + each, rounds), num_stages=STAGES):
         for part in tl.static_range(UNROLL):
             step = turn * UNROLL + part
-            words = tl.load(words_at + step * (TILE_ROWS * WIDTH), eviction_policy="evict_first")
-            high = words
+            words = tl.load(words_at + step * (TILE_ROWS * GROUP), eviction_policy="evict_first")
+            scales = tl.load(scale_ptr + groups_at + step * TILE_ROWS)
+            offsets = scales
+            if OFFSETS:
+                offsets = tl.load(offset_ptr + groups_at + step * TILE_ROWS)
             if HIGH:
-                high = tl.load(high_at + (step // 2) * (TILE_ROWS * WIDTH), eviction_policy="evict_first")
-            at = groups_at + step * (wides * TILE_ROWS)
-            scales = packed_groups(scale_ptr + at, None, BITS, GROUP)
-            minima = scales
-            if MINIMA:
-                minima = packed_groups(minimum_ptr + at, None, BITS, GROUP)
+                if part % 2 == 0:
+                    high = tl.load(high_at + (step // 2) * (TILE_ROWS * GROUP), eviction_policy="evict_first")
+            else:
+                high = words
             for plane in tl.static_range(planes):
-                k = (step * planes + plane) * WIDTH
+                k = (step * planes + plane) * GROUP
                 if EVEN:
                     x = tl.load(x_at + k, eviction_policy="evict_last")
                 else:
-                    known = within < inputs - k
-                    x = tl.load(x_at + k, mask=known[:, None], other=0.0, eviction_policy="evict_last")
+                    x = tl.load(x_at + k, mask=(within < inputs - k)[:, None], other=0.0, eviction_policy="evict_last")
                 if INTERPRETED:
-                    weight = plane_numbers(words, high, scales, minima, within, plane, 4 * (part % 2) + plane, BITS, HIGH,
-                                           GROUP, ZERO, MINIMA)  # fmt: skip
+                    weight = plane_numbers(words, high, scales, offsets, plane, part % 2 * planes + plane, BITS, HIGH,
+                                           ZERO, OFFSETS)  # fmt: skip
                     acc = tl.dot(weight.to(tl.bfloat16).to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
                 else:
-                    weight = plane_weights(words, high, scales, minima, within, plane, 4 * (part % 2) + plane, BITS, HIGH,
-                                           GROUP, ZERO, MINIMA)  # fmt: skip
+                    weight = plane_weights(words, high, scales, offsets, plane, part % 2 * planes + plane, BITS, HIGH,
+                                           ZERO, OFFSETS)  # fmt: skip
                     acc = tl.dot(weight, x, acc)
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT)
+
+
+@triton.jit
+def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, out_stride, start, outputs, inputs,  # type: ignore[no-untyped-def]
+                  steps, unit, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+                  ZERO: tl.constexpr, OFFSETS: tl.constexpr, TILE: tl.constexpr, CHOSEN: tl.constexpr):  # fmt: skip
+    """Rows of the weight in the type of `out`: those from `start`, or `ids` choose; two steps of TILE rows."""
+    local = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = local < outputs
+    output = start + local
+    if CHOSEN:
+        output = tl.load(ids_ptr + local, mask=inside, other=0).to(tl.int32)
+    planes: tl.constexpr = 16 // BITS
+    within = tl.arange(0, GROUP)
+    for part in tl.static_range(2):
+        step = tl.program_id(1) * 2 + part
+        there = inside[:, None] & (step < steps)
+        at = (((output // TILE_ROWS) * steps + step) * TILE_ROWS + output % TILE_ROWS)[:, None]
+        words = tl.load(words_ptr + at.to(tl.int64) * GROUP + within[None, :], mask=there, other=0)
+        high = words
+        if HIGH:
+            pair = (output // TILE_ROWS) * (steps // 2) + step // 2
+            place = (pair * TILE_ROWS + output % TILE_ROWS).to(tl.int64)[:, None] * GROUP + within[None, :]
+            high = tl.load(high_ptr + place, mask=there, other=0)
+        scales = tl.load(scale_ptr + at, mask=there, other=0)
+        offsets = scales
+        if OFFSETS:
+            offsets = tl.load(offset_ptr + at, mask=there, other=0)
+        for plane in tl.static_range(planes):
+            k = (step * planes + plane) * GROUP + within
+            numbers = plane_numbers(
+                words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH, ZERO, OFFSETS
+            )
+            # rounded before the unit, a power of two, as in a product
+            numbers = numbers.to(tl.bfloat16).to(tl.float32) * unit
+            place = out_ptr + local.to(tl.int64)[:, None] * out_stride + k[None, :]
+            tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=there & (k < inputs)[None, :])

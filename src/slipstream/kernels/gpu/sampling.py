@@ -1,8 +1,8 @@
 """The target's token after every row and the candidates of every drafted slot, from logits that stay on the device.
 
-Three launches: the filters' floors (a row without filters ends at once), the best of every stretch of the vocabulary,
-and the best of a row's stretches. A row's answer depends on its logits, position and settings only: stretches have one
-size, and equals go to the lowest id.
+Behind the filters' floors (filters.py) there are two launches: the largest score of every group of tokens, and the
+best K tokens of a row, which can only be in the K best groups. A row's answer depends on its logits, position and
+settings only, and equals go to the lowest id.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.filters import FilterScratch, find_floors, ordered, precise_log
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import LEAST_TEMPERATURE, NO_BEST
 
 MOST_CANDIDATES = 64
-_STRETCH = 4096  # tokens that one program ranks
-_FEW = 8192  # what is left of a row above a rough cut is gathered if it is no more than this
-_FLOOR_BLOCK = 4096
+_GROUP = 64  # tokens that compete for one place among a row's best groups
+_GROUPS = 64  # groups that one program ranks
+_LINES = 256
 _STRETCH_WARPS = 8
+_ROW_WARPS = 8
 _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
 _NO_BEST = tl.constexpr(NO_BEST)
 
@@ -53,236 +55,140 @@ class Settings:
 class RankingScratch:
     """Where the launches leave what the next one reads."""
 
-    floors: Tensor  # fp32 [rows]
-    few: Tensor  # fp32 [rows, _FEW]
-    keys: Tensor  # int64 [rows, stretches, count]
+    count: int  # candidates of a row
+    filters: FilterScratch
+    best: Tensor  # fp32 [rows, stretches * _GROUPS], the largest score of each group
     peaks: Tensor  # fp32 [rows, stretches]
     sums: Tensor  # fp32 [rows, stretches]
+    finalists: Tensor  # int64 [rows, room for the most that one of _LINES lines can leave]
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, count: int, device: torch.device) -> RankingScratch:
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
+        def floats(columns: int) -> Tensor:
+            return torch.empty((rows, columns), dtype=torch.float32, device=device)
 
-        stretches = triton.cdiv(vocabulary, _STRETCH)
-        keys = torch.empty((rows, stretches, count), dtype=torch.int64, device=device)
-        return cls(floats(rows), floats(rows, _FEW), keys, floats(rows, stretches), floats(rows, stretches))
-
-
-@triton.jit
-def _ordered(bits):  # type: ignore[no-untyped-def]
-    """Bits of floats as integers of the same order; and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        stretches = triton.cdiv(vocabulary, _GROUPS * _GROUP)
+        filters = FilterScratch.empty(rows, vocabulary, device)
+        longest = max(stretches * _GROUPS, count * _GROUP)
+        room = triton.next_power_of_2(count) * triton.next_power_of_2(longest) // _LINES
+        finalists = torch.empty((rows, max(1, room)), dtype=torch.int64, device=device)
+        return cls(count, filters, floats(stretches * _GROUPS), floats(stretches), floats(stretches), finalists)
 
 
 @triton.jit
-def _log(x):  # type: ignore[no-untyped-def]
-    """ln x of positive normal numbers to about one unit in the last place, also near 1, where tl.log is coarse."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23  # leaves a mantissa of √½ to √2
-    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    p = -0.076344948905 * f + 0.12761575187
-    p = p * f - 0.13160182112
-    p = p * f + 0.14201758278
-    p = p * f - 0.16623357412
-    p = p * f + 0.20001226864
-    p = p * f - 0.25000821032
-    p = p * f + 0.33333331708
-    n = exponent.to(tl.float32)
-    square = f * f
-    tail = n * 1.42860677e-6 + p * f * square - 0.5 * square
-    return n * 0.693145751953125 + (f + tail)
-
-
-@triton.jit
-def _gumbel(seed, position, first, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The noise of WIDTH tokens from `first` on, a multiple of four: the words of kernels/noise.py."""
-    block = (first // 4 + tl.arange(0, WIDTH // 4)).to(tl.uint32)
-    nothing = tl.zeros_like(block)
-    a, b, c, d = tl.philox(seed, block, nothing + position.to(tl.uint32), nothing, nothing)
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (WIDTH,))
+def _gumbel(seed, position, group, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The noise of the tokens [groups, GROUP]: the words of kernels/noise.py, which come in fours."""
+    fours = (group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]).to(tl.uint32)
+    nothing = tl.zeros_like(fours)
+    a, b, c, d = tl.philox(seed, fours, nothing + position.to(tl.uint32), nothing, nothing)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (group.shape[0], GROUP))
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1.0 - 2.0**-24)
     rest = 1.0 - uniform
     lost = (1.0 - rest) - uniform  # what rounding took from 1 - u, exactly: the smallest u make the largest noise
-    return -_log(-(_log(rest) + (lost * uniform + lost)))
+    return -precise_log(-(precise_log(rest) + (lost * uniform + lost)))
 
 
 @triton.jit
-def _weight_from(source, size, divisor, least, peak, by_mass, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many numbers of a list are at least `least`, or their probability on the scale of the largest one."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.div_rn(tl.load(source + place, mask=place < size, other=float("-inf")), divisor)
-        weight = tl.where(by_mass, tl.exp(value - peak), 1.0)
-        total += tl.where((value >= least) & (place < size), weight, 0.0)
-    return tl.sum(total)
-
-
-@triton.jit
-def _edge(source, size, divisor, least, peak, by_mass, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest number whose weight and that of all above it reach `target`; `least` if nothing does."""
-    low = _ordered(least.to(tl.int32, bitcast=True)).to(tl.int64)
-    high = _ordered(peak.to(tl.int32, bitcast=True)).to(tl.int64)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        value = _ordered(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-        reaches = _weight_from(source, size, divisor, value, peak, by_mass, BLOCK) >= target
-        low = tl.where(reaches, middle, low)
-        high = tl.where(reaches, high, middle - 1)
-    return _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rough_cut(line, size, divisor, peak, by_mass, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of four distances below the peak that `target` is reached within, and the weight of the whole row."""
-    steps = tl.arange(0, 4) + 1
-    cuts = peak - 1.2 * (steps * steps).to(tl.float32)
-    above = tl.zeros((BLOCK, 4), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.div_rn(tl.load(line + place, mask=place < size, other=float("-inf")), divisor)
-        weight = tl.where(by_mass, tl.exp(value - peak), 1.0)
-        above += tl.where(value[:, None] >= cuts[None, :], weight[:, None], 0.0)
-        total += weight
-    whole = tl.sum(total)
-    goal = tl.where(by_mass, target * whole, target)
-    return tl.max(tl.where(tl.sum(above, axis=0) >= goal, cuts, float("-inf"))), whole
-
-
-@triton.jit
-def _gather(line, size, divisor, cut, few, MOST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copies what is at least `cut`, as far as there is room; returns how much that would be."""
-    count = 0
-    for start in range(0, size, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.div_rn(tl.load(line + place, mask=place < size, other=float("-inf")), divisor)
-        kept = (value >= cut) & (value > float("-inf"))
-        to = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        tl.store(few + to, value, mask=kept & (to < MOST))
-        count += tl.sum(kept.to(tl.int32))
-    tl.debug_barrier()  # other threads read what these have written
-    return count
-
-
-@triton.jit
-def _floor(line, size, heat, top_k, top_p, min_p, peak, few, MOST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The smallest logit / temperature that min-p, then top-k, then top-p on what is left, let through."""
-    counted = (top_k > 0) & (top_k < size)
-    least = float("-inf")
-    if min_p > 0.0:
-        least = peak + _log(min_p)
-    target = tl.where(counted, top_k.to(tl.float32), tl.where(min_p > 0.0, float("inf"), top_p))
-    cut, whole = _rough_cut(line, size, heat, peak, counted == 0, target, BLOCK)
-    cut = tl.maximum(cut, least)
-    count = _gather(line, size, heat, cut, few, MOST, BLOCK)
-    source, length, divisor = line, size, heat
-    if count <= MOST:
-        source, length, divisor = few, count, 1.0
-    floor = cut
-    if counted:
-        floor = _edge(source, length, divisor, cut, peak, False, top_k.to(tl.float32), BLOCK)
-    if top_p < 1.0:
-        if counted | (min_p > 0.0):
-            whole = _weight_from(source, length, divisor, floor, peak, True, BLOCK)
-        floor = _edge(source, length, divisor, floor, peak, True, top_p * whole, BLOCK)
-    return floor
-
-
-@triton.jit
-def _floor_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, temperature, top_k, top_p, min_p, floors, few, each, size, MOST: tl.constexpr, BLOCK: tl.constexpr
+def _scored(  # type: ignore[no-untyped-def]
+    logits, stride, positions, temperature, seed, shared, floors, row, group, each, size, ahead,
+    DRAFT: tl.constexpr, GROUP: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    sequence = row // each
-    heat, most = tl.load(temperature + sequence), tl.load(top_k + sequence)
-    share, least = tl.load(top_p + sequence), tl.load(min_p + sequence)
-    floor = float("-inf")
-    if (heat > 0.0) & (((most > 0) & (most < size)) | (share < 1.0) | (least > 0.0)):
-        heat = tl.maximum(heat, _LEAST_HEAT)
-        line = logits + row.to(tl.int64) * stride
-        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, size, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            highest = tl.maximum(highest, tl.load(line + place, mask=place < size, other=float("-inf")))
-        peak = tl.div_rn(tl.max(highest), heat)
-        if tl.abs(peak) < float("inf"):
-            floor = _floor(line, size, heat, most, share, least, peak, few + row.to(tl.int64) * MOST, MOST, BLOCK)
-    tl.store(floors + row, floor)
-
-
-@triton.jit
-def _take_best(keys, place, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores the COUNT largest keys in falling order."""
-    for rank in range(COUNT):
-        best = tl.max(keys)
-        tl.store(out + place + rank, best)
-        keys = tl.where(keys == best, -(2**63), keys)
-
-
-@triton.jit
-def _stretch_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, positions, temperature, seed, shared, floors, keys, peaks, sums, each, size, ahead,
-    DRAFT: tl.constexpr, COUNT: tl.constexpr, STRETCH: tl.constexpr,
-):
-    """The best of one stretch of a row. A key is a score and, below it, how far a token is from the highest id."""
-    row, stretch = tl.program_id(0), tl.program_id(1)
+    """What the tokens of some groups of a row are compared by, and whether any of their logits is not a number."""
     sequence = row // each
     heat = tl.load(temperature + sequence)
-    first = stretch * STRETCH
-    token = first + tl.arange(0, STRETCH)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     line = logits + row.to(tl.int64) * stride
     score = tl.load(line + token, mask=token < size, other=float("-inf"))
     if heat > 0.0:
         score = tl.div_rn(score, tl.maximum(heat, _LEAST_HEAT))
-    broken = tl.max(((score != score) | (score == float("inf"))).to(tl.int32)) > 0
+    broken = tl.max(tl.max(((score != score) | (score == float("inf"))).to(tl.int32), axis=1), axis=0) > 0
     if heat > 0.0:
         score = tl.where(score < tl.load(floors + row), float("-inf"), score)
         noisy = True
         if DRAFT:
             noisy = tl.load(shared + sequence) != 0
         if noisy:
-            score += _gumbel(tl.load(seed + sequence), tl.load(positions + row) + ahead, first, STRETCH)
-    score = tl.where(score == 0.0, 0.0, score)  # the two zeros are equals
+            score += _gumbel(tl.load(seed + sequence), tl.load(positions + row) + ahead, group, GROUP)
+    return tl.where(score == 0.0, 0.0, score), broken  # the two zeros are equals
+
+
+@triton.jit
+def _stretch_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, positions, temperature, seed, shared, floors, best, peaks, sums, each, size, ahead,
+    DRAFT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):
+    """The largest score of every group of one stretch, of the stretch itself, and the sum of its exponentials."""
+    row, stretch = tl.program_id(0), tl.program_id(1)
+    group = stretch * GROUPS + tl.arange(0, GROUPS)
+    score, broken = _scored(
+        logits, stride, positions, temperature, seed, shared, floors, row, group, each, size, ahead, DRAFT, GROUP
+    )
     at = row * tl.num_programs(1) + stretch
-    peak = tl.max(score)
-    if DRAFT:
-        tl.store(sums + at, tl.sum(tl.exp(score - tl.where(peak > float("-inf"), peak, 0.0))))
+    highest = tl.max(score, axis=1)
+    peak = tl.max(highest)
+    tl.store(best + at * GROUPS + tl.arange(0, GROUPS), highest)
     tl.store(peaks + at, tl.where(broken, float("nan"), peak))
-    ordered = _ordered(score.to(tl.int32, bitcast=True)).to(tl.int64)
-    _take_best((ordered << 32) | (0x7FFFFFFF - token).to(tl.int64), at.to(tl.int64) * COUNT, keys, COUNT)
+    if DRAFT:
+        weights = tl.exp(score - tl.where(peak > float("-inf"), peak, 0.0))
+        tl.store(sums + at, tl.sum(tl.sum(weights, axis=1), axis=0))
+
+
+@triton.jit
+def _best(score, number, finalists, COUNT: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The COUNT best as keys: a score and, below it, how far its number is from the highest possible.
+
+    Sorting many keys is slow, but only those that reach the COUNT-th best of some lines' largest can be among the best.
+    """
+    rank = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64)
+    keys = (rank << 32) | (0x7FFFFFFF - number).to(tl.int64)
+    if COUNT == 1:
+        found = tl.max(keys, axis=0, keep_dims=True)
+    elif SIZE <= 4 * LINES:
+        found = tl.topk(keys, COUNT)
+    else:
+        least = tl.min(tl.topk(tl.max(tl.reshape(keys, (LINES, SIZE // LINES)), axis=1), COUNT))
+        kept = (keys >= least).to(tl.int32)
+        tl.debug_barrier()  # others may still be reading what was there, and will read what these threads write
+        tl.store(finalists + tl.cumsum(kept, axis=0) - 1, keys, mask=kept > 0)
+        tl.debug_barrier()
+        place = tl.arange(0, COUNT * (SIZE // LINES))
+        found = tl.topk(tl.load(finalists + place, mask=place < tl.sum(kept), other=-(2**63)), COUNT)
+    return found
 
 
 @triton.jit
 def _row_kernel(  # type: ignore[no-untyped-def]
-    keys, peaks, sums, tokens, scores, stretches, DRAFT: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
-    STRETCHES: tl.constexpr,
+    logits, stride, positions, temperature, seed, shared, floors, best, peaks, sums, finalists, tokens, scores, each, size,
+    ahead, groups, stretches, count, room, DRAFT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, STRETCHES: tl.constexpr, LINES: tl.constexpr,
 ):
-    """The best of a row's stretches; a row that is not all numbers, or has no token at all, has none."""
+    """The best tokens of a row's best groups; a row that is not all numbers, or has no token at all, has none."""
     row = tl.program_id(0)
     stretch = tl.arange(0, STRETCHES)
     peak = tl.load(peaks + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
     highest = tl.max(peak)
     usable = (tl.max((peak != peak).to(tl.int32)) == 0) & (highest > float("-inf"))
     place = tl.arange(0, WIDTH)
-    length = stretches * COUNT
-    left = tl.load(keys + row.to(tl.int64) * length + place, mask=place < length, other=-(2**63))
-    total = 0.0
+    of_groups = tl.load(best + row * groups + place, mask=place < groups, other=float("-inf"))
+    finalists += row.to(tl.int64) * room
+    group = 0x7FFFFFFF - (_best(of_groups, place, finalists, COUNT, WIDTH, LINES) & 0x7FFFFFFF).to(tl.int32)
+    score, _ = _scored(
+        logits, stride, positions, temperature, seed, shared, floors, row, group, each, size, ahead, DRAFT, GROUP
+    )
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    score, token = tl.reshape(score, (COUNT * GROUP,)), tl.reshape(token, (COUNT * GROUP,))
+    found = _best(score, token, finalists, COUNT, COUNT * GROUP, LINES)
+    token = 0x7FFFFFFF - (found & 0x7FFFFFFF).to(tl.int32)
+    rank = tl.arange(0, COUNT)
     if DRAFT:
         part = tl.load(sums + row * stretches + stretch, mask=stretch < stretches, other=0.0)
-        total = tl.where(usable, highest + _log(tl.sum(part * tl.exp(peak - highest))), float("nan"))
-    for rank in range(COUNT):
-        best = tl.max(left)
-        left = tl.where(left == best, -(2**63), left)
-        token = 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32)
-        if DRAFT:
-            score = _ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-            there = (score > float("-inf")) & usable
-            tl.store(tokens + row * COUNT + rank, tl.where(there, token, 0))
-            tl.store(scores + row * COUNT + rank, tl.where(usable, score, float("nan")) - total)
-        else:
-            tl.store(tokens + row, tl.where(usable, token, _NO_BEST))
+        total = tl.where(usable, highest + precise_log(tl.sum(part * tl.exp(peak - highest))), float("nan"))
+        score = ordered((found >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        there = (score > float("-inf")) & usable
+        tl.store(tokens + row * count + rank, tl.where(there, token, 0), mask=rank < count)
+        tl.store(scores + row * count + rank, tl.where(usable, score, float("nan")) - total, mask=rank < count)
+    else:
+        tl.store(tokens + row + rank, tl.where(usable, token, _NO_BEST))
 
 
 def _rank(
@@ -290,21 +196,25 @@ def _rank(
     scores: Tensor | None, scratch: RankingScratch,
 ) -> None:
     rows, size = logits.shape
-    count, stretches, draft = scratch.keys.shape[2], scratch.keys.shape[1], scores is not None
-    assert logits.stride(1) == 1 and tokens.numel() == rows * count and stretches == triton.cdiv(size, _STRETCH)
+    stretches, groups, draft = scratch.peaks.shape[1], scratch.best.shape[1], scores is not None
+    assert logits.stride(1) == 1 and tokens.numel() == rows * scratch.count
+    assert stretches == triton.cdiv(size, _GROUPS * _GROUP)
+    find_floors(
+        logits, settings.temperature, settings.top_k, settings.top_p, settings.min_p, each, scratch.filters
+    )
     unused: Any = scratch.sums
-    _floor_kernel[(rows,)](
-        logits, logits.stride(0), settings.temperature, settings.top_k, settings.top_p, settings.min_p,
-        scratch.floors, scratch.few, each, size, _FEW, _FLOOR_BLOCK, num_warps=16,
+    given = (
+        logits, logits.stride(0), positions, settings.temperature, settings.seed, settings.shared,
+        scratch.filters.floors, scratch.best, scratch.peaks, scratch.sums,
     )
     _stretch_kernel[(rows, stretches)](
-        logits, logits.stride(0), positions, settings.temperature, settings.seed, settings.shared, scratch.floors,
-        scratch.keys, scratch.peaks, scratch.sums, each, size, ahead, draft, count, _STRETCH, num_warps=_STRETCH_WARPS,
+        *given, each, size, ahead, draft, _GROUPS, _GROUP, num_warps=_STRETCH_WARPS
     )
-    width = triton.next_power_of_2(stretches * count)
+    count = triton.next_power_of_2(scratch.count)
     _row_kernel[(rows,)](
-        scratch.keys, scratch.peaks, scratch.sums, tokens, scores if draft else unused, stretches, draft, count,
-        width, triton.next_power_of_2(stretches), num_warps=8 if width > 1024 else 4,
+        *given, scratch.finalists, tokens, scores if draft else unused, each, size, ahead, groups, stretches,
+        scratch.count, scratch.finalists.shape[1], draft, count, _GROUP, max(count, triton.next_power_of_2(groups)),
+        triton.next_power_of_2(stretches), _LINES, num_warps=_ROW_WARPS,
     )
 
 
@@ -345,7 +255,7 @@ def top_candidates_reference(
     scratch: RankingScratch,
 ) -> None:
     """`top_candidates` in plain torch."""
-    count = scratch.keys.shape[2]
+    count = scratch.count
     sums, usable = _reference_sums(logits, positions + ahead, settings, each, noisy=settings.shared != 0)
     ranked = sums.sort(dim=-1, descending=True, stable=True)
     found = ranked.values[:, :count] - sums.logsumexp(dim=-1, keepdim=True)

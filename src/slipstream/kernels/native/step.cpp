@@ -120,28 +120,36 @@ void one_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, i
     else multiply_tile(matrix, tile, in, group, rows, out);
 }
 
-// All tiles of a linear layer: done(group, rows of it, first output, outputs, products [16, 16]).
+// A stretch of a linear layer's tiles with the rows from group `base` of the operand on:
+// done(first row, rows, first output, outputs, products [16, 16]).
+template <class Done>
+void multiply_tiles(
+    const SlipLinear& linear, int from, int to, const RowsIn& in, int base, int rows, const Done& done) {
+    alignas(64) float out[kGroup * kTile];
+    for (int tile = from; tile < to; ++tile) {
+        int part = 0, local = tile, first = 0;
+        while (local >= tiles_of(linear.part[part].outputs)) {
+            local -= tiles_of(linear.part[part].outputs);
+            first += linear.part[part++].outputs;
+        }
+        const SlipMatrix& matrix = linear.part[part];
+        const int count = std::min(kTile, matrix.outputs - local * kTile);
+        for (int group = 0; group < groups_of(rows); ++group) {
+            const int own = std::min(kGroup, rows - group * kGroup);
+            one_tile(matrix, local, in, base + group, own, out);
+            done(group * kGroup, own, first + local * kTile, count, out);
+        }
+    }
+}
+
+// All tiles of a linear layer.
 template <class Done>
 void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Done done) {
     int total = 0;
     for (int i = 0; i < linear.parts; ++i) total += tiles_of(linear.part[i].outputs);
     const int step = std::max(1, total / (team.threads() * 8));
     team.share((total + step - 1) / step, [&](int taken) {
-        alignas(64) float out[kGroup * kTile];
-        for (int tile = taken * step; tile < std::min(total, (taken + 1) * step); ++tile) {
-            int part = 0, local = tile, first = 0;
-            while (local >= tiles_of(linear.part[part].outputs)) {
-                local -= tiles_of(linear.part[part].outputs);
-                first += linear.part[part++].outputs;
-            }
-            const SlipMatrix& matrix = linear.part[part];
-            const int count = std::min(kTile, matrix.outputs - local * kTile);
-            for (int group = 0; group < groups_of(rows); ++group) {
-                const int own = std::min(kGroup, rows - group * kGroup);
-                one_tile(matrix, local, in, group, own, out);
-                done(group * kGroup, own, first + local * kTile, count, out);
-            }
-        }
+        multiply_tiles(linear, taken * step, std::min(total, (taken + 1) * step), in, 0, rows, done);
     });
 }
 
@@ -361,6 +369,50 @@ SLIP_EXPORT(void, slip_matmul)(const SlipLinear* linear, const float* rows, int 
         if (amx_enter) amx_enter();
         team.share(count, [&](int row) { operand.put(rows + row * inputs, row); });
         multiply_into<false>(team, *linear, operand.in, count, out, linear->outputs);
+        if (amx_leave) amx_leave();
+    });
+}
+
+// Rows that stand together by linear layer, `counts` of each, times their own layer; all layers have one shape. A layer's
+// rows begin a group of their own, so that no tile mixes rows of two.
+SLIP_EXPORT(void, slip_grouped_matmul)(
+    const SlipLinear* const* linears, const int32_t* counts, int layers, const float* rows, float* out, int threads) {
+    using namespace slip;
+    using namespace slip::SLIP_ISA;
+    struct Own {
+        int row, group;  // the first of its rows, and where they stand in the operand
+    };
+    thread_local Operand memory;
+    Operand& operand = memory;
+    std::vector<Own> own(layers);
+    operand.forget();
+    int row = 0, group = 0;
+    for (int i = 0; i < layers; ++i) {
+        own[i] = {row, group};
+        operand.serve(*linears[i]);
+        row += counts[i];
+        group += groups_of(counts[i]);
+    }
+    operand.shape(*linears[0], group * kGroup);
+    const size_t inputs = linears[0]->part[0].inputs, outputs = linears[0]->outputs;
+    Team& team = Team::shared();
+    int tiles = 0;
+    for (int i = 0; i < linears[0]->parts; ++i) tiles += tiles_of(linears[0]->part[i].outputs);
+    const int step = std::clamp(tiles * layers / (threads * 8), 1, tiles), stretches = (tiles + step - 1) / step;
+    team.run(threads, [&] {
+        if (amx_enter) amx_enter();
+        team.share(layers, [&](int i) {
+            for (int r = 0; r < counts[i]; ++r) operand.put(rows + (own[i].row + r) * inputs, own[i].group * kGroup + r);
+        });
+        team.share(layers * stretches, [&](int piece) {
+            const int i = piece / stretches, first = piece % stretches * step;
+            float* to = out + own[i].row * outputs;
+            multiply_tiles(*linears[i], first, std::min(tiles, first + step), operand.in, own[i].group, counts[i],
+                           [&](int at, int many, int output, int count, const float* products) {
+                               for (int r = 0; r < many; ++r)
+                                   std::memcpy(to + (at + r) * outputs + output, products + r * kTile, count * sizeof(float));
+                           });
+        });
         if (amx_leave) amx_leave();
     });
 }

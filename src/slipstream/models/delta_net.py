@@ -1,0 +1,68 @@
+"""A layer whose rows mix through a gated delta net: a matrix per head that fades, learns and answers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.delta import DeltaRule, DeltaShape
+from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.reference import rms_norm
+from slipstream.kernels.rows import AttentionPattern, RowBatch
+from slipstream.models.layers import LayerShape, RotaryRows
+from slipstream.models.moe import MoeLayer, MoeShape
+from slipstream.models.weights import Weights
+
+
+class DeltaNetLayer(MoeLayer):
+    """Norm, delta net, norm, MLP or experts; the recurrent state comes with the batch."""
+
+    def __init__(
+        self, weights: Weights, shape: LayerShape, prefix: str, moe: MoeShape | None, delta: DeltaShape, state: int,
+        as_gguf: bool,
+    ) -> None:
+        """`state` is the layer's place among the recurrent ones; `as_gguf` says how the file has its tensors."""
+        self._delta, self._state, self._as_gguf = delta, state, as_gguf
+        super().__init__(weights, shape, prefix, AttentionPattern(), moe)
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        feeding = self.moe.matrices if self.moe is not None else [self.gate_up, self.down]
+        return [self.inputs, self.gates, self.output, *feeding]
+
+    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
+        delta, hidden, prefix = self._delta, self.shape.hidden_size, prefix + "linear_attn."
+        self._value_width = delta.value_heads * delta.value_dim
+        # what the convolution reads and the output's gate; how much is written and how much forgotten
+        self.inputs = weights.matrix([
+            weights.source(prefix + "in_proj_qkv.weight", (delta.channels, hidden)),
+            weights.source(prefix + "in_proj_z.weight", (self._value_width, hidden)),
+        ])
+        self.gates = weights.matrix([
+            weights.source(f"{prefix}in_proj_{name}.weight", (delta.value_heads, hidden)) for name in ("b", "a")
+        ])
+        self.output = weights.matrix([weights.source(prefix + "out_proj.weight", (hidden, self._value_width))])
+        self.head_norm = weights.vector(prefix + "norm.weight", delta.value_dim)
+        self.rule = self._load_rule(weights, prefix)
+
+    def _load_rule(self, weights: Weights, prefix: str) -> DeltaRule:
+        delta = self._delta
+        rates, shift = (weights.vector(prefix + name, delta.value_heads) for name in ("A_log", "dt_bias"))
+        if self._as_gguf:
+            # these files have the rates themselves, a flat kernel, and a key head's value heads far apart
+            kernel = weights.source(prefix + "conv1d.weight", (delta.channels, delta.kernel)).dense()
+            return DeltaRule(delta, kernel, rates, shift, tiled=True)
+        kernel = weights.source(prefix + "conv1d.weight", (delta.channels, 1, delta.kernel)).dense()
+        return DeltaRule(delta, kernel[:, 0], -rates.exp(), shift, tiled=False)
+
+    def recur(self, x: Tensor, batch: RowBatch) -> Tensor:
+        """Rows [n, hidden] through the layer."""
+        return self._mlp(x + self._recall(rms_norm(x, self.input_norm, self.shape.rms_eps), batch))
+
+    def _recall(self, y: Tensor, batch: RowBatch) -> Tensor:
+        assert batch.recurrent is not None, "the rows of a recurrent target come with their states"
+        inputs, gate = self.inputs(y).split([self._delta.channels, self._value_width], dim=-1)
+        write, left = self.rule.gates(*self.gates(y).chunk(2, dim=-1))
+        read = batch.recurrent.run(self._state, self.rule, inputs, write, left)
+        read = rms_norm(read, self.head_norm, self.shape.rms_eps).view(y.shape[0], self._value_width)
+        return self.output(read * F.silu(gate))

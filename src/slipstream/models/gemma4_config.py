@@ -1,0 +1,183 @@
+"""Reads a Gemma 4 configuration: sliding layers by default, full ones with heads and rotation of their own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.rows import AttentionPattern
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.decoder import DecoderConfig
+from slipstream.models.moe import MoeShape
+from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
+from slipstream.models.weights import Weights
+
+ARCH = "gemma4"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """`head_dim`, `kv_heads` and `rope` are the sliding layers'; the last `sharing` layers read others' keys."""
+
+    sliding: tuple[bool, ...]
+    window: int
+    layer_dims: tuple[int, ...]
+    layer_kv_heads: tuple[int, ...]
+    layer_inner: tuple[int, ...]
+    full_rope: RopeConfig
+    keys_are_values: tuple[bool, ...]  # values are keys before their norm and rotation
+    sharing: int
+    side_size: int  # width of the per-layer embeddings; 0: there are none
+    side_vocab: int
+    final_softcap: float
+    moe: MoeShape | None
+
+    def layer(self, index: int) -> Self:
+        return replace(
+            self, head_dim=self.layer_dims[index], kv_heads=self.layer_kv_heads[index],
+            intermediate_size=self.layer_inner[index], rope=self.rope if self.sliding[index] else self.full_rope,
+        )
+
+    def pattern(self, index: int) -> AttentionPattern:
+        return AttentionPattern(self.window if self.sliding[index] else 0)
+
+    def owns_keys(self, index: int) -> bool:
+        return index < self.layers - self.sharing
+
+    def pool(self, index: int) -> int:
+        """Layers that share read the keys of the last layer of their kind that has any."""
+        if self.owns_keys(index):
+            return index
+        own = range(self.layers - self.sharing)
+        return max(other for other in own if self.sliding[other] == self.sliding[index])
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        own = self.layers - self.sharing
+        return tuple(zip(self.layer_kv_heads[:own], self.layer_dims[:own], strict=True))
+
+    @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def softcap(self) -> float:
+        return self.final_softcap
+
+
+def _checked(config: Gemma4Config, label: str) -> Gemma4Config:
+    own = config.layers - config.sharing
+    missing = set(config.sliding[own:]) - set(config.sliding[:own])
+    if own < 1 or missing:
+        raise ConfigError(f"{label}: the last {config.sharing} layers share keys that no layer before them has")
+    dims = {dim for dim, sliding in zip(config.layer_dims, config.sliding, strict=True) if not sliding}
+    if len(dims) > 1:
+        raise ConfigError(f"{label}: full layers with heads of different sizes are not supported")
+    return config
+
+
+def read_hf(config: ConfigReader) -> Gemma4Config:
+    config.require("hidden_activation", ("gelu_pytorch_tanh",), "this activation")
+    config.require("use_bidirectional_attention", ("vision",), "attention that sees ahead in text")
+    hidden, layers = config.integer("hidden_size"), config.layers("num_hidden_layers")
+    head_dim, kv_heads = config.integer("head_dim"), config.integer("num_key_value_heads")
+    max_positions = config.integer("max_position_embeddings")
+    sharing = config.integer("num_kv_shared_layers", 0, least=0)
+    kinds = config.layer_kinds("layer_types", layers, (SLIDING, FULL))
+    sliding = tuple(kind == SLIDING for kind in kinds)
+    if sliding[-1]:
+        raise ConfigError(f"{config.label}: the last layer must be a full one")
+    key_values = config.boolean("attention_k_eq_v", False)
+    dims, layer_kv_heads = _layer_heads(config, sliding, key_values)
+    inner, wide = config.integer("intermediate_size"), config.boolean("use_double_wide_mlp", False)
+    own = layers - sharing
+    side = config.integer("hidden_size_per_layer_input", 0, least=0)
+    return _checked(Gemma4Config(
+        family=ARCH, hidden_size=hidden, layers=layers, heads=config.integer("num_attention_heads"),
+        kv_heads=kv_heads, head_dim=head_dim, intermediate_size=inner, vocab_size=config.integer("vocab_size"),
+        rms_eps=config.number("rms_norm_eps"), rope=read_rope(config, head_dim, max_positions, SLIDING),
+        max_positions=max_positions, tied_head=config.boolean("tie_word_embeddings", True), qk_norm=True,
+        attention_bias=config.boolean("attention_bias", False), mlp_bias=False, sliding=sliding,
+        window=config.integer("sliding_window"), layer_dims=dims, layer_kv_heads=layer_kv_heads,
+        layer_inner=tuple(inner * (2 if wide and index >= own else 1) for index in range(layers)),
+        full_rope=read_rope(config, dims[-1], max_positions, FULL, partial=True),
+        keys_are_values=tuple(key_values and not slides for slides in sliding), sharing=sharing, side_size=side,
+        side_vocab=config.integer("vocab_size_per_layer_input") if side else 0,
+        final_softcap=config.number("final_logit_softcapping", 0.0), moe=_hf_experts(config, hidden),
+    ), config.label)
+
+
+def _layer_heads(
+    config: ConfigReader, sliding: tuple[bool, ...], key_values: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Head size and key heads of every layer, from `per_layer_config` or the older global keys of full layers."""
+    head_dim, kv_heads = config.integer("head_dim"), config.integer("num_key_value_heads")
+    full = ConfigReader({
+        "head_dim": config.values.get("global_head_dim"),
+        "num_key_value_heads": config.values.get("num_global_key_value_heads") if key_values else None,
+    }, config.label)
+    each = config.section("per_layer_config")
+    if not each.values and not full.has("head_dim"):
+        raise ConfigError(f"{config.label}: neither 'per_layer_config' nor 'global_head_dim' says how full layers look")
+    sections = [
+        each.section(str(index)) if each.values else ConfigReader({} if slides else full.values, config.label)
+        for index, slides in enumerate(sliding)
+    ]
+    return (
+        tuple(section.integer("head_dim", head_dim) for section in sections),
+        tuple(section.integer("num_key_value_heads", kv_heads) for section in sections),
+    )
+
+
+def _hf_experts(config: ConfigReader, hidden: int) -> MoeShape | None:
+    if not config.boolean("enable_moe_block", False):
+        return None
+    return MoeShape(
+        hidden, config.integer("num_experts"), config.integer("top_k_experts"), config.integer("moe_intermediate_size")
+    )
+
+
+def read_gguf(config: ConfigReader, weights: Weights) -> Gemma4Config:
+    key, file = f"{ARCH}.attention.", weights.file
+    hidden, layers = config.integer(f"{ARCH}.embedding_length"), config.layers(f"{ARCH}.block_count")
+    sharing = config.integer(f"{key}shared_kv_layers", 0, least=0)
+    flags = config.values.get(f"{key}sliding_window_pattern")
+    if not isinstance(flags, list) or len(flags) != layers:
+        raise ConfigError(f"{config.label}: '{key}sliding_window_pattern' must have {layers} entries")
+    sliding = tuple(map(bool, flags))
+    full_dim, head_dim = config.integer(f"{key}key_length"), config.integer(f"{key}key_length_swa")
+    inner = config.each_layer(f"{ARCH}.feed_forward_length", layers)
+    kv_heads = config.each_layer(f"{key}head_count_kv", layers)
+    side = config.integer(f"{ARCH}.embedding_length_per_layer_input", 0, least=0)
+    return _checked(Gemma4Config(
+        family=ARCH, hidden_size=hidden, layers=layers, heads=config.integer(f"{key}head_count"),
+        kv_heads=kv_heads[0], head_dim=head_dim, intermediate_size=inner[0],
+        vocab_size=file.tensor("token_embd.weight").shape[0], rms_eps=config.number(f"{key}layer_norm_rms_epsilon"),
+        rope=read_gguf_rope(config, ARCH, head_dim, sliding=True),
+        max_positions=config.integer(f"{ARCH}.context_length"),
+        tied_head="output.weight" not in file, qk_norm=True, attention_bias=False, mlp_bias=False, sliding=sliding,
+        window=config.integer(f"{key}sliding_window"),
+        layer_dims=tuple(head_dim if slides else full_dim for slides in sliding), layer_kv_heads=kv_heads,
+        layer_inner=inner, full_rope=_gguf_full_rope(config, weights, full_dim),
+        keys_are_values=tuple(f"blk.{index}.attn_v.weight" not in file for index in range(layers)), sharing=sharing,
+        side_size=side, side_vocab=file.tensor("per_layer_token_embd.weight").shape[0] if side else 0,
+        final_softcap=config.number(f"{ARCH}.final_logit_softcapping", 0.0), moe=_gguf_experts(config, hidden),
+    ), config.label)
+
+
+def _gguf_full_rope(config: ConfigReader, weights: Weights, head_dim: int) -> RopeConfig:
+    """Dimensions that stand still have factors so large that they never turn."""
+    factors = weights.source("rope_freqs.weight", (head_dim // 2,)).dense()
+    return replace(read_gguf_rope(config, ARCH, head_dim), factors=tuple(factors.tolist()))
+
+
+def _gguf_experts(config: ConfigReader, hidden: int) -> MoeShape | None:
+    count = config.integer(f"{ARCH}.expert_count", 0, least=0)
+    if not count:
+        return None
+    return MoeShape(
+        hidden, count, config.integer(f"{ARCH}.expert_used_count"), config.integer(f"{ARCH}.expert_feed_forward_length")
+    )

@@ -1,0 +1,218 @@
+"""Qwen3.5 and Qwen3.6 dense targets: gated delta nets, and attention with a gated output in every few layers.
+
+Of checkpoints that can see as well, the text part is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.kernels.delta import DeltaShape
+from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.rowwise import row_by_row
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, Step
+from slipstream.models.delta_net import DeltaNetLayer
+from slipstream.models.layers import RotaryRows, biased
+from slipstream.models.llama import gguf_name
+from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
+from slipstream.models.rope import partial_rows, read_gguf_rope, read_rope
+from slipstream.models.weights import Weights
+
+FAMILY, ARCH = "qwen3_5", "qwen35"
+LINEAR, FULL = "linear_attention", "full_attention"
+_PERIOD = 4  # every so many layers one attends, where a file does not say
+_TEXT_PREFIX = "model.language_model."
+_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # a drafter of its own, and the eyes
+_GGUF_OWN = GGUF_MOE | {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Config(DecoderConfig):
+    """The numbers of both kinds of layers, and which is which."""
+
+    recurrent: tuple[bool, ...]
+    delta: DeltaShape
+    as_gguf: bool  # llama.cpp's converter changes some tensors
+    moe: MoeShape | None
+
+    def __post_init__(self) -> None:
+        DecoderConfig.__post_init__(self)
+        delta = self.delta
+        if delta.value_heads % delta.key_heads:
+            raise ConfigError(f"{delta.value_heads} value heads cannot share {delta.key_heads} key heads evenly")
+
+    def pool(self, index: int) -> int:
+        return self.recurrent[:index].count(False)
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.kv_heads, self.head_dim),) * self.recurrent.count(False)
+
+    @property
+    def states(self) -> DeltaShape:
+        return self.delta
+
+
+class GatedAttentionLayer(MoeLayer):
+    """Attention whose output is weighed by a sigmoid, number by number, before it is joined.
+
+    The gate's rows stand in the query projection, behind those of each head's queries.
+    """
+
+    def _load_qkv(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
+        shape, dim = self.shape, self.shape.head_dim
+        order = partial(partial_rows, head_dim=dim, dim=shape.rope.dim)
+        both = torch.arange(shape.heads * 2 * dim).view(shape.heads, 2, dim)
+        rows = {
+            "q": both[:, 0].flatten()[order(shape.heads)], "k": order(shape.kv_heads),
+            "v": torch.arange(shape.kv_heads * dim),
+        }
+        self.projections, self.biases = {}, {}
+        for name in rows:
+            stored = 2 * shape.heads * dim if name == "q" else shape.kv_heads * dim
+            self.projections[name] = weights.source(f"{prefix}{name}_proj.weight", (stored, shape.hidden_size))
+            if shape.attention_bias:
+                self.biases[name] = weights.vector(f"{prefix}{name}_proj.bias", stored)
+        gate = both[:, 1].flatten()
+        self.gate = weights.matrix([self.projections["q"].rows(gate)])
+        self.gate_bias = self.biases["q"][gate] if self.biases else None
+        self.qkv = weights.matrix([self.projections[name].rows(index) for name, index in rows.items()])
+        own = [self.biases[name][index] for name, index in rows.items()] if self.biases else []
+        self.qkv_bias = torch.cat(own) if own else None
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.gate, *super().matrices]
+
+    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
+        return mixed * row_by_row(torch.sigmoid, biased(self.gate(y), self.gate_bias))
+
+
+class Qwen35(Decoder):
+    """A stack of delta nets and gated attention."""
+
+    config: Qwen35Config
+
+    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> MoeLayer:
+        config, prefix = self.config, f"model.layers.{index}."
+        if config.recurrent[index]:
+            state = config.recurrent[:index].count(True)
+            return DeltaNetLayer(weights, config, prefix, config.moe, config.delta, state, config.as_gguf)
+        return GatedAttentionLayer(weights, config, prefix, config.pattern(index), config.moe)
+
+    def run_layer(self, index: int, x: Tensor, step: Step) -> Tensor:
+        layer = self.layers[index]
+        if isinstance(layer, DeltaNetLayer):
+            return layer.recur(x, step.batch)
+        return Decoder.run_layer(self, index, x, step)
+
+
+MODEL = Qwen35
+
+
+def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
+    return hf_config(config, FAMILY, lambda text: None)
+
+
+def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
+    return gguf_config(config, weights, FAMILY, ARCH, None)
+
+
+def hf_config(
+    config: ConfigReader, family: str, read_moe: Callable[[ConfigReader], MoeShape | None]
+) -> tuple[Qwen35Config, FamilyNames]:
+    """The numbers of a Hugging Face checkpoint, with or without eyes, and how it names its tensors."""
+    sees = config.has("text_config")
+    text = config.section("text_config") if sees else config
+    text.require("hidden_act", ("silu", "swish"), "this activation")
+    layers, head_dim = text.layers("num_hidden_layers"), text.integer("head_dim")
+    max_positions, moe = text.integer("max_position_embeddings"), read_moe(text)
+    recurrent = _hf_recurrent(text, layers)
+    tied = (config if config.has("tie_word_embeddings") else text).boolean("tie_word_embeddings", False)
+    delta = DeltaShape(
+        recurrent.count(True), text.integer("linear_num_key_heads"), text.integer("linear_num_value_heads"),
+        text.integer("linear_key_head_dim"), text.integer("linear_value_head_dim"),
+        text.integer("linear_conv_kernel_dim", least=2),
+    )
+    # Hugging Face's own reading of a config that does not say
+    rope_source = ConfigReader({"partial_rotary_factor": 0.25, **text.values}, text.label)
+    read = Qwen35Config(
+        family=family, hidden_size=text.integer("hidden_size"), layers=layers,
+        heads=text.integer("num_attention_heads"), kv_heads=text.integer("num_key_value_heads"), head_dim=head_dim,
+        intermediate_size=moe.intermediate_size if moe is not None else text.integer("intermediate_size"),
+        vocab_size=text.integer("vocab_size"), rms_eps=text.number("rms_norm_eps"),
+        rope=read_rope(rope_source, head_dim, max_positions, partial=True), max_positions=max_positions,
+        tied_head=tied, qk_norm=True, attention_bias=text.boolean("attention_bias", False), mlp_bias=False,
+        recurrent=recurrent, delta=delta, as_gguf=False, moe=moe,
+    )
+
+    def file_name(name: str) -> str:
+        return name.replace("model.", _TEXT_PREFIX, 1) if sees and name.startswith("model.") else name
+
+    def ignored(name: str) -> bool:
+        return name.startswith(_OTHER_PARTS) or (tied and name == "lm_head.weight")
+
+    return read, FamilyNames(file_name, ignored, norm_shift=1.0)
+
+
+def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
+    if text.has("layer_types"):
+        return tuple(kind == LINEAR for kind in text.layer_kinds("layer_types", layers, (LINEAR, FULL)))
+    every = text.integer("full_attention_interval", _PERIOD)
+    return tuple((index + 1) % every != 0 for index in range(layers))
+
+
+def gguf_config(
+    config: ConfigReader, weights: Weights, family: str, arch: str, moe: MoeShape | None
+) -> tuple[Qwen35Config, FamilyNames]:
+    """The same from llama.cpp's keys; blocks behind the last layer are a drafter of the model's own."""
+    drafting = config.integer(f"{arch}.nextn_predict_layers", 0, least=0)
+    layers = config.layers(f"{arch}.block_count") - drafting
+    head_dim, heads = config.integer(f"{arch}.attention.key_length"), config.integer(f"{arch}.attention.head_count")
+    recurrent = _gguf_recurrent(config, arch, layers)
+    value_heads = config.integer(f"{arch}.ssm.time_step_rank")
+    delta = DeltaShape(
+        recurrent.count(True), config.integer(f"{arch}.ssm.group_count"), value_heads,
+        config.integer(f"{arch}.ssm.state_size"), config.integer(f"{arch}.ssm.inner_size") // value_heads,
+        config.integer(f"{arch}.ssm.conv_kernel", least=2),
+    )
+    inner = moe.intermediate_size if moe is not None else config.integer(f"{arch}.feed_forward_length")
+    read = Qwen35Config(
+        family=family, hidden_size=config.integer(f"{arch}.embedding_length"), layers=layers, heads=heads,
+        kv_heads=config.integer(f"{arch}.attention.head_count_kv"), head_dim=head_dim, intermediate_size=inner,
+        vocab_size=weights.file.tensor("token_embd.weight").shape[0],
+        rms_eps=config.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope=read_gguf_rope(config, arch, head_dim), max_positions=config.integer(f"{arch}.context_length"),
+        tied_head="output.weight" not in weights.file, qk_norm=True, attention_bias=False, mlp_bias=False,
+        recurrent=recurrent, delta=delta, as_gguf=True, moe=moe,
+    )
+    own_drafter = tuple(f"blk.{index}." for index in range(layers, layers + drafting))
+    return read, FamilyNames(partial(gguf_name, own=_GGUF_OWN), lambda name: name.startswith(own_drafter))
+
+
+def _gguf_recurrent(config: ConfigReader, arch: str, layers: int) -> tuple[bool, ...]:
+    flags = config.values.get(f"{arch}.attention.recurrent_layers")
+    if isinstance(flags, list):
+        if len(flags) < layers:
+            raise ConfigError(f"{config.label}: '{arch}.attention.recurrent_layers' must have {layers} entries")
+        return tuple(map(bool, flags[:layers]))
+    every = config.integer(f"{arch}.full_attention_interval", _PERIOD)
+    return tuple((index + 1) % every != 0 for index in range(layers))
