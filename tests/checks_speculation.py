@@ -11,7 +11,7 @@ import torch
 
 from slipstream.bench.measure import Comparison, Plan, compare
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
-from slipstream.config import EngineConfig
+from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.kernels.matmul import DenseMatrix, Int8Matrix, Matrix
 from slipstream.speculative.costs import CostTable
@@ -23,9 +23,9 @@ CONTEXTS = (512, 1024, 2048, 4097, 7500)
 
 
 @cache
-def pair_with(draft: str, threads: int = 0) -> LLM:
+def pair_with(draft: str, threads: int = 0, weight_format: WeightFormat = "int4") -> LLM:
     """The default target with one of the shipped drafters."""
-    config = EngineConfig(weight_format="int4", threads=threads, check_integrity=True)
+    config = EngineConfig(weight_format=weight_format, threads=threads, check_integrity=True)
     return LLM("smollm2", draft, config=config)
 
 

@@ -71,7 +71,7 @@ def make_world(
     depth = torch.tensor([len(path) - 1 for path in paths], device=device)
     padded = torch.tensor([path + [0] * (rows.paths.shape[1] - len(path)) for path in paths if len(path) <= 64])
     rows.base.copy_(torch.tensor(bases))
-    rows.positions.copy_((rows.base[:, None] + depth).flatten())
+    rows.positions[: rows.rows] = (rows.base[:, None] + depth).flatten()
     if len(padded) == each:
         rows.paths.copy_(padded.repeat(len(bases), 1))
     pool = layers, sum(held) + 1, shape.kv_heads, page, shape.dim
@@ -86,14 +86,15 @@ def plain_twins(world: World, page: int) -> World:
     """Every row of a world of one sequence as a sequence of its own, what it sees copied to pages of its own."""
     rows, device = world.rows, world.keys.device
     base, count = int(rows.base[0]), rows.rows
-    pages = int(rows.positions.max()) // page + 1
+    positions = rows.positions[:count]
+    pages = int(positions.max()) // page + 1
     position = torch.arange(pages * page, device=device)
     depth = (position - base).clamp(0, rows.paths.shape[1] - 1).expand(count, -1)
     slots = torch.where(position < base, position, base + rows.paths.long().gather(1, depth))
-    slots = torch.where(position <= rows.positions[:, None], slots, torch.zeros_like(slots))
+    slots = torch.where(position <= positions[:, None], slots, torch.zeros_like(slots))
     twin = DeviceRows.empty("chain", count, 1, pages, device)
-    twin.base.copy_(rows.positions)
-    twin.positions.copy_(rows.positions)
+    twin.base.copy_(positions)
+    twin.positions[:count] = positions
     twin.pages.copy_(torch.randperm(count * pages, device=device).view(count, pages))
     pools = []
     for pool in (world.keys[0], world.values[0]):

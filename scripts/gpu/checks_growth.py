@@ -23,6 +23,7 @@ from slipstream.kernels.gpu import commit
 from slipstream.kernels.gpu.commit import ContextRows, Outcome
 from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.growth_reference import grow_reference
+from slipstream.kernels.gpu.heads import Gate, HeadWeights, Trust, score_heads, score_heads_reference
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.speculative.calibration import Calibration
 
@@ -168,6 +169,76 @@ def check(device: torch.device, sequences: int, sizes: Sequence[tuple[int, int, 
     return wrong
 
 
+@dataclass
+class HeadCase:
+    """Random heads over random candidates."""
+
+    weights: HeadWeights
+    hidden: Tensor
+    candidates: Tensor
+    anchors: Tensor
+    temperature: Tensor
+    out: HeadScores
+
+    def parts(self) -> tuple[HeadWeights, Tensor, Tensor, Tensor, Tensor, HeadScores]:
+        return self.weights, self.hidden, self.candidates, self.anchors, self.temperature, self.out
+
+    def alone(self, sequence: int) -> HeadCase:
+        own = slice(sequence, sequence + 1)
+        given = (part[own].clone() for part in (self.hidden, self.candidates, self.anchors, self.temperature))
+        _, slots, candidates = self.candidates.shape
+        trusted = torch.zeros(1, device=self.hidden.device)
+        return HeadCase(self.weights, *given, HeadScores.empty(1, slots, candidates, True, trusted))
+
+    def found(self, reference: bool = False) -> tuple[Tensor, Tensor]:
+        assert self.out.confidence is not None
+        self.out.corrections.fill_(float("nan"))
+        self.out.confidence.fill_(float("nan"))
+        (score_heads_reference if reference else score_heads)(*self.parts())
+        return self.out.corrections.clone(), self.out.confidence.clone()
+
+
+def random_heads(
+    device: torch.device, kind: str, sequences: int, slots: int, candidates: int, vocabulary: int, hidden: int, rank: int
+) -> HeadCase:
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device) / shape[-1] ** 0.5
+
+    before, after = floats(vocabulary, rank).bfloat16(), floats(vocabulary, rank).bfloat16()
+    weights = HeadWeights(
+        before, after, floats(rank, hidden) if kind == "selector" else None,
+        Gate(floats(rank, rank), floats(rank, hidden), floats(rank)) if kind == "gated" else None,
+        Trust(floats(hidden), 0.1, before, floats(rank)),
+    )
+    tokens = torch.randint(0, vocabulary, (sequences, slots, candidates), device=device).int()
+    anchors = torch.randint(0, vocabulary, (sequences,), device=device).int()
+    ones = torch.ones(sequences, device=device)
+    out = HeadScores.empty(sequences, slots, candidates, True, 0.0 * ones)
+    return HeadCase(weights, floats(sequences, slots, hidden).bfloat16(), tokens, anchors, 0.8 * ones, out)
+
+
+def check_heads(device: torch.device, sizes: Sequence[tuple[int, int, int, int, int, int]]) -> tuple[list[str], list[str]]:
+    """What is wrong, as sentences, and a table of times; a size is random_heads' from the number of sequences on."""
+    wrong, lines = [], [f"{'heads':<10} {'sequences':>9} {'slots':>5} {'K':>3} {'rank':>5} {'us':>8}"]
+    for size in sizes:
+        for kind in ("vanilla", "gated", "selector"):
+            case = random_heads(device, kind, *size)
+            found, expected = case.found(), case.found(reference=True)
+            alone = case.alone(size[0] - 1).found()
+            for name, one, other, own in zip(("corrections", "confidence"), found, expected, alone, strict=True):
+                if not torch.allclose(one, other, rtol=1e-4, atol=1e-4):
+                    wrong.append(f"heads {kind} {size}: {name} are off by {(one - other).abs().max()}")
+                if kind == "vanilla" and not torch.equal(one[-1:], own):
+                    wrong.append(f"heads {kind} {size}: {name} change among others")
+
+            def launch(case: HeadCase = case) -> None:
+                score_heads(*case.parts())
+
+            us = median_us([launch] * 10)
+            lines.append(f"{kind:<10} {size[0]:>9} {size[1]:>5} {size[2]:>3} {size[5]:>5} {us:>8.2f}")
+    return wrong, lines
+
+
 def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, bool]], layers: int) -> list[str]:
     lines = [f"{'what':<16} {'sequences':>9} {'rows':>5} {'K':>3} {'heads':>5} {'us':>8} {'floor us':>9}"]
     for sequences, each, slots, candidates, with_heads in sizes:
@@ -207,12 +278,17 @@ def main() -> None:
     if tiny:
         wrong = check(device, 3, [(8, 3, 4, False), (4, 2, 3, True)])
         table = time_table(device, [(1, 4, 2, 2, False)], 2)
+        sizes = [(2, 2, 3, 50, 40, 12)]
     else:
         real = [(16, 15, 16, False), (64, 15, 16, False), (32, 7, 5, False), (16, 15, 1, False), (4, 3, 8, False)]
         wrong = check(device, 70, [*real, (16, 15, 16, True), (64, 15, 64, True)])
         timed = [(1, 16, 15, 16, False), (1, 64, 15, 16, False), (16, 16, 15, 16, False), (1, 64, 15, 64, True)]
         table = time_table(device, timed, 36)
-    print("\n".join(wrong) or "growth and commit: all right")
+        sizes = [(1, 15, 16, 151936, 4096, 256), (16, 7, 16, 151936, 4096, 256), (1, 7, 64, 49152, 576, 256)]
+    wrong_heads, head_table = check_heads(device, sizes)
+    wrong += wrong_heads
+    print("\n".join(wrong) or "growth, heads and commit: all right")
+    print("\n".join(head_table))
     print("\n".join(table))
     sys.exit(bool(wrong))
 

@@ -19,6 +19,7 @@ from checks_elementwise import COPY_GB_S, median_us
 from torch import Tensor
 
 from slipstream.kernels.gpu import sampling
+from slipstream.kernels.gpu.filters import FilterScratch, find_floors
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 
 VOCABULARIES = {"qwen3-8b": 151936, "smollm2": 49152}
@@ -83,6 +84,7 @@ def check(device: torch.device, vocabularies: dict[str, int], each: int, counts:
         for count in counts:
             run = Run(list(KINDS), each, vocabulary, count, device)
             run.logits[0, vocabulary // 2] = float("nan")
+            run.logits[-1, vocabulary // 8 :] = -0.5  # more equals than the filters' list holds
             chosen, (tokens, scores) = run.chosen(), run.ranked()
             if (chosen[0] != -1) or not scores[0].isnan().all():
                 wrong.append(f"{name}: a row with a NaN has a token")
@@ -147,18 +149,42 @@ def _time(run: Run, copies: Sequence[Tensor], count: int) -> float:
     return median_us([lambda logits=logits: launch(logits) for logits in copies], replays=15)  # type: ignore[misc]
 
 
+def parts_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
+    """What the filters' three launches take of it; greedy rows leave them at once."""
+    lines = [f"{'floors':<8} {'us':>8}  ({rows} rows)"]
+    for kind in KINDS:
+        run = Run([kind], rows, vocabulary, 1, device)
+        scratch = FilterScratch.empty(rows, vocabulary, device)
+        filters = run.settings.temperature, run.settings.top_k, run.settings.top_p, run.settings.min_p
+
+        def launch(logits: Tensor, filters: tuple[Tensor, ...] = filters, scratch: FilterScratch = scratch) -> None:
+            find_floors(logits, *filters, rows, scratch)
+
+        copies = [torch.randn_like(run.logits) * 3 for _ in range(8)]
+        us = median_us([lambda logits=logits: launch(logits) for logits in copies], replays=15)  # type: ignore[misc]
+        lines.append(f"{kind:<8} {us:>8.2f}")
+    return lines
+
+
 def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
-    """Sizes of a stretch and warps of its program; the chosen ones stand in sampling.py."""
-    lines = [f"{'stretch':>7} {'warps':>5} {'greedy':>8} {'sampled':>8} {'K=16':>8} {'K=64':>8}  (us, {rows} rows)"]
-    kept = sampling._STRETCH, sampling._STRETCH_WARPS
-    for stretch, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
-        sampling._STRETCH, sampling._STRETCH_WARPS = stretch, warps
+    """Sizes of groups and warps of the programs; the chosen ones stand in sampling.py."""
+    cases = (("greedy", 0), ("sampled", 0), ("greedy", 16), ("sampled", 16), ("sampled", 64))
+    names = " ".join(f"{kind[:3] + (f' K={count}' if count else ''):>8}" for kind, count in cases)
+    lines = [f"{'groups':>6} {'of':>4} {'warps':>5} {'of rows':>7} {names}  (us, {rows} rows)"]
+    constants = "_GROUPS", "_GROUP", "_STRETCH_WARPS", "_ROW_WARPS"
+    kept = [getattr(sampling, name) for name in constants]
+    for chosen in ((64, 64, 8, 8), (64, 64, 8, 4), (64, 64, 8, 16), (64, 64, 4, 8), (32, 64, 4, 8), (128, 32, 8, 8),
+                   (64, 32, 4, 8), (32, 128, 8, 8), (64, 128, 8, 8)):
+        for name, value in zip(constants, chosen, strict=True):
+            setattr(sampling, name, value)
         times = []
-        for kind, count in (("greedy", 0), ("sampled", 0), ("sampled", 16), ("sampled", 64)):
+        for kind, count in cases:
             run = Run([kind], rows, vocabulary, 1, device)
             times.append(_time(run, [torch.randn_like(run.logits) * 3 for _ in range(8)], count))
-        lines.append(f"{stretch:>7} {warps:>5} " + " ".join(f"{us:>8.2f}" for us in times))
-    sampling._STRETCH, sampling._STRETCH_WARPS = kept
+        groups, group, warps, row_warps = chosen
+        lines.append(f"{groups:>6} {group:>4} {warps:>5} {row_warps:>7} " + " ".join(f"{us:>8.2f}" for us in times))
+    for name, value in zip(constants, kept, strict=True):
+        setattr(sampling, name, value)
     return lines
 
 
@@ -172,7 +198,9 @@ def main() -> None:
     wrong = check(device, vocabularies, 1 if tiny else 4, (2,) if tiny else (1, 16, 64))
     table = time_table(device, vocabularies, (1,) if tiny else (16, 64))
     print("\n".join(wrong) or "sampling: all right, and every row for itself")
-    print("\n".join(tuning_table(device, max(vocabularies.values()), 1 if tiny else 16)))
+    largest, rows = max(vocabularies.values()), 1 if tiny else 16
+    print("\n".join(tuning_table(device, largest, rows)))
+    print("\n".join(parts_table(device, largest, rows)))
     print("\n".join(table))
     sys.exit(bool(wrong))
 

@@ -141,6 +141,39 @@ class Bench:
         return moved / bandwidth * 1e3
 
 
+def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str, object]]:
+    """A plain token of `transformers` and a step of the authors' loop, random weights of the same shape."""
+    from dflash.model import dflash_generate
+    from theirs import build_random_pair
+
+    target, drafter = build_random_pair(bench.shape, bench.drafter.config, bench.device)
+    ids = torch.randint(5, bench.shape.vocab_size, (1, options.contexts[0]), device=bench.device)
+    tokens, lines = 40, []
+    with torch.inference_mode():
+        for label in ("transformers plain", "authors' draft + verify"):
+            for _ in range(2):  # the first is a warm-up
+                took = []
+                for count in (2, tokens + 2):
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    if label == "transformers plain":
+                        target.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+                        steps = count
+                    else:
+                        done = dflash_generate(drafter, target, ids, count, None, return_stats=True)
+                        steps = len(done.acceptance_lengths)
+                    torch.cuda.synchronize()
+                    took.append((time.perf_counter() - began, steps))
+            (short, few), (long, many) = took
+            ms = (long - short) * 1e3 / max(1, many - few)
+            lines.append({
+                "format": "bf16", "batch": 1, "context": options.contexts[0], "step": label, "ms": round(ms, 3),
+                "floor_ms": "", "ratio": "",
+            })
+            print(lines[-1], flush=True)
+    return lines
+
+
 def copy_bandwidth(device: torch.device, size: int) -> float:
     """Bytes read and written per second by a large copy: what memory gives at best."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
@@ -171,6 +204,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--widths", type=numbers, default=[16, 64])
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--reference", action="store_true", help="the authors' loop and transformers beside it")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
@@ -192,6 +226,8 @@ def main() -> None:
                     "ms": round(ms, 3), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 2),
                 })
                 print(lines[-1], flush=True)
+    if options.reference:
+        lines += reference_lines(options, bench)
     print(f"graphs {len(bench.backend.graphs)}, {bench.backend.graphs.bytes / 2**20:.0f} MiB")
     if folder := os.environ.get("OUT"):
         (Path(folder) / f"steps_{options.format}.json").write_text(json.dumps(lines, indent=1))

@@ -25,6 +25,7 @@ class EngineConfig:
     device: Device = "auto"  # a GPU where there is one
     kernels: Kernels = "triton"  # on a GPU; "reference" is plain torch, slow, for comparison
     graphs: bool = True  # on a GPU: steps are captured once and replayed
+    exact: bool = False  # on a GPU: no step has more rows than sum alike, whatever the batch loses by it
     max_context: int = 0  # tokens a sequence may hold; 0: what the target's config allows
     max_sequences: int = 8
     cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0: chosen from free memory

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.engine.llm import LLM
 from tests import checks
 
 pytestmark = pytest.mark.e2e
 PROMPTS, TOKENS = 3, 64
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """In the format people get here, which is the quickest; `make verify` runs everything in a torch format."""
+    return checks.real_pair("auto")
 
 
 @pytest.mark.parametrize(
@@ -15,41 +22,46 @@ PROMPTS, TOKENS = 3, 64
     [checks.GREEDY, checks.SAMPLED, checks.EVERYTHING, checks.GREEDY_PENALISED],
     ids=["greedy", "sampled", "everything", "greedy-penalised"],
 )
-def test_alone(settings: dict[str, object]) -> None:
-    report = checks.identity(checks.real_pair(), checks.eval_prompts(PROMPTS), TOKENS, settings)
+def test_alone(llm: LLM, settings: dict[str, object]) -> None:
+    report = checks.identity(llm, checks.eval_prompts(PROMPTS), TOKENS, settings)
+    assert report.ok, report.row()
+
+
+@pytest.mark.parametrize("settings", [checks.GREEDY, checks.EVERYTHING], ids=["greedy", "everything"])
+def test_alone_in_a_torch_format(settings: dict[str, object]) -> None:
+    report = checks.identity(checks.real_pair("int4"), checks.eval_prompts(2), 32, settings)
     assert report.ok, report.row()
 
 
 @pytest.mark.parametrize("mode", ["chain:2", "chain:8"])
-def test_narrower_widths(mode: str) -> None:
-    report = checks.identity(checks.real_pair(), checks.eval_prompts(2), TOKENS, checks.SAMPLED, mode=mode)
+def test_narrower_widths(llm: LLM, mode: str) -> None:
+    report = checks.identity(llm, checks.eval_prompts(2), TOKENS, checks.SAMPLED, mode=mode)
     assert report.ok, report.row()
     assert len(report.speculative.verified_at) == int(mode[6:]) - 1
 
 
-def test_batch_of_eight_mixed_requests() -> None:
-    report = checks.mixed_batches(checks.real_pair(), checks.eval_prompts(8), TOKENS)
+def test_batch_of_eight_mixed_requests(llm: LLM) -> None:
+    report = checks.mixed_batches(llm, checks.eval_prompts(8), TOKENS)
     assert report.ok, report.row()
 
 
-def test_prefill_in_chunks_of_64() -> None:
-    chunked, whole = checks.real_pair(prefill_chunk=64), checks.real_pair()
+def test_prefill_in_chunks_of_64(llm: LLM) -> None:
+    chunked = checks.real_pair("auto", prefill_chunk=64)
     prompts = checks.eval_prompts(PROMPTS)
     report = checks.identity(chunked, prompts, TOKENS, checks.GREEDY)
     assert report.ok, report.row()
-    assert report.speculative.tau == checks.total_tau(whole, prompts, TOKENS).tau
+    assert report.speculative.tau == checks.total_tau(llm, prompts, TOKENS).tau
 
 
-def test_after_a_prefix_hit() -> None:
-    report = checks.prefix_hits(checks.real_pair(), checks.eval_prompts(PROMPTS), TOKENS, checks.SAMPLED)
+def test_after_a_prefix_hit(llm: LLM) -> None:
+    report = checks.prefix_hits(llm, checks.eval_prompts(PROMPTS), TOKENS, checks.SAMPLED)
     assert report.texts.ok, report.texts.row()
     assert report.cold.cached_tokens == 0
     assert report.cached_share > 0.5
     assert report.tau_ratio == pytest.approx(1.0, abs=0.02)
 
 
-def test_prompts_that_end_on_a_page() -> None:
-    llm = checks.real_pair()
+def test_prompts_that_end_on_a_page(llm: LLM) -> None:
     edges = checks.page_edge_prompts(llm, checks.eval_prompts(PROMPTS))
     assert [len(ids) % 64 for ids in edges] == [63, 0, 1]
     report = checks.ids_identity(llm, edges, {"max_tokens": TOKENS, "ignore_eos": True})
@@ -57,19 +69,17 @@ def test_prompts_that_end_on_a_page() -> None:
 
 
 @pytest.mark.parametrize("settings", [checks.GREEDY, checks.SAMPLED], ids=["greedy", "sampled"])
-def test_empty_prompt(settings: dict[str, object]) -> None:
-    llm = checks.real_pair()
+def test_empty_prompt(llm: LLM, settings: dict[str, object]) -> None:
     report = checks.ids_identity(llm, [llm.prompt_ids("")], {"max_tokens": TOKENS, "ignore_eos": True, **settings})
     assert report.ok, report.row()
 
 
 def test_dense_fp32_differs_at_most_in_near_ties() -> None:
-    report = checks.identity(checks.real_pair("fp32"), checks.eval_prompts(2), TOKENS, checks.GREEDY)
+    report = checks.identity(checks.real_pair("fp32"), checks.eval_prompts(2), 32, checks.GREEDY)
     assert report.ok, report.row()
 
 
-def test_one_target_forward_per_step_whatever_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = checks.real_pair()
+def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     target = llm.engine._runner.target
     calls: list[int] = []
     forward = target.forward
@@ -88,8 +98,8 @@ def test_one_target_forward_per_step_whatever_the_batch(monkeypatch: pytest.Monk
     assert len(calls) == steps
 
 
-def test_shared_noise_accepts_more_than_greedy_drafts() -> None:
-    llm, prompts = checks.real_pair(), checks.eval_prompts(6)
+def test_shared_noise_accepts_more_than_greedy_drafts(llm: LLM) -> None:
+    prompts = checks.eval_prompts(6)
     shared = checks.total_tau(llm, prompts, TOKENS, **checks.SAMPLED)
     greedy = checks.total_tau(llm, prompts, TOKENS, share_noise=False, **checks.SAMPLED)
     assert shared.tau > 1.03 * greedy.tau

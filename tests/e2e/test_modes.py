@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.engine.llm import LLM
 from slipstream.speculative.policy import Policy
 from tests import checks
 from tests import checks_speculation as promises
 
 pytestmark = pytest.mark.e2e
 TOKENS = 40
+
+
+def pair(draft: str = "smollm2-dspark") -> LLM:
+    """In the format people get here, which is the quickest; `make verify` runs everything in a torch format."""
+    return promises.pair_with(draft, weight_format="auto")
 
 
 @pytest.mark.parametrize(
@@ -23,22 +29,27 @@ TOKENS = 40
     ids=["dspark-greedy", "dspark-sampled", "dflash-greedy", "dflash-sampled"],
 )
 def test_text_is_the_same_in_every_mode(draft: str, settings: dict[str, object], modes: tuple[str, ...]) -> None:
-    llm = promises.pair_with(draft)
-    reports = promises.identity_by_mode(llm, checks.eval_prompts(2), TOKENS, settings, modes)
+    reports = promises.identity_by_mode(pair(draft), checks.eval_prompts(2), TOKENS, settings, modes)
     for mode, report in reports.items():
         assert report.ok, f"{mode}: {report.row()}"
         if mode.startswith("chain:"):
             assert len(report.speculative.verified_at) == int(mode[6:]) - 1
 
 
+def test_text_is_the_same_in_a_torch_format() -> None:
+    llm, modes = promises.pair_with("smollm2-dspark", weight_format="int4"), ("tree:16", "auto")
+    reports = promises.identity_by_mode(llm, checks.eval_prompts(1), TOKENS, checks.SAMPLED, modes)
+    assert all(report.ok for report in reports.values()), {mode: report.row() for mode, report in reports.items()}
+
+
 def test_a_batch_of_trees_writes_what_each_writes_alone() -> None:
-    llm, prompts = promises.pair_with("smollm2-dspark"), checks.eval_prompts(4)
+    llm, prompts = pair(), checks.eval_prompts(4)
     reports = promises.identity_by_mode(llm, prompts, TOKENS, checks.SAMPLED, ("tree:16", "auto"), batch=4)
     assert all(report.ok for report in reports.values()), {mode: report.row() for mode, report in reports.items()}
 
 
 def test_trees_keep_what_penalties_and_filters_choose() -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     reports = promises.identity_by_mode(llm, checks.eval_prompts(2), TOKENS, checks.EVERYTHING, ("tree:32",))
     assert reports["tree:32"].ok, reports["tree:32"].row()
 
@@ -48,13 +59,13 @@ def test_trees_keep_what_penalties_and_filters_choose() -> None:
     ids=["dspark-greedy", "dflash-sampled"],
 )
 def test_wider_trees_accept_more(draft: str, settings: dict[str, object]) -> None:
-    llm, prompts = promises.pair_with(draft), checks.eval_prompts(3)
+    llm, prompts = pair(draft), checks.eval_prompts(3)
     chain, tree = (checks.total_tau(llm, prompts, TOKENS, mode=mode, **settings).tau for mode in ("chain", "tree:32"))
     assert tree > 1.1 * chain
 
 
 def test_the_markov_head_accepts_more_than_its_backbone_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, prompts = promises.pair_with("smollm2-dspark"), checks.eval_prompts(6)
+    llm, prompts = pair(), checks.eval_prompts(6)
     with_head = checks.total_tau(llm, prompts, TOKENS).tau
     drafter = llm.engine._runner.drafter
     assert drafter is not None
@@ -63,7 +74,7 @@ def test_the_markov_head_accepts_more_than_its_backbone_alone(monkeypatch: pytes
 
 
 def test_a_stop_string_inside_a_tree_path_ends_the_text_where_plain_decoding_does() -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     prompt = promises.set_prompts("gsm8k", 1)[0]
     common = {"chat": True, "max_tokens": 96, "stop": ("the",), "cache_prompt": False}
     plain = llm.generate(prompt, mode="plain", **common)
@@ -80,7 +91,7 @@ def test_a_shuffled_drafter_is_given_up_within_64_tokens() -> None:
 
 
 def test_an_exchanged_cost_table_changes_the_choice_in_the_middle_of_a_request() -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     proposer = llm.engine.proposer
     shared, proposer._policy = proposer.policy, Policy(promises.rows_are_dear())
     try:
@@ -99,7 +110,7 @@ def test_an_exchanged_cost_table_changes_the_choice_in_the_middle_of_a_request()
 
 
 def test_auto_says_why() -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     done = llm.generate(promises.set_prompts("gsm8k", 1)[0], chat=True, mode="auto", max_tokens=64)
     policy = done.stats.to_json()["policy"]
     assert isinstance(policy, dict)
@@ -110,7 +121,7 @@ def test_auto_says_why() -> None:
 
 @pytest.mark.parametrize("gate", ["ema:margin=50", "entropy:floor=1,hard=1"])
 def test_a_published_gate_closes_for_the_rest_of_the_request(gate: str) -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     prompt = promises.set_prompts("humaneval", 1)[0]
     events = list(llm.stream(prompt, chat=True, mode="chain", gate=gate, max_tokens=64))
     nodes = [event.step.proposal.nodes for event in events if event.step is not None]
@@ -122,7 +133,7 @@ def test_a_published_gate_closes_for_the_rest_of_the_request(gate: str) -> None:
 
 
 def test_a_long_conversation_is_the_same_with_and_without_the_prefix_cache() -> None:
-    llm = promises.pair_with("smollm2-dspark")
+    llm = pair()
     seen = promises.long_conversation(llm, document_tokens=700, tokens=24, mode="tree:16")
     assert seen.cached_tokens > 1400
     assert seen.texts[0] == seen.texts[1]

@@ -30,7 +30,7 @@ from slipstream.kernels.gpu.plans import Launch
 CPU = torch.device("cpu")
 BF16_ERROR = 8e-3  # the interpreter cuts bits off where a GPU rounds, which makes twice the error
 EXACT_ERROR = 1e-5
-PACKING_ERROR = 3.5e-3  # scales round to bf16, and so does every weight
+PACKING_ERROR = 4.5e-3  # scales round to bf16, and so does every weight
 # (outputs, inputs): a last tile that is not full; inputs that no step divides; inputs shared by several programs
 SHAPES = {"Q8_0": (72, 512), "Q4_0": (72, 672), "Q4_1": (72, 160), "Q4_K": (72, 1024), "Q5_K": (72, 256),
           "Q6_K": (72, 512)}  # fmt: skip
@@ -143,10 +143,10 @@ def test_rows_of_a_table(type_name: str) -> None:
     source = stored(type_name, 96, 256, seed=9)
     matrix = make_gpu_matrix([source], Scratch(CPU), result_dtype=torch.float32)
     ids = torch.tensor([95, 0, 64, 63, 0], dtype=torch.int32)
-    for dtype, bound in ((torch.float32, 1.5e-3), (torch.bfloat16, BF16_ERROR)):
+    for dtype in (torch.float32, torch.bfloat16):
         out = poisoned(5, 256, dtype=dtype)
         matrix.embed_rows(ids, out)
-        assert error(out, source.dense()[ids]) < bound
+        assert error(out, source.dense()[ids]) < BF16_ERROR
 
 
 def test_types_are_stacked_behind_each_other() -> None:
@@ -230,70 +230,96 @@ def test_blocks_are_packed_without_the_gguf_package(monkeypatch: pytest.MonkeyPa
 
 
 class Registers:
-    """Runs the few PTX instructions that unpack codes, which the interpreter never sees."""
+    """Runs the few PTX instructions that make weights of codes, which the interpreter never sees."""
 
     def __init__(self, inputs: dict[str, int]) -> None:
         self.values = dict(inputs)
 
-    def run(self, assembly: str) -> None:
+    def run(self, assembly: str) -> int:
         for line in assembly.strip("{} \n").split(";"):
             operation, _, operands = line.strip().partition(" ")
             if operation and operation != ".reg":
                 target, *sources = (name.strip() for name in operands.split(","))
-                self.values[target] = getattr(self, operation.split(".")[0])(*(self._value(name) for name in sources))
+                self.values[target] = getattr(self, operation.split(".")[0] + "_")(*map(self._value, sources))
+        return self.values["$0"]
 
     def _value(self, name: str) -> int:
         return int(name, 0) if name[0].isdigit() else self.values[name]
 
-    def shr(self, value: int, by: int) -> int:
+    def shr_(self, value: int, by: int) -> int:
         return value >> by
 
-    def shl(self, value: int, by: int) -> int:
+    def shl_(self, value: int, by: int) -> int:
         return (value << by) & 0xFFFFFFFF
 
-    def lop3(self, a: int, b: int, c: int, table: int) -> int:
+    def and_(self, a: int, b: int) -> int:
+        return a & b
+
+    def lop3_(self, a: int, b: int, c: int, table: int) -> int:
         bits = ((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
         return sum(bits)
 
-    def prmt(self, a: int, b: int, selector: int) -> int:
+    def prmt_(self, a: int, b: int, selector: int) -> int:
         pair = (b << 32 | a).to_bytes(8, "little")
         return int.from_bytes(bytes(pair[selector >> 4 * i & 7] for i in range(4)), "little")
 
-    def sub(self, a: int, b: int) -> int:
-        difference = brain_floats(a) - brain_floats(b)
-        return int.from_bytes(difference.to(torch.bfloat16).view(torch.uint8).numpy().tobytes(), "little")
+    def mul_(self, a: int, b: int) -> int:
+        return register(brain_floats(a) * brain_floats(b))
+
+    def sub_(self, a: int, b: int) -> int:
+        return register(brain_floats(a) - brain_floats(b))
+
+    def fma_(self, a: int, b: int, c: int) -> int:
+        return register(brain_floats(a) * brain_floats(b) + brain_floats(c))
 
 
 def brain_floats(register: int) -> Tensor:
     return torch.frombuffer(bytearray(register.to_bytes(4, "little")), dtype=torch.bfloat16).double()
 
 
+def same_numbers(found: int, expected: Tensor) -> bool:
+    return torch.equal(brain_floats(found), expected.to(torch.bfloat16).double())
+
+
 def register(numbers: Tensor) -> int:
+    numbers = numbers.to(torch.bfloat16) if numbers.is_floating_point() else numbers
     return int.from_bytes(numbers.view(torch.uint8).numpy().tobytes(), "little")
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("plane", range(4))
-def test_assembly_unpacks_codes(plane: int, seed: int) -> None:
+def test_assembly_makes_weights_of_codes(plane: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(-(2**15), 2**15, (4,), dtype=torch.int16, generator=generator)
-    high = torch.randint(0, 256, (4,), dtype=torch.uint8, generator=generator)
+    words, high = torch.randint(-(2**15), 2**15, (2, 2), dtype=torch.int16, generator=generator)
+    scales, offsets = torch.randn(2, 4, generator=generator).to(torch.bfloat16)
+    scale, offset = scales[plane].double(), offsets[plane].double()
+    selector = 0x1010 if plane % 2 == 0 else 0x3232
+    stored_scales = register(scales[plane // 2 * 2 :][:2] * 2.0**120)
+    lift = 16 if plane % 2 else 1
+    pair = Registers({"$1": stored_scales, "$2": selector, "$3": quant_kernels.SIXTEENTH.value})
+    lifted = pair.run(quant_kernels.PAIR_TIMES.value if plane % 2 else quant_kernels.PAIR.value)
+    plain = pair.run(quant_kernels.PAIR.value)
+    offset_pair = register(offsets[plane].repeat(2))
+
     nibbles = (words.int() >> 4 * plane & 15).double()
-    excess = register(torch.full((2,), 128.0 + 8, dtype=torch.bfloat16))
-    cpu = Registers({"$1": register(words[:2]), "$2": 4 * plane, "$4": excess})
-    cpu.run(quant_kernels.NIBBLES.value)
-    assert torch.equal(brain_floats(cpu.values["$0"]), nibbles[:2] + 128)
-    cpu.run(quant_kernels.NIBBLES_LESS.value)
-    assert torch.equal(brain_floats(cpu.values["$0"]), nibbles[:2] - 8)
+    given = {"$1": register(words), "$2": plane // 2 * 8, "$4": 15 * lift * 0x10001, "$6": lifted, "$8": offset_pair}
+    found = Registers(given | {"$10": 8 * lift * 0x10001}).run(quant_kernels.CODES_WITH_OFFSETS.value)
+    assert same_numbers(found, (nibbles - 8) * scale * 2.0**-13 + offset)
+
+    six_bits = nibbles + 16 * (high.int() >> 2 * (4 + plane) & 3).double()
+    minus = (quant_kernels.MINUS.value + 32 * 0x10001) & 0xFFFFFFFF
+    less = Registers({"$1": stored_scales, "$2": selector, "$3": minus}).run(quant_kernels.PAIR_TIMES.value)
+    given = {"$1": register(words), "$2": 4 * plane, "$4": 15 * 0x10001, "$6": plain, "$8": less}
+    given |= {"$12": register(high), "$13": 0, "$15": 2 * (4 + plane) - 4}
+    assert same_numbers(Registers(given).run(quant_kernels.HIGH_CODES.value), (six_bits - 32) * scale * 2.0**-13)
+    low_crumb = plane % 2
+    given |= {"$13": 4 - 2 * low_crumb, "$15": 0}
+    six_bits = nibbles + 16 * (high.int() >> 2 * low_crumb & 3).double()
+    assert same_numbers(Registers(given).run(quant_kernels.HIGH_CODES.value), (six_bits - 32) * scale * 2.0**-13)
+
     if plane < 2:
-        cpu.values["$2"] = 8 * plane
-        cpu.run(quant_kernels.BYTES.value)
-        assert torch.equal(brain_floats(cpu.values["$0"]), words[:2].view(torch.int8)[plane::2].double())
-    excess = register(torch.full((2,), 128.0 + 32, dtype=torch.bfloat16))
-    cpu = Registers({
-        "$2": register(words[:2]), "$3": register(words[2:]), "$4": register(high), "$5": 4 * plane,
-        "$9": excess, "$10": excess,
-    })  # fmt: skip
-    cpu.run(quant_kernels.SIX_BITS.value)
-    found = torch.cat((brain_floats(cpu.values["$0"]), brain_floats(cpu.values["$1"])))
-    assert torch.equal(found, nibbles + 16 * (high.int() >> 2 * plane & 3) - 32)
+        signed = words.view(torch.int8)[plane::2].double()
+        minus = (quant_kernels.MINUS.value + 128 * 0x10001) & 0xFFFFFFFF
+        less = Registers({"$1": stored_scales, "$2": selector, "$3": minus}).run(quant_kernels.PAIR_TIMES.value)
+        given = {"$1": register(words) ^ 0x80808080, "$2": 8 * plane, "$4": 255 * 0x10001, "$6": plain, "$8": less}
+        assert same_numbers(Registers(given).run(quant_kernels.CODES.value), signed * scale * 2.0**-13)

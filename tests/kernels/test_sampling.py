@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import sampling
-from slipstream.kernels.gpu.filters import MOST_GATHERED
+from slipstream.kernels.gpu.filters import MOST_GATHERED, find_floors
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.kernels.noise import gumbel_rows
-from slipstream.speculative.sampling import RowSampler
+from slipstream.speculative.sampling import RowSampler, filter_floors
 from slipstream.types import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def poisoned(rows: int, vocabulary: int, count: int) -> RankingScratch:
                  scratch.sums):
         part.fill_(float("nan"))
     filters.counts.fill_(2**30)
-    scratch.finalists.fill_(2**62)
+    scratch.listed.fill_(2**62)
     return scratch
 
 
@@ -159,18 +159,38 @@ def test_places_that_nothing_fills_are_marked(kernel: bool) -> None:
     assert scores[0, 2:].isneginf().all() and scores[0, :2].exp().sum() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_nucleus_too_large_to_gather_is_found_all_the_same() -> None:
-    logits = random_logits(4, 1, MOST_GATHERED + 900, spread=0.05)
-    flat = SamplingParams(temperature=1.0, seed=21, top_p=0.97)
-    settings, positions = settings_of([flat]), numbers(30)
-    scratch = poisoned(1, logits.shape[1], 1)
-    out = torch.full((1,), -99, dtype=torch.int32, device=DEVICE)
-    sampling.choose(logits.to(DEVICE), positions.to(DEVICE), settings, 1, out, scratch)
+def found_floor(logits: Tensor, params: SamplingParams) -> float:
+    scratch = poisoned(1, logits.shape[1], 1).filters
+    settings = settings_of([params])
+    find_floors(logits.to(DEVICE), settings.temperature, settings.top_k, settings.top_p, settings.min_p, 1, scratch)
+    return float(scratch.floors[0])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.97])
+def test_a_nucleus_of_thousands_ends_where_the_hosts_does(share: float) -> None:
+    logits = random_logits(4, 1, 9000, spread=0.5)
     ranked = logits[0].sort(descending=True).values
-    inside = int((ranked.double().softmax(dim=0).cumsum(dim=0) < 0.97).sum())
-    kept = int((logits[0] >= float(scratch.filters.floors[0])).sum())
-    assert inside > MOST_GATHERED and abs(kept - inside) <= 2  # sums of thousands of numbers differ in their last bits
-    assert int(out[0]) == RowSampler(flat, logits.shape[1], (), share_noise=True).choose(logits, 31)[0]
+    inside = int((ranked.double().softmax(dim=0).cumsum(dim=0) < share).sum())
+    floor = found_floor(logits, SamplingParams(temperature=1.0, seed=21, top_p=share))
+    kept = int((logits[0] >= floor).sum())
+    assert inside > 1000 and abs(kept - inside) <= 2  # sums of thousands of numbers differ in their last bits
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=1.0, seed=21, top_p=0.9), SamplingParams(temperature=2.0, seed=21, top_k=100),
+    SamplingParams(temperature=1.0, seed=21, top_k=100, top_p=0.5, min_p=0.01),
+], ids=["top-p", "top-k", "all"])
+def test_more_equals_than_can_be_gathered_are_found_all_the_same(params: SamplingParams) -> None:
+    logits = torch.full((1, MOST_GATHERED + 900), 1.5)
+    logits[0, 50:90] = torch.linspace(2.0, 4.0, 40)
+    assert found_floor(logits, params) == float(filter_floors(logits, params, params.temperature)[0])
+
+
+def test_a_top_k_of_more_than_there_are_numbers_keeps_them_all() -> None:
+    logits = torch.full((1, VOCABULARY), float("-inf"))
+    logits[0, 40:60] = torch.linspace(-1.0, 1.0, 20)
+    assert found_floor(logits, FILTERS[3]) > -1.0
+    assert found_floor(logits, SamplingParams(temperature=1.0, seed=1, top_k=30)) == float("-inf")
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

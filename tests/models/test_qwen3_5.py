@@ -43,8 +43,7 @@ from tests.families import (
 from tests.llama_cpp_greedy import llama_cpp_tokens
 from tests.oracles import FOLDER_VOCAB, edit_config, edit_tensors, our_target, save_model, their_logits
 from tests.qwen3_5_gguf import write_qwen3_5
-from tests.tiny import _Driver as Driver
-from tests.tiny import assert_idle, page_table
+from tests.tiny import Driver, assert_idle, page_table
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
 SETTINGS: dict[str, Any] = {

@@ -80,6 +80,7 @@ def command(
     device: o.DeviceName = "auto",
     kernels: o.KernelChoice = "triton",
     no_graphs: o.NoGraphs = False,
+    exact: o.Exact = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -95,7 +96,7 @@ def command(
     comparing.check({"--rival": rival is not None, "--plot": plot is not None, "--trace": trace is not None})
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     about: dict[str, object] = {
         "target": target, "prompts": prompts, "turns": turns, "max_tokens": max_tokens,
         "temperature": temperature, "seed": seed, "gate": gate, "min_confidence": confidence,

@@ -51,6 +51,7 @@ def command(
     device: o.DeviceName = "auto",
     kernels: o.KernelChoice = "triton",
     no_graphs: o.NoGraphs = False,
+    exact: o.Exact = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -62,7 +63,7 @@ def command(
         temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     how = o.speculation(mode, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
             has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,

@@ -55,6 +55,7 @@ def command(
     device: o.DeviceName = "auto",
     kernels: o.KernelChoice = "triton",
     no_graphs: o.NoGraphs = False,
+    exact: o.Exact = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
@@ -75,7 +76,7 @@ def command(
     settings: dict[str, object] = {
         **sampling, **how.settings(), "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
     }
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs)
+    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
         mode_name = str(how.resolved_mode(llm.has_draft))

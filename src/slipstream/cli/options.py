@@ -40,6 +40,13 @@ KernelChoice = Annotated[
 NoGraphs = Annotated[
     bool, typer.Option("--no-graphs", help="On a GPU: launch every kernel anew.", rich_help_panel=_MODEL)
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact", rich_help_panel=_MODEL,
+        help="On a GPU: keep steps of large batches so small that speculative text equals plain text to the bit.",
+    ),
+]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0 is every core it may use.", rich_help_panel=_MODEL)]
 MaxContext = Annotated[
     int, typer.Option(help="Tokens a sequence may hold; 0 is what the target allows.", rich_help_panel=_MODEL)
@@ -103,11 +110,11 @@ FrequencyPenalty = Annotated[float, typer.Option(help="Off a logit per use of a 
 
 def engine_config(
     dtype: WeightFormat = "auto", threads: int = 0, max_context: int = 0, draft_window: int | None = None,
-    device: Device = "auto", kernels: Kernels = "triton", no_graphs: bool = False,
+    device: Device = "auto", kernels: Kernels = "triton", no_graphs: bool = False, exact: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         weight_format=dtype, threads=threads, max_context=max_context, draft_window=draft_window, device=device,
-        kernels=kernels, graphs=not no_graphs,
+        kernels=kernels, graphs=not no_graphs, exact=exact,
     )
 
 

@@ -133,6 +133,7 @@ def command(
     device: o.DeviceName = "auto",
     kernels: o.KernelChoice = "triton",
     no_graphs: o.NoGraphs = False,
+    exact: o.Exact = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     max_sequences: MaxSequences = None,
@@ -167,14 +168,14 @@ def command(
         said: dict[str, object] = {
             "MODEL": model, "--draft": draft, "--mode": mode, "--dtype": dtype != "auto" or None,
             "--device": device != "auto" or None, "--kernels": kernels != "triton" or None,
-            "--no-graphs": no_graphs or None,
+            "--no-graphs": no_graphs or None, "--exact": exact or None,
             "--threads": threads or None, "--max-context": max_context or None, "--max-sequences": max_sequences,
             "--max-queue": max_queue, "--draft-lora": draft_lora or None,
         }
         router = _several(models, said, budget, idle)
     else:
         engine = replace(
-            o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs),
+            o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs, exact),
             max_sequences=EngineConfig().max_sequences if max_sequences is None else max_sequences,
             max_waiting=_DEFAULT_QUEUE if max_queue is None else max_queue,
         )

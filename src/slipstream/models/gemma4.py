@@ -24,7 +24,7 @@ from slipstream.models.llama import gguf_name, hf_names, multimodal_names
 from slipstream.models.moe import Experts, Router
 from slipstream.models.weights import Weights
 
-_GGUF_OWN = {
+GGUF_OWN = {
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -204,7 +204,7 @@ def read_hf(config: ConfigReader) -> tuple[Gemma4Config, FamilyNames]:
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Gemma4Config, FamilyNames]:
     read = gemma4_config.read_gguf(config, weights)
-    names = FamilyNames(partial(gguf_name, own=_GGUF_OWN), lambda name: name == "rope_freqs.weight")
+    names = FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: name == "rope_freqs.weight")
     return read, _ignoring(names, _shared_parts(read, names.file_name))
 
 

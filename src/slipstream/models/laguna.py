@@ -23,7 +23,7 @@ ARCH = "laguna"
 SLIDING, FULL = "sliding_attention", "full_attention"
 _GGUF_PERIOD = 4  # one full layer and three sliding ones, where a file does not say
 _GGUF_SIGMOID = 2  # llama.cpp's number of that rule
-_GGUF_OWN = GGUF_MOE | {"self_attn.g_proj.weight": "attn_gate.weight"}
+GGUF_OWN = GGUF_MOE | {"self_attn.g_proj.weight": "attn_gate.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[LagunaConfig, Fam
         sparse=tuple(index >= dense for index in range(layers)), moe=_gguf_moe(config, hidden),
         gate_per_head=gate == layer_heads[0],
     )
-    return read, FamilyNames(partial(gguf_name, own=_GGUF_OWN), lambda name: False)
+    return read, FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: False)
 
 
 def _gguf_sliding(config: ConfigReader, layers: int) -> tuple[bool, ...]:

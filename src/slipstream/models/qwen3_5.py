@@ -30,7 +30,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 _PERIOD = 4  # every so many layers one attends, where a file does not say
 _TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # a drafter of its own, and the eyes
-_GGUF_OWN = GGUF_MOE | {
+GGUF_OWN = GGUF_MOE | {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
@@ -205,7 +205,7 @@ def gguf_config(
         recurrent=recurrent, delta=delta, as_gguf=True, moe=moe,
     )
     own_drafter = tuple(f"blk.{index}." for index in range(layers, layers + drafting))
-    return read, FamilyNames(partial(gguf_name, own=_GGUF_OWN), lambda name: name.startswith(own_drafter))
+    return read, FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: name.startswith(own_drafter))
 
 
 def _gguf_recurrent(config: ConfigReader, arch: str, layers: int) -> tuple[bool, ...]:

@@ -140,11 +140,10 @@ def _vocabulary_problems(model: ModelFile, config: DecoderConfig) -> Iterator[st
 
 def _known(model: ModelFile) -> Check:
     check = Check("tensors")
-    try:
-        expected = model.expected()
-    except SlipstreamError as error:
-        check.problems.append(str(error))
+    if model.misfit:
+        check.problems.append(model.misfit)
         return check
+    expected = model.expected
     # without a configuration there is nothing to hold the tensors against, which the metadata check has said
     missing = [name for name in expected if name not in model.found]
     optional = {"lm_head.weight"} if isinstance(model.config, DecoderConfig) else set()

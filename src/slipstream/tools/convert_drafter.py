@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 
 from slipstream.errors import ConfigError, PairError
 from slipstream.formats.gguf_write import (
@@ -20,7 +21,7 @@ from slipstream.formats.gguf_write import (
     number_entry,
     text_entry,
 )
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.weights import WeightFile, WeightTensor, open_weights, read_config
 from slipstream.models import dflash_config
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash import LUCEBOX_ARCH, LUCEBOX_ARCHS, read_drafter_config
@@ -40,6 +41,7 @@ from slipstream.tools.convert_plans import (
 )
 from slipstream.tools.convert_target import read_target
 from slipstream.tools.convert_vocab import MASK_KEY, target_entries
+from slipstream.tools.family_configs import rope_entries, rope_section
 from slipstream.tools.tensor_lists import drafter_tensors, take_tensors
 
 Naming = Literal["llama.cpp", "lucebox"]
@@ -48,9 +50,11 @@ DRAFTER_ARCHITECTURES = ("dflash", *LUCEBOX_ARCHS)
 _ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
 # what a GGUF file has no words for, by the field of the configuration that would not survive
 _WORDLESS = {
-    "patterns": "the windows and causality of its layers", "rope": "scaled positions",
-    "attention_bias": "attention biases", "mlp_bias": "biases", "qk_norm": "layers without query and key norms",
+    "patterns": "the windows and causality of its layers", "rope": "scaled positions", "mlp_bias": "biases", "qk_norm": "layers without query and key norms",
 }
+_KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # the second says the same the other way round
+_FUSED = "qkv_proj.weight"
+_SHOWN_BY_TENSORS = ("tap_norms", "context_norm", "gate_width")
 _NO_TOKENIZER = "without --target the file has no tokenizer: it serves here, llama.cpp would refuse it"
 
 
@@ -73,12 +77,13 @@ def to_gguf(
     file = open_weights(path)
     config = read_drafter_config(path, file)
     names = names_in(file)
-    tensors = take_tensors(file, drafter_tensors(config, file), names)
+    tensors = take_tensors(file, drafter_tensors(config, file), names, lambda name: name == _KNOWN_BACKWARDS)
+    known = tensors.pop(_KNOWN, None)
     plans = {
         name: (tensor_plan(gguf_tensor_name(name, naming), tensor, gguf_type(tensor, asked)), tensor)
-        for name, tensor in tensors.items()
+        for name, tensor in _apart(config, tensors).items()
     }
-    written = [plan for plan, _ in plans.values()]
+    written = [plan for plan, _ in plans.values()] + ([] if known is None else [_known_tokens(known, as_offsets=False)])
     context = ConfigReader(read_config(path) or {}, path.name).integer("max_position_embeddings")
     metadata = [
         *general_entries(_ARCH[naming], path.resolve().name, written),
@@ -97,14 +102,35 @@ def to_folder(path: Path, asked: str | None, target: Path | None) -> tuple[Conve
     file = open_weights(path)
     config = read_drafter_config(path, file)
     tensors = take_tensors(file, drafter_tensors(config, file), names_in(file))
+    known = tensors.pop(_KNOWN, None)
     if target is not None:
         check_target(config, tensors["fc.weight"].shape[1], target)
     widened = widened_types(file.metadata)
     plans = [
         tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
         for name, tensor in tensors.items()
-    ]
+    ] + ([] if known is None else [_known_tokens(known, as_offsets=True)])
     return Conversion("drafter", [], plans), _hf_config(config, _context(config, file, target), plans)
+
+
+def _apart(config: DFlashConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+    """GGUF has queries, keys and values in tensors of their own; some folders have them in one."""
+    found: dict[str, WeightTensor] = {}
+    counts = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    for name, tensor in tensors.items():
+        if name.endswith(_FUSED):
+            for part, rows in zip("qkv", torch.arange(sum(counts)).split(counts), strict=True):
+                found[f"{name.removesuffix(_FUSED)}{part}_proj.weight"] = tensor.rows(rows)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _known_tokens(stored: WeightTensor, *, as_offsets: bool) -> TensorPlan:
+    """The target's ids of the tokens a drafter knows; folders store how far each is from its place."""
+    places = torch.arange(stored.shape[0])
+    values = stored.dense().long() + (-places if as_offsets else places)
+    return TensorPlan(_KNOWN, "I64", stored.shape, lambda: [np.asarray(values, "<i8").tobytes()])
 
 
 def gguf_tensor_name(name: str, naming: Naming) -> str:
@@ -122,15 +148,12 @@ def drafter_entries(config: DFlashConfig, naming: Naming, context: int, tap_widt
         f"{arch}.block_count": config.layers, f"{arch}.feed_forward_length": config.intermediate_size,
         f"{arch}.attention.head_count": config.heads, f"{arch}.attention.head_count_kv": config.kv_heads,
         f"{arch}.attention.key_length": config.head_dim, f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.rope.dimension_count": config.head_dim, f"{arch}.vocab_size": config.vocab_size,
-        "slipstream.trained_length": config.trained_length,
+        f"{arch}.vocab_size": config.vocab_size, "slipstream.trained_length": config.trained_length,
     }
     if config.num_target_layers is not None:
         numbers["slipstream.num_target_layers"] = config.num_target_layers
     entries = [number_entry(key, value, ValueKind.UINT32) for key, value in numbers.items()]
-    floats = {
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_eps, f"{arch}.rope.freq_base": config.rope.theta,
-    }
+    floats = {f"{arch}.attention.layer_norm_rms_epsilon": config.rms_eps}
     if config.input_embedding_scale is not None:
         floats[f"{arch}.embedding_scale"] = config.input_embedding_scale
     if config.output_multiplier != 1.0:
@@ -138,15 +161,23 @@ def drafter_entries(config: DFlashConfig, naming: Naming, context: int, tap_widt
     if config.final_logit_softcapping:
         floats[f"{arch}.final_logit_softcapping"] = config.final_logit_softcapping
     entries += [number_entry(key, value, ValueKind.FLOAT32) for key, value in floats.items()]
-    return [*entries, *_window_entries(config, arch), *_speculation_entries(config, naming, tap_width)]
+    if config.target_family is not None:
+        entries.append(text_entry("slipstream.target_model_type", config.target_family))
+    turning = rope_entries(config.rope, arch)
+    return [*entries, *turning, *_window_entries(config, arch), *_speculation_entries(config, naming, tap_width)]
 
 
 def _window_entries(config: DFlashConfig, arch: str) -> list[MetadataEntry]:
     windows = [pattern.window for pattern in config.patterns]
-    if not any(windows):
-        return []
     flags = [window > 0 for window in windows]
+    causal = {pattern.causal for pattern in config.patterns}
+    forced = [] if [pattern.causal for pattern in config.patterns] == flags else [
+        number_entry(f"{arch}.attention.causal", max(causal), ValueKind.BOOL)
+    ]
+    if not any(windows):
+        return forced
     return [
+        *forced,
         number_entry(f"{arch}.attention.sliding_window", max(windows), ValueKind.UINT32),
         array_entry(f"{arch}.attention.sliding_window_pattern", flags, ValueKind.BOOL),
     ]
@@ -192,6 +223,8 @@ def _part_entries(config: DFlashConfig, prefix: str, own: bool) -> list[Metadata
     if parts.enable_confidence_head:
         for key in ("enable_confidence_head", "confidence_head_with_markov"):
             entries.append(number_entry(heads + key, getattr(parts, key), ValueKind.BOOL))
+    if parts.context_norm:
+        entries.append(number_entry(f"{prefix}context_kv_layer_norm", True, ValueKind.BOOL))
     for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         if value := getattr(parts, key):
             entries.append(number_entry(prefix + key, value, ValueKind.UINT32))
@@ -268,8 +301,10 @@ def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> d
     if config.final_logit_softcapping:
         speculation["final_logit_softcapping"] = shortest(config.final_logit_softcapping)
     for item in fields(parts):
-        if (value := getattr(parts, item.name)) != item.default:
+        if item.name not in _SHOWN_BY_TENSORS and (value := getattr(parts, item.name)) != item.default:
             speculation[item.name] = value
+    if parts.context_norm:
+        speculation["context_kv_layer_norm"] = True
     second = parts.selector_rank or parts.conv_kernel_size
     found: dict[str, object] = {
         "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "model_type": "qwen3",
@@ -277,11 +312,14 @@ def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> d
         "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
         "rms_norm_eps": shortest(config.rms_eps), "max_position_embeddings": context, "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "attention_bias": False,
+        "rope_parameters": rope_section(config.rope), "attention_bias": config.attention_bias,
         "block_size": config.block_size, "dflash_config": speculation, "dtype": hf_dtype(plans),
     }
-    if config.num_target_layers is not None:
-        found["num_target_layers"] = config.num_target_layers
+    optional = {
+        "num_target_layers": config.num_target_layers, "draft_vocab_size": config.draft_vocab_size or None,
+        "target_model_type": config.target_family,
+    }
+    found |= {key: value for key, value in optional.items() if value is not None}
     if config.trained_length:
         found["trained_length"] = config.trained_length
     if config.expected_tau:
@@ -294,4 +332,6 @@ def _hf_windows(config: DFlashConfig) -> dict[str, object]:
     found: dict[str, object] = {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
+    if any(pattern.causal != bool(pattern.window) for pattern in config.patterns):
+        found["is_causal"] = config.patterns[0].causal
     return found | ({"sliding_window": max(windows), "use_sliding_window": True} if any(windows) else {})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.errors import FormatError
 from slipstream.formats.gguf_write import (
@@ -29,6 +31,9 @@ _PIECE_ELEMENTS = 2**22
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 _HF_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTIZATION_VERSION = 2
+# matrices that stay exact all the same, as llama.cpp wants them: routers and the kernels of recurrent layers
+_EXACT = re.compile(r"conv1d|ffn_gate_inp|mlp\.gate\.|router\.proj|shared_expert_gate")
+_EXPERTS = re.compile(r"experts\.|_exps\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +46,54 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
 
 
-def tensor_plan(name: str, tensor: WeightTensor, type_name: str) -> TensorPlan:
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor made of others: laid one behind the other and given a shape, their values perhaps changed on the way."""
+
+    name: str
+    sources: tuple[WeightTensor, ...]
+    shape: tuple[int, ...]
+    change: Callable[[Tensor], Tensor] | None = None  # of some rows at a time
+
+    @property
+    def type_name(self) -> str:
+        return self.sources[0].type_name
+
+    def dense(self) -> Tensor:
+        parts = [source.dense() for source in self.sources]
+        return torch.cat([part if self.change is None else self.change(part) for part in parts]).reshape(self.shape)
+
+
+Source = WeightTensor | Derived
+
+
+def tensor_plan(name: str, tensor: Source, type_name: str) -> TensorPlan:
     """Writes a tensor under a new name: byte for byte where the type stays, else decoded and encoded in pieces."""
+    sources, change = (tensor.sources, tensor.change) if isinstance(tensor, Derived) else ((tensor,), None)
 
     def pieces() -> Iterator[Piece]:
-        if tensor.type_name == type_name:
-            yield tensor.raw()
-            return
-        count = tensor.shape[0]
-        step = max(1, _PIECE_ELEMENTS // max(1, torch.Size(tensor.shape[1:]).numel()))
-        for start in range(0, count, step):
-            values = tensor.rows(torch.arange(start, min(start + step, count))).dense()
-            yield encode_rows(values.reshape(values.shape[0], -1).numpy(), type_name, tensor.name)
+        for source in sources:
+            if source.type_name == type_name and change is None:
+                yield source.raw()
+                continue
+            count = source.shape[0]
+            step = max(1, _PIECE_ELEMENTS // max(1, torch.Size(source.shape[1:]).numel()))
+            for start in range(0, count, step):
+                values = source.rows(torch.arange(start, min(start + step, count))).dense()
+                changed = values if change is None else change(values)
+                yield encode_rows(changed.reshape(changed.shape[0], -1).numpy(), type_name, tensor.name)
 
     return TensorPlan(name, type_name, tensor.shape, pieces)
 
 
-def is_matrix(tensor: WeightTensor) -> bool:
+def is_matrix(tensor: Source) -> bool:
     """Whether a tensor is worth a short type; norms, biases, kernels and single rows stay exact in F32."""
-    return len(tensor.shape) == 2 and tensor.shape[0] > 1
+    stacked = len(tensor.shape) == 3 and _EXPERTS.search(tensor.name) is not None
+    flat = len(tensor.shape) == 2 and tensor.shape[0] > 1 and not _EXACT.search(tensor.name)
+    return stacked or flat
 
 
-def gguf_type(tensor: WeightTensor, asked: str | None) -> str:
+def gguf_type(tensor: Source, asked: str | None) -> str:
     """The type a tensor of a Hugging Face folder gets in a GGUF file; rows no block divides become BF16."""
     stored = _EXACT_IN.get(tensor.type_name, tensor.type_name)
     if stored not in FLOATS:
@@ -74,7 +105,7 @@ def gguf_type(tensor: WeightTensor, asked: str | None) -> str:
     return asked or stored
 
 
-def widened_entries(plans: Mapping[str, tuple[TensorPlan, WeightTensor]]) -> list[MetadataEntry]:
+def widened_entries(plans: Mapping[str, tuple[TensorPlan, Source]]) -> list[MetadataEntry]:
     """Remembers what was widened to F32, so that the way back can restore the very bytes."""
     entries = []
     for type_name in ("BF16", "F16"):
@@ -96,7 +127,7 @@ def widened_types(metadata: Mapping[str, object]) -> dict[str, str]:
     return types
 
 
-def safetensors_type(tensor: WeightTensor, asked: str | None, widened: Mapping[str, str]) -> str:
+def safetensors_type(tensor: Source, asked: str | None, widened: Mapping[str, str]) -> str:
     """The type a tensor of a GGUF file gets in a safetensors file: its own, or F32 where it is quantised."""
     if is_matrix(tensor):
         return asked or (tensor.type_name if tensor.type_name in FLOATS else "F32")
@@ -105,7 +136,7 @@ def safetensors_type(tensor: WeightTensor, asked: str | None, widened: Mapping[s
     return before if before == "F32" or _fits(tensor, before) else "F32"
 
 
-def _fits(tensor: WeightTensor, type_name: str) -> bool:
+def _fits(tensor: Source, type_name: str) -> bool:
     values = tensor.dense()
     narrow = torch.bfloat16 if type_name == "BF16" else torch.float16
     return bool(torch.equal(values.to(narrow).float(), values))

@@ -1,8 +1,10 @@
-"""Llama and Qwen3 targets between a Hugging Face folder and llama.cpp's GGUF conventions."""
+"""Targets of every family between a Hugging Face folder and llama.cpp's GGUF conventions."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,13 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, number_entry, text_entry
+from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, as_read, number_entry
+from slipstream.formats.layout import TensorEntry
 from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
-from slipstream.models.llama import gguf_name, gguf_names
-from slipstream.models.loading import FAMILIES
+from slipstream.models.gemma4_config import Gemma4Config
+from slipstream.models.loading import FAMILIES, read_target_config
 from slipstream.models.rope import RopeConfig, inverse_frequencies
 from slipstream.models.weights import Weights
 from slipstream.tools.convert_plans import (
@@ -24,113 +27,160 @@ from slipstream.tools.convert_plans import (
     gguf_type,
     hf_dtype,
     safetensors_type,
-    shortest,
     tensor_plan,
     widened_entries,
     widened_types,
 )
 from slipstream.tools.convert_vocab import NO_END, folder_entries, names_an_end
+from slipstream.tools.family_configs import FAMILY_NAMES, gguf_entries, hf_config
+from slipstream.tools.family_tensors import folder_tensors, gguf_tensors
 from slipstream.tools.tensor_lists import decoder_tensors, take_tensors
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FACTORS = "rope_freqs.weight"
+_STANDS_STILL = 1e30  # what llama.cpp divides a frequency by that does not turn
 _LLAMA3 = "slipstream.rope."  # what llama3 scaling was made of; the GGUF tensor only has its outcome
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+# fields that files spell in different ways without meaning anything else; what layers make of them is compared
+_SPELLING = {
+    "as_gguf", "family", "full_rope", "head_dim", "heads", "intermediate_size", "keys_are_values", "kv_heads",
+    "layer_dims", "layer_heads", "layer_inner", "layer_kv_heads", "rope", "sliding", "sliding_rope", "window",
+}
+_WORDS = {
+    "attention_bias": "attention biases", "mlp_bias": "biases", "moe": "how its experts are chosen or weighed",
+    "sparse": "which of its layers have experts", "rope": "how its positions turn",
+    "window": "the windows of its layers", "heads": "the heads of its layers", "kv_shapes": "which layers share keys",
+}
 
 
 def read_target(path: Path) -> tuple[DecoderConfig, FamilyNames, WeightFile]:
     """The configuration of the target at `path`, how its file spells things, and the file itself."""
-    file, config = open_weights(path), read_config(path)
-    family = str(file.metadata.get("general.architecture") if config is None else config.get("model_type"))
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"{path.name}: '{family}' is not a supported target", f"supported: {', '.join(sorted(FAMILIES))}"
-        )
-    if config is not None:
-        return *FAMILIES[family].read_hf(ConfigReader(config, path.name)), file
-    reader = ConfigReader(file.metadata, file.path.name)
-    return *FAMILIES[family].read_gguf(reader, Weights(file, "fp32")), file
+    file = open_weights(path)
+    return *read_target_config(path, file), file
 
 
 def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> Conversion:
     """A Hugging Face target folder as the contents of a GGUF file."""
     config, names, file = read_target(path)
-    tensors = take_tensors(file, decoder_tensors(config), names.file_name, names.ignored)
-    plans = {}
-    for name, tensor in tensors.items():
-        order = rotary_order(name, config, to_file=True)
-        taken = tensor if order is None else tensor.rows(order)
-        plans[name] = tensor_plan(gguf_name(name), taken, gguf_type(tensor, asked)), tensor
+    tensors = take_tensors(file, decoder_tensors(config, names, file), names.file_name, names.ignored)
+    plans = {
+        name: (tensor_plan(name, tensor, gguf_type(tensor, asked)), tensor)
+        for name, tensor in gguf_tensors(config, tensors).items()
+    }
     written = [plan for plan, _ in plans.values()]
+    described = [*gguf_entries(config), *_llama3_entries(config.rope)]
+    factors = _factors(config)
+    if factors is not None:
+        written.insert(0, _factor_tensor(factors))
+    back = FAMILIES[config.family].read_gguf(
+        ConfigReader(as_read(described), path.name), Weights(_as_written(written, factors), "fp32")
+    )[0]
+    _refuse_what_is_lost(config, back, path.name, "GGUF")
     folder = path if path.is_dir() else path.parent
     metadata = [
-        *general_entries(config.family, path.resolve().name, written), *_shape_entries(config),
-        *_rope_entries(config), *widened_entries(plans), *folder_entries(folder, config.vocab_size, progress),
+        *general_entries(FAMILY_NAMES[config.family][0], path.resolve().name, written), *described,
+        *widened_entries(plans), *folder_entries(folder, config.vocab_size, progress),
     ]
-    if config.rope.kind == "llama3":
-        written.insert(0, _factor_tensor(config.rope))
     return Conversion("target", metadata, written, [] if names_an_end(metadata) else [NO_END])
 
 
 def to_folder(path: Path, asked: str | None) -> tuple[Conversion, dict[str, object]]:
     """A GGUF target as safetensors and the config.json that belongs to them."""
     config, names, file = read_target(path)
-    config = replace(config, rope=_original_rope(config.rope, file))
-    tensors = take_tensors(file, decoder_tensors(config), names.file_name, names.ignored)
+    if not isinstance(config, Gemma4Config):
+        config = replace(config, rope=_original_rope(config.rope, file))
+    tensors = take_tensors(file, decoder_tensors(config, names, file), names.file_name, names.ignored)
     widened = widened_types(file.metadata)
-    plans = []
-    for name, tensor in tensors.items():
-        order = rotary_order(name, config, to_file=False)
-        taken = tensor if order is None else tensor.rows(order)
-        plans.append(tensor_plan(name, taken, safetensors_type(tensor, asked, widened)))
-    return Conversion("target", [], plans), _hf_config(config, file, plans)
+    plans = [
+        tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
+        for name, tensor in folder_tensors(config, tensors).items()
+    ]
+    found = {"dtype": hf_dtype(plans)} | _token_ids(file.metadata)
+    described = {key: value for key, value in hf_config(config, found).items() if value is not None}
+    back = FAMILIES[config.family].read_hf(ConfigReader(described, path.name))[0]
+    _refuse_what_is_lost(config, back, path.name, "config.json")
+    return Conversion("target", [], plans), described
 
 
-def rotary_order(name: str, config: DecoderConfig, *, to_file: bool) -> Tensor | None:
-    """How the rows of a llama's query and key projections are reordered on the way into a GGUF file or out of it."""
-    rows = gguf_names().rotary_rows
-    if config.family != "llama" or rows is None or ".self_attn." not in name:
-        return None
-    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return None
-    order = rows(heads, config.head_dim)
-    return order.argsort() if to_file else order
+def _token_ids(metadata: Mapping[str, object]) -> dict[str, object]:
+    keys = ("bos_token_id", "eos_token_id")
+    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in keys}
+    return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
-def _shape_entries(config: DecoderConfig) -> list[MetadataEntry]:
-    arch = config.family
-    numbers = {
-        "vocab_size": config.vocab_size, "context_length": config.max_positions,
-        "embedding_length": config.hidden_size, "block_count": config.layers,
-        "feed_forward_length": config.intermediate_size, "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads, "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim, "rope.dimension_count": config.head_dim,
+# ---- what a format has no words for
+
+
+def _refuse_what_is_lost(config: DecoderConfig, back: DecoderConfig, label: str, into: str) -> None:
+    """Holds what a reader of the new file will understand against what was meant."""
+    meant, understood = _traits(config), _traits(back)
+    lost = [name for name, value in meant.items() if understood.get(name) != value]
+    ropes = [(config.layer(index).rope, back.layer(index).rope) for index in range(config.layers if not lost else 0)]
+    lost += ["rope"] if not all(_turn_alike(*pair) for pair in ropes) else []
+    if lost:
+        what = _WORDS.get(lost[0], f"its '{lost[0]}' ({getattr(config, lost[0])!r})")
+        raise ConfigError(f"{label}: {into} has no words for {what} in this family", "use it in the format it has")
+
+
+def _traits(config: DecoderConfig) -> dict[str, object]:
+    """What the model will compute, however a file says it; numbers as 32-bit floats keep them."""
+    layers = [config.layer(index) for index in range(config.layers)]
+    traits: dict[str, object] = {
+        item.name: _rounded(getattr(config, item.name)) for item in fields(config) if item.name not in _SPELLING
     }
-    entries = [number_entry(f"{arch}.{key}", value, ValueKind.UINT32) for key, value in numbers.items()]
-    epsilon = number_entry(f"{arch}.attention.layer_norm_rms_epsilon", config.rms_eps, ValueKind.FLOAT32)
-    return [*entries, epsilon]
+    return traits | {
+        "heads": [(one.heads, one.kv_heads, one.head_dim) for one in layers], "kv_shapes": config.kv_shapes,
+        "intermediate_size": [one.intermediate_size for one in layers],
+        "window": [config.pattern(index) for index in range(config.layers)],
+    }
 
 
-def _rope_entries(config: DecoderConfig) -> list[MetadataEntry]:
-    rope, arch = config.rope, config.family
-    entries = [number_entry(f"{arch}.rope.freq_base", rope.theta, ValueKind.FLOAT32)]
-    if rope.kind == "linear":
-        entries.append(text_entry(f"{arch}.rope.scaling.type", "linear"))
-        entries.append(number_entry(f"{arch}.rope.scaling.factor", rope.factor, ValueKind.FLOAT32))
-    elif rope.kind == "llama3":
-        entries += [number_entry(_LLAMA3 + key, getattr(rope, key), ValueKind.FLOAT64) for key in _LLAMA3_KEYS]
-    elif rope.kind != "default":
-        raise ConfigError(
-            f"rope scaling '{rope.kind}' cannot be stored in a GGUF target", "default, linear and llama3 scaling can"
-        )
-    return entries
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_rounded(getattr(value, item.name)) for item in fields(value))
+    return value
 
 
-def _factor_tensor(rope: RopeConfig) -> TensorPlan:
-    """llama3 scaling as GGUF has it: what each plain frequency is divided by."""
+def _turn_alike(one: RopeConfig, other: RopeConfig) -> bool:
+    if (one.dim, one.width) != (other.dim, other.width):
+        return False
+    numbers = [torch.cat((inverse_frequencies(rope), torch.tensor([rope.attention_factor]))) for rope in (one, other)]
+    return torch.allclose(*numbers, rtol=1e-5, atol=1e-12)
+
+
+def _as_written(plans: Sequence[TensorPlan], factors: Tensor | None) -> WeightFile:
+    """The new file as a reader of its configuration sees it: names, shapes, and the one tensor that is read."""
+    data = b"" if factors is None else factors.numpy().astype("<f4").tobytes()
+    mapped = mmap.mmap(-1, max(1, len(data)))
+    mapped.write(data)
+    entries = [
+        TensorEntry(plan.name, plan.type_name, plan.shape, 1, 4, 0, len(data) if plan.name == _FACTORS else 0)
+        for plan in plans
+    ]
+    return WeightFile(Path(_FACTORS), {entry.name: (entry, mapped) for entry in entries}, {})
+
+
+# ---- scaled positions
+
+
+def _factors(config: DecoderConfig) -> Tensor | None:
+    """What each plain frequency is divided by, where GGUF has a tensor for it: in llama3 scaling and Gemma's layers."""
+    rope = config.full_rope if isinstance(config, Gemma4Config) else config.rope
+    if rope.kind != "llama3" and not rope.factors:
+        return None
     divisors = inverse_frequencies(RopeConfig(rope.theta, rope.dim)) / inverse_frequencies(rope)
-    return TensorPlan(_FACTORS, "F32", (divisors.numel(),), lambda: [np.asarray(divisors, "<f4").tobytes()])
+    return divisors.clamp(max=_STANDS_STILL)
+
+
+def _factor_tensor(factors: Tensor) -> TensorPlan:
+    return TensorPlan(_FACTORS, "F32", (factors.numel(),), lambda: [np.asarray(factors, "<f4").tobytes()])
+
+
+def _llama3_entries(rope: RopeConfig) -> list[MetadataEntry]:
+    if rope.kind != "llama3":
+        return []
+    return [number_entry(_LLAMA3 + key, getattr(rope, key), ValueKind.FLOAT64) for key in _LLAMA3_KEYS]
 
 
 def _original_rope(rope: RopeConfig, file: WeightFile) -> RopeConfig:
@@ -147,28 +197,3 @@ def _original_rope(rope: RopeConfig, file: WeightFile) -> RopeConfig:
         f"{file.path.name} scales positions by the tensor {_FACTORS}, which a config.json cannot hold",
         "convert from the original folder",
     )
-
-
-def _hf_config(config: DecoderConfig, file: WeightFile, plans: list[TensorPlan]) -> dict[str, object]:
-    theta = shortest(config.rope.theta)
-    rope: dict[str, object] = {"rope_type": config.rope.kind, "rope_theta": theta}
-    if config.rope.kind != "default":
-        rope["factor"] = shortest(config.rope.factor)
-    if config.rope.kind == "llama3":
-        rope |= {
-            "low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor,
-            "original_max_position_embeddings": config.rope.original_context,
-        }
-    found: dict[str, object] = {
-        "architectures": [_CLASSES[config.family]], "model_type": config.family, "hidden_act": "silu",
-        "hidden_size": config.hidden_size, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
-        "rms_norm_eps": shortest(config.rms_eps), "max_position_embeddings": config.max_positions,
-        "rope_theta": theta, "rope_parameters": rope, "tie_word_embeddings": config.tied_head,
-        "attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "dtype": hf_dtype(plans),
-    }
-    for key in ("bos_token_id", "eos_token_id"):
-        if isinstance(index := file.metadata.get(f"tokenizer.ggml.{key}"), int):
-            found[key] = index
-    return found

@@ -12,8 +12,10 @@ from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.footprint import Footprint, available_bytes, footprint
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.quants import GGML_TYPES
-from slipstream.formats.weights import WeightTensor
-from slipstream.models.llama import gguf_name
+from slipstream.formats.weights import read_config
+from slipstream.models.decoder import DecoderConfig
+from slipstream.tools.convert_plans import Source
+from slipstream.tools.family_tensors import gguf_tensors
 from slipstream.tools.model_file import open_model
 from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
 
@@ -163,11 +165,13 @@ def fit(
 def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[RecipeName, int]:
     """What a target's tensors would weigh after `slipstream quantize --type`; nothing is quantised for that."""
     with open_model(path) as model:
-        stored = {gguf_name(name): model.tensor(name) for name in model.found}
+        stored: Mapping[str, Source] = {own: model.file.tensor(own) for own in model.found.values()}
+        if isinstance(model.config, DecoderConfig) and read_config(path) is not None:
+            stored = gguf_tensors(model.config, {name: model.file.tensor(own) for name, own in model.found.items()})
         return {name: _weight(stored, Recipe(name, stored)) for name in recipes}
 
 
-def _weight(stored: Mapping[str, WeightTensor], recipe: Recipe) -> int:
+def _weight(stored: Mapping[str, Source], recipe: Recipe) -> int:
     sizes = {name: (block, size) for name, block, size in GGML_TYPES.values()}
     total = 0
     for name, tensor in stored.items():

@@ -53,6 +53,8 @@ class ModelFile:
     unknown: list[str] = field(default_factory=list)  # the file's names nobody knows
     ignored: list[str] = field(default_factory=list)  # known to hold nothing a model computes with
     permuted: bool = False  # query and key rows are stored in the rotary order of llama GGUF files
+    expected: dict[str, Shape] = field(default_factory=dict)  # every tensor the configuration implies
+    misfit: str = ""  # why the configuration and the tensors cannot be held against each other
 
     def tensor(self, name: str) -> WeightTensor:
         """One tensor, lazily, its rows in the order of Hugging Face checkpoints."""
@@ -66,14 +68,6 @@ class ModelFile:
         heads = {"self_attn.q_proj": self.config.heads, "self_attn.k_proj": self.config.kv_heads}
         count = next((count for module, count in heads.items() if f".{module}." in name), None)
         return None if count is None else stored_rotary_rows(count, self.config.head_dim)
-
-    def expected(self) -> dict[str, Shape]:
-        """Every tensor the configuration implies, with its shape; empty where it cannot be read."""
-        if self.config is None:
-            return {}
-        if isinstance(self.config, DFlashConfig):
-            return drafter_tensors(self.config, self.file)
-        return decoder_tensors(self.config)
 
     @property
     def label(self) -> str:
@@ -144,8 +138,15 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
         spell = names.file_name if names is not None else gguf_name if is_gguf else keep_name
     permuted = kind == "target" and is_gguf and file.metadata["general.architecture"] == "llama"
     model = ModelFile(path, file, kind, config, problem, permuted=permuted)
+    try:
+        if isinstance(config, DFlashConfig):
+            model.expected = drafter_tensors(config, file)
+        elif config is not None and names is not None:
+            model.expected = decoder_tensors(config, names, file)
+    except SlipstreamError as error:
+        model.misfit = str(error)
     own = set(file.names())
-    for name in _possible_names(kind, file.names()):
+    for name in dict.fromkeys([*model.expected, *_possible_names(kind, file.names())]):
         if (spelled := spell(name)) in own:
             model.found[name] = spelled
             own.discard(spelled)
@@ -156,7 +157,7 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
 
 
 def _holds_nothing(name: str) -> bool:
-    return name == "rope_freqs.weight" or name.endswith("rotary_emb.inv_freq")
+    return name in ("rope_freqs.weight", "t2d") or name.endswith("rotary_emb.inv_freq")
 
 
 def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:

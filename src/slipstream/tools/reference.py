@@ -48,7 +48,7 @@ class AuthorBlocks:
                     f"{path.name} proposes from its anchor, which the authors' package does not do",
                     "compare it with another file instead",
                 )
-            self._model = _build(model, model.config)
+            self._model = build_authors_drafter(model, model.config)
         # a confidence head chooses no tokens, so only this one is missed
         self.left_out = "the Markov head" if ours.drafter.config.parts.markov_rank else ""
 
@@ -84,7 +84,8 @@ class AuthorBlocks:
         return chosen
 
 
-def _build(model: ModelFile, config: DFlashConfig) -> Any:
+def build_authors_drafter(model: ModelFile, config: DFlashConfig) -> Any:
+    """Their drafter with the file's weights, in fp32."""
     authors = _package()
     cls = authors.DFlash2DraftModel if config.parts.selector_rank else authors.DFlashDraftModel
     built = cls(_their_config(config)).eval()

@@ -1,114 +1,76 @@
-"""Which tensors a model must have and of what shape, by their Hugging Face names, as its configuration implies."""
+"""Which tensors a model must have and of what shape, by their Hugging Face names: the model itself is asked.
+
+A model is built as ever, except that its weights stand for nothing: they note what is taken and hand out blanks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.formats.layout import TensorEntry
 from slipstream.formats.weights import WeightFile, WeightTensor
-from slipstream.models.decoder import DecoderConfig
+from slipstream.models.decoder import DecoderConfig, FamilyNames
+from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in
+from slipstream.models.loading import FAMILIES
+from slipstream.models.weights import Weights
 
 Shape = tuple[int, ...]
+_FLOAT_BYTES = 4
 _FOREIGN = "the config does not belong to these weights"
 _UNKNOWN = "the model has parts this version does not know, and leaving them out would change it"
 
 
-def decoder_tensors(config: DecoderConfig) -> dict[str, Shape]:
-    """The tensors of a target."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    for index in range(config.layers):
-        shapes |= _layer_tensors(config, f"model.layers.{index}.")
-    shapes["model.norm.weight"] = (config.hidden_size,)
-    if not config.tied_head:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
+def decoder_tensors(config: DecoderConfig, names: FamilyNames, file: WeightFile) -> dict[str, Shape]:
+    """The tensors of a target; where files store the same thing in different ways, as this file does."""
+    weights = _Asked(file, names.file_name)
+    FAMILIES[config.family].MODEL(config, weights, names)
+    return weights.shapes
 
 
 def drafter_tensors(config: DFlashConfig, file: WeightFile) -> dict[str, Shape]:
     """The tensors of a drafter by their canonical names; what a drafter may do without is listed if the file has it."""
-    names, hidden, taps = names_in(file), config.hidden_size, len(config.target_layer_ids)
-    width = (*file.tensor(names("fc.weight")).shape, 0)[1]
-    if not width or width % taps:
-        raise ConfigError(
-            f"{config.label}: fc.weight does not divide into {taps} taps",
-            "target_layer_ids does not belong to these weights",
-        )
-    shapes: dict[str, Shape] = {"fc.weight": (hidden, width), "hidden_norm.weight": (hidden,)}
-    for index in range(config.layers):
-        shapes |= _layer_tensors(config, f"layers.{index}.") | _convolutions(config, f"layers.{index}.")
-    shapes["norm.weight"] = (hidden,)
-    tables: Shape = (config.vocab_size, hidden)
-    optional = {"embed_tokens.weight": tables, "lm_head.weight": tables}
-    # one output: some writers drop the dimension of size one
-    confidence = names("confidence_head.proj.weight")
-    shapes |= _heads(config, confidence in file and len(file.tensor(confidence).shape) == 1)
-    optional |= _head_biases(config)
-    return shapes | {name: shape for name, shape in optional.items() if names(name) in file}
+    weights = _Asked(file, names_in(file))
+    DFlashDrafter(config, weights)
+    return weights.shapes
 
 
-def _layer_tensors(config: DecoderConfig | DFlashConfig, prefix: str) -> dict[str, Shape]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    for name, rows, columns in (
-        ("q", queries, hidden), ("k", keys, hidden), ("v", keys, hidden), ("o", hidden, queries)
-    ):
-        shapes[f"self_attn.{name}_proj.weight"] = (rows, columns)
-        if config.attention_bias:
-            shapes[f"self_attn.{name}_proj.bias"] = (rows,)
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        shapes[f"mlp.{name}_proj.weight"] = (rows, columns)
-        if config.mlp_bias:
-            shapes[f"mlp.{name}_proj.bias"] = (rows,)
-    return {prefix + name: shape for name, shape in shapes.items()}
+class _Nothing:
+    """In the place of a matrix nobody will multiply with."""
+
+    nbytes = out_features = in_features = 0
 
 
-def _convolutions(config: DFlashConfig, prefix: str) -> dict[str, Shape]:
-    parts, hidden = config.parts, config.hidden_size
-    if not parts.conv_kernel_size:
-        return {}
-    projected = 2 * parts.conv_kernel_size * (hidden // parts.conv_group_size)
-    shapes: dict[str, Shape] = {}
-    for name in ("attention_conv", "mlp_conv"):
-        shapes[f"{prefix}{name}.base_kernel"] = (2, parts.conv_kernel_size, hidden)
-        shapes[f"{prefix}{name}.kernel_projection.weight"] = (projected, hidden)
-    return shapes
+class _Asked(Weights):
+    """Notes every tensor that is asked for; those the file lacks, or has in another shape, are zeros."""
 
+    def __init__(self, file: WeightFile, file_name: Callable[[str], str]) -> None:
+        super().__init__(file, "fp32", file_name)
+        self.shapes: dict[str, Shape] = {}
+        self._most = sum(math.prod(file.tensor(name).shape) for name in file.names())
+        self._zeros: mmap.mmap | None = None
 
-def _heads(config: DFlashConfig, flat_confidence: bool) -> dict[str, Shape]:
-    parts, hidden, vocab = config.parts, config.hidden_size, config.vocab_size
-    shapes: dict[str, Shape] = {}
-    if rank := parts.markov_rank:
-        shapes |= {f"markov_head.markov_w{number}.weight": (vocab, rank) for number in (1, 2)}
-        if parts.markov_head_type == "gated":
-            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
-        if parts.markov_head_type == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
-    if parts.enable_confidence_head:
-        width = hidden + (parts.markov_rank if parts.confidence_head_with_markov else 0)
-        shapes["confidence_head.proj.weight"] = (width,) if flat_confidence else (1, width)
-    if rank := parts.selector_rank:
-        for name in ("predecessor_codebook", "successor_codebook"):
-            shapes[f"candidate_selector.{name}.weight"] = (vocab, rank)
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-    return shapes
+    def source(self, name: str, shape: Shape) -> WeightTensor:
+        self.shapes[name] = shape
+        if self.has(name) and (found := self.file.tensor(self._file_name(name))).shape == shape:
+            return found
+        elements = math.prod(shape)
+        # a false claim must not decide how much is allocated
+        if elements > self._most:
+            raise ConfigError(f"'{name}' would be {list(shape)}, more than all of {self.file.path.name}", _FOREIGN)
+        self._zeros = self._zeros or mmap.mmap(-1, max(1, self._most * _FLOAT_BYTES))
+        return WeightTensor(TensorEntry(name, "F32", shape, 1, _FLOAT_BYTES, 0, elements * _FLOAT_BYTES), self._zeros)
 
+    def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], Any]) -> Any:
+        return _Nothing()
 
-def _head_biases(config: DFlashConfig) -> dict[str, Shape]:
-    rank = config.parts.markov_rank
-    shapes: dict[str, Shape] = {}
-    if config.parts.enable_confidence_head:
-        shapes["confidence_head.proj.bias"] = (1,)
-    if config.parts.markov_head_type == "gated":
-        shapes["markov_head.gate_proj.bias"] = (rank,)
-    if config.parts.markov_head_type == "rnn":
-        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
-    return shapes
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """What nobody asked for is the caller's business."""
 
 
 def take_tensors(

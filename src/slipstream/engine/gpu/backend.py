@@ -27,6 +27,7 @@ from slipstream.formats.weights import WeightFile
 from slipstream.kernels.gpu.growth import MOST_ROWS
 from slipstream.kernels.gpu.kernels import GpuKernels, gpu_kernels
 from slipstream.kernels.gpu.matmul import Scratch
+from slipstream.kernels.gpu.rows import LEAST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
@@ -38,6 +39,7 @@ from slipstream.text.tokenizer import Tokenizer
 
 _POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded; graphs and scratch need the rest
 MOST_STEP_ROWS = 256  # of one device step over all sequences
+EXACT_ROWS = 64  # up to here a row has the same bits in any company
 
 
 @dataclass(slots=True)
@@ -54,6 +56,11 @@ class GpuBackend:
     """One GPU, or the CPU under Triton's interpreter where tests give it that device."""
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        if config.exact and config.max_sequences > EXACT_ROWS:
+            raise ConfigError(
+                f"{config.max_sequences} sequences do not fit into an exact step of {EXACT_ROWS} rows",
+                f"allow at most {EXACT_ROWS} at once, or leave --exact out",
+            )
         self.device = device
         self._config = config
         self.scratch = Scratch(device)
@@ -90,8 +97,27 @@ class GpuBackend:
             False, partial(self._measure_costs, blocks),
         )
         self._loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
-        engine.install(self._loop, MOST_STEP_ROWS)
+        engine.install(self._loop, self._most_rows)
+        self._warm_up(blocks)
         return engine
+
+    @property
+    def _most_rows(self) -> int:
+        return EXACT_ROWS if self._config.exact else MOST_STEP_ROWS
+
+    @torch.inference_mode()
+    def _warm_up(self, blocks: BlockDrafter | None) -> None:
+        """Captures what one sequence needs, so that a first request does not wait for compilers."""
+        if not self.graphs.enabled:
+            return
+        drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
+        shapes: list[tuple[int, GpuDrafter | None, bool]] = [(1, None, False)]
+        if drafter is not None:
+            shapes += [(1, drafter, False), (LEAST_ROWS, drafter, True)]
+        for done, (each, own, drafting) in enumerate(shapes):
+            self._loop.step(1, each, own, drafting)
+            if self._progress is not None:
+                self._progress("capturing graphs", done + 1, len(shapes))
 
     def in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
         machine = self._built
@@ -112,7 +138,7 @@ class GpuBackend:
         # steps move sequences on: nobody's are loaded meanwhile
         kept = self.state.snapshot()
         self.state.clear()
-        costs = measure_costs(self._loop.step, blocks.gpu, MOST_STEP_ROWS, self.device, self._progress)
+        costs = measure_costs(self._loop.step, blocks.gpu, self._most_rows, self.device, self._progress)
         self.state.restore(kept)
         return costs
 
@@ -140,8 +166,9 @@ class GpuBackend:
 
     @property
     def exact(self) -> bool:
-        """Whether speculative text equals plain text to the bit, as long as a step has no more than 64 rows in all."""
-        return self._config.kernels == "triton"
+        """Whether speculative text equals plain text to the bit: with `exact`, or as long as steps stay small."""
+        small = self._config.max_sequences * LEAST_ROWS <= EXACT_ROWS
+        return self._config.kernels == "triton" and (self._config.exact or small)
 
     def read_bandwidth(self) -> float:
         """Bytes per second that a large copy reads and writes: the floor under a step is its bytes over this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.engine.gpu.state import Wish
+from slipstream.engine.gpu.step import bucket
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
 from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
@@ -28,9 +29,10 @@ class Planner:
         """A wish and the reason for it per sequence."""
         slots = self._proposer.slots(sessions)
         rows = self._governed_rows(sessions, slots)
+        widest = max(1, self._most_rows // bucket(len(sessions)))
         wishes, decisions = [], []
         for session, depth in zip(sessions, slots, strict=True):
-            wish = _wish(session, depth, rows)
+            wish = _wish(session, depth, rows, widest - 1)
             wishes.append(wish)
             decisions.append(_decision(session, wish))
         return wishes, decisions
@@ -49,7 +51,7 @@ class Planner:
         draft_ms = costs.draft_ms(len(drafting), max(depth for _, depth in drafting), context)
         best, best_rate = _ROWS[0], 0.0
         for rows in _ROWS:
-            if rows * len(sessions) > self._most_rows:
+            if rows * bucket(len(sessions)) > self._most_rows:
                 break
             tokens = float(len(sessions))
             for policy, depth in drafting:
@@ -74,18 +76,20 @@ class Planner:
             self._proposer.policy.choose(offers)
 
 
-def _wish(session: Session, depth: int, governed_rows: int) -> Wish:
+def _wish(session: Session, depth: int, governed_rows: int, most_nodes: int) -> Wish:
+    """What a sequence proposes; a batch leaves each of its sequences `most_nodes`."""
     speculation, mode = session.speculation, session.ticket.request.mode
-    if not depth:
+    if not depth or not most_nodes:
         return Wish()
     policy = speculation.policy
     if policy is not None:
-        nodes = min(governed_rows - 1, policy.max_nodes)
+        nodes = min(governed_rows - 1, policy.max_nodes, most_nodes)
         shape = CHAIN if policy.chains_only else TREE
         return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.calibration)
     if mode.kind == "tree":
-        return Wish(speculation.rows - 1, depth, SEEDED_TREE if mode.seeded else TREE)
-    return Wish(min(depth, speculation.rows - 1), depth, CHAIN)
+        nodes = min(speculation.rows - 1, most_nodes)
+        return Wish(nodes, depth, SEEDED_TREE if mode.seeded else TREE)
+    return Wish(min(depth, speculation.rows - 1, most_nodes), depth, CHAIN)
 
 
 def _decision(session: Session, wish: Wish) -> Decision:

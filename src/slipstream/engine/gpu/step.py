@@ -79,8 +79,9 @@ class DecodeStep:
         assert drafter is not None
         drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
         _, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
+        used = slice(0, self._block.rows)
         self._kernels.top_candidates(
-            logits[: self._block.rows], self._block.positions, self._settings, drafter.block_size,
+            logits[used], self._block.positions[used], self._settings, drafter.block_size,
             1 - drafter.first_slot,
             self._candidates.view(-1, CANDIDATES), self._scores.view(-1, CANDIDATES), self._draft_ranking,
         )
@@ -89,8 +90,11 @@ class DecodeStep:
         """The target's own token after every row; returns the taps."""
         tapped = self._drafter.taps if self._drafter is not None else ()
         hidden, taps = self._target.run(self._rows, self._pools.target_keys, self._pools.target_values, tapped)
-        logits = self._target.logits(hidden)[: self._rows.rows]
-        self._kernels.choose(logits, self._rows.positions, self._settings, self.each, self._chosen, self._ranking)
+        used = slice(0, self._rows.rows)
+        self._kernels.choose(
+            self._target.logits(hidden)[used], self._rows.positions[used], self._settings, self.each, self._chosen,
+            self._ranking,
+        )
         return taps
 
     def _report(self) -> None:

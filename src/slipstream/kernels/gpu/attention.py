@@ -219,9 +219,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, base, earliest, pages, paths, sums, stats, out, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, WINDOW: tl.constexpr,
-    TREE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
-    LEAST_PAGES: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    TREE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
+    LANES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program adds up the slots of a row for the heads of a kv head, in the order of the slots."""
     kv_head, row = tl.program_id(0), tl.program_id(1)
@@ -240,29 +239,25 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     first_page, last_page, _, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
     own = tl.minimum(last_page - first_page, 1) + 1  # of the slots of the last two pages, those that are filled
     member, d = tl.arange(0, SHARE_PADDED), tl.arange(0, DIM)
-    part = tl.arange(0, SLOTS_PADDED)
-    part = tl.where(part < slots, part, part - slots + SLOTS - own)
-    mask = (part < SLOTS)[:, None] & (member < SHARE)[None, :]
-    peaks = stats + ((vector * SLOTS + part)[:, None] * SHARE + member[None, :]) * 2
-    peak = tl.max(tl.load(peaks, mask=mask, other=float("-inf"), cache_modifier=".cg"), 0)
+    peak = tl.full([SHARE_PADDED], float("-inf"), tl.float32)
     weight = tl.zeros([SHARE_PADDED], tl.float32)
     total = tl.zeros([SHARE_PADDED, DIM], tl.float32)
     for begin in range(0, slots + own, AT_ONCE):
-        loaded = ()
-        for i in tl.static_range(AT_ONCE):  # all loads come first, so that they are on the way together
-            slot = member * 0 + begin + i
-            slot = tl.where(slot < slots, slot, slot - slots + SLOTS - own)
-            there = (slot < SLOTS) & (member < SHARE)
-            at = (vector * SLOTS + slot) * SHARE + member
-            loaded = loaded + (
-                tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg"),
-                tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"),
-                tl.load(sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"),
-            )
-        for i in tl.static_range(AT_ONCE):
-            factor = tl.exp2(loaded[3 * i] - peak)
-            weight = tl.fma(loaded[3 * i + 1], factor, weight)
-            total = tl.fma(loaded[3 * i + 2], tl.broadcast_to(factor[:, None], [SHARE_PADDED, DIM]), total)
+        slot = begin + tl.arange(0, AT_ONCE)
+        slot = tl.where(slot < slots, slot, slot - slots + SLOTS - own)
+        there = (slot < SLOTS)[:, None] & (member < SHARE)[None, :]
+        at = (vector * SLOTS + slot)[:, None] * SHARE + member[None, :]
+        # read past the first cache, which does not hear of what other multiprocessors wrote
+        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        at = at[:, :, None] * DIM + d[None, None, :]
+        totals = tl.load(sums + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        shrink, shares = tl.exp2(peak - new_peak), tl.exp2(peaks - new_peak[None, :])
+        weight = tl.fma(weight, shrink, tl.sum(weights * shares, 0))
+        shrink = tl.broadcast_to(shrink[:, None], [SHARE_PADDED, DIM])
+        total = tl.fma(total, shrink, tl.sum(totals * shares[:, :, None], 0))
+        peak = new_peak
     head = (vector * SHARE + member)[:, None]
     tl.store(out + head * DIM + d[None, :], (total / weight[:, None]).to(tl.bfloat16), mask=(member < SHARE)[:, None])
 
@@ -333,7 +328,7 @@ def paged_attention(
     _finish_kernel[(kv_heads, rows.rows)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
         scratch.stats, out, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree,
-        SLOTS_PADDED=triton.next_power_of_2(SLOTS), LANES=LANES, AT_ONCE=AT_ONCE, **sizes, num_warps=4, num_stages=1,
+        LANES=LANES, AT_ONCE=AT_ONCE, **sizes, num_warps=4, num_stages=1,
         launch_pdl=overlap,
     )
 

@@ -6,19 +6,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-PREFETCHED = tl.constexpr(512)  # bytes of weights an output at most, while the kernel before is at work
-PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+LINES = tl.constexpr(4)  # of weights an output, fetched while the kernel before is at work
+LINE = tl.constexpr(128)  # bytes
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
 def begun(weights, size, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets the next kernel start, fetches `size` bytes of weights at each address, and waits for the kernel before."""
+    """Lets the next kernel start, fetches lines of the `size` bytes at each address, waits for the kernel before."""
     if EARLY:
         gdc_launch_dependents()
-        sizes = tl.zeros(weights.shape, tl.int32) + size
-        tl.inline_asm_elementwise(
-            PREFETCH, "=r,l,r", [weights.to(tl.int64), sizes], dtype=tl.int32, is_pure=False, pack=1
-        )
+        place = tl.minimum(tl.arange(0, LINES) * LINE, size - LINE // 4)
+        lines = weights.to(tl.int64)[:, None] + place[None, :]
+        tl.inline_asm_elementwise(PREFETCH, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
         gdc_wait()
 
 
@@ -63,8 +63,7 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
     steps = tl.cdiv(inputs, DEPTH)
     each = tl.cdiv(steps, SPLIT)
     first = split * each
-    # rows that are not whole 16 bytes have no place to fetch from
-    begun(weight_rows + first * DEPTH, tl.minimum(each * DEPTH * 2, PREFETCHED), EARLY)
+    begun(weight_rows + tl.minimum(first * DEPTH, inputs - 1), tl.minimum(each * DEPTH, inputs) * 2, EARLY)
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for step in tl.range(first, tl.minimum(first + each, steps), num_stages=STAGES):
         k = step * DEPTH

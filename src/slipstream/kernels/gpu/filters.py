@@ -99,11 +99,11 @@ def _sampled_cuts(line, size, heat, SAMPLED: tl.constexpr, CUTS: tl.constexpr): 
     for start in range(0, SAMPLED, 16):
         other_at = start + tl.arange(0, 16)
         other = _sampled(line, other_at, size, heat, SAMPLED)
-        earlier = (other[None, :] == value[:, None]) & (other_at[None, :] < at[:, None])
-        rank += tl.sum(((other[None, :] > value[:, None]) | earlier).to(tl.int32), axis=1)
+        earlier = (other[:, None] == value[None, :]) & (other_at[:, None] < at[None, :])
+        rank += tl.sum(((other[:, None] > value[None, :]) | earlier).to(tl.int32), axis=0)
     cut = CUTS - 1 - tl.arange(0, CUTS)
     wanted = tl.where(cut < 4, cut, (cut - 3) * 9)
-    found = tl.max(tl.where(rank[None, :] == wanted[:, None], value[None, :], float("-inf")), axis=1)
+    found = tl.max(tl.where(rank[:, None] == wanted[None, :], value[:, None], float("-inf")), axis=0)
     return tl.where(cut == CUTS - 1, float("-inf"), found)
 
 

@@ -67,6 +67,17 @@ class HeadScores:
     confidence: Tensor | None  # fp32 [sequences, slots, K (before)]: probability that the first candidate is right
     least_confidence: Tensor  # fp32 [sequences]: nothing is offered below it
 
+    @classmethod
+    def empty(
+        cls, sequences: int, slots: int, candidates: int, confident: bool, least_confidence: Tensor
+    ) -> HeadScores:
+        """Room for what heads say; how little confidence is enough is the caller's."""
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros((sequences, *shape), dtype=torch.float32, device=least_confidence.device)
+
+        confidence = floats(slots, candidates) if confident else None
+        return cls(floats(slots, candidates, candidates), floats(), confidence, least_confidence)
+
 
 @dataclass(frozen=True, slots=True)
 class Grown:

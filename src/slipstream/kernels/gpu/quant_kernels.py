@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.dense_kernels import PREFETCHED, begun, combined
+from slipstream.kernels.gpu.dense_kernels import LINE, LINES, begun, combined
 
 TILE_ROWS = tl.constexpr(64)  # weights lie in tiles of this many outputs
 
@@ -125,6 +125,9 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
     tile, split = tl.program_id(0), tl.program_id(1)
     planes: tl.constexpr = 16 // BITS
     output = tile * TILE + tl.arange(0, TILE)
+    # Every dot takes one plane of several steps (of every second one where two share a word of high bits).
+    apart: tl.constexpr = 2 if HIGH else 1
+    taken: tl.constexpr = UNROLL // apart
     within = tl.arange(0, GROUP)
     row = tl.arange(0, ROWS)
     inner = output % TILE_ROWS
@@ -132,43 +135,48 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
     rounds = steps // UNROLL
     each = tl.cdiv(rounds, SPLIT)
     first = split * each
-    # Weights are unpacked where the dots want them only if all they are made of are loads with two dimensions.
-    groups_at = (block * TILE_ROWS + inner)[:, None]
-    words_at = words_ptr + groups_at.to(tl.int64) * GROUP + within[None, :]
-    high_at = high_ptr + ((block // 2) * TILE_ROWS + inner).to(tl.int64)[:, None] * GROUP + within[None, :]
-    x_at = x_ptr + row[None, :] * x_stride + within[:, None]
+    # Weights are unpacked where the dots want them only if all they are made of are loads of as many dimensions.
+    ordinal = tl.arange(0, taken)
+    groups_at = (block * TILE_ROWS + inner)[:, None, None] + (ordinal * (apart * TILE_ROWS))[None, :, None]
+    words_at = words_ptr + groups_at.to(tl.int64) * GROUP + within[None, None, :]
+    high_at = (block // 2) * TILE_ROWS + inner
+    high_at = high_ptr + (high_at[:, None, None] + (ordinal * TILE_ROWS)[None, :, None]).to(tl.int64) * GROUP
+    high_at += within[None, None, :]
+    place = tl.arange(0, taken * GROUP)
+    place = place // GROUP * (apart * planes * GROUP) + place % GROUP
+    x_at = x_ptr + row[None, :] * x_stride + place[:, None]
     # the words of a program's steps lie in one piece, of which every output fetches a part
-    size = tl.minimum(each * (UNROLL * GROUP * 2), PREFETCHED)
-    piece = (block + first * UNROLL).to(tl.int64) * (TILE_ROWS * GROUP) + inner * (size // 2)
+    size = tl.minimum(each * (UNROLL * GROUP * 2), LINES * LINE)
+    piece = (block + tl.minimum(first * UNROLL, steps - 1)).to(tl.int64) * (TILE_ROWS * GROUP) + inner * (size // 2)
     begun(words_ptr + piece, size, EARLY)
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for turn in tl.range(first, tl.minimum(first + each, rounds), num_stages=STAGES):
-        for part in tl.static_range(UNROLL):
+        if HIGH:
+            high = tl.load(high_at + turn * (taken * TILE_ROWS * GROUP), eviction_policy="evict_first")
+        for part in tl.static_range(apart):
             step = turn * UNROLL + part
             words = tl.load(words_at + step * (TILE_ROWS * GROUP), eviction_policy="evict_first")
+            if not HIGH:
+                high = words
             scales = tl.load(scale_ptr + groups_at + step * TILE_ROWS)
             offsets = scales
             if OFFSETS:
                 offsets = tl.load(offset_ptr + groups_at + step * TILE_ROWS)
-            if HIGH:
-                if part % 2 == 0:
-                    high = tl.load(high_at + (step // 2) * (TILE_ROWS * GROUP), eviction_policy="evict_first")
-            else:
-                high = words
             for plane in tl.static_range(planes):
                 k = (step * planes + plane) * GROUP
                 if EVEN:
                     x = tl.load(x_at + k, eviction_policy="evict_last")
                 else:
-                    x = tl.load(x_at + k, mask=(within < inputs - k)[:, None], other=0.0, eviction_policy="evict_last")
+                    x = tl.load(x_at + k, mask=(place < inputs - k)[:, None], other=0.0, eviction_policy="evict_last")
                 if INTERPRETED:
-                    weight = plane_numbers(words, high, scales, offsets, plane, part % 2 * planes + plane, BITS, HIGH,
+                    weight = plane_numbers(words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH,
                                            ZERO, OFFSETS)  # fmt: skip
-                    acc = tl.dot(weight.to(tl.bfloat16).to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
+                    weight = tl.reshape(weight.to(tl.bfloat16).to(tl.float32), (TILE, taken * GROUP))
+                    acc = tl.dot(weight, x.to(tl.float32), acc, input_precision="ieee")
                 else:
-                    weight = plane_weights(words, high, scales, offsets, plane, part % 2 * planes + plane, BITS, HIGH,
+                    weight = plane_weights(words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH,
                                            ZERO, OFFSETS)  # fmt: skip
-                    acc = tl.dot(weight, x, acc)
+                    acc = tl.dot(tl.reshape(weight, (TILE, taken * GROUP)), x, acc)
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT)
 
 
@@ -185,25 +193,25 @@ def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, 
     planes: tl.constexpr = 16 // BITS
     within = tl.arange(0, GROUP)
     for part in tl.static_range(2):
-        step = tl.program_id(1) * 2 + part
-        there = inside[:, None] & (step < steps)
+        ahead = tl.program_id(1) * 2 + part
+        step = tl.minimum(ahead, steps - 1)  # past the last one nothing is stored
         at = (((output // TILE_ROWS) * steps + step) * TILE_ROWS + output % TILE_ROWS)[:, None]
-        words = tl.load(words_ptr + at.to(tl.int64) * GROUP + within[None, :], mask=there, other=0)
+        words = tl.load(words_ptr + at.to(tl.int64) * GROUP + within[None, :], mask=inside[:, None], other=0)
         high = words
         if HIGH:
             pair = (output // TILE_ROWS) * (steps // 2) + step // 2
             place = (pair * TILE_ROWS + output % TILE_ROWS).to(tl.int64)[:, None] * GROUP + within[None, :]
-            high = tl.load(high_ptr + place, mask=there, other=0)
-        scales = tl.load(scale_ptr + at, mask=there, other=0)
+            high = tl.load(high_ptr + place, mask=inside[:, None], other=0)
+        scales = tl.load(scale_ptr + at, mask=inside[:, None], other=0)
         offsets = scales
         if OFFSETS:
-            offsets = tl.load(offset_ptr + at, mask=there, other=0)
+            offsets = tl.load(offset_ptr + at, mask=inside[:, None], other=0)
         for plane in tl.static_range(planes):
-            k = (step * planes + plane) * GROUP + within
+            k = (ahead * planes + plane) * GROUP + within
             numbers = plane_numbers(
                 words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH, ZERO, OFFSETS
             )
             # rounded before the unit, a power of two, as in a product
             numbers = numbers.to(tl.bfloat16).to(tl.float32) * unit
             place = out_ptr + local.to(tl.int64)[:, None] * out_stride + k[None, :]
-            tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=there & (k < inputs)[None, :])
+            tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < inputs)[None, :])

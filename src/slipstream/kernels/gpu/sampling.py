@@ -22,7 +22,6 @@ from slipstream.kernels.ranking import LEAST_TEMPERATURE, NO_BEST
 MOST_CANDIDATES = 64
 _GROUP = 64  # tokens that compete for one place among a row's best groups
 _GROUPS = 64  # groups that one program ranks
-_LINES = 256
 _STRETCH_WARPS = 8
 _ROW_WARPS = 8
 _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
@@ -60,7 +59,7 @@ class RankingScratch:
     best: Tensor  # fp32 [rows, stretches * _GROUPS], the largest score of each group
     peaks: Tensor  # fp32 [rows, stretches]
     sums: Tensor  # fp32 [rows, stretches]
-    finalists: Tensor  # int64 [rows, room for the most that one of _LINES lines can leave]
+    listed: Tensor  # int64 [rows, room for all keys that can ever be listed while the best are found]
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, count: int, device: torch.device) -> RankingScratch:
@@ -69,10 +68,10 @@ class RankingScratch:
 
         stretches = triton.cdiv(vocabulary, _GROUPS * _GROUP)
         filters = FilterScratch.empty(rows, vocabulary, device)
-        longest = max(stretches * _GROUPS, count * _GROUP)
-        room = triton.next_power_of_2(count) * triton.next_power_of_2(longest) // _LINES
-        finalists = torch.empty((rows, max(1, room)), dtype=torch.int64, device=device)
-        return cls(count, filters, floats(stretches * _GROUPS), floats(stretches), floats(stretches), finalists)
+        padded, longest = triton.next_power_of_2(count), max(stretches * _GROUPS, count * _GROUP)
+        room = padded + max(4 * padded, triton.next_power_of_2(longest) // 4)
+        listed = torch.empty((rows, room), dtype=torch.int64, device=device)
+        return cls(count, filters, floats(stretches * _GROUPS), floats(stretches), floats(stretches), listed)
 
 
 @triton.jit
@@ -134,33 +133,54 @@ def _stretch_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _best(score, number, finalists, COUNT: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rank_among(keys, listed, count):  # type: ignore[no-untyped-def]
+    """How many of `count` listed keys are larger than each of these."""
+    rank = tl.zeros(keys.shape, tl.int32)
+    for start in range(0, count, 64):
+        place = start + tl.arange(0, 64)
+        others = tl.load(listed + place, mask=place < count, other=-(2**63))
+        rank += tl.sum((others[:, None] > keys[None, :]).to(tl.int32), axis=0)
+    return rank
+
+
+@triton.jit
+def _best(score, number, listed, COUNT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The COUNT best as keys: a score and, below it, how far its number is from the highest possible.
 
-    Sorting many keys is slow, but only those that reach the COUNT-th best of some lines' largest can be among the best.
+    The best of all reach the COUNT-th best of the largest of some lines, and hardly anything else does. `listed` is
+    memory for what other threads must see, between barriers.
     """
-    rank = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64)
-    keys = (rank << 32) | (0x7FFFFFFF - number).to(tl.int64)
+    order = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64)
+    keys = (order << 32) | (0x7FFFFFFF - number).to(tl.int64)
     if COUNT == 1:
         found = tl.max(keys, axis=0, keep_dims=True)
-    elif SIZE <= 4 * LINES:
-        found = tl.topk(keys, COUNT)
     else:
-        least = tl.min(tl.topk(tl.max(tl.reshape(keys, (LINES, SIZE // LINES)), axis=1), COUNT))
-        kept = (keys >= least).to(tl.int32)
-        tl.debug_barrier()  # others may still be reading what was there, and will read what these threads write
-        tl.store(finalists + tl.cumsum(kept, axis=0) - 1, keys, mask=kept > 0)
+        LINES: tl.constexpr = 4 * COUNT
+        largest = tl.max(tl.reshape(keys, (LINES, SIZE // LINES)), axis=1)
+        listed += COUNT
+        tl.store(listed + tl.arange(0, LINES), largest)
         tl.debug_barrier()
-        place = tl.arange(0, COUNT * (SIZE // LINES))
-        found = tl.topk(tl.load(finalists + place, mask=place < tl.sum(kept), other=-(2**63)), COUNT)
+        least = tl.sum(tl.where(_rank_among(largest, listed, LINES) == COUNT - 1, largest, 0))
+        kept = (keys >= least).to(tl.int32)
+        count = tl.sum(kept)
+        tl.debug_barrier()
+        tl.store(listed + tl.cumsum(kept, axis=0) - 1, keys, mask=kept > 0)
+        tl.debug_barrier()
+        for start in range(0, count, 64):
+            place = start + tl.arange(0, 64)
+            some = tl.load(listed + place, mask=place < count, other=-(2**63))
+            rank = _rank_among(some, listed, count)
+            tl.store(listed - COUNT + rank, some, mask=(place < count) & (rank < COUNT))
+        tl.debug_barrier()
+        found = tl.load(listed - COUNT + tl.arange(0, COUNT))
     return found
 
 
 @triton.jit
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, positions, temperature, seed, shared, floors, best, peaks, sums, finalists, tokens, scores, each, size,
+    logits, stride, positions, temperature, seed, shared, floors, best, peaks, sums, listed, tokens, scores, each, size,
     ahead, groups, stretches, count, room, DRAFT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, STRETCHES: tl.constexpr, LINES: tl.constexpr,
+    WIDTH: tl.constexpr, STRETCHES: tl.constexpr,
 ):
     """The best tokens of a row's best groups; a row that is not all numbers, or has no token at all, has none."""
     row = tl.program_id(0)
@@ -170,14 +190,14 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     usable = (tl.max((peak != peak).to(tl.int32)) == 0) & (highest > float("-inf"))
     place = tl.arange(0, WIDTH)
     of_groups = tl.load(best + row * groups + place, mask=place < groups, other=float("-inf"))
-    finalists += row.to(tl.int64) * room
-    group = 0x7FFFFFFF - (_best(of_groups, place, finalists, COUNT, WIDTH, LINES) & 0x7FFFFFFF).to(tl.int32)
+    listed += row.to(tl.int64) * room
+    group = 0x7FFFFFFF - (_best(of_groups, place, listed, COUNT, WIDTH) & 0x7FFFFFFF).to(tl.int32)
     score, _ = _scored(
         logits, stride, positions, temperature, seed, shared, floors, row, group, each, size, ahead, DRAFT, GROUP
     )
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     score, token = tl.reshape(score, (COUNT * GROUP,)), tl.reshape(token, (COUNT * GROUP,))
-    found = _best(score, token, finalists, COUNT, COUNT * GROUP, LINES)
+    found = _best(score, token, listed, COUNT, COUNT * GROUP)
     token = 0x7FFFFFFF - (found & 0x7FFFFFFF).to(tl.int32)
     rank = tl.arange(0, COUNT)
     if DRAFT:
@@ -212,9 +232,9 @@ def _rank(
     )
     count = triton.next_power_of_2(scratch.count)
     _row_kernel[(rows,)](
-        *given, scratch.finalists, tokens, scores if draft else unused, each, size, ahead, groups, stretches,
-        scratch.count, scratch.finalists.shape[1], draft, count, _GROUP, max(count, triton.next_power_of_2(groups)),
-        triton.next_power_of_2(stretches), _LINES, num_warps=_ROW_WARPS,
+        *given, scratch.listed, tokens, scores if draft else unused, each, size, ahead, groups, stretches,
+        scratch.count, scratch.listed.shape[1], draft, count, _GROUP, max(4 * count, triton.next_power_of_2(groups)),
+        triton.next_power_of_2(stretches), num_warps=_ROW_WARPS,
     )
 
 

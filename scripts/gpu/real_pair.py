@@ -1,0 +1,233 @@
+"""The real pair end to end on a GPU: tokens per second of every mode, identical texts, batches, and the same weights in
+`transformers` and in the authors' loop.
+
+    python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --out results.json
+    python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --parts modes --limit 4 --tokens 64
+
+The parts: modes (every mode on every evaluation set, texts compared), native (weights as the file has them), batches
+(throughput at 1, 4, 16 and 64 sequences), syncs (how often the host waits), theirs (transformers, the authors' loop).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+from slipstream.bench.workloads import read_prompts
+from slipstream.config import EngineConfig
+from slipstream.engine.llm import LLM, Completion
+
+SETS = ("humaneval", "gsm8k", "mt-bench")
+MODES = ("plain", "chain", "tree:16", "tree:64", "auto")
+BATCHES = (1, 4, 16, 64)
+Row = dict[str, object]
+
+
+def load(options: argparse.Namespace, dtype: str, sequences: int = 4) -> LLM:
+    config = EngineConfig(
+        weight_format=dtype, device=options.device, kernels=options.kernels, graphs=not options.no_graphs,  # type: ignore[arg-type]
+        max_sequences=sequences, max_context=2048,
+    )
+    return LLM(str(options.target), str(options.draft), config=config)
+
+
+def prompts_of(llm: LLM, name: str, limit: int) -> list[list[int]]:
+    texts = [turns[0] for turns in read_prompts(name, limit)]
+    return [llm.prompt_ids(text, chat=True) for text in texts]
+
+
+def settings(mode: str, tokens: int) -> dict[str, object]:
+    return {"mode": mode, "max_tokens": tokens, "ignore_eos": False, **({} if mode == "auto" else {"gate": "off"})}
+
+
+def one_by_one(llm: LLM, prompts: Sequence[list[int]], mode: str, tokens: int) -> list[Completion]:
+    return [llm.run([llm.request(ids, **settings(mode, tokens))])[0] for ids in prompts]
+
+
+def speed(answers: Sequence[Completion]) -> float:
+    """Tokens after the first over the time from the first to the last."""
+    tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+    return tokens / max(1e-9, sum(answer.stats.decode_ms for answer in answers) * 1e-3)
+
+
+def modes(options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES) -> list[Row]:
+    llm = load(options, dtype)
+    print(llm.kernels, "| weights", llm.describe()["weight_bytes"], flush=True)
+    warm_up(llm, names)
+    rows: list[Row] = []
+    for name in SETS:
+        prompts = prompts_of(llm, name, options.limit)
+        plain: list[Completion] = []
+        for mode in names:
+            answers = one_by_one(llm, prompts, mode, options.tokens)
+            plain = plain or answers
+            same = sum(a.token_ids == b.token_ids for a, b in zip(plain, answers, strict=True))
+            steps = sum(answer.stats.steps for answer in answers)
+            committed = sum(answer.stats.committed for answer in answers)
+            rows.append({
+                "weights": dtype, "set": name, "mode": mode, "tokens_per_s": round(speed(answers), 1),
+                "over_plain": round(speed(answers) / speed(plain), 3), "tau": round(committed / max(1, steps), 3),
+                "ms_per_step": round(sum(a.stats.decode_ms for a in answers) / max(1, steps), 3),
+                "same_texts": f"{same}/{len(answers)}", "tokens": sum(len(a.token_ids) for a in answers),
+            })
+            print(rows[-1], flush=True)
+    llm.close()
+    return rows
+
+
+def warm_up(llm: LLM, names: Sequence[str]) -> None:
+    """Kernels are compiled and graphs captured when a shape first runs; that is not what is measured."""
+    began = time.perf_counter()
+    for mode in (*names, *names):
+        llm.run([llm.request(llm.prompt_ids("Count to twenty.", chat=True), **settings(mode, 48))])
+    print(f"warm after {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
+    llm = load(options, dtype, max(BATCHES))
+    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
+    rows: list[Row] = []
+    for batch in BATCHES:
+        chosen = (everything * (batch // len(everything) + 1))[:batch]
+        speeds = {}
+        for mode in ("plain", "auto"):
+            def requests(mode: str = mode, chosen: Sequence[list[int]] = chosen) -> list[Any]:
+                return [llm.request(ids, **{**settings(mode, options.tokens), "ignore_eos": True}) for ids in chosen]
+
+            llm.run(requests())  # captures what it needs
+            took = []
+            for _ in range(2):
+                began = time.perf_counter()
+                answers = llm.run(requests())
+                took.append(time.perf_counter() - began)
+            speeds[mode] = sum(len(answer.token_ids) for answer in answers) / min(took)
+        rows.append({
+            "weights": dtype, "batch": batch, "plain": round(speeds["plain"], 1), "auto": round(speeds["auto"], 1),
+            "auto_over_plain": round(speeds["auto"] / speeds["plain"], 3),
+        })
+        print(rows[-1], flush=True)
+    llm.close()
+    return rows
+
+
+def syncs(options: argparse.Namespace) -> list[Row]:
+    """Counts the waits of steady decoding with torch's own alarm; events that are waited for are counted by hand."""
+    llm = load(options, "bf16")
+    rows: list[Row] = []
+    ids = prompts_of(llm, "humaneval", 1)[0]
+    for mode in ("plain", "chain", "tree:64"):
+        llm.run([llm.request(ids, **settings(mode, 64))])
+        request = llm.request(ids, **{**settings(mode, 200), "ignore_eos": True})
+        llm.engine.add(request)
+        for _ in range(6):
+            llm.engine.step()
+        land = llm.engine.loop.land  # type: ignore[attr-defined]
+        counted = Mock(side_effect=land)
+        llm.engine.loop.land = counted  # type: ignore[attr-defined]
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(20):
+                llm.engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+        llm.engine.loop.land = land  # type: ignore[attr-defined]
+        llm.engine.cancel(request.id)
+        while llm.engine.has_work:
+            llm.engine.step()
+        alarms = [str(warning.message) for warning in seen if "synchroniz" in str(warning.message)]
+        rows.append({"mode": mode, "steps": 20, "events_waited_for": counted.call_count, "other_syncs": len(alarms)})
+        print(rows[-1], *alarms[:2], flush=True)
+    llm.close()
+    return rows
+
+
+def theirs(options: argparse.Namespace) -> list[Row]:
+    """`transformers` and the authors' loop on the weights that `modes` ran in bf16."""
+    from dflash.model import dflash_generate
+    from theirs import build_drafter, build_target
+
+    device = torch.device(options.device)
+    llm = load(options, "bf16")
+    target = build_target(options.target, device)
+    drafter = build_drafter(options.draft, device)
+    stops = sorted(llm.tokenizer.eos_ids)
+    rows: list[Row] = []
+    for name in SETS:
+        prompts = [torch.tensor([ids], device=device) for ids in prompts_of(llm, name, min(options.limit, 4))]
+        results: dict[str, tuple[int, float, float]] = {}
+        for label in ("transformers", "authors' loop"):
+            tokens, seconds, steps = 0, 0.0, 0
+            for turn, ids in enumerate([prompts[0], *prompts]):
+                _wait(device)
+                began = time.perf_counter()
+                with torch.inference_mode():
+                    if label == "transformers":
+                        found = target.generate(
+                            ids, max_new_tokens=options.tokens, do_sample=False, eos_token_id=stops, pad_token_id=0
+                        )
+                        count = taken = found.shape[1] - ids.shape[1]
+                    else:
+                        done = dflash_generate(drafter, target, ids, options.tokens, stops, return_stats=True)
+                        count, taken = done.num_output_tokens, len(done.acceptance_lengths)
+                _wait(device)
+                if turn:  # the first is a warm-up
+                    tokens, seconds, steps = tokens + count, seconds + time.perf_counter() - began, steps + taken
+            results[label] = tokens, seconds, steps
+            rows.append({
+                "set": name, "who": label, "tokens_per_s": round(tokens / seconds, 1),
+                "ms_per_step": round(1e3 * seconds / steps, 2), "tau": round(tokens / steps, 2),
+            })
+            print(rows[-1], flush=True)
+    llm.close()
+    return rows
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("--parts", default="modes,native,batches,syncs,theirs")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--kernels", default="triton", choices=("triton", "reference"))
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, list[Row]] = {}
+    for part in options.parts.split(","):
+        began = time.perf_counter()
+        if part == "modes":
+            found[part] = modes(options, "bf16")
+        elif part == "native":
+            found[part] = modes(options, "auto", ("plain", "auto"))
+        elif part == "batches":
+            found[part] = batches(options, "bf16")
+        elif part == "syncs":
+            found[part] = syncs(options)
+        else:
+            found[part] = theirs(options)
+        print(f"-- {part}: {time.perf_counter() - began:.0f} s", flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(found, indent=1))
+    for part, rows in found.items():
+        print(f"\n{part}")
+        for row in rows:
+            print("| " + " | ".join(str(value) for value in row.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

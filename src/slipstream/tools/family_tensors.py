@@ -1,0 +1,144 @@
+"""A target's tensors as llama.cpp's GGUF files have them and as Hugging Face folders do, each made of the other.
+
+llama.cpp stacks the experts of a layer, turns the rotary rows of Llama, and stores Qwen3.5 ready for use: norms hold
+what they multiply by, rates are no logarithms, and value heads come in rounds over the key heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from slipstream.formats.weights import WeightTensor
+from slipstream.models import gemma4, laguna, qwen3_5
+from slipstream.models.decoder import DecoderConfig
+from slipstream.models.llama import gguf_name, stored_rotary_rows
+from slipstream.models.moe import GGUF_MOE
+from slipstream.models.qwen3_5 import Qwen35Config
+from slipstream.tools.convert_plans import Derived, Source
+
+_OWN_NAMES: dict[str, Mapping[str, str]] = {
+    "gemma4": gemma4.GGUF_OWN, "laguna": laguna.GGUF_OWN, "qwen3_moe": GGUF_MOE,
+    "qwen3_5": qwen3_5.GGUF_OWN, "qwen3_5_moe": qwen3_5.GGUF_OWN,
+}
+_ONE_EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.((?:gate|up|down)_proj)\.weight$")
+_ALL_EXPERTS = re.compile(r"^(.*\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)$")
+_DELTA = ".linear_attn."
+
+
+def gguf_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
+    """The tensors of a folder, by Hugging Face's names, as a GGUF file has them, by llama.cpp's."""
+    spell = partial(gguf_name, own=_OWN_NAMES.get(config.family, {}))
+    found: dict[str, Source] = {}
+    experts: dict[str, list[WeightTensor]] = {}
+    for name, tensor in tensors.items():
+        if one := _ONE_EXPERT.match(name):
+            experts.setdefault(one[1] + one[3], []).append(tensor)
+        elif name.endswith("experts.gate_up_proj") and config.family != "gemma4":
+            gate, up = _halves(tensor)
+            prefix = name.removesuffix("gate_up_proj")
+            experts |= {prefix + "gate_proj": gate, prefix + "up_proj": up}
+        else:
+            found[spell(name)] = _for_gguf(name, tensor, config)
+    for name, each in experts.items():
+        found[spell(name)] = _stacked(spell(name), each)
+    return found
+
+
+def folder_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
+    """The tensors of a GGUF file, by Hugging Face's names, as the folders of their families have them."""
+    found: dict[str, Source] = {}
+    for name, tensor in tensors.items():
+        experts = _ALL_EXPERTS.match(name)
+        if experts is None:
+            found[name] = _for_folder(name, tensor, config)
+        elif config.family == "gemma4":
+            found |= _joined_experts(experts[1], experts[2], tensors)
+        elif experts[2] == "gate_up_proj":
+            for kind, each in zip(("gate_proj", "up_proj"), _halves(tensor), strict=True):
+                found |= {f"{experts[1]}{index}.{kind}.weight": one for index, one in enumerate(each)}
+        else:
+            found |= {f"{experts[1]}{index}.{experts[2]}.weight": tensor.part(index) for index in range(tensor.shape[0])}
+    return found
+
+
+def _halves(tensor: WeightTensor) -> tuple[list[WeightTensor], list[WeightTensor]]:
+    """Every expert's first rows (its gate) and its last ones (up)."""
+    half = tensor.shape[1] // 2
+    parts = [tensor.part(index) for index in range(tensor.shape[0])]
+    return [one.rows(torch.arange(half)) for one in parts], [one.rows(torch.arange(half, 2 * half)) for one in parts]
+
+
+def _stacked(name: str, each: list[WeightTensor]) -> Derived:
+    return Derived(name, tuple(each), (len(each), *each[0].shape))
+
+
+def _joined_experts(prefix: str, kind: str, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
+    """Gemma's folders have gate and up of all experts in one tensor; its GGUF files have them in one or in two."""
+    tensor = tensors[prefix + kind]
+    if kind in ("gate_up_proj", "down_proj"):
+        return {prefix + kind: tensor}
+    if kind == "up_proj":
+        return {}  # joined with its gate
+    up, name = tensors[prefix + "up_proj"], prefix + "gate_up_proj"
+    pairs = tuple(one.part(index) for index in range(tensor.shape[0]) for one in (tensor, up))
+    return {name: Derived(name, pairs, (tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2]))}
+
+
+def _for_gguf(name: str, tensor: WeightTensor, config: DecoderConfig) -> Source:
+    if isinstance(config, Qwen35Config):
+        return _qwen35(name, tensor, config, to_gguf=True)
+    order = _rotary_order(name, config)
+    return tensor if order is None else tensor.rows(order.argsort())
+
+
+def _for_folder(name: str, tensor: WeightTensor, config: DecoderConfig) -> Source:
+    if isinstance(config, Qwen35Config):
+        return _qwen35(name, tensor, config, to_gguf=False)
+    order = _rotary_order(name, config)
+    return tensor if order is None else tensor.rows(order)
+
+
+def _rotary_order(name: str, config: DecoderConfig) -> Tensor | None:
+    """Which row of a Llama's GGUF file stands in which place of its folder."""
+    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get((name.split(".") + [""] * 5)[4])
+    return None if config.family != "llama" or heads is None else stored_rotary_rows(heads, config.head_dim)
+
+
+def _qwen35(name: str, tensor: WeightTensor, config: Qwen35Config, *, to_gguf: bool) -> Source:
+    if _DELTA not in name:
+        shift = 1.0 if to_gguf else -1.0
+        return _changed(tensor, lambda rows: rows + shift) if name.endswith("norm.weight") else tensor
+    kind = name.partition(_DELTA)[2].removesuffix(".weight")
+    order = _value_order(kind, config)
+    order = order if order is None or to_gguf else order.argsort()
+    if kind == "out_proj" and order is not None:
+        columns = order
+        return _changed(tensor, lambda rows: rows[:, columns])
+    taken = tensor if order is None else tensor.rows(order)
+    if kind == "A_log":
+        return _changed(taken, (lambda rows: -rows.exp()) if to_gguf else (lambda rows: (-rows).log()))
+    if kind == "conv1d":
+        kernel = (config.delta.kernel,) if to_gguf else (1, config.delta.kernel)
+        return Derived(tensor.name, (taken,), (config.delta.channels, *kernel))
+    return taken
+
+
+def _changed(tensor: WeightTensor, change: Callable[[Tensor], Tensor]) -> Derived:
+    return Derived(tensor.name, (tensor,), tensor.shape, change)
+
+
+def _value_order(kind: str, config: Qwen35Config) -> Tensor | None:
+    """Where a GGUF file takes each row (of out_proj: each column) from; a folder keeps a key head's values together."""
+    delta = config.delta
+    keys = 2 * delta.key_heads * delta.key_dim
+    widths = {"A_log": 1, "dt_bias": 1, "in_proj_a": 1, "in_proj_b": 1, "norm": 0}
+    width = widths.get(kind, delta.value_dim)
+    if not width:
+        return None
+    values = torch.arange(delta.value_heads * width).view(delta.key_heads, -1, width).transpose(0, 1).flatten()
+    return torch.cat((torch.arange(keys), keys + values)) if kind in ("in_proj_qkv", "conv1d") else values
