@@ -18,15 +18,20 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from slipstream import LLM
 from slipstream.config import EngineConfig, WeightFormat
+from slipstream.models import gemma4
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import load_target
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.tools.quantize_recipes import RecipeName
 from slipstream.types import Request
+from tests.family_gguf import read_back, write_family_gguf
+from tests.llama_cpp_greedy import llama_cpp_tokens
 from tests.oracles import FOLDER_VOCAB, our_target, save_model, save_tokenizer, their_logits, their_taps, tiny_drafter
 from tests.tiny import assert_idle
 
@@ -66,27 +71,38 @@ def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """Within the tolerance, of numbers large enough for it to mean something."""
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest one, between numbers large enough for a tolerance to mean something."""
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.2
-    assert float((ours - theirs).abs().max()) < TOLERANCE
+    return float((ours - theirs).abs().max())
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert difference(ours, theirs) < TOLERANCE
 
 
 def load(path: Path) -> Decoder:
     return load_target(path, "fp32").model
 
 
-def check_logits(model: Decoder, theirs: PreTrainedModel, length: int = 70, chunks: Sequence[int] = CHUNKS) -> None:
-    """One prefill, the same in chunks, and a batch of different lengths."""
+def logit_difference(
+    model: Decoder, theirs: PreTrainedModel, length: int = 70, chunks: Sequence[int] = CHUNKS
+) -> float:
+    """The largest one in one prefill, the same in chunks, and a batch of different lengths."""
     ids = ids_of(length)
-    expected = their_logits(theirs, ids)
+    expected, found = their_logits(theirs, ids), []
     for chunk in (length, *chunks):
         ((ours, _),) = our_target(model, [ids], chunk)
-        assert_close(ours, expected)
+        found.append(difference(ours, expected))
     prompts = [ids_of(count, count) for count in (1, 5, 64, 67)]
     for one, (ours, _) in zip(prompts, our_target(model, prompts, 33), strict=True):
-        assert_close(ours, their_logits(theirs, one))
+        found.append(difference(ours, their_logits(theirs, one)))
+    return max(found)
+
+
+def check_logits(model: Decoder, theirs: PreTrainedModel, length: int = 70, chunks: Sequence[int] = CHUNKS) -> None:
+    assert logit_difference(model, theirs, length, chunks) < TOLERANCE
 
 
 def check_taps(model: Decoder, theirs: PreTrainedModel) -> None:
@@ -104,6 +120,35 @@ def greedy_text(model: Decoder, ids: Sequence[int], tokens: int) -> list[int]:
         ((logits, _),) = our_target(model, [text])
         text.append(int(logits[-1, 1:].argmax()) + 1)
     return text[len(ids) :]
+
+
+def greedy_texts(path: Path, lengths: Sequence[int], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """llama.cpp's greedy answers from a GGUF file, and ours from the same file with llama.cpp's GELU."""
+    prompts = [ids_of(length, length) for length in lengths]
+    with patch.object(gemma4, "gelu", _tabled_gelu):
+        model = load(path)
+        ours = [greedy_text(model, ids, tokens) for ids in prompts]
+    return llama_cpp_tokens(path, prompts, tokens), ours
+
+
+def _tabled_gelu(x: Tensor) -> Tensor:
+    """llama.cpp looks it up in a table of 16-bit numbers, which can move a logit by a twentieth."""
+    return F.gelu(x.half().float(), approximate="tanh").half().float()
+
+
+def check_llama_cpp(path: Path) -> None:
+    theirs, ours = greedy_texts(path, (5, 40, 70), 12)
+    assert theirs == ours
+
+
+def check_gguf(theirs: PreTrainedModel, path: Path, recipe: RecipeName | None = None) -> None:
+    """The logits of a converted file are the oracle's, which has its values from that file converted back."""
+    written = write_family_gguf(theirs, path, recipe)
+    back = read_back(theirs, written)
+    if recipe is None:
+        for name, tensor in theirs.state_dict().items():
+            torch.testing.assert_close(back.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)
+    check_logits(load(written), back, chunks=())
 
 
 def write_family_pair(target: PreTrainedModel, folder: Path, **changes: Any) -> tuple[Path, Path]:
@@ -165,7 +210,6 @@ class Speculated:
     """How often each number of drafted tokens was accepted, by mode, and where texts differed."""
 
     accepted: dict[str, Counter[int]] = field(default_factory=dict)
-    branched: int = 0
     different: list[str] = field(default_factory=list)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-HALVES = (["tests/e2e"], ["tests/unit", "tests/models"])
+HALVES = (["tests/e2e"], ["tests/unit", "tests/models", "tests/kernels"])
 # Threads of OpenMP spin while they wait, which takes the core away from the other half.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 NOTHING_TO_RUN = 5  # pytest's exit code where a selection leaves a half without tests

@@ -23,7 +23,9 @@ from pathlib import Path
 from slipstream.kernels.machine import cpu_name, usable_cores
 from tests import checks
 from tests import verify_cpu as cpu
+from tests import verify_families as families
 from tests import verify_files as files
+from tests import verify_gpu as gpu
 from tests import verify_server as serving
 from tests import verify_speculation as speculation
 from tests.verify_report import Outcome, Report
@@ -104,8 +106,9 @@ Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
     sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
     oracles, operations, *files.SIDE_BY_SIDE, *cpu.SIDE_BY_SIDE,
+    *families.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED)
+TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *gpu.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

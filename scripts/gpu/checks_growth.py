@@ -51,9 +51,10 @@ class Step:
         grow_reference(self.tokens, self.scores, *arguments)
 
     def outputs(self) -> dict[str, Tensor]:
-        rows, grown = self.rows, self.grown
+        rows, grown, used = self.rows, self.grown, slice(0, self.rows.rows)
         return {
-            "tokens": rows.tokens, "positions": rows.positions, "places": rows.places, "paths": rows.paths,
+            "tokens": rows.tokens[used], "positions": rows.positions[used], "places": rows.places[used],
+            "paths": rows.paths,
             "parents": grown.parents, "counts": grown.counts, "broken": grown.broken,
         }
 
@@ -122,7 +123,9 @@ def verified(step: Step) -> Tensor:
     """The target's tokens after a grown step: mostly those of some child, now and then none."""
     rows, sequences = step.rows, step.rows.sequences
     chosen = torch.randint(0, 1000, (sequences, rows.each))
-    tokens, parents = rows.tokens.view(sequences, -1).cpu(), step.grown.parents.view(sequences, -1).cpu()
+    tokens, parents = (
+        part[: rows.rows].view(sequences, -1).cpu() for part in (rows.tokens, step.grown.parents)
+    )
     for sequence, count in enumerate(step.grown.counts.tolist()):
         for row in range(1, count + 1):
             if torch.rand(()) < 0.8:
@@ -199,7 +202,8 @@ class HeadCase:
 
 
 def random_heads(
-    device: torch.device, kind: str, sequences: int, slots: int, candidates: int, vocabulary: int, hidden: int, rank: int
+    device: torch.device, kind: str, sequences: int, slots: int, candidates: int, vocabulary: int, hidden: int,
+    rank: int,
 ) -> HeadCase:
     def floats(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device) / shape[-1] ** 0.5
@@ -217,7 +221,7 @@ def random_heads(
     return HeadCase(weights, floats(sequences, slots, hidden).bfloat16(), tokens, anchors, 0.8 * ones, out)
 
 
-def check_heads(device: torch.device, sizes: Sequence[tuple[int, int, int, int, int, int]]) -> tuple[list[str], list[str]]:
+def check_heads(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> tuple[list[str], list[str]]:
     """What is wrong, as sentences, and a table of times; a size is random_heads' from the number of sequences on."""
     wrong, lines = [], [f"{'heads':<10} {'sequences':>9} {'slots':>5} {'K':>3} {'rank':>5} {'us':>8}"]
     for size in sizes:

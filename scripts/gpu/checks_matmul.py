@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch, library_product, rows_agree
 from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, Kind, QuantPlanes, dequantised, pack
-from slipstream.kernels.gpu.plans import Launch, ShapePlan, dense_launch, quant_launch
+from slipstream.kernels.gpu.plans import Launch, ShapePlan, dense_launch, quant_launch, quant_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,23 +39,23 @@ QWEN3_8B: Shapes = {
 QWEN3_8B_LAYERS = 36
 SMOLLM2: Shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 TINY: Shapes = {"o": (128, 512), "head": (192, 256)}
-TIMED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 DEVICE = torch.device("cpu" if "--tiny" in sys.argv else "cuda")
 COPY_RATE = 4.3e12  # bytes per second an H200 copies
 L2_BYTES = 50 << 20
 BF16_ERROR = 8e-3 if "--tiny" in sys.argv else 4e-3  # the interpreter cuts bits off where a GPU rounds
 SUM_ERROR = BF16_ERROR if "--tiny" in sys.argv else 3e-4
 LAUNCHES: dict[int, tuple[Launch, ...]] = {
-    16: (Launch(64, 4, 2), Launch(64, 4, 3), Launch(64, 4, 4), Launch(128, 4, 3), Launch(128, 8, 3)),
-    32: (Launch(64, 4, 3), Launch(128, 4, 3), Launch(128, 8, 3)),
-    64: (Launch(64, 4, 3), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 3), Launch(256, 8, 2)),
+    16: (Launch(64, 4, 3), Launch(64, 4, 4), Launch(128, 4, 3)),
+    32: (Launch(64, 4, 3), Launch(128, 4, 3), Launch(128, 8, 2), Launch(128, 8, 3)),
+    64: (Launch(64, 4, 3), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 3), Launch(128, 8, 2, registers=128)),
 }
 DENSE_LAUNCHES: dict[int, tuple[Launch, ...]] = {
-    16: (Launch(64, 4, 4), Launch(64, 4, 6), Launch(128, 8, 5), Launch(128, 4, 5)),
+    16: (Launch(64, 4, 4), Launch(64, 4, 6)),
     32: (Launch(64, 4, 4), Launch(128, 8, 5)),
-    64: (Launch(64, 4, 4), Launch(128, 8, 3), Launch(128, 8, 4), Launch(256, 8, 2), Launch(128, 4, 4)),
+    64: (Launch(128, 8, 3), Launch(128, 8, 4), Launch(128, 4, 4)),
 }
-SPLITS = (2, 4, 8)
+SPLITS = (4, 8)
+MOST_SPLITS = 16
 
 
 # ---- matrices of random bits, made where they are used
@@ -156,13 +156,13 @@ def check_packing(name: str, device: torch.device) -> Iterator[str]:
         yield f"{name}: packed weights are off by {found:.1e}"
 
 
-def check(device: torch.device, tiny: bool) -> list[str]:
-    faults = [fault for name in KINDS for fault in check_packing(name, device)]
+def check(device: torch.device, tiny: bool, names: Sequence[str]) -> list[str]:
+    faults = [fault for name in names if name in KINDS for fault in check_packing(name, device)]
     shapes = [(72, 320), (128, 512)]
     if not tiny:
         shapes = [(4096, 4096), (4096, 12288), (576, 576), (1000, 1536), (49152, 512), (49152, 576)]
     scratch = Scratch(device)
-    for name in (*KINDS, "in order"):
+    for name in names:
         for outputs, inputs in shapes if not tiny or name in ("Q4_K", "in order") else shapes[1:]:
             if name in KINDS and inputs % KINDS[name].block:
                 continue  # no file has such a tensor
@@ -175,34 +175,26 @@ def check(device: torch.device, tiny: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to multiply: a launch and, unless the plan's, a split and a depth; cuBLAS has none of them."""
+    """One way to multiply: a launch and, unless it is the plan's, a split; cuBLAS has neither."""
 
     rows: int
     launch: Launch | None
     split: int | None = None
-    depth: int | None = None
 
     def __str__(self) -> str:
         if self.launch is None:
             return "cuBLAS"
         name = f"{self.launch.tile}/{self.launch.warps}w/{self.launch.stages}s"
-        return name + (f"/k{self.split}" if self.split else "") + (f"/d{self.depth}" if self.depth else "")
+        name += f"/r{self.launch.registers}" if self.launch.registers else ""
+        return name + (f"/k{self.split}" if self.split else "")
 
 
 def variants(name: str, shape: str, rows: int) -> list[Variant]:
     if name == "cuBLAS":
         return [Variant(rows, None)]
     found = [Variant(rows, launch) for launch in (DENSE_LAUNCHES if name == "in order" else LAUNCHES)[rows]]
-    if name == "in order":
-        deeper = [Variant(rows, launch, depth=64) for launch in (Launch(128, 8, 6), Launch(256, 8, 4)) if rows == 64]
-    else:
-        deeper = [replace(variant, depth=512 // KINDS[name].step) for variant in found]
-    if shape in ("qkv", "o", "down", "gate_up"):
-        tried = (found[1], found[3]) if rows == 16 else (found[2],)
-        found += [replace(variant, split=split) for split in SPLITS for variant in tried]
-        if name in KINDS and rows == 16:
-            found += [replace(deeper[1], split=split) for split in SPLITS]
-    found += deeper
+    if shape in ("o", "down"):
+        found += [replace(variant, split=split) for split in SPLITS for variant in tuple(found)]
     return found
 
 
@@ -220,7 +212,7 @@ def run_variant(matrix: GpuMatrix, variant: Variant, rows: Tensor, out: Tensor) 
 def with_split(matrix: GpuMatrix, variant: Variant, usual: ShapePlan) -> None:
     """Programs that share a tile are a matter of the plan, which the matrix keeps."""
     if isinstance(matrix, GpuQuantised | GpuDense):
-        matrix.plan = ShapePlan(variant.split or usual.split, variant.depth or usual.depth)
+        matrix.plan = replace(usual, split=variant.split or usual.split)
 
 
 def milliseconds(call: Callable[[int], None], copies: int, device: torch.device) -> float:
@@ -251,7 +243,7 @@ def time_shape(
     outputs, inputs = size
     dtype = torch.float32 if shape == "head" else torch.bfloat16
     first = make(name, outputs, inputs, scratch, dtype)
-    scratch.reserve(partials=max(SPLITS) * (outputs + 4 * TILE_ROWS) * 64 if outputs < 30000 else 0)
+    scratch.reserve(partials=MOST_SPLITS * (outputs + 4 * TILE_ROWS) * 64 if outputs < 30000 else 0)
     copies = max(1, -(-4 * L2_BYTES // first.nbytes)) if scratch.device.type == "cuda" else 1
     matrices = [first, *(make(name, outputs, inputs, scratch, dtype) for _ in range(copies - 1))]
     assert isinstance(first, GpuQuantised | GpuDense)
@@ -274,15 +266,17 @@ def time_shape(
                 continue
             yield {
                 "format": name, "shape": shape, "rows": count, "variant": str(variant), "us": ms * 1e3,
-                "rate": first.nbytes / ms * 1e3, "usual": variant.launch == _usual(name, count, outputs)
-                and variant.split is None and variant.depth is None,
+                "rate": first.nbytes / ms * 1e3, "usual": variant.launch == _usual(first, count)
+                and variant.split is None,
             }  # fmt: skip
 
 
-def _usual(name: str, rows: int, outputs: int) -> Launch | None:
-    if name == "cuBLAS":
-        return None
-    return dense_launch(rows) if name == "in order" else quant_launch(-(-outputs // TILE_ROWS), rows)
+def _usual(matrix: GpuMatrix, rows: int) -> Launch | None:
+    if isinstance(matrix, GpuQuantised):
+        planes = matrix.planes
+        split = quant_plan(planes.kind, planes.tiles, planes.steps).split
+        return quant_launch(planes.kind, planes.tiles, split, rows)
+    return dense_launch(rows) if isinstance(matrix, GpuDense) and matrix.fixed_order else None
 
 
 # ---- compiling ahead, in as many processes as there are cores
@@ -296,7 +290,7 @@ def compile_one(job: tuple[str, str, tuple[int, int], Variant]) -> None:
     usual = make(name, *size, scratch, dtype)
     small = make(name, 4 * TILE_ROWS, size[1], scratch, dtype)
     assert isinstance(usual, GpuQuantised | GpuDense)
-    scratch.reserve(partials=max(SPLITS) * 8 * TILE_ROWS * 64)
+    scratch.reserve(partials=MOST_SPLITS * 8 * TILE_ROWS * 64)
     with_split(small, variant, usual.plan)
     rows = torch.zeros(variant.rows, size[1], dtype=torch.bfloat16, device=DEVICE)
     out = torch.empty(variant.rows, 4 * TILE_ROWS, dtype=dtype, device=DEVICE)
@@ -317,8 +311,8 @@ def compile_ahead(shapes: Shapes, names: Sequence[str], rows_counts: Sequence[in
             assert isinstance(probe, GpuQuantised | GpuDense)
             for count in rows_counts:
                 for variant in variants(name, shape, count):
-                    plan = ShapePlan(variant.split or probe.plan.split, variant.depth or probe.plan.depth)
-                    key = (name, replace(variant, split=None, depth=None), plan, shape == "head")
+                    plan = replace(probe.plan, split=variant.split or probe.plan.split)
+                    key = (name, replace(variant, split=None), plan, shape == "head")
                     jobs.setdefault(key, (name, shape, (min(size[0], 24576), size[1]), variant))
     start = time.perf_counter()
     with get_context("spawn").Pool(processes) as pool:
@@ -369,7 +363,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=("checks", "times"))
-    parser.add_argument("--formats", default=",".join(("cuBLAS", "in order", *TIMED)))
+    parser.add_argument("--formats", default=",".join(("cuBLAS", "in order", *KINDS)))
     parser.add_argument("--rows", default="16,32,64")
     parser.add_argument("--processes", type=int, default=12)
     options = parser.parse_args()
@@ -379,9 +373,9 @@ def main() -> int:
     start = time.perf_counter()
     faults: list[str] = []
     if options.only != "times":
-        faults = check(DEVICE, options.tiny)
+        faults = check(DEVICE, options.tiny, [name for name in names if name != "cuBLAS"])
         print(f"checks took {time.perf_counter() - start:.0f} s; faults: {faults or 'none'}", flush=True)
-        if not options.tiny:
+        if "cuBLAS" in names and not options.tiny:
             agreement(DEVICE)
     if options.only != "checks":
         shapes = TINY if options.tiny else QWEN3_8B
@@ -394,7 +388,7 @@ def main() -> int:
             (Path(folder) / "matmul_times.json").write_text(json.dumps(times, indent=1))
         print_times(times)
         print_totals(times, QWEN3_8B_LAYERS)
-    print(f"{time.perf_counter() - start:.0f} s in all; {len(faults)} faults {faults}")
+    print(f"{options.formats}: {time.perf_counter() - start:.0f} s in all; {len(faults)} faults {faults}")
     return 1 if faults else 0
 
 

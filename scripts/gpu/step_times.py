@@ -157,7 +157,9 @@ def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str,
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                     if label == "transformers plain":
-                        target.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+                        target.generate(
+                            ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+                        )
                         steps = count
                     else:
                         done = dflash_generate(drafter, target, ids, count, None, return_stats=True)
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--reference", action="store_true", help="the authors' loop and transformers beside it")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     began = time.perf_counter()
@@ -229,8 +232,8 @@ def main() -> None:
     if options.reference:
         lines += reference_lines(options, bench)
     print(f"graphs {len(bench.backend.graphs)}, {bench.backend.graphs.bytes / 2**20:.0f} MiB")
-    if folder := os.environ.get("OUT"):
-        (Path(folder) / f"steps_{options.format}.json").write_text(json.dumps(lines, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(lines, indent=1))
     print("\n| step | batch | context | ms | floor ms | ratio |\n| --- | --- | --- | --- | --- | --- |")
     columns = ("step", "batch", "context", "ms", "floor_ms", "ratio")
     for line in lines:

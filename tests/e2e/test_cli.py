@@ -1,4 +1,4 @@
-"""The command line as scripts use it, on the real pair, in processes of its own."""
+"""The command line as scripts use it, on the real pair, in processes of its own; refusals in this one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import cli
+
+__all__ = ["cli"]
 pytestmark = pytest.mark.e2e
 SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
 STATS = {
@@ -117,8 +120,15 @@ def test_inspect_describes_target_and_drafter() -> None:
         (("generate", "--target", "smollm2-dflash", "--prompt", "x"), "not a supported target"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...], complaint: str) -> None:
-    done = slipstream(*arguments, code=2)
-    assert complaint in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+def test_bad_input_is_one_sentence_and_exit_code_2(cli: Any, arguments: tuple[str, ...], complaint: str) -> None:
+    done = cli(*arguments)
+    assert done.code == 2, done.err
+    assert complaint in done.err
+    assert len(done.err.strip().splitlines()) == 1 and "Traceback" not in done.err
+    assert not done.out
+
+
+def test_a_script_sees_the_same_sentence_and_code() -> None:
+    done = slipstream("generate", "--target", "no/such/folder/here", "--prompt", "x", code=2)
+    assert "no/such/folder/here" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not done.stdout

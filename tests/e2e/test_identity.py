@@ -82,13 +82,13 @@ def test_dense_fp32_differs_at_most_in_near_ties() -> None:
 def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     target = llm.engine._runner.target
     calls: list[int] = []
-    forward = target.forward
+    forward = target.forward_logits
 
     def counted(*args: object, **kwargs: object) -> object:
         calls.append(1)
         return forward(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "forward", counted)
+    monkeypatch.setattr(target, "forward_logits", counted)
     for prompt in checks.eval_prompts(4):
         llm.engine.add(llm.request(llm.prompt_ids(prompt, chat=True), max_tokens=24, cache_prompt=False))
     steps = 0

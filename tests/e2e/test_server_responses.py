@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.serving import MODEL, PERSON, WEATHER_ARGUMENTS, Server, serve
+from tests.e2e.serving import MODEL, PERSON, WEATHER_ARGUMENTS, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -21,9 +20,8 @@ WEATHER: Any = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
+def server(default_server: Server) -> Server:
+    return default_server
 
 
 @pytest.fixture(scope="module")

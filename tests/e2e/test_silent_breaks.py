@@ -188,32 +188,34 @@ def test_4b_a_trees_draft_context_made_of_its_first_rows(llm: LLM, monkeypatch: 
 
 def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = long_prompt(llm, 4097 + 40)
-    assert len(ids) > 4096
-    healthy = run_ids(llm, ids).tau
+    healthy = run_ids(llm, ids, cache_prompt=True).tau
     assert healthy > 0.75 * run_ids(llm, ids[-1000:]).tau
 
-    write = draft_module.BlockDrafter.write_context
+    pools, write = llm.engine._pools, draft_module.BlockDrafter.write_context
 
     def wrapped(self: draft_module.BlockDrafter, taps: Tensor, places: RowPlaces) -> None:
-        pages = [
-            0 if position >= 4096 else page
-            for position, page in zip(places.position_list, places.page_list, strict=True)
-        ]
+        pages = list(places.page_list)
+        for row, position in enumerate(places.position_list):
+            if position >= 4096:
+                for pool in (pools.draft_keys, pools.draft_values):
+                    pool[:, pages[row], :, places.offset_list[row]] = 0  # the healthy run may have been here
+                pages[row] = 0
         write(self, taps, RowPlaces(places.position_list, pages, places.offset_list, places.end))
 
-    llm.engine._pools.draft_keys.zero_()
-    llm.engine._pools.draft_values.zero_()
     monkeypatch.setattr(draft_module.BlockDrafter, "write_context", wrapped)
-    assert_collapsed(run_ids(llm, ids).tau, healthy)
+    broken = run_ids(llm, ids, cache_prompt=True)
+    assert broken.cached_tokens == 4096, "the fault is in what is computed anew"
+    assert_collapsed(broken.tau, healthy)
 
 
 def test_6_drafter_sees_no_more_context_than_it_was_trained_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert llm.draft_window == 480
+    assert llm.draft_window == 480 and llm.engine.prefix is not None
+    llm.engine.prefix.clear()
     ids = long_prompt(llm, 2500)
-    healthy = run_ids(llm, ids).tau
+    healthy = run_ids(llm, ids, cache_prompt=True).tau
     block = llm.engine._runner.drafter
     monkeypatch.setattr(block, "window", 0)
-    assert_collapsed(run_ids(llm, ids).tau, healthy)
+    assert_collapsed(run_ids(llm, ids, cache_prompt=True).tau, healthy)
 
 
 def test_7_wrong_rope_theta(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.serving import MODEL, Server, serve
+from tests.e2e.serving import MODEL, Server
 
 pytestmark = pytest.mark.e2e
 SMOKE = [sys.executable, "-m", "slipstream.cli.main", "smoke"]
@@ -17,9 +16,8 @@ DEAD = "http://127.0.0.1:9"  # the discard port, where nobody listens
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
+def server(default_server: Server) -> Server:
+    return default_server
 
 
 def smoke(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -177,7 +177,7 @@ def test_a_nucleus_of_thousands_ends_where_the_hosts_does(share: float) -> None:
 
 
 @pytest.mark.parametrize("params", [
-    SamplingParams(temperature=1.0, seed=21, top_p=0.9), SamplingParams(temperature=2.0, seed=21, top_k=100),
+    SamplingParams(temperature=1.0, seed=21, top_p=0.005), SamplingParams(temperature=2.0, seed=21, top_k=20),
     SamplingParams(temperature=1.0, seed=21, top_k=100, top_p=0.5, min_p=0.01),
 ], ids=["top-p", "top-k", "all"])
 def test_more_equals_than_can_be_gathered_are_found_all_the_same(params: SamplingParams) -> None:

@@ -17,19 +17,19 @@ from slipstream.kernels.reference import rms_norm
 from slipstream.models import gemma4
 from tests.families import (
     assert_close,
+    check_gguf,
+    check_llama_cpp,
     check_logits,
     check_speculation,
     check_taps,
     family_settings,
-    greedy_text,
     ids_of,
     load,
     open_pair,
     randomise,
     write_family_pair,
 )
-from tests.family_gguf import write_gemma4
-from tests.llama_cpp_greedy import llama_cpp_tokens
+from tests.family_gguf import write_family_gguf
 from tests.oracles import FOLDER_VOCAB, edit_config, our_target, save_model, their_logits
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -108,18 +108,20 @@ def test_keys_that_shared_layers_carry_all_the_same_are_ignored(tmp_path: Path) 
     check_logits(load(tmp_path), theirs, chunks=())
 
 
-@pytest.mark.parametrize(("variant", "kind"), [*((name, "F32") for name in IN_GGUF), ("experts-tied", "Q4_0")])
-def test_logits_match_from_gguf(variant: str, kind: str, tmp_path: Path) -> None:
-    theirs = build(**VARIANTS[variant])
-    check_logits(load(write_gemma4(theirs, tmp_path / "t.gguf", kind)), theirs, chunks=())
+@pytest.mark.parametrize(("variant", "recipe"), [*((name, None) for name in IN_GGUF), ("experts-tied", "q4_0")])
+def test_logits_match_from_gguf(variant: str, recipe: Any, tmp_path: Path) -> None:
+    check_gguf(build(**VARIANTS[variant]), tmp_path / "t.gguf", recipe)
 
 
 @pytest.mark.skipif(not rival.available(), reason="xllamacpp is not installed")
 @pytest.mark.parametrize("variant", IN_GGUF)
 def test_llama_cpp_reads_the_same_text_from_the_same_file(variant: str, tmp_path: Path) -> None:
-    path = write_gemma4(build(**VARIANTS[variant]), tmp_path / "t.gguf")
-    prompts = [ids_of(length, length) for length in (5, 40, 70)]
-    assert llama_cpp_tokens(path, prompts, 12) == [greedy_text(load(path), ids, 12) for ids in prompts]
+    check_llama_cpp(write_family_gguf(build(**VARIANTS[variant]), tmp_path / "t.gguf"))
+
+
+def test_biases_gguf_has_no_words_for_are_not_converted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="GGUF has no words for attention biases"):
+        write_family_gguf(build(**VARIANTS["biases"]), tmp_path / "t.gguf")
 
 
 @pytest.mark.parametrize("fault", ["scale missing", "scale doubled", "softcap missing", "value norm skipped"])

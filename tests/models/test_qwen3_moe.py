@@ -12,19 +12,18 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from slipstream.bench import rival
 from slipstream.errors import ConfigError, FormatError
 from tests.families import (
+    check_gguf,
+    check_llama_cpp,
     check_logits,
     check_speculation,
     check_taps,
     family_settings,
-    greedy_text,
-    ids_of,
     load,
     open_pair,
     randomise,
     write_family_pair,
 )
-from tests.family_gguf import write_qwen3_moe
-from tests.llama_cpp_greedy import llama_cpp_tokens
+from tests.family_gguf import write_family_gguf
 from tests.oracles import edit_config, edit_tensors, save_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,18 +57,21 @@ def test_taps_are_what_each_layer_leaves(tmp_path: Path) -> None:
     check_taps(load(save_model(theirs, tmp_path)), theirs)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_logits_match_from_gguf(kind: str, tmp_path: Path) -> None:
-    theirs = build(norm_topk_prob=True)
-    check_logits(load(write_qwen3_moe(theirs, tmp_path / "t.gguf", kind)), theirs, chunks=())
+@pytest.mark.parametrize("recipe", [None, "q8_0"])
+def test_logits_match_from_gguf(recipe: Any, tmp_path: Path) -> None:
+    check_gguf(build(norm_topk_prob=True), tmp_path / "t.gguf", recipe)
 
 
 @pytest.mark.skipif(not rival.available(), reason="xllamacpp is not installed")
 def test_llama_cpp_reads_the_same_text_from_the_same_file(tmp_path: Path) -> None:
-    theirs = build(norm_topk_prob=True)
-    path = write_qwen3_moe(theirs, tmp_path / "t.gguf")
-    prompts = [ids_of(length, length) for length in (5, 40, 70)]
-    assert llama_cpp_tokens(path, prompts, 12) == [greedy_text(load(path), ids, 12) for ids in prompts]
+    check_llama_cpp(write_family_gguf(build(norm_topk_prob=True), tmp_path / "t.gguf"))
+
+
+@pytest.mark.parametrize("variant", ["plain", "dense-layers"])
+def test_what_llama_cpp_would_compute_otherwise_is_not_converted(variant: str, tmp_path: Path) -> None:
+    """Its files have experts in every layer, whose shares add up to one."""
+    with pytest.raises(ConfigError, match="GGUF has no words for how its experts|which of its layers"):
+        write_family_gguf(build(**VARIANTS[variant]), tmp_path / "t.gguf")
 
 
 @pytest.mark.parametrize("weight_format", ["native", "int8"])

@@ -17,14 +17,11 @@ from slipstream.cli.convert import command
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, FormatError, PairError, RequestError, SlipstreamError, SourceError
 from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import as_read
 from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.tools.convert import convert
-from slipstream.tools.convert_vocab import folder_entries, write_folder
-from tests.fuzz_formats import _write_sentencepiece
-from tests.helpers_models import CHATML, tiny_vocab
+from tests.helpers_models import CHATML
 from tests.models.test_dflash2 import tiny_dflash2
 from tests.models.test_heads import confidence_tensors, markov_tensors
 from tests.oracles import (
@@ -57,7 +54,19 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
 }
-DRAFTERS = ("dflash", "sliding", "vanilla", "gated", "rnn", "dflash2", "own-tables")
+DRAFTERS = (
+    "dflash", "sliding", "vanilla", "gated", "rnn", "dflash2", "own-tables", "laguna", "reduced", "causal-yarn-biased",
+)
+# what differs from the plain drafter
+CHANGES: dict[str, dict[str, Any]] = {
+    "sliding": {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5},
+    "causal-yarn-biased": {
+        "is_causal": True, "attention_bias": True, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            "attention_factor": 1.3,
+        },
+    },
+}
 
 
 def target_folder(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, **save: Any) -> Path:
@@ -72,14 +81,22 @@ def drafter_folder(folder: Path, name: str = "dflash", dtype: torch.dtype = torc
     if name == "dflash2":
         nested = {"input_embedding_scale": 0.5, "output_multiplier": 0.7, "final_logit_softcapping": 3.0}
         return save_model(tiny_dflash2(nested, {}).to(dtype), folder)
-    windows = {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5}
-    save_model(tiny_drafter(**(windows if name == "sliding" else {})).to(dtype), folder)
+    save_model(tiny_drafter(**CHANGES.get(name, {})).to(dtype), folder)
     heads: dict[str, torch.Tensor] = {}
     if name in ("vanilla", "gated", "rnn"):
         heads = markov_tensors(name) | confidence_tensors(with_markov=name != "gated")
     if name == "own-tables":
         heads = {key: torch.randn(FOLDER_VOCAB, 64) for key in ("embed_tokens.weight", "lm_head.weight")}
+    if name == "reduced":
+        heads = {"lm_head.weight": torch.randn(90, 64)}
+    if name == "laguna":
+        heads = {f"aux_hidden_norms.{tap}.weight": torch.rand(64) for tap in range(2)}
+        heads |= {f"layers.{layer}.self_attn.g_proj.weight": torch.randn(4, 64) for layer in range(2)}
+        edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
     edit_tensors(folder, **{key: value.to(dtype) for key, value in heads.items()})
+    if name == "reduced":
+        edit_tensors(folder, d2t=torch.arange(90) + 3)  # every second token from 3 on
+        edit_config(folder, draft_vocab_size=90, target_model_type="llama")
     return folder
 
 
@@ -134,14 +151,34 @@ def test_a_drafter_survives_the_round_trip_to_the_bit(name: str, naming: str, tm
     blocks = []
     for drafter in drafters:
         assert drafter.config.parts == drafters[0].config.parts
-        for key in ("patterns", "mask_token_id", "target_layer_ids", "block_size", "first_slot", "num_target_layers"):
+        for key in (
+            "patterns", "mask_token_id", "target_layer_ids", "block_size", "first_slot", "num_target_layers",
+            "attention_bias", "draft_vocab_size", "target_family",
+        ):
             assert getattr(drafter.config, key) == getattr(drafters[0].config, key), key
         assert (drafter.embed is None) == (name != "own-tables")
+        assert (drafter.known_tokens is None) == (name != "reduced")
+        if drafter.known_tokens is not None:
+            assert drafter.known_tokens.tolist() == list(range(3, 183, 2))
         ours = OurDrafts(drafter, table)
         state = ours.sequence()
         ours.add(state, taps)
         blocks.append(ours.blocks([state], [7])[0])
     assert torch.equal(blocks[0], blocks[1]) and torch.equal(blocks[0], blocks[2])
+
+
+def test_queries_keys_and_values_in_one_tensor_are_taken_apart(tmp_path: Path) -> None:
+    source = drafter_folder(tmp_path / "hf", "laguna")
+    parts = weights_of(source)
+    for layer in range(2):
+        names = [f"layers.{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
+        fused = {f"layers.{layer}.self_attn.qkv_proj.weight": torch.cat([parts[name] for name in names])}
+        edit_tensors(source, names, **fused, t2d=torch.ones(FOLDER_VOCAB, dtype=torch.bool))
+    convert(source, tmp_path / "d.gguf")
+    convert(tmp_path / "d.gguf", tmp_path / "back")
+    found = weights_of(tmp_path / "back")
+    assert set(found) == set(parts)
+    assert all(torch.equal(found[name], parts[name]) for name in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -297,8 +334,8 @@ def test_tensors_the_config_does_not_know_have_no_place(kind: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"is_causal": True}, "causality"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "positions"),
+        ({"rope_parameters": LLAMA3}, "positions"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "linear"),
     ],
 )
 def test_drafters_gguf_cannot_describe_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -319,76 +356,6 @@ def test_a_lucebox_file_says_what_lucebox_reads(tmp_path: Path) -> None:
     assert {key: header.metadata[f"{arch}.dflash.{key}"] for key in expected} == expected
     names = {entry.name for entry in header.tensors}
     assert {"dflash.fc.weight", "dflash.hidden_norm.weight", "dflash.dspark.markov.w1", "output_norm.weight"} <= names
-
-
-# ---- tokenizers
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
-def test_a_byte_level_tokenizer_keeps_its_way_of_cutting(pre: str, tmp_path: Path) -> None:
-    tokens, types, merges = tiny_vocab()
-    for merge in ("1 2", "12 3", "123 4", "C a", "! ?", "Ġ Ġ", "e Ì", "ĠĠ Ġ"):
-        merges.append(merge)
-        tokens.append(merge.replace(" ", ""))
-        types.append(1)
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.add_bos_token": pre == "llama-bpe",
-        "tokenizer.chat_template": CHATML,
-    }
-    assert write_folder(metadata, tmp_path) == ""
-    before, folder = Tokenizer.from_gguf(metadata), Tokenizer.load(tmp_path)
-    after = as_read(folder_entries(tmp_path, len(tokens) + 4))
-    again = Tokenizer.from_gguf(after)
-    for text in ("hello 1234 12345", "Café!? e\u0301   x", "<|im_start|>user\nhi<|im_end|>"):
-        assert before.encode(text) == folder.encode(text) == again.encode(text)
-    assert again.eos_ids == before.eos_ids and again.chat_template == CHATML and again.bos_id == 1
-    kept = ("tokens", "token_type", "merges")
-    assert [after[f"tokenizer.ggml.{key}"][: len(metadata[f"tokenizer.ggml.{key}"])] for key in kept] == [
-        metadata[f"tokenizer.ggml.{key}"] for key in kept
-    ]
-    assert after["tokenizer.ggml.tokens"][-1] == f"[PAD{len(tokens) + 3}]"
-    assert after["tokenizer.ggml.token_type"][-4:] == [5] * 4
-    with pytest.raises(ConfigError, match="outside the model's vocabulary"):
-        folder_entries(tmp_path, len(tokens) - 1)
-
-
-def test_a_sentencepiece_tokenizer_survives(tmp_path: Path) -> None:
-    _write_sentencepiece(tmp_path / "s.gguf")
-    metadata = read_gguf(tmp_path / "s.gguf").metadata
-    assert write_folder(metadata, tmp_path) == ""
-    (tmp_path / "s.gguf").unlink()
-    tokens = metadata["tokenizer.ggml.tokens"]
-    assert isinstance(tokens, list)
-    again = Tokenizer.from_gguf(as_read(folder_entries(tmp_path, len(tokens))))
-    for text in ("hello he", " he  hel\n", "höl"):
-        assert again.encode(text) == Tokenizer.from_gguf(metadata).encode(text)
-
-
-def test_a_tokenizer_gguf_has_no_words_for_is_refused(tmp_path: Path) -> None:
-    source = target_folder(tmp_path / "hf")
-    described = json.loads((source / "tokenizer.json").read_text())
-    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"String": "e"}, "behavior": "Removed", "invert": False},
-        described["pre_tokenizer"],
-    ]}
-    (source / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match="pre-tokenizer"):
-        convert(source, tmp_path / "t.gguf")
-    (source / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        convert(source, tmp_path / "t.gguf")
-
-
-def test_a_tokenizer_without_an_end_is_remarked_on(tmp_path: Path) -> None:
-    source = target_folder(tmp_path / "hf")
-    edit_config(source, drop=("eos_token_id",))
-    for file in source.glob("generation_config.json"):
-        file.unlink()
-    described = json.loads((source / "tokenizer.json").read_text())
-    assert not described["added_tokens"]
-    assert "end of sequence" in convert(source, tmp_path / "t.gguf").notes[0]
 
 
 # ---- asking for it

@@ -54,9 +54,13 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
 @pytest.mark.skipif(availability().library is None or COMPILER is None, reason="no compiled kernels")
 @pytest.mark.timeout(600)
 def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
+    # only behind setup.py's own flags does -O1 count, and it is done in half the time
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" -fsanitize=address -O1\n')
+    compiler.chmod(0o755)
     build = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}/o"],
-        env=os.environ | {"CFLAGS": "-fsanitize=address -O1", "LDFLAGS": "-fsanitize=address"},
+        env=os.environ | {"CC": str(compiler), "CXX": str(compiler)},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )
     built = next(tmp_path.glob("slipstream/kernels/native/_rows*.so"), None)

@@ -15,13 +15,16 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import generate_merges
+from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 from transformers.models.llama.tokenization_llama import LlamaTokenizer
 from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from slipstream.errors import ConfigError, FormatError, RequestError, SlipstreamError
+from slipstream.formats.gguf_write import as_read
 from slipstream.text import gguf_vocab
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.tools.convert_vocab import folder_entries, write_folder
 from tests.helpers_models import CHATML, byte_alphabet, smollm2_metadata, smollm2_path, tiny_vocab
 
 TEXTS = [
@@ -242,10 +245,54 @@ def test_sentencepiece_adds_bos_and_decodes_bytes() -> None:
     assert Tokenizer.from_gguf(spm_metadata(add_space_prefix=False)).decode(tokenizer.encode("the")[1:]) == " the"
 
 
+GEMMA_MERGES = [
+    "▁ t", "h e", "▁t he", "\n \n", "l l", "e ll", "▁ h", "▁h ell", "▁hell o", "▁ ▁", "▁▁ ▁▁", "n a", "na na",
+]  # fmt: skip
+
+
+def gemma_metadata(**changes: object) -> dict[str, object]:
+    """As llama.cpp's converter writes Gemma 4's: merges, the turn's end among the special tokens, no pre-tokenizer."""
+    letters = ["\n", "▁", *"abehlnot"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [*letters, *(merge.replace(" ", "") for merge in GEMMA_MERGES)]
+    types = [3, 3, 3, 3, 4, 3] + [6] * 256 + [1] * (len(tokens) - 262)
+    found: dict[str, object] = {
+        "model": "gemma4", "tokens": tokens, "token_type": types, "merges": GEMMA_MERGES, "bos_token_id": 2,
+        "eos_token_id": 1, "unknown_token_id": 3, "add_space_prefix": False, "scores": [0.0] * len(tokens),
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in (found | changes).items()}
+
+
+@pytest.mark.parametrize("text", ["the hello", " the  banana\n\n\nhell", "    o\n", "hé 日 the", "", "\nthe"])
+def test_gemma4_vocabularies_equal_transformers(text: str) -> None:
+    metadata = gemma_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    merges = [tuple(merge.split(" ")) for merge in GEMMA_MERGES]
+    oracle = GemmaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)._tokenizer
+    ours = Tokenizer.from_gguf(metadata)
+    ids = ours.encode(text)
+    assert ids == [2, *oracle.encode(text, add_special_tokens=False).ids]
+    assert ours.decode(ids[1:]) == text
+
+
+def test_a_gemma4_vocabulary_ends_its_turns_and_survives_a_conversion(tmp_path: Path) -> None:
+    metadata = gemma_metadata()
+    ours = Tokenizer.from_gguf(metadata)
+    assert ours.eos_ids == {1, 5}
+    assert write_folder(metadata, tmp_path) == ""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    again = as_read(folder_entries(tmp_path, len(tokens)))
+    assert (again["tokenizer.ggml.model"], again["tokenizer.ggml.merges"]) == ("gemma4", GEMMA_MERGES)
+    assert Tokenizer.from_gguf(again).encode(" the\n\nhello<turn|>") == ours.encode(" the\n\nhello<turn|>")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"model": None}, "no tokenizer"),
+        ({"model": "gemma4", "merges": None}, "merges is not a list"),
         ({"model": "bert"}, "'bert'"),
         ({"pre": "deepseek-v9"}, "known: .*qwen2.*smollm"),
         ({"tokens": None}, "tokens is not a list of strings"),

@@ -3,18 +3,20 @@
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 
 With --sweep or --draft-lora it compares preparations of the pair instead (cli/sweep.py), with --rival it races
-llama.cpp (cli/race.py).
+llama.cpp (cli/race.py), with --profile it says where a step's time goes (cli/profile.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from slipstream.cli import options as o
+from slipstream.cli.profile import check_profile, profile
 from slipstream.cli.race import check_race, race
 from slipstream.cli.sweep import MODES as SWEEP_MODES
 from slipstream.cli.sweep import Adapters, Comparing, OutFolder, Runs, Sides, SweepFlag, compare_pairs
@@ -53,6 +55,9 @@ RivalName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or a llama-server."),
 ]
+ProfileFlag = Annotated[
+    bool, typer.Option("--profile", help="Say where a decoding step's time goes instead of comparing speeds.")
+]
 PlotFile = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")]
 
 
@@ -68,6 +73,7 @@ def command(
     gate: GateForModes = None,
     confidence: o.Confidence = None,
     rival: RivalName = None,
+    profiling: ProfileFlag = False,
     sweep: SweepFlag = False,
     draft_lora: Adapters = None,
     runs: Runs = None,
@@ -88,12 +94,12 @@ def command(
 ) -> None:
     """Measure plain decoding against speculation, interleaved, and check that the texts agree."""
     from slipstream.bench.measure import Plan, parse_modes
-    from slipstream.bench.plot import check_plot_path, write_plot
     from slipstream.bench.workloads import read_prompts
 
     ui = Ui(json_output)
     comparing = Comparing(sweep, sides or (), draft_lora or (), runs, out)
-    comparing.check({"--rival": rival is not None, "--plot": plot is not None, "--trace": trace is not None})
+    files = {"--plot": plot is not None, "--trace": trace is not None}
+    comparing.check({"--rival": rival is not None, "--profile": profiling, **files})
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
@@ -108,16 +114,29 @@ def command(
         raise RequestError("there are no prompts to measure on", "name a set or a file with --prompts")
     conversations = read_prompts(prompts, limit)
     about["count"] = len(conversations)
-    plot_path = None if plot is None else check_plot_path(plot)
-    if rival is not None:
-        check_race(rival, {"--turns all": plan.all_turns, "--plot": plot is not None, "--trace": trace is not None})
-        race(ui, lambda: o.load(ui, target, draft, config), rival, conversations, plan, about)
-        return
-    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config)) as llm:
+    load = partial(o.load, ui, target, draft, config)
+    if profiling:
+        check_profile({"--rival": rival is not None, **files})
+        profile(ui, load, conversations, plan, about)
+    elif rival is not None:
+        check_race(rival, {"--turns all": plan.all_turns, **files})
+        race(ui, load, rival, conversations, plan, about)
+    else:
+        _compare_modes(ui, load, conversations, plan, about, plot, trace)
+
+
+def _compare_modes(
+    ui: Ui, load: Callable[[], LLM], conversations: list[Conversation], plan: Plan, about: Mapping[str, object],
+    plot: str | None, trace: str | None,
+) -> None:
+    from slipstream.bench.plot import check_plot_path, write_plot
+
+    plot_path, target = None if plot is None else check_plot_path(plot), str(about["target"])
+    with Trace(trace) as steps_file, closing(load()) as llm:
         result = _measure(ui, llm, target, conversations, plan, steps_file)
         describe = llm.describe()
-    title = f"{target} on {prompts}: {result.answers} answers of up to {max_tokens} tokens"
-    if json_output:
+    title = f"{target} on {about['prompts']}: {result.answers} answers of up to {plan.max_tokens} tokens"
+    if ui.json_output:
         ui.print_json({**about, "draft": describe.get("draft"), **result.to_json(), "describe": describe})
     else:
         draw(ui, result, describe, title)

@@ -20,6 +20,8 @@ from slipstream.engine.costing import measure_costs
 from slipstream.engine.devices import gpu_backend
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import StateRoom, pool_pages
+from slipstream.engine.profile import Profiler, make_profiler
+from slipstream.engine.profile import StepProfile as StepProfile
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import make_request
 from slipstream.engine.variants import DrafterFile, DraftVariant
@@ -330,6 +332,10 @@ class LLM:
             finished = event.finish_reason is not None
         return completion
 
+    def profiler(self) -> Profiler:
+        """Clocks decoding steps while it is entered; requests must run alone meanwhile."""
+        return make_profiler(self._engine, self._gpu)
+
     def prompt_ids(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
         """Token ids of raw text, or of messages through the chat template."""
         if chat:
@@ -361,7 +367,8 @@ class LLM:
 
     def close(self) -> None:
         """Drops models and caches; the object cannot be used afterwards."""
-        del self._engine, self._target, self._draft_file, self._pools
+        del self._engine, self._target, self._draft_file, self._gpu
+        vars(self).pop("_pools", None)  # a GPU's belong to its backend
 
     def __enter__(self) -> LLM:
         return self

@@ -122,7 +122,7 @@ class Proposer:
         for index, session in enumerate(sessions):
             speculation, ticket = session.speculation, session.ticket
             depth = min(speculation.rows, ticket.room) - 1
-            slots.append(min(depth, self._proposals) if speculation.drafts else 0)
+            slots.append(min(depth, self.proposals) if speculation.drafts else 0)
             if speculation.policy is not None:
                 views.append(View(speculation.policy, ticket.state.length, not session.greedy, ticket.room))
                 places.append(index)
@@ -139,7 +139,7 @@ class Proposer:
         return slots
 
     @property
-    def _proposals(self) -> int:
+    def proposals(self) -> int:
         return self._runner.drafter.proposals if self._runner.drafter is not None else 0
 
     def _job(self, session: Session, slots: int) -> DraftJob:

@@ -11,30 +11,30 @@ from slipstream.models.heads import CandidateSelector, ConfidenceHead, DraftHead
 
 def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
     """The heads on a device; None if one of them remembers the path to a token."""
-    corrector = heads._corrector
-    trust = _trust(heads._confidence, device) if heads._confidence is not None else None
+    corrector = heads.corrector
+    trust = _trust(heads.trust, device) if heads.trust is not None else None
     if corrector is None:
         return HeadWeights(trust=trust)
     if isinstance(corrector, CandidateSelector):
-        before, after = corrector.predecessors._table.to(device), corrector._successors._table.to(device)
-        return HeadWeights(before, after, weigh=_floats(corrector._projection, device), trust=trust)
+        before, after = corrector.predecessors.table.to(device), corrector.successors.table.to(device)
+        return HeadWeights(before, after, weigh=_floats(corrector.projection, device), trust=trust)
     assert isinstance(corrector, MarkovHead)
     if corrector.kind == "rnn":
         return None
     gate = None
     if corrector.kind == "gated":
         inner = torch.from_numpy(corrector.inner)
-        gate = Gate(*(_floats(part, device) for part in (inner, corrector._of_hidden, corrector._bias)))
-    before, after = corrector.embedding._table.to(device), corrector.output._table.to(device)
+        gate = Gate(*(_floats(part, device) for part in (inner, corrector.of_hidden, corrector.bias)))
+    before, after = corrector.embedding.table.to(device), corrector.output.table.to(device)
     return HeadWeights(before, after, gate=gate, trust=trust)
 
 
 def _trust(head: ConfidenceHead, device: torch.device) -> Trust:
-    of_hidden = _floats(head._of_hidden, device)
-    if head._embedding is None or head.of_token is None:
-        return Trust(of_hidden, head._bias)
+    of_hidden = _floats(head.of_hidden, device)
+    if head.embedding is None or head.of_token is None:
+        return Trust(of_hidden, head.bias)
     of_before = torch.from_numpy(head.of_token)
-    return Trust(of_hidden, head._bias, head._embedding._table.to(device), _floats(of_before, device))
+    return Trust(of_hidden, head.bias, head.embedding.table.to(device), _floats(of_before, device))
 
 
 def _floats(values: Tensor, device: torch.device) -> Tensor:

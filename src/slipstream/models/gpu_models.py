@@ -13,6 +13,7 @@ from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.matmul import Matrix
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.gpu_heads import device_heads
 from slipstream.models.gpu_stack import GpuContext, GpuStack, RotaryPair
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Embedding
@@ -56,6 +57,10 @@ class GpuDrafter:
         self.taps = config.target_layer_ids
         self._kernels = kernels
         self._window = window
+        # heads that remember the whole path stay on the host
+        self.heads = device_heads(drafter.heads, device) if drafter.heads is not None else None
+        self.on_device = drafter.heads is None or self.heads is not None
+        self.candidate_limit = drafter.heads.candidate_limit if drafter.heads is not None else 0
         self._embed: Embedding = drafter.embed or target.embed
         self._head: Matrix = drafter.head or target.draft_head
         rotary = rotary_pair(drafter.rotary, positions, device)

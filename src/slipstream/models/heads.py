@@ -35,10 +35,10 @@ class TokenRows:
         if dtype is None:
             # quantised values are coarser than half precision, but their range may be wider
             dtype = torch.float16 if float(values.abs().max()) <= _HALF_LIMIT else torch.float32
-        self._table = values.to(dtype).contiguous()
+        self.table = values.to(dtype).contiguous()
         self._brain = dtype is torch.bfloat16
         # numpy has no bfloat16: its bits are the upper half of a float32
-        self._view = self._table.view(torch.uint16).numpy() if self._brain else self._table.numpy()
+        self._view = self.table.view(torch.uint16).numpy() if self._brain else self.table.numpy()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class TokenRows:
 
     def rows(self, tokens: Tensor) -> Floats:
         """Rows [..., rank] of tokens [...]."""
-        return _numpy(self._table[tokens])
+        return _numpy(self.table[tokens])
 
 
 class _Walk(Protocol):
@@ -78,11 +78,11 @@ class MarkovHead:
         self.rank = rank
         self.vocabulary = config.vocab_size
         if self.kind == "gated":
-            joined, self._bias = _linear(weights, "markov_head.gate_proj", rank, hidden + rank)
-            self._of_hidden, inner = joined[:, :hidden], joined[:, hidden:]
+            joined, self.bias = _linear(weights, "markov_head.gate_proj", rank, hidden + rank)
+            self.of_hidden, inner = joined[:, :hidden], joined[:, hidden:]
         elif self.kind == "rnn":
-            joined, self._bias = _linear(weights, "markov_head.joint_proj", 3 * rank, 2 * rank + hidden)
-            self._of_hidden, inner = joined[:, 2 * rank :], joined[:, : 2 * rank]
+            joined, self.bias = _linear(weights, "markov_head.joint_proj", 3 * rank, 2 * rank + hidden)
+            self.of_hidden, inner = joined[:, 2 * rank :], joined[:, : 2 * rank]
         else:
             return
         self.inner: Floats = np.ascontiguousarray(inner.numpy())
@@ -91,20 +91,20 @@ class MarkovHead:
         output = self.output.rows(candidates)
         if self.kind == "vanilla":
             return _VanillaWalk(self, output)
-        from_hidden = _numpy(hidden @ self._of_hidden.t() + self._bias)
+        from_hidden = _numpy(hidden @ self.of_hidden.t() + self.bias)
         return (_GatedWalk if self.kind == "gated" else _RecurrentWalk)(self, output, from_hidden)
 
 
 class _VanillaWalk:
     def __init__(self, head: MarkovHead, output: Floats) -> None:
-        self._embedding = head.embedding
+        self.embedding = head.embedding
         self._output = output
 
     def first_state(self) -> State:
         return None
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        return self._output[slot] @ self._embedding.row(previous), None
+        return self._output[slot] @ self.embedding.row(previous), None
 
 
 class _GatedWalk:
@@ -147,55 +147,55 @@ class CandidateSelector:
     def __init__(self, weights: Weights, config: DFlashConfig) -> None:
         rank, table = config.parts.selector_rank, (config.vocab_size, config.parts.selector_rank)
         self.predecessors = _token_rows(weights, "candidate_selector.predecessor_codebook.weight", table)
-        self._successors = _token_rows(weights, "candidate_selector.successor_codebook.weight", table)
+        self.successors = _token_rows(weights, "candidate_selector.successor_codebook.weight", table)
         name = "candidate_selector.hidden_projection.weight"
-        self._projection = weights.source(name, (rank, config.hidden_size)).dense()
+        self.projection = weights.source(name, (rank, config.hidden_size)).dense()
 
     def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
         # weighing the successors once for all spares every node of the walk the product
-        weighed = self._successors.rows(candidates) * _numpy(hidden @ self._projection.t())[:, None]
+        weighed = self.successors.rows(candidates) * _numpy(hidden @ self.projection.t())[:, None]
         return _SelectorWalk(self.predecessors, weighed)
 
 
 class _SelectorWalk:
     def __init__(self, predecessors: TokenRows, successors: Floats) -> None:
         self._predecessors = predecessors
-        self._successors = successors
+        self.successors = successors
 
     def first_state(self) -> State:
         return None
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        return self._successors[slot] @ self._predecessors.row(previous), None
+        return self.successors[slot] @ self._predecessors.row(previous), None
 
 
 class ConfidenceHead:
     """The chance that a slot's proposal is accepted, from its hidden row and perhaps the token before it."""
 
     def __init__(self, weights: Weights, config: DFlashConfig, markov: MarkovHead | None) -> None:
-        self._embedding = markov.embedding if markov is not None and config.parts.confidence_head_with_markov else None
-        width = config.hidden_size + (config.parts.markov_rank if self._embedding is not None else 0)
+        self.embedding = markov.embedding if markov is not None and config.parts.confidence_head_with_markov else None
+        width = config.hidden_size + (config.parts.markov_rank if self.embedding is not None else 0)
         name = "confidence_head.proj"
         # one output: some writers drop the dimension of size one
         flat = len(shapes_in(weights.file)(f"{name}.weight") or ()) == 1
         weight = weights.source(f"{name}.weight", (width,) if flat else (1, width)).dense().flatten()
         bias = weights.optional_vector(f"{name}.bias", 1)
-        self._bias = 0.0 if bias is None else float(bias)
-        self._of_hidden = weight[: config.hidden_size]
+        self.bias = 0.0 if bias is None else float(bias)
+        self.of_hidden = weight[: config.hidden_size]
         self._of_token: Floats = np.ascontiguousarray(weight[config.hidden_size :].numpy())
 
     def begin(self, hidden: Tensor) -> Floats:
         """The part of each slot's score that does not depend on the token before it."""
-        return _numpy(hidden @ self._of_hidden + self._bias)
+        return _numpy(hidden @ self.of_hidden + self.bias)
 
     @property
     def of_token(self) -> Floats | None:
         """What weighs the row of the token before; None if it does not matter."""
-        return self._of_token if self._embedding is not None else None
+        return self._of_token if self.embedding is not None else None
 
     def chance(self, score: float, previous: int) -> float:
-        if self._embedding is not None:
-            score = score + float(self._of_token @ self._embedding.row(previous))
+        if self.embedding is not None:
+            score = score + float(self._of_token @ self.embedding.row(previous))
         return float(_sigmoid(np.float32(score)))
 
 
@@ -206,19 +206,19 @@ class HeadPass:
         self, corrector: _Corrector | None, confidence: ConfidenceHead | None, tables: HeadTables | None,
         hidden: Tensor, candidates: Tensor,
     ) -> None:
-        self._corrector = corrector
+        self.corrector = corrector
         self._hidden = hidden
         self._candidates = candidates
-        self._confidence = confidence
+        self.trust = confidence
         self._scores = confidence.begin(_on_host(hidden)) if confidence is not None else None
         self.compiled = CompiledWalk(tables, self._scores) if tables is not None else None
 
     @cached_property
     def _walk(self) -> _Walk | None:
         # compiled code needs no walk, and making one takes longer than all that it does
-        if self._corrector is None:
+        if self.corrector is None:
             return None
-        return self._corrector.begin(_on_host(self._hidden), self._candidates.to("cpu"))
+        return self.corrector.begin(_on_host(self._hidden), self._candidates.to("cpu"))
 
     def first_state(self) -> State:
         return self._walk.first_state() if self._walk is not None else None
@@ -231,9 +231,9 @@ class HeadPass:
 
     def confidence(self, slot: int, previous: int) -> float | None:
         """How likely the slot's proposal behind `previous` is accepted; None without a confidence head."""
-        if self._confidence is None or self._scores is None:
+        if self.trust is None or self._scores is None:
             return None
-        return self._confidence.chance(float(self._scores[slot]), previous)
+        return self.trust.chance(float(self._scores[slot]), previous)
 
 
 class DraftHeads:
@@ -242,16 +242,16 @@ class DraftHeads:
     def __init__(self, weights: Weights, config: DFlashConfig) -> None:
         parts = config.parts
         markov = MarkovHead(weights, config) if parts.markov_rank else None
-        self._corrector: _Corrector | None = markov
+        self.corrector: _Corrector | None = markov
         if parts.selector_rank:
-            self._corrector = CandidateSelector(weights, config)
-        self._confidence = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None
+            self.corrector = CandidateSelector(weights, config)
+        self.trust = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None
         self._tables: HeadTables | None = None
-        if self._corrector is None or (self._corrector is markov and markov.kind == "vanilla"):
-            self._tables = _tables(markov, self._confidence)
+        if self.corrector is None or (self.corrector is markov and markov.kind == "vanilla"):
+            self._tables = _tables(markov, self.trust)
         self.candidate_limit = parts.selector_top_k or None  # None: the caller chooses how many
-        self.corrects = self._corrector is not None
-        self.has_confidence = self._confidence is not None
+        self.corrects = self.corrector is not None
+        self.has_confidence = self.trust is not None
 
     @classmethod
     def load(cls, weights: Weights, config: DFlashConfig) -> DraftHeads | None:
@@ -259,7 +259,7 @@ class DraftHeads:
 
     def begin(self, hidden: Tensor, candidates: Tensor) -> HeadPass:
         """Prepares one block: hidden rows [slots, H] after the final norm, candidate ids [slots, K]."""
-        return HeadPass(self._corrector, self._confidence, self._tables, hidden, candidates)
+        return HeadPass(self.corrector, self.trust, self._tables, hidden, candidates)
 
 
 def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> HeadTables:

@@ -1,4 +1,7 @@
-"""Building a tokenizer from the vocabulary inside a GGUF file's metadata: byte-level BPE and SentencePiece BPE."""
+"""Building a tokenizer from the vocabulary inside a GGUF file's metadata: byte-level BPE and SentencePiece BPE.
+
+SentencePiece vocabularies come with scores (`llama`) or, as Gemma 4's do, with merges (`gemma4`).
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,14 @@ def build(metadata: Mapping[str, object]) -> GgufVocab:
         pre = _pre_tokenizer(metadata)
         backend, adds_bos = _byte_level(vocab, _merges(metadata, vocab), pre), pre.adds_bos
     elif kind == "llama":
-        backend, adds_bos = _sentencepiece(metadata, tokens, types, vocab), True
+        merges = merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
+        prefix = _flag(metadata, "add_space_prefix", True)
+        backend, adds_bos = _sentencepiece(metadata, tokens, vocab, merges, prefix), True
+    elif kind == "gemma4":
+        backend, adds_bos = _sentencepiece(metadata, tokens, vocab, _merges(metadata, vocab), prefix=False), True
     else:
-        raise ConfigError(f"the tokenizer kind '{kind}' of the GGUF file is not supported", "gpt2 and llama are")
+        known = "gpt2, llama and gemma4 are"
+        raise ConfigError(f"the tokenizer kind '{kind}' of the GGUF file is not supported", known)
     _add_special(backend, tokens, types)
     eos = [_token_id(metadata, name, len(tokens)) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     template = metadata.get("tokenizer.chat_template")
@@ -119,23 +127,27 @@ def _merges(metadata: Mapping[str, object], vocab: dict[str, int]) -> list[tuple
     return pairs
 
 
-def _sentencepiece(
-    metadata: Mapping[str, object], tokens: list[str], types: list[int], vocab: dict[str, int]
-) -> Backend:
+def _scores(metadata: Mapping[str, object], count: int) -> list[float]:
     scores = metadata.get(_PREFIX + "scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(isinstance(s, float) for s in scores):
+    if not isinstance(scores, list) or len(scores) != count or not all(isinstance(s, float) for s in scores):
         raise FormatError("the GGUF file has no score for each token of its vocabulary", _DAMAGED)
+    return scores
+
+
+def _sentencepiece(
+    metadata: Mapping[str, object], tokens: list[str], vocab: dict[str, int], merges: list[tuple[str, str]],
+    prefix: bool,
+) -> Backend:
     unknown = _token_id(metadata, "unknown_token_id", len(tokens))
     backend = Backend(
         models.BPE(
             vocab=vocab,
-            merges=merges_from_scores(tokens, types, scores),
+            merges=merges,
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = _flag(metadata, "add_space_prefix", True)
     marking = normalizers.Replace(" ", SPACE_MARK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), marking]) if prefix else marking
     unmarking = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -133,7 +133,7 @@ def _vocabulary_problems(model: ModelFile, config: DecoderConfig) -> Iterator[st
     raw = read_config(model.path)
     declared = None if raw is None else raw.get("vocab_size")
     if isinstance(declared, int) and "model.embed_tokens.weight" in model.found:
-        rows = model.tensor("model.embed_tokens.weight").shape[0]
+        rows = model.tensors["model.embed_tokens.weight"].shape[0]
         if rows != declared:
             yield f"the config counts {declared} tokens, the embedding has {rows} rows"
 

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightTensor
 from slipstream.models.llama import stored_rotary_rows
+from slipstream.tools.convert_plans import Source
 from slipstream.tools.model_file import ModelFile, open_model
 
 Progress = Callable[[str, int, int], None]
@@ -113,7 +112,7 @@ def compare_files(first: Path, second: Path, progress: Progress | None = None) -
         result.extra = [name for name in names_b if name not in names_a]
         shared = [name for name in names_a if name in names_b]
         for done, name in enumerate(shared, 1):
-            mine, theirs = names_a[name](), names_b[name]()
+            mine, theirs = names_a[name], names_b[name]
             if mine.shape != theirs.shape and not _same_values(mine.shape, theirs.shape):
                 result.shapes.append((name, mine.shape, theirs.shape))
             else:
@@ -125,10 +124,9 @@ def compare_files(first: Path, second: Path, progress: Progress | None = None) -
         return result
 
 
-def _names(model: ModelFile) -> dict[str, Callable[[], WeightTensor]]:
-    """How to get each tensor; those without a known name go by the file's own."""
-    found: dict[str, Callable[[], WeightTensor]] = {name: partial(model.tensor, name) for name in model.found}
-    return found | {name: partial(model.file.tensor, name) for name in model.unknown}
+def _names(model: ModelFile) -> dict[str, Source]:
+    """Every tensor; those without a known name go by the file's own."""
+    return model.tensors | {name: model.file.tensor(name) for name in model.unknown}
 
 
 def _same_values(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
@@ -160,7 +158,7 @@ def _close(first: object, second: object) -> bool:
     return first == second
 
 
-def _pieces(first: WeightTensor, second: WeightTensor) -> Iterator[tuple[Array, Array]]:
+def _pieces(first: Source, second: Source) -> Iterator[tuple[Array, Array]]:
     """The same rows of both tensors as fp64 [rows, elements], a bounded number at a time."""
     rows, elements = (first.shape[0] if first.shape else 1), math.prod(first.shape)
     if not elements:
@@ -176,11 +174,11 @@ def _pieces(first: WeightTensor, second: WeightTensor) -> Iterator[tuple[Array, 
         yield _dense(first.rows(index)).reshape(flat), _dense(second.rows(index)).reshape(flat)
 
 
-def _dense(tensor: WeightTensor) -> Array:
+def _dense(tensor: Source) -> Array:
     return tensor.dense().numpy().astype(np.float64)
 
 
-def _difference(name: str, first: WeightTensor, second: WeightTensor) -> TensorDifference:
+def _difference(name: str, first: Source, second: Source) -> TensorDifference:
     bad, largest = 0, 0.0
     norms: list[Array] = []
     gaps: list[Array] = []
@@ -241,35 +239,34 @@ def _reason(tensor: TensorDifference, rms: float, row: float) -> str:
 
 def _explained(tensor: TensorDifference, a: ModelFile, b: ModelFile) -> TensorDifference:
     """Looks for what the second file holds in this tensor's place; nothing is said where nothing fits."""
-    if tensor.non_finite or tensor.name not in a.found or tensor.relative_rms < _SAME:
+    if tensor.non_finite or tensor.name not in a.tensors or tensor.relative_rms < _SAME:
         return tensor
-    mine = a.tensor(tensor.name)
+    mine = a.tensors[tensor.name]
     if len(mine.shape) != 2:
         return tensor
     if _is_reordered(tensor.name, mine, b):
         return replace(tensor, explanation="its rows are in the other rotary order")
     sample = _sample(mine)
-    for other in b.found:
-        theirs = b.tensor(other)
+    for other, theirs in b.tensors.items():
         if other != tensor.name and theirs.shape == mine.shape and _near(sample, _sample(theirs)):
             return replace(tensor, explanation=f"the second file has '{other}' here")
-    theirs_sample = _sample(b.tensor(tensor.name))
+    theirs_sample = _sample(b.tensors[tensor.name])
     factor = float((sample * theirs_sample).sum() / max(float(np.square(sample).sum()), 1e-300))
     if abs(factor) > 1e-6 and _near(sample * factor, theirs_sample):
         return replace(tensor, explanation=f"it is scaled by {factor:.3g}")
     return tensor
 
 
-def _is_reordered(name: str, mine: WeightTensor, b: ModelFile) -> bool:
+def _is_reordered(name: str, mine: Source, b: ModelFile) -> bool:
     config = b.config
     if config is None or not (".q_proj." in name or ".k_proj." in name) or mine.shape[0] % config.head_dim:
         return False
     order = stored_rotary_rows(mine.shape[0] // config.head_dim, config.head_dim)
-    theirs, sample = b.tensor(name), _sample(mine)
+    theirs, sample = b.tensors[name], _sample(mine)
     return any(_near(sample, _sample(theirs.rows(rows))) for rows in (order, torch.argsort(order)))
 
 
-def _sample(tensor: WeightTensor) -> Array:
+def _sample(tensor: Source) -> Array:
     index = torch.linspace(0, tensor.shape[0] - 1, min(_SAMPLED_ROWS, tensor.shape[0])).long()
     return _dense(tensor.rows(index))
 

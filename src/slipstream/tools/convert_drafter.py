@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -50,7 +50,8 @@ DRAFTER_ARCHITECTURES = ("dflash", *LUCEBOX_ARCHS)
 _ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
 # what a GGUF file has no words for, by the field of the configuration that would not survive
 _WORDLESS = {
-    "patterns": "the windows and causality of its layers", "rope": "scaled positions", "mlp_bias": "biases", "qk_norm": "layers without query and key norms",
+    "patterns": "the windows and causality of its layers", "rope": "scaled positions", "mlp_bias": "biases",
+    "qk_norm": "layers without query and key norms",
 }
 _KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # the second says the same the other way round
 _FUSED = "qkv_proj.weight"
@@ -253,7 +254,7 @@ def _rounded(value: object) -> object:
     if isinstance(value, float):
         return float(np.float32(value))
     if isinstance(value, RopeConfig):
-        return replace(value, theta=float(np.float32(value.theta)))
+        return tuple(_rounded(getattr(value, item.name)) for item in fields(value))
     return value
 
 

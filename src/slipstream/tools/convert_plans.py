@@ -63,6 +63,13 @@ class Derived:
         parts = [source.dense() for source in self.sources]
         return torch.cat([part if self.change is None else self.change(part) for part in parts]).reshape(self.shape)
 
+    def rows(self, index: Tensor) -> Derived:
+        """The same tensor with its first dimension selected by `index`, of which several sources hold equal shares."""
+        share = len(self.sources) // self.shape[0]
+        chosen = [self.sources[row * share + place] for row in index.tolist() for place in range(share)]
+        sources = tuple(chosen) if len(self.sources) > 1 else (self.sources[0].rows(index),)
+        return Derived(self.name, sources, (len(index), *self.shape[1:]), self.change)
+
 
 Source = WeightTensor | Derived
 

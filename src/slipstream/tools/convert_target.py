@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, as_read, number_entry
 from slipstream.formats.layout import TensorEntry
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.gemma4_config import Gemma4Config
@@ -145,8 +145,10 @@ def _rounded(value: object) -> object:
 def _turn_alike(one: RopeConfig, other: RopeConfig) -> bool:
     if (one.dim, one.width) != (other.dim, other.width):
         return False
-    numbers = [torch.cat((inverse_frequencies(rope), torch.tensor([rope.attention_factor]))) for rope in (one, other)]
-    return torch.allclose(*numbers, rtol=1e-5, atol=1e-12)
+    first, second = (
+        torch.cat((inverse_frequencies(rope), torch.tensor([rope.attention_factor]))) for rope in (one, other)
+    )
+    return torch.allclose(first, second, rtol=1e-5, atol=1e-12)
 
 
 def _as_written(plans: Sequence[TensorPlan], factors: Tensor | None) -> WeightFile:

@@ -29,6 +29,7 @@ MASK_KEY = "tokenizer.ggml.mask_token_id"
 NO_END = "the tokenizer names no end of sequence: llama.cpp would take a token of its own choice for it"
 # How byte-level families cut text; the first under which the vocabulary does what the folder's tokenizer does is it.
 _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "default")
+_GEMMA_TURN = "<turn|>"  # tells Gemma 4's vocabulary, which has a kind of its own, from other SentencePiece ones
 _PROBES = (
     "Hello world, it's 12345 o'clock (or 7:05)!", "  two leading spaces\n\n\tand a tab  \r\n", "\n \n  \n",
     "na\u00efve caf\u00e9 \u00c5NGSTR\u00d6M A\u030a \ufb01", "x=1234567; y=[0]*10  # 100%\n    return x**2\n",
@@ -165,8 +166,8 @@ def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[Met
     """The keys that say how text is cut and joined, in every way that may fit."""
     merged = model.get("merges", [])
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merged]
+    merges = array_entry("tokenizer.ggml.merges", [f"{left} {right}" for left, right in pairs], ValueKind.STRING)
     if not model.get("byte_fallback"):
-        merges = array_entry("tokenizer.ggml.merges", [f"{left} {right}" for left, right in pairs], ValueKind.STRING)
         return [
             [text_entry("tokenizer.ggml.model", "gpt2"), text_entry("tokenizer.ggml.pre", pre), merges]
             for pre in _PRE_TOKENIZERS
@@ -179,9 +180,12 @@ def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[Met
         "tokenizer.ggml.scores", [-float(ranks.get(token, len(pairs))) for token in tokens], ValueKind.FLOAT32
     )
     start = [text_entry("tokenizer.ggml.model", "llama"), text_entry("tokenizer.ggml.pre", "default"), scores]
-    return [
+    spellings = [
         [*start, number_entry("tokenizer.ggml.add_space_prefix", prefix, ValueKind.BOOL)] for prefix in (True, False)
     ]
+    gemma = [text_entry("tokenizer.ggml.model", "gemma4"), scores, merges]
+    gemma.append(number_entry("tokenizer.ggml.add_space_prefix", False, ValueKind.BOOL))
+    return [gemma, *spellings] if _GEMMA_TURN in tokens else spellings
 
 
 def _same(tokenizer: Tokenizer, entries: Sequence[MetadataEntry]) -> bool:

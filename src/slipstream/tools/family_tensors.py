@@ -62,7 +62,8 @@ def folder_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -
             for kind, each in zip(("gate_proj", "up_proj"), _halves(tensor), strict=True):
                 found |= {f"{experts[1]}{index}.{kind}.weight": one for index, one in enumerate(each)}
         else:
-            found |= {f"{experts[1]}{index}.{experts[2]}.weight": tensor.part(index) for index in range(tensor.shape[0])}
+            each = [tensor.part(index) for index in range(tensor.shape[0])]
+            found |= {f"{experts[1]}{index}.{experts[2]}.weight": one for index, one in enumerate(each)}
     return found
 
 

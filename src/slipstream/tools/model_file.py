@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.formats.weights import WeightFile, WeightTensor, open_weights, read_config
+from slipstream.formats.weights import WeightFile, open_weights, read_config
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in
-from slipstream.models.llama import GGUF_LAYER, gguf_name, stored_rotary_rows
+from slipstream.models.llama import GGUF_LAYER, gguf_name
 from slipstream.models.loading import read_target_config
 from slipstream.models.weights import keep_name
+from slipstream.tools.convert_plans import Source
+from slipstream.tools.family_tensors import folder_tensors
 from slipstream.tools.tensor_lists import decoder_tensors, drafter_tensors
 
 Shape = tuple[int, ...]
@@ -52,22 +52,9 @@ class ModelFile:
     found: dict[str, str] = field(default_factory=dict)  # name -> the file's own name
     unknown: list[str] = field(default_factory=list)  # the file's names nobody knows
     ignored: list[str] = field(default_factory=list)  # known to hold nothing a model computes with
-    permuted: bool = False  # query and key rows are stored in the rotary order of llama GGUF files
+    tensors: dict[str, Source] = field(default_factory=dict)  # as Hugging Face folders have them, whatever the file
     expected: dict[str, Shape] = field(default_factory=dict)  # every tensor the configuration implies
     misfit: str = ""  # why the configuration and the tensors cannot be held against each other
-
-    def tensor(self, name: str) -> WeightTensor:
-        """One tensor, lazily, its rows in the order of Hugging Face checkpoints."""
-        tensor = self.file.tensor(self.found[name])
-        order = self._row_order(name)
-        return tensor if order is None or tensor.shape[:1] != (len(order),) else tensor.rows(order)
-
-    def _row_order(self, name: str) -> torch.Tensor | None:
-        if not self.permuted or self.config is None:
-            return None
-        heads = {"self_attn.q_proj": self.config.heads, "self_attn.k_proj": self.config.kv_heads}
-        count = next((count for module, count in heads.items() if f".{module}." in name), None)
-        return None if count is None else stored_rotary_rows(count, self.config.head_dim)
 
     @property
     def label(self) -> str:
@@ -136,8 +123,7 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
         spell: Callable[[str], str] = names_in(file)
     else:
         spell = names.file_name if names is not None else gguf_name if is_gguf else keep_name
-    permuted = kind == "target" and is_gguf and file.metadata["general.architecture"] == "llama"
-    model = ModelFile(path, file, kind, config, problem, permuted=permuted)
+    model = ModelFile(path, file, kind, config, problem)
     try:
         if isinstance(config, DFlashConfig):
             model.expected = drafter_tensors(config, file)
@@ -153,7 +139,19 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
     ignored = names.ignored if names is not None else _holds_nothing
     model.ignored = sorted(name for name in own if ignored(name))
     model.unknown = sorted(own - set(model.ignored))
+    model.tensors = _as_in_folders(model, is_gguf)
     return model
+
+
+def _as_in_folders(model: ModelFile, is_gguf: bool) -> dict[str, Source]:
+    """What llama.cpp stores in another way is turned back, unless tensors are missing or misshapen."""
+    stored = {name: model.file.tensor(own) for name, own in model.found.items()}
+    whole = all(name in stored and stored[name].shape == shape for name, shape in model.expected.items())
+    if not is_gguf or not whole or not isinstance(model.config, DecoderConfig):
+        return dict(stored)
+    meant = {name: tensor for name, tensor in stored.items() if name in model.expected}
+    others = {name: tensor for name, tensor in stored.items() if name not in model.expected}
+    return folder_tensors(model.config, meant) | others
 
 
 def _holds_nothing(name: str) -> bool:

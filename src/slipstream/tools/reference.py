@@ -90,7 +90,7 @@ def build_authors_drafter(model: ModelFile, config: DFlashConfig) -> Any:
     cls = authors.DFlash2DraftModel if config.parts.selector_rank else authors.DFlashDraftModel
     built = cls(_their_config(config)).eval()
     known = set(built.state_dict())
-    state = {name: model.tensor(name).dense() for name in model.found if name in known}
+    state = {name: tensor.dense() for name, tensor in model.tensors.items() if name in known}
     lacking = sorted(known - set(state))
     if lacking:
         raise ConfigError(f"{model.label} lacks what the authors' drafter needs: {', '.join(lacking[:3])}")

@@ -41,9 +41,10 @@ def drafter_tensors(config: DFlashConfig, file: WeightFile) -> dict[str, Shape]:
 
 
 class _Nothing:
-    """In the place of a matrix nobody will multiply with."""
+    """In the place of a matrix nobody will multiply with, and of a table nobody will read."""
 
     nbytes = out_features = in_features = 0
+    place = (0, 0)
 
 
 class _Asked(Weights):

@@ -79,9 +79,9 @@ class GpuEngine(Engine):
         return whole, rest
 
     def _drafter(self, variant: str | None) -> GpuDrafter | None:
-        """The variant as device steps use it; one with heads asks the host between its tokens."""
+        """The variant as device steps use it; some heads ask the host between their tokens."""
         found = self._runner.variants.find(variant) if variant is not None else None
-        if found is None or not isinstance(found.blocks, GpuBlocks) or found.blocks.drafter.heads is not None:
+        if found is None or not isinstance(found.blocks, GpuBlocks) or not found.blocks.gpu.on_device:
             return None
         return found.blocks.gpu
 

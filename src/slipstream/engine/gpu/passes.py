@@ -20,7 +20,7 @@ from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
-_WIDTHS = (1, 4, 16, 32, 64, 128, 256, 512)
+_WIDTHS = (1, 4, 16, 32, 64)
 
 
 @dataclass(slots=True)
@@ -36,8 +36,11 @@ class _Pass:
 class Passes:
     """The passes of one pair over one set of pools."""
 
-    def __init__(self, target: GpuTarget, pools: GpuPools, most_pages: int, graphs: Graphs) -> None:
+    def __init__(self, target: GpuTarget, pools: GpuPools, most_pages: int, chunk: int, graphs: Graphs) -> None:
         self.target = target
+        # every chunk of a prompt has as many rows for the matmuls, or what they compute would depend on how much of the
+        # prompt was found in the cache
+        self._chunk = bucket(chunk, LEAST_ROWS)
         self.pools = pools
         self.graphs = graphs
         self._most_pages = most_pages
@@ -50,7 +53,8 @@ class Passes:
         """
         kind: Kind = "tree" if works[0].proposal is not None else "chain"
         sequences = bucket(len(works))
-        each = _width(max(work.rows for work in works))
+        most = max(work.rows for work in works)
+        each = self._chunk if kind == "chain" else next(width for width in _WIDTHS if width >= most)
         found = self._pass(("verify", kind, sequences, each, tuple(tap_layers)), kind, sequences, each)
         self._lay_out(found.rows, works)
 
@@ -149,11 +153,6 @@ class Passes:
 
     def _device(self, numbers: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(numbers).to(self.pools.device)
-
-
-def _width(rows: int) -> int:
-    """Rows per sequence that a graph is captured for."""
-    return next((width for width in _WIDTHS if width >= rows), -(-rows // _WIDTHS[-1]) * _WIDTHS[-1])
 
 
 class GpuBlocks(BlockDrafter):

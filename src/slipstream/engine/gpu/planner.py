@@ -32,7 +32,7 @@ class Planner:
         widest = max(1, self._most_rows // bucket(len(sessions)))
         wishes, decisions = [], []
         for session, depth in zip(sessions, slots, strict=True):
-            wish = _wish(session, depth, rows, widest - 1)
+            wish = _wish(session, depth, self._proposer.proposals, rows, widest - 1)
             wishes.append(wish)
             decisions.append(_decision(session, wish))
         return wishes, decisions
@@ -76,8 +76,11 @@ class Planner:
             self._proposer.policy.choose(offers)
 
 
-def _wish(session: Session, depth: int, governed_rows: int, most_nodes: int) -> Wish:
-    """What a sequence proposes; a batch leaves each of its sequences `most_nodes`."""
+def _wish(session: Session, depth: int, proposals: int, governed_rows: int, most_nodes: int) -> Wish:
+    """What a sequence proposes; a batch leaves each of its sequences `most_nodes`.
+
+    A fixed shape stays what it is up to the last token: rows too many cost nothing, a graph of another shape does.
+    """
     speculation, mode = session.speculation, session.ticket.request.mode
     if not depth or not most_nodes:
         return Wish()
@@ -88,8 +91,8 @@ def _wish(session: Session, depth: int, governed_rows: int, most_nodes: int) -> 
         return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.calibration)
     if mode.kind == "tree":
         nodes = min(speculation.rows - 1, most_nodes)
-        return Wish(nodes, depth, SEEDED_TREE if mode.seeded else TREE)
-    return Wish(min(depth, speculation.rows - 1, most_nodes), depth, CHAIN)
+        return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE)
+    return Wish(min(proposals, speculation.rows - 1, most_nodes), proposals, CHAIN)
 
 
 def _decision(session: Session, wish: Wish) -> Decision:

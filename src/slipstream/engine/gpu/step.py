@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from slipstream.cache.gpu_pools import GpuPools
 from slipstream.engine.gpu.state import DecodeState
 from slipstream.kernels.gpu.commit import ContextRows, Outcome
-from slipstream.kernels.gpu.growth import Branches, Grown, Wishes
+from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
@@ -51,51 +52,76 @@ class DecodeStep:
         self._outcome = Outcome.empty(sequences, device)
         slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
         self._context = ContextRows.empty(sequences, bucket(slots + 1, -(-LEAST_ROWS // sequences)), device)
-        self._branches = Branches.empty(sequences, slots, CANDIDATES, False, device)
+        heads = drafter.heads if drafter is not None and drafting else None
+        count = (drafter.candidate_limit if drafter is not None else 0) or CANDIDATES
+        self._branches = Branches.empty(sequences, slots, count, heads is not None, device)
+        self._head_scores: HeadScores | None = None
+        if heads is not None:
+            anything = torch.zeros(sequences, device=device)  # who asks for confidence goes the general way
+            self._head_scores = HeadScores.empty(sequences, slots, count, heads.trust is not None, anything)
         # what no draft has filled: a step that proposes nothing grows from it
-        self._candidates = torch.zeros(sequences, block, CANDIDATES, dtype=torch.int32, device=device)
-        self._scores = torch.full((sequences, block, CANDIDATES), -torch.inf, device=device)
+        self._candidates = torch.zeros(sequences, block, count, dtype=torch.int32, device=device)
+        self._scores = torch.full((sequences, block, count), -torch.inf, device=device)
+        self._taps: Tensor | None = None  # of the rows that were verified last
         self.output = torch.zeros(sequences, 2 + 4 * each, dtype=torch.int32, device=device)
         if drafter is not None and drafting:
             self._block = _over(state, DeviceRows.empty("block", sequences, block, 1, device, pools.scratch_place))
-            self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, CANDIDATES, device)
+            self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, count, device)
+
+    @property
+    def phases(self) -> list[tuple[str, Callable[[], None]]]:
+        """What the step consists of, in order, each under the name a profile gives it."""
+        drafted = [("draft", self._draft)] if self._drafting else []
+        if self._head_scores is not None:
+            drafted.append(("heads", self._ask_heads))
+        written = [("context write", self._write_context)] if self._drafter is not None else []
+        return [*drafted, ("tree", self._grow), ("verify", self._verify), ("accept", self._accept), *written]
 
     def launch(self) -> None:
         """Everything in order; whoever captures it calls it again and again."""
-        if self._drafting:
-            self._draft()
-        first = self._drafter.first_slot if self._drafter is not None else 0
-        self._kernels.grow(
-            self._candidates[:, first:], self._scores[:, first:], self._wishes, None, self._rows,
-            self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
-        )
-        taps = self._verify()
-        self._report()
-        self._commit(taps)
+        for _, phase in self.phases:
+            phase()
 
     def _draft(self) -> None:
         """One block per sequence behind its anchor, and the likeliest tokens of each slot."""
         drafter, pools = self._drafter, self._pools
         assert drafter is not None
         drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
-        _, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
+        self._hidden, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
         used = slice(0, self._block.rows)
         self._kernels.top_candidates(
             logits[used], self._block.positions[used], self._settings, drafter.block_size,
-            1 - drafter.first_slot,
-            self._candidates.view(-1, CANDIDATES), self._scores.view(-1, CANDIDATES), self._draft_ranking,
+            1 - drafter.first_slot, self._candidates.flatten(0, 1), self._scores.flatten(0, 1), self._draft_ranking,
         )
 
-    def _verify(self) -> Tensor | None:
-        """The target's own token after every row; returns the taps."""
+    def _ask_heads(self) -> None:
+        """What the drafter's heads say of each candidate behind each candidate before it."""
+        drafter = self._drafter
+        assert drafter is not None and drafter.heads is not None
+        first = drafter.first_slot
+        hidden = self._hidden[: self._block.rows].view(self.sequences, drafter.block_size, -1)
+        self._kernels.score_heads(
+            drafter.heads, hidden[:, first:], self._candidates[:, first:], self._wishes.anchors,
+            self._settings.temperature, self._head_scores,
+        )
+
+    def _grow(self) -> None:
+        """The chain or tree each sequence wishes for, as rows."""
+        first = self._drafter.first_slot if self._drafter is not None else 0
+        self._kernels.grow(
+            self._candidates[:, first:], self._scores[:, first:], self._wishes, self._head_scores, self._rows,
+            self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
+        )
+
+    def _verify(self) -> None:
+        """The target's own token after every row; the taps are kept."""
         tapped = self._drafter.taps if self._drafter is not None else ()
-        hidden, taps = self._target.run(self._rows, self._pools.target_keys, self._pools.target_values, tapped)
+        hidden, self._taps = self._target.run(self._rows, self._pools.target_keys, self._pools.target_values, tapped)
         used = slice(0, self._rows.rows)
         self._kernels.choose(
             self._target.logits(hidden)[used], self._rows.positions[used], self._settings, self.each, self._chosen,
             self._ranking,
         )
-        return taps
 
     def _report(self) -> None:
         """Everything the host wants to know in one tensor, so that one copy brings it."""
@@ -108,19 +134,25 @@ class DecodeStep:
         parts[:, 2] = self._grown.chances.view(torch.int32).view(shape)
         parts[:, 3] = self._chosen.view(shape)
 
-    def _commit(self, taps: Tensor | None) -> None:
-        """Keeps the agreed path: lengths and anchors, keys and values, draft context."""
-        pools, context = self._pools, self._context
+    def _accept(self) -> None:
+        """Reports the step, then keeps the agreed path: lengths and anchors, keys and values."""
+        self._report()
+        pools = self._pools
         self._kernels.accept(
-            self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, context, pools.scratch_place
+            self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, self._context,
+            pools.scratch_place,
         )
         if self._drafting:
             self._kernels.compact(pools.target_keys, pools.target_values, self._rows, self._outcome)
-        if taps is not None and self._drafter is not None:
-            self._drafter.context.write(
-                taps.index_select(0, context.gather), context.positions, context.places, pools.draft_keys,
-                pools.draft_values,
-            )
+
+    def _write_context(self) -> None:
+        """The taps of the path become draft context."""
+        pools, context = self._pools, self._context
+        assert self._drafter is not None and self._taps is not None
+        self._drafter.context.write(
+            self._taps.index_select(0, context.gather), context.positions, context.places, pools.draft_keys,
+            pools.draft_values,
+        )
 
 
 def _over(state: DecodeState, rows: DeviceRows) -> DeviceRows:

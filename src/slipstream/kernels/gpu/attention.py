@@ -2,10 +2,9 @@
 
 The pages a row sees are dealt out to SLOTS partial sums by the row's own position: the last two pages have a slot each,
 the pages before them are split evenly over the others. All keys of the evenly split pages are older than the step, so
-all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. Where a tree
-branches is always within the last two pages; there a row's keys are gathered through its ancestors in position order,
-which the second launch does row by row, while the first still runs, before it adds a row's slots up. A page that a row
-does not see changes no bit of its sums, so rows of one program may have different pages.
+all rows of a sequence read the same ones; where a tree branches is always within the last two pages, and there a row's
+keys are gathered through its ancestors in position order. A page that a row does not see changes no bit of its sums,
+so rows of one program may have different pages. The second launch adds a row's slots up.
 """
 
 from __future__ import annotations
@@ -13,26 +12,22 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.gpu.rows import DeviceRows
 
-SLOTS = 32  # partial sums of a row
+SLOTS = 32  # partial sums of a row; a power of two
 LEAST_PAGES = 2  # pages of a slot that is not one of the last two: fewer would write more partial sums than they save
-# Lanes (rows times query heads of a kv head) of a program: 64 is what the tensor cores of a warp group take, and more
-# of them are further warp groups. Another instruction may sum in another order, so there is none for fewer lanes.
+# Lanes (rows times query heads of a kv head) of a program: 64 is what the tensor cores of a warp group take. It must
+# not depend on the number of rows, since another instruction may sum in another order.
 LANES = 64
-MANY_LANES = 128
-PROGRAMS = 264  # of the first launch: two for each multiprocessor of an H200 are at work at a time
+PREFILL_LANES = 128
 STAGES = 3  # pages that a program has on the way or in work; wide heads leave room for two
-AT_ONCE = 16  # slots whose loads are on the way together when they are added up
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's dot is wrong for bf16
 
 
@@ -71,23 +66,21 @@ def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _split(low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How a row's pages are dealt out: its first and last page, the pages of a shared slot, the shared slots it fills."""
+def _slot_pages(  # type: ignore[no-untyped-def]
+    slot, low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr
+):
+    """The range of pages whose keys a slot adds up, empty where the row does not need it."""
     first_page = low // PAGE
     last_page = (until - 1) // PAGE
     shared = tl.maximum(last_page - 1 - first_page, 0)
     each = tl.maximum((shared + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
-    return first_page, last_page, each, (shared + each - 1) // each
-
-
-@triton.jit
-def _store_part(  # type: ignore[no-untyped-def]
-    sums, stats, at, peak, weight, total, used, DIM: tl.constexpr
-):
-    d = tl.arange(0, DIM)
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
-    tl.store(stats + at * 2, peak, mask=used)
-    tl.store(stats + at * 2 + 1, weight, mask=used)
+    first = first_page + slot * each
+    tail = last_page - (SLOTS - 1) + slot
+    is_tail = slot >= SLOTS - 2
+    return (
+        tl.where(is_tail, tl.maximum(tail, first_page), first),
+        tl.where(is_tail, tail + 1, tl.minimum(first + each, last_page - 1)),
+    )
 
 
 @triton.jit
@@ -116,14 +109,13 @@ def _fold_pages(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Folds pages begin..end of a sequence; a lane sees key positions low..until of them."""
-    token = tl.arange(0, PAGE)
-    within = token[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    held = tl.load(own_pages + tl.where(begin < end, begin, 0))
+    token, d = tl.arange(0, PAGE), tl.arange(0, DIM)
+    held = tl.load(own_pages + begin)
     for page in range(begin, end):
-        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM)
+        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + token[:, None] * DIM + d[None, :]
         # looked up one page ahead: a load that waits for a load would keep the compiler from fetching pages early
         held = tl.load(own_pages + tl.minimum(page + 1, end - 1))
-        key, value = tl.load(keys + at + within), tl.load(values + at + within)
+        key, value = tl.load(keys + at), tl.load(values + at)
         position = page * PAGE + token
         seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
         peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
@@ -131,135 +123,109 @@ def _fold_pages(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _shared_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, positions, base, earliest, pages, sums, stats, scale, most_pages,
-    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, LAST_PAGES: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+def _fold_path(  # type: ignore[no-untyped-def]
+    query, keys, values, own_pages, path, page, committed, low, until, scale, kv_head, peak, weight, total,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Sums up pages that rows share. A program has a tile of rows and goes through their parts in steps of the number
-    of programs they have: first the LAST_PAGES pages about the end of what was committed, then the shared slots.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-    tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
-    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
-    member = lane % SHARE_PADDED
-    row = tile * TILE + lane // SHARE_PADDED
-    used = (row < EACH) & (member < SHARE)
-    row = sequence * EACH + tl.minimum(row, EACH - 1)
-    position = tl.load(positions + row)
-    before_last = tl.load(base + sequence) // PAGE - 1
-    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
-    low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    vector = row * KV_HEADS + kv_head
-    query = tl.load(queries + (vector * SHARE + member)[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
-    first_page, last_page, each, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
-    for part in range(tl.program_id(2), LAST_PAGES + tl.max(slots, 0), tl.num_programs(2)):
-        if part < LAST_PAGES:
-            first = last_page * 0 + before_last + part
-            stop = first + 1
-            slot = SLOTS - 1 + first - last_page
-            # a row whose last two pages are others than this one has it in a shared slot, or not at all
-            here = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (first >= first_page)
-        else:
-            slot = last_page * 0 + part - LAST_PAGES
-            first = first_page + slot * each
-            stop = tl.minimum(first + each, last_page - 1)
-            here = used & (slot < slots)
-        begin, end = tl.min(tl.where(here, first, 1 << 30), 0), tl.max(tl.where(here, stop, 0), 0)
-        peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
-        weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
-        total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
-        peak, weight, total = _fold_pages(
-            query, keys, values, pages + sequence * most_pages, begin, end, tl.maximum(low, first * PAGE),
-            tl.where(here, tl.minimum(until, stop * PAGE), 0), scale, kv_head, peak, weight, total,
-            KV_HEADS, DIM, PAGE, INTERPRETED,
-        )
-        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
+    """Folds one page of a tree's row: its keys are those of its ancestors, in the order of their positions."""
+    token, d = tl.arange(0, PAGE), tl.arange(0, DIM)
+    position = page * PAGE + token
+    reached = position < tl.max(until, 0)
+    depth = position - committed
+    ancestor = tl.load(path + depth, mask=reached & (depth >= 0), other=0)
+    slot = tl.where(depth >= 0, committed + ancestor, position)
+    held = tl.load(own_pages + slot // PAGE, mask=reached, other=0).to(tl.int64)
+    at = ((held * KV_HEADS + kv_head) * PAGE + slot % PAGE)[:, None] * DIM + d[None, :]
+    key = tl.load(keys + at, mask=reached[:, None], other=0.0)
+    value = tl.load(values + at, mask=reached[:, None], other=0.0)
+    seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
+    return _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
 
 
 @triton.jit
-def _fold_paths(  # type: ignore[no-untyped-def]
-    queries, keys, values, own_pages, most_pages, path, committed, low, until, sums, stats, vector, kv_head, scale,
-    KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
-    LANES: tl.constexpr, INTERPRETED: tl.constexpr,
-):
-    """The pages of a tree's row from the one on in which the step began: a page's keys are those of the row's
-    ancestors, in the order of their positions.
-    """
-    lane, token, d = tl.arange(0, LANES), tl.arange(0, PAGE), tl.arange(0, DIM)
-    used = lane < SHARE
-    query = tl.load(queries + (vector * SHARE + lane)[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
-    last_page = (until - 1) // PAGE
-    step_page = committed // PAGE  # the row's ancestors lie there or in the page behind
-    held, held_next = tl.load(own_pages + step_page), tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1))
-    for page in range(tl.maximum(step_page, low // PAGE), last_page + 1):
-        position = page * PAGE + token
-        reached = position < until
-        depth = position - committed
-        ancestor = tl.load(path + depth, mask=reached & (depth >= 0), other=0)
-        slot = tl.where(depth >= 0, committed + ancestor, position)
-        held_here = tl.where(slot // PAGE == step_page, held, held_next).to(tl.int64)
-        at = ((held_here * KV_HEADS + kv_head) * PAGE + slot % PAGE)[:, None] * DIM + d[None, :]
-        key = tl.load(keys + at, mask=reached[:, None], other=0.0)
-        value = tl.load(values + at, mask=reached[:, None], other=0.0)
-        seen = (position >= low) & reached & (lane[:, None] < SHARE)
-        peak, weight, total = _fold_page(
-            query, key, value, seen, scale, tl.full([LANES], float("-inf"), tl.float32),
-            tl.zeros([LANES], tl.float32), tl.zeros([LANES, DIM], tl.float32), INTERPRETED,
-        )
-        part = (vector * SLOTS + SLOTS - 1 + page - last_page) * SHARE + lane
-        _store_part(sums, stats, part, peak, weight, total, used, DIM)
-
-
-@triton.jit
-def _finish_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, positions, base, earliest, pages, paths, sums, stats, out, scale, most_pages,
+def _partials_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, values, positions, base, earliest, pages, paths, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, WINDOW: tl.constexpr,
-    TREE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
-    LANES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    TREE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+    LEAST_PAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """A program adds up the slots of a row for the heads of a kv head, in the order of the slots."""
-    kv_head, row = tl.program_id(0), tl.program_id(1)
+    """A program takes a tile of rows and either one of their shared slots or one of the last pages; behind those, for a
+    tree, there is a program for each row and page from the one on in which the step began.
+    """
+    work, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    committed = tl.load(base + sequence)
+    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
+    member = lane % SHARE_PADDED
+    item = work // TILES
+    row = (work % TILES) * TILE + lane // SHARE_PADDED
+    lanes = TILE * SHARE_PADDED
+    tail_page = committed // PAGE - 1 + item - (SLOTS - 2)
+    own = work - TILES * (SLOTS - 1)  # which of a tree's programs for single rows this is, if it is one
+    if TREE:
+        row = tl.where(own >= 0, own // 2, row)
+        lanes = tl.where(own >= 0, SHARE, lanes)
+        tail_page = tl.where(own >= 0, committed // PAGE + own % 2, tail_page)
+    # most of a short context's programs have nothing to do, and find it out here with one load
+    if tl.where(item < SLOTS - 2, item * LEAST_PAGES + 2, tail_page) > (committed + EACH - 1) // PAGE:
+        return
+    used = (row < EACH) & (member < SHARE) & (lane < lanes)
+    row = tl.minimum(row, EACH - 1)
+    position = tl.load(positions + sequence * EACH + row)
+    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
+    low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    slot = tl.where(item < SLOTS - 2, item, tail_page - (until - 1) // PAGE + SLOTS - 1)
+    first, stop = _slot_pages(slot, low, until, PAGE, SLOTS, LEAST_PAGES)
+    # a row whose last two pages are others than this one has it in a shared slot, or not at all
+    used = used & (slot >= tl.minimum(item, SLOTS - 2)) & (slot < SLOTS) & (first < stop)
+    begin, end = tl.min(tl.where(used, first, 1 << 30), 0), tl.max(tl.where(used, stop, 0), 0)
+    if begin >= end:
+        return
+    low, until = tl.maximum(low, first * PAGE), tl.where(used, tl.minimum(until, stop * PAGE), 0)
+    vector = (sequence * EACH + row) * KV_HEADS + kv_head
+    query = tl.load(queries + (vector * SHARE + member)[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
+    own_pages = pages + sequence * most_pages
+    peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
+    total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
+    path = paths + (sequence * EACH + own // 2) * DEPTH
+    if TREE:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if own >= 0:
+            peak, weight, total = _fold_path(
+                query, keys, values, own_pages, path, begin, committed, low, until, scale, kv_head, peak, weight,
+                total, KV_HEADS, DIM, PAGE, INTERPRETED,
+            )
+            end = begin
+    peak, weight, total = _fold_pages(
+        query, keys, values, own_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
+        KV_HEADS, DIM, PAGE, INTERPRETED,
+    )
+    at = (vector * SLOTS + slot) * SHARE + member
+    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
+    tl.store(stats + at * 2, peak, mask=used)
+    tl.store(stats + at * 2 + 1, weight, mask=used)
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    positions, earliest, sums, stats, out,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
+):
+    head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
+    slot, d = tl.arange(0, SLOTS), tl.arange(0, DIM)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    vector = row * KV_HEADS + kv_head
-    if TREE:
-        _fold_paths(
-            queries, keys, values, pages + sequence * most_pages, most_pages, paths + row * DEPTH,
-            tl.load(base + sequence), low, until, sums, stats, vector, kv_head, scale, KV_HEADS, SHARE, DIM, PAGE, SLOTS, LANES, INTERPRETED,
-        )
-        tl.debug_barrier()  # they are read back by other threads than those that stored them
-    if OVERLAP:
-        gdc_wait()  # for all of the first launch
-    first_page, last_page, _, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
-    own = tl.minimum(last_page - first_page, 1) + 1  # of the slots of the last two pages, those that are filled
-    member, d = tl.arange(0, SHARE_PADDED), tl.arange(0, DIM)
-    peak = tl.full([SHARE_PADDED], float("-inf"), tl.float32)
-    weight = tl.zeros([SHARE_PADDED], tl.float32)
-    total = tl.zeros([SHARE_PADDED, DIM], tl.float32)
-    for begin in range(0, slots + own, AT_ONCE):
-        slot = begin + tl.arange(0, AT_ONCE)
-        slot = tl.where(slot < slots, slot, slot - slots + SLOTS - own)
-        there = (slot < SLOTS)[:, None] & (member < SHARE)[None, :]
-        at = (vector * SLOTS + slot)[:, None] * SHARE + member[None, :]
-        # read past the first cache, which does not hear of what other multiprocessors wrote
-        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        at = at[:, :, None] * DIM + d[None, None, :]
-        totals = tl.load(sums + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        shrink, shares = tl.exp2(peak - new_peak), tl.exp2(peaks - new_peak[None, :])
-        weight = tl.fma(weight, shrink, tl.sum(weights * shares, 0))
-        shrink = tl.broadcast_to(shrink[:, None], [SHARE_PADDED, DIM])
-        total = tl.fma(total, shrink, tl.sum(totals * shares[:, :, None], 0))
-        peak = new_peak
-    head = (vector * SHARE + member)[:, None]
-    tl.store(out + head * DIM + d[None, :], (total / weight[:, None]).to(tl.bfloat16), mask=(member < SHARE)[:, None])
+    first, stop = _slot_pages(slot, low, until, PAGE, SLOTS, LEAST_PAGES)
+    filled = first < stop
+    at = ((row * (HEADS // SHARE) + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
+    peaks = tl.load(stats + at * 2, mask=filled, other=float("-inf"))
+    weights = tl.load(stats + at * 2 + 1, mask=filled, other=0.0)
+    parts = tl.load(sums + at[:, None] * DIM + d[None, :], mask=filled[:, None], other=0.0)
+    shares = tl.exp2(peaks - tl.max(peaks, 0))
+    total = tl.sum(parts * shares[:, None], 0) / tl.sum(weights * shares, 0)
+    tl.store(out + (row * HEADS + head) * DIM + d, total.to(tl.bfloat16))
 
 
 @triton.jit
@@ -306,37 +272,24 @@ def paged_attention(
         return
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
-    lanes = LANES if rows.each * share_padded <= LANES else MANY_LANES
-    tile = max(lanes // share_padded, 1)
+    tile = max(LANES // share_padded, 1)
     tiles = triton.cdiv(rows.each, tile)
-    tree, overlap = rows.kind == "tree", _can_overlap(queries.device)
-    # behind the last page that is full a tree's rows have pages of their own; other rows share those they end in
-    last_pages = 1 if tree else min(rows.each, 2) + 1
-    groups = kv_heads * tiles * rows.sequences
-    programs = min(max(PROGRAMS // groups, 1), last_pages + SLOTS - 2)
-    scale *= math.log2(math.e)
-    sizes = {
-        "EACH": rows.each, "EACH_PADDED": triton.next_power_of_2(rows.each), "KV_HEADS": kv_heads, "SHARE": share,
-        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "WINDOW": window, "BLOCK": rows.kind == "block",
-        "SLOTS": SLOTS, "LEAST_PAGES": LEAST_PAGES, "OVERLAP": overlap, "INTERPRETED": _INTERPRETED,
-    }
-    _shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
-        queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, scratch.sums, scratch.stats,
-        scale, rows.pages.shape[1], TILE=tile, LAST_PAGES=last_pages, **sizes, num_warps=lanes // 16,
-        num_stages=_stages(dim),
-    )
-    _finish_kernel[(kv_heads, rows.rows)](
+    tree, block = rows.kind == "tree", rows.kind == "block"
+    # the last pages of a tree: one before the step's, then two for each row; of others: three that rows may end in
+    work = tiles * (SLOTS - 1) + 2 * rows.each if tree else tiles * (SLOTS + 1)
+    each_padded = triton.next_power_of_2(rows.each)
+    _partials_kernel[(work, kv_heads, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
-        scratch.stats, out, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree,
-        LANES=LANES, AT_ONCE=AT_ONCE, **sizes, num_warps=4, num_stages=1,
-        launch_pdl=overlap,
+        scratch.stats, scale * math.log2(math.e), rows.pages.shape[1], EACH=rows.each, EACH_PADDED=each_padded,
+        KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim, PAGE=page, DEPTH=rows.paths.shape[1],
+        WINDOW=window, TREE=tree, BLOCK=block, TILE=tile, TILES=tiles, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES,
+        INTERPRETED=_INTERPRETED, num_warps=4, num_stages=_stages(dim),
     )
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin before the one that it waits for has ended."""
-    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    _combine_kernel[(heads, rows.rows)](
+        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, EACH=rows.each, EACH_PADDED=each_padded,
+        HEADS=heads, SHARE=share, DIM=dim, PAGE=page, WINDOW=window, BLOCK=block, SLOTS=SLOTS,
+        LEAST_PAGES=LEAST_PAGES, num_warps=4,
+    )
 
 
 def _prefill(
@@ -348,7 +301,7 @@ def _prefill(
         raise IntegrityError(f"{rows.each} rows of kind {rows.kind} in a sequence: no more than {page} can be attended")
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
-    tile = max(MANY_LANES // share_padded, 1)
+    tile = max(PREFILL_LANES // share_padded, 1)
     _prefill_kernel[(triton.cdiv(rows.each, tile), kv_heads, rows.sequences)](
         queries, keys, values, rows.positions, rows.earliest, rows.pages, out, scale * math.log2(math.e),
         rows.pages.shape[1], EACH=rows.each, KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim,

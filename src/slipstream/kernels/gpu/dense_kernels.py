@@ -4,22 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-LINES = tl.constexpr(4)  # of weights an output, fetched while the kernel before is at work
-LINE = tl.constexpr(128)  # bytes
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-
-
-@triton.jit
-def begun(weights, size, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets the next kernel start, fetches lines of the `size` bytes at each address, waits for the kernel before."""
-    if EARLY:
-        gdc_launch_dependents()
-        place = tl.minimum(tl.arange(0, LINES) * LINE, size - LINE // 4)
-        lines = weights.to(tl.int64)[:, None] + place[None, :]
-        tl.inline_asm_elementwise(PREFETCH, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
-        gdc_wait()
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -57,13 +42,13 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
     within = tl.arange(0, DEPTH)
     row = tl.arange(0, ROWS)
     # a last tile that is not full reads the last output again; what it makes of it is not stored
-    weight_rows = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
-    weight_at = weight_rows[:, None] + within[None, :]
+    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + within[None, :]
     x_at = x_ptr + row[None, :] * x_stride + within[:, None]
     steps = tl.cdiv(inputs, DEPTH)
     each = tl.cdiv(steps, SPLIT)
     first = split * each
-    begun(weight_rows + tl.minimum(first * DEPTH, inputs - 1), tl.minimum(each * DEPTH, inputs) * 2, EARLY)
+    if EARLY:
+        gdc_wait()  # nothing the kernel before writes is read or overwritten above
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for step in tl.range(first, tl.minimum(first + each, steps), num_stages=STAGES):
         k = step * DEPTH

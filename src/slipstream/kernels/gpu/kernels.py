@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Kernels
-from slipstream.kernels.gpu import attention, commit, elementwise, growth, growth_reference, layout, sampling
+from slipstream.kernels.gpu import attention, commit, elementwise, growth, growth_reference, heads, layout, sampling
 from slipstream.kernels.gpu.matmul import GpuMatrix, matmul_reference
 
 Launch = Callable[..., None]
@@ -34,6 +34,7 @@ class GpuKernels:
     attention: Launch
     choose: Launch
     top_candidates: Launch
+    score_heads: Launch
     grow: Launch
     accept: Launch
     compact: Launch
@@ -46,12 +47,14 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
             elementwise.rotary_write_reference,
             elementwise.silu_mul_reference, elementwise.context_write_reference, layout.block_rows_reference,
             attention.paged_attention_reference, sampling.choose_reference, sampling.top_candidates_reference,
+            heads.score_heads_reference,
             growth_reference.grow_reference, commit.accept_reference, commit.compact_reference,
         )
     return GpuKernels(
         choice, _multiply, _embed, elementwise.add_norm, elementwise.rotary_write, elementwise.silu_mul,
         elementwise.context_write,
-        layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates, growth.grow,
+        layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates,
+        heads.score_heads, growth.grow,
         commit.accept, commit.compact,
     )
 

@@ -24,7 +24,7 @@ from slipstream.kernels.gpu.quant_kernels import expand_kernel, quant_matmul_ker
 from slipstream.kernels.native.matrix import StoredTensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EARLY = not INTERPRETED and os.environ.get("EARLY", "1") == "1"
+EARLY = not INTERPRETED  # programs start while the kernel before ends, and wait for it
 _MOST_ROWS = ROW_COUNTS[-1]
 _GATHER_WIDTH = 1024
 _EXPAND_ROWS = 16
@@ -134,7 +134,8 @@ class GpuDense(GpuMatrix):
             self.weight, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(0),
             self.out_features, self.in_features, ROWS=rows.shape[0], TILE=launch.tile, DEPTH=depth, SPLIT=split,
             EVEN=self.in_features % depth == 0, STAGES=launch.stages, EARLY=EARLY, INTERPRETED=INTERPRETED,
-            num_warps=launch.warps, launch_pdl=EARLY,
+            num_warps=launch.warps, maxnreg=launch.registers,
+            launch_pdl=EARLY,
         )  # fmt: skip
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
@@ -178,7 +179,7 @@ class GpuQuantised(GpuMatrix):
             return
         while start < count:
             size = max(size for size in ROW_COUNTS if size <= count - start)
-            launch = plans.quant_launch(self.planes.tiles, size)
+            launch = plans.quant_launch(self.planes.kind, self.planes.tiles, self.plan.split, size)
             self.multiply_blocks(rows[start : start + size], out[start : start + size], launch)
             start += size
 
@@ -190,7 +191,8 @@ class GpuQuantised(GpuMatrix):
             planes.outputs, planes.inputs, planes.steps, planes.unit, **self._constants, ROWS=rows.shape[0],
             TILE=launch.tile, SPLIT=plan.split, UNROLL=plan.depth,
             EVEN=planes.inputs == planes.steps * planes.kind.step, STAGES=launch.stages, EARLY=EARLY,
-            INTERPRETED=INTERPRETED, num_warps=launch.warps, launch_pdl=EARLY,
+            INTERPRETED=INTERPRETED, num_warps=launch.warps, maxnreg=launch.registers,
+            launch_pdl=EARLY,
         )  # fmt: skip
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:

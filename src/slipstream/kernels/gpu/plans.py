@@ -12,7 +12,8 @@ from slipstream.kernels.gpu.packing import TILE_ROWS, Kind
 
 ROW_COUNTS = (16, 32, 64)  # rows of a decoding step, padded
 _MOST_SPLITS = 16
-_WANTED_PROGRAMS = 256  # about two for each of 132 multiprocessors
+_WANTED_BYTE_PROGRAMS = 256  # about two for each of 132 multiprocessors
+_WANTED_NIBBLE_PROGRAMS = 384
 _WANTED_DENSE_PROGRAMS = 132
 _LEAST_INPUTS = 256  # of one program
 
@@ -30,11 +31,13 @@ class Launch:
     tile: int
     warps: int
     stages: int
+    registers: int | None = None  # of a thread at most, where a few less let one more program run
 
 
 def quant_plan(kind: Kind, tiles: int, steps: int) -> ShapePlan:
     unroll = next(unroll for unroll in (256 // kind.step, 2, 1) if steps % unroll == 0)
-    return ShapePlan(_split(tiles, steps * kind.step, _WANTED_PROGRAMS, steps // unroll), unroll)
+    wanted = _WANTED_BYTE_PROGRAMS if kind.bits == 8 else _WANTED_NIBBLE_PROGRAMS
+    return ShapePlan(_split(tiles, steps * kind.step, wanted, steps // unroll), unroll)
 
 
 def dense_plan(outputs: int, inputs: int) -> ShapePlan:
@@ -52,13 +55,25 @@ def _split(tiles: int, inputs: int, wanted: int, turns: int) -> int:
     return split
 
 
-# scripts/gpu/checks_matmul.py times these against others.
-_QUANT_LAUNCHES = {16: Launch(64, 4, 3), 32: Launch(128, 8, 3), 64: Launch(128, 8, 2)}
-_DENSE_LAUNCHES = {16: Launch(64, 4, 4), 32: Launch(64, 4, 4), 64: Launch(128, 8, 3)}
+# scripts/gpu/checks_matmul.py times these against others. Of blocks the first is for matrices that several programs
+# share, the second for those with a program for every tile.
+_BYTE_LAUNCHES = {
+    16: (Launch(64, 4, 3), Launch(64, 4, 3)),
+    32: (Launch(64, 4, 3), Launch(128, 8, 2)),
+    64: (Launch(128, 8, 3), Launch(128, 8, 2, registers=128)),
+}
+_NIBBLE_LAUNCHES = {
+    16: (Launch(64, 4, 3), Launch(64, 4, 3)),
+    32: (Launch(64, 4, 3), Launch(128, 8, 2)),
+    64: (Launch(128, 4, 2), Launch(128, 8, 2)),
+}
+_HIGH_BIT_LAUNCHES = {16: (Launch(128, 4, 3),) * 2, 32: (Launch(128, 4, 3),) * 2, 64: (Launch(128, 4, 2),) * 2}
+_DENSE_LAUNCHES = {16: Launch(64, 4, 4), 32: Launch(64, 4, 4), 64: Launch(128, 8, 4)}
 
 
-def quant_launch(tiles: int, rows: int) -> Launch:
-    launch = _QUANT_LAUNCHES[rows]
+def quant_launch(kind: Kind, tiles: int, split: int, rows: int) -> Launch:
+    launches = _HIGH_BIT_LAUNCHES if kind.high else _BYTE_LAUNCHES if kind.bits == 8 else _NIBBLE_LAUNCHES
+    launch = launches[rows][split == 1]
     return launch if tiles % (launch.tile // TILE_ROWS) == 0 else Launch(TILE_ROWS, 4, launch.stages)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from slipstream.kernels.gpu.dense_kernels import LINE, LINES, begun, combined
+from slipstream.kernels.gpu.dense_kernels import combined
 
 TILE_ROWS = tl.constexpr(64)  # weights lie in tiles of this many outputs
 
@@ -145,10 +146,8 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
     place = tl.arange(0, taken * GROUP)
     place = place // GROUP * (apart * planes * GROUP) + place % GROUP
     x_at = x_ptr + row[None, :] * x_stride + place[:, None]
-    # the words of a program's steps lie in one piece, of which every output fetches a part
-    size = tl.minimum(each * (UNROLL * GROUP * 2), LINES * LINE)
-    piece = (block + tl.minimum(first * UNROLL, steps - 1)).to(tl.int64) * (TILE_ROWS * GROUP) + inner * (size // 2)
-    begun(words_ptr + piece, size, EARLY)
+    if EARLY:
+        gdc_wait()  # nothing the kernel before writes is read or overwritten above
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for turn in tl.range(first, tl.minimum(first + each, rounds), num_stages=STAGES):
         if HIGH:
@@ -184,7 +183,7 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
 def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, out_stride, start, outputs, inputs,  # type: ignore[no-untyped-def]
                   steps, unit, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
                   ZERO: tl.constexpr, OFFSETS: tl.constexpr, TILE: tl.constexpr, CHOSEN: tl.constexpr):  # fmt: skip
-    """Rows of the weight in the type of `out`: those from `start`, or `ids` choose; two steps of TILE rows."""
+    """Rows of the weight in the type of `out`: those from `start` on, or those in `ids`; two steps of TILE rows."""
     local = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = local < outputs
     output = start + local

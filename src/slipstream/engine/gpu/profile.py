@@ -1,0 +1,178 @@
+"""Where a device step's time goes: the whole and the host's part from real steps, the phases from replays of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Self
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from slipstream.engine.engine import Engine
+from slipstream.engine.gpu.backend import GpuBackend
+from slipstream.engine.gpu.engine import GpuEngine
+from slipstream.engine.gpu.loop import Flight
+from slipstream.engine.gpu.state import Decoding, Wish
+from slipstream.engine.gpu.step import DecodeStep
+from slipstream.engine.profile import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
+from slipstream.models.gpu_models import GpuDrafter
+
+_ROUNDS = 8
+_COPIES = ("Memcpy", "Memset")
+Milliseconds = Callable[[], float]  # asked once the device is done
+StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
+Launch = Callable[
+    [tuple[Hashable, ...], Callable[[], Sequence[Decoding]], Sequence[Wish], GpuDrafter | None], Flight
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flown:
+    """A kind of step as it ran last."""
+
+    step: DecodeStep
+    drafter: GpuDrafter | None
+    wishes: Sequence[Wish]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the device did in one kind of step."""
+
+    busy_ms: list[float] = field(default_factory=list)
+    phases_ms: dict[str, list[float]] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    context: int = 0
+
+
+class GpuProfiler(Profiler):
+    """Steps that ask the host between draft and token are clocked as on a CPU: their parts wait for their results.
+
+    Phases are replayed when an answer has ended, where it ended; nobody else may be running then.
+    """
+
+    value_bytes = 2
+
+    def __init__(self, engine: Engine, backend: GpuBackend) -> None:
+        super().__init__(engine)
+        assert isinstance(engine, GpuEngine), "a GPU's backend has built the engine"
+        self._loop = engine.loop
+        self._backend = backend
+        self._seen: dict[str, _Seen] = {}
+        self._flown: dict[str, _Flown] = {}
+        self._pending: list[tuple[str, Milliseconds]] = []
+        self._latest: tuple[DecodeStep, Milliseconds]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._flown.clear()
+        self._pending.clear()
+        self._replace(self._loop, "step", self._clocked_runs)
+        self._replace(self._loop, "launch", self._noted_launches)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        if any(exc):
+            return
+        self._backend.wait()
+        for kind, milliseconds in self._pending:
+            self._seen.setdefault(kind, _Seen()).busy_ms.append(milliseconds())
+        for kind, flown in self._flown.items():
+            self._replay(flown, self._seen[kind])
+
+    def _clocked_runs(self, make: StepMaker) -> StepMaker:
+        """Steps are also made to be timed for the policy; only what is launched counts, and says so below."""
+        def step(
+            sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool
+        ) -> tuple[DecodeStep, Callable[[], None]]:
+            made, run = make(sequences, each, drafter, drafting)
+
+            def clocked() -> None:
+                self._latest = made, timed(run, self._backend.device)
+
+            return made, clocked
+
+        return step
+
+    def _noted_launches(self, launch: Launch) -> Launch:
+        def noted(
+            batch: tuple[Hashable, ...], describe: Callable[[], Sequence[Decoding]], wishes: Sequence[Wish],
+            drafter: GpuDrafter | None,
+        ) -> Flight:
+            flight = launch(batch, describe, wishes, drafter)
+            kind = DRAFTING if any(wish.nodes for wish in wishes) else PLAIN
+            step, milliseconds = self._latest
+            self._pending.append((kind, milliseconds))
+            self._flown[kind] = _Flown(step, drafter, list(wishes))
+            return flight
+
+        return noted
+
+    @torch.inference_mode()
+    def _replay(self, flown: _Flown, seen: _Seen) -> None:
+        """Runs a step in pieces, again and again from where the device stands; its state is put back every time."""
+        state, graphs, device = self._backend.state, self._backend.graphs, self._backend.device
+        kept = state.snapshot()
+        state.clear()  # a capture runs what it captures
+        runs = [
+            (name, graphs.runner(("profile", name, flown.step, flown.drafter), phase))
+            for name, phase in flown.step.phases
+        ]
+        state.restore(kept)
+        state.wish(flown.wishes)
+        seen.context = int(state.length[0])
+        for _ in range(_ROUNDS):
+            told = [(name, timed(run, device)) for name, run in runs]
+            self._backend.wait()
+            for name, milliseconds in told:
+                seen.phases_ms.setdefault(name, []).append(milliseconds())
+            state.restore(kept)
+        if not seen.launches:
+            state.wish(flown.wishes)
+            seen.launches = {name: count_launches(phase, device) for name, phase in flown.step.phases}
+            state.restore(kept)
+
+    def _profile(self, kind: str, steps: list[ClockedStep]) -> StepProfile:
+        whole = super()._profile(kind, steps)
+        seen = self._seen.get(kind)
+        if seen is None:
+            return whole
+        busy = median(seen.busy_ms)
+        phases = {name: median(seen.phases_ms[name]) if name in seen.phases_ms else 0.0 for name in PHASES}
+        phases[HOST] = max(0.0, whole.step_ms - busy)
+        counted = seen.launches if any(seen.launches.values()) else {}
+        what = "kernels" if self._backend.device.type == "cuda" else "torch operations"
+        return replace(whole, phases_ms=phases, device=DeviceProfile(busy, seen.context, counted, what))
+
+
+def timed(run: Callable[[], None], device: torch.device) -> Milliseconds:
+    """Runs something and promises its time on the device; without a GPU it is over when the call returns."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        taken = (time.perf_counter() - began) * 1e3
+        return lambda: taken
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    return partial(start.elapsed_time, end)
+
+
+def count_launches(phase: Callable[[], None], device: torch.device) -> int:
+    """Kernels that torch's profiler sees in a phase launched piece by piece; without a GPU, torch's operations."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        phase()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = seen.events() or ()
+    if not on_gpu:
+        return sum(event.cpu_parent is None for event in events)
+    return sum(event.device_type == DeviceType.CUDA and not event.name.startswith(_COPIES) for event in events)

@@ -1,0 +1,217 @@
+"""Where a decoding step's time goes: the engine's own calls, clocked while it decodes and untouched otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+import slipstream.engine.engine as engine_module
+from slipstream.cache.sequence import SequenceState
+from slipstream.engine.engine import Engine
+from slipstream.models.decoder import Decoder
+from slipstream.models.heads import DraftHeads, HeadPass
+from slipstream.speculative.candidates import BlockDrafts
+from slipstream.speculative.draft import BlockDrafter
+from slipstream.types import GenEvent
+
+if TYPE_CHECKING:
+    from slipstream.engine.gpu.backend import GpuBackend
+
+HOST = "host"
+PHASES = ("draft", "heads", "tree", "verify", "accept", "context write", HOST)
+PLAIN, DRAFTING = "plain", "drafting"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """What only a step that runs as a whole on a device has."""
+
+    busy_ms: float  # the device's part of a real step
+    replay_context: int  # where the phases were replayed one by one
+    launches: dict[str, int]  # by phase; empty if the profiler saw none
+    launch_kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """What steps of one kind are made of: means over the middle half of them, whose parts add up to the whole."""
+
+    steps: int
+    rows: float
+    context: float
+    step_ms: float
+    phases_ms: dict[str, float]
+    read_bytes: float  # weights, and keys and values of the context, each once
+    device: DeviceProfile | None = None
+
+    def to_json(self) -> dict[str, object]:
+        device = self.device
+        return {
+            "steps": self.steps, "rows": round(self.rows, 2), "context": round(self.context),
+            "step_ms": round(self.step_ms, 4), "phases_ms": {k: round(ms, 4) for k, ms in self.phases_ms.items()},
+            "read_bytes": round(self.read_bytes),
+            "device": None if device is None else {
+                "busy_ms": round(device.busy_ms, 4), "replay_context": device.replay_context,
+                "launches": device.launches, "launch_kind": device.launch_kind,
+            },
+        }
+
+
+class PhaseClock:
+    """Seconds by phase; a phase that begins inside another takes over until it ends."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._open = [HOST]
+        self._since = time.perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        self._tick()
+        return self._seconds
+
+    def _tick(self) -> None:
+        now, phase = time.perf_counter(), self._open[-1]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._tick()
+            self._open.append(phase)
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._tick()
+                self._open.pop()
+
+        return timed
+
+
+@dataclass(frozen=True, slots=True)
+class ClockedStep:
+    """One decoding step as it was clocked."""
+
+    seconds: dict[str, float]
+    rows: int
+    context: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Profiler:
+    """Clocks the decoding steps of requests that run alone while it is entered, as often as one likes.
+
+    Prompts are left out. Where compiled code walks the drafter's heads it does so while it grows: then their time is
+    part of the tree's.
+    """
+
+    value_bytes = 4  # of one number in the keys and values
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._clock = PhaseClock()
+        self._steps: dict[str, list[ClockedStep]] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        engine, runner, proposer = self.engine, self.engine._runner, self.engine.proposer
+        parts: tuple[tuple[object, str, str], ...] = (
+            (BlockDrafter, "draft", "draft"),
+            (DraftHeads, "begin", "heads"), (HeadPass, "correct", "heads"), (HeadPass, "confidence", "heads"),
+            (BlockDrafts, "grow", "tree"), (proposer, "_choose", "tree"),
+            (runner, "forward", "verify"), (engine, "_sample", "verify"),
+            (engine_module, "accept", "accept"), (SequenceState, "commit", "accept"),
+            (runner, "write_context", "context write"), (runner, "write_waiting", "context write"),
+            (runner, "hold_taps", "context write"),
+        )
+        for owner, name, phase in parts:
+            self._replace(owner, name, partial(self._clock.timed, phase))
+        self._replace(engine, "step", self._whole_step)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patches.close()
+
+    def _replace(self, owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Puts a wrapped function in the place of one, until the profiler is left."""
+        own = vars(owner).get(name)  # an object's methods are its class's
+        setattr(owner, name, wrap(getattr(owner, name)))
+        undo = partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
+        self._patches.callback(undo)
+
+    def _whole_step(self, step: Callable[[], list[GenEvent]]) -> Callable[[], list[GenEvent]]:
+        def clocked() -> list[GenEvent]:
+            self._clock.start()
+            events = step()
+            self._keep(events, self._clock.stop())
+            return events
+
+        return clocked
+
+    def _keep(self, events: Sequence[GenEvent], seconds: dict[str, float]) -> None:
+        records = [event.step for event in events if event.step is not None]
+        if not records or len(records) < len(events):
+            return  # somebody's prompt, or the end of something cancelled
+        drafted = "draft" in seconds or any(record.proposal.nodes for record in records)
+        kind = DRAFTING if drafted else PLAIN
+        rows, context = sum(len(record.proposal.tokens) for record in records), records[0].position
+        self._steps.setdefault(kind, []).append(ClockedStep(seconds, rows, context))
+
+    def profiles(self) -> dict[str, StepProfile]:
+        """What was clocked so far, by kind of step: plain, drafting."""
+        return {kind: self._profile(kind, steps) for kind, steps in sorted(self._steps.items())}
+
+    def _profile(self, kind: str, steps: list[ClockedStep]) -> StepProfile:
+        middle = _middle_half(steps)
+        phases = {name: 1e3 * fmean(step.seconds.get(name, 0.0) for step in middle) for name in PHASES}
+        context = fmean(step.context for step in middle)
+        runner = self.engine._runner
+        read = read_bytes(runner.target, runner.drafter if kind == DRAFTING else None, context, self.value_bytes)
+        return StepProfile(
+            len(steps), fmean(step.rows for step in middle), context, sum(phases.values()), phases, read
+        )
+
+
+def _middle_half(steps: list[ClockedStep]) -> list[ClockedStep]:
+    """Without the quickest and the slowest quarter: what disturbs a machine is not in there."""
+    cut = len(steps) // 4
+    return sorted(steps, key=lambda step: step.total)[cut : len(steps) - cut]
+
+
+def read_bytes(target: Decoder, drafter: BlockDrafter | None, context: float, value_bytes: int) -> float:
+    """What a step of one sequence reads at least: every matrix once, and every key and value its rows may see."""
+    config = target.config
+    windows = {config.pool(index): config.pattern(index).window for index in range(config.layers)}
+    read = float(target.step_bytes)
+    for pool, (heads, dim) in enumerate(config.kv_shapes):
+        read += 2 * heads * dim * value_bytes * _seen(context, windows[pool])
+    if drafter is not None:
+        own = drafter.drafter
+        read += own.step_bytes + (0 if own.head is not None else target.draft_head.nbytes)
+        width = 2 * own.config.kv_heads * own.config.head_dim * value_bytes
+        read += sum(width * _seen(context, drafter.window, pattern.window) for pattern in own.config.patterns)
+    return read
+
+
+def _seen(context: float, *windows: int) -> float:
+    return min([context, *[window for window in windows if window]])
+
+
+def make_profiler(engine: Engine, gpu: GpuBackend | None) -> Profiler:
+    """The profiler for where the engine runs."""
+    if gpu is None:
+        return Profiler(engine)
+    # imported here: without a GPU nothing of it is needed
+    from slipstream.engine.gpu.profile import GpuProfiler
+
+    return GpuProfiler(engine, gpu)

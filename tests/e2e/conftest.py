@@ -1,0 +1,16 @@
+"""A server that several modules share: each start loads a model and measures the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[Server]:
+    """The default pair with no option set."""
+    with serve() as running:
+        yield running
