@@ -66,6 +66,7 @@ class RandomWeights(Weights):
         self.file = NoFile(fc_shape)  # type: ignore[assignment]
         self.weight_format = "native"
         self.step_bytes = self.row_products = 0
+        self._norm_shift = 0.0
         self._device = device
         self._make_matrix = make_matrix
 
@@ -78,7 +79,7 @@ class RandomWeights(Weights):
     def vector(self, name: str, size: int) -> Tensor:
         return 1.0 + 0.1 * torch.randn(size, device=self._device)
 
-    def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
+    def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
         return self._make_matrix([(vocab, hidden)])  # type: ignore[return-value]
 
     def head(self, source: WeightTensor, weight_format: object = None) -> Matrix:

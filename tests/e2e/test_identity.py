@@ -80,6 +80,7 @@ def test_dense_fp32_differs_at_most_in_near_ties() -> None:
 
 
 def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.measure_costs()  # its own forwards are nobody's step
     target = llm.engine._runner.target
     calls: list[int] = []
     forward = target.forward_logits
@@ -99,7 +100,7 @@ def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: p
 
 
 def test_shared_noise_accepts_more_than_greedy_drafts(llm: LLM) -> None:
-    prompts = checks.eval_prompts(6)
-    shared = checks.total_tau(llm, prompts, TOKENS, **checks.SAMPLED)
-    greedy = checks.total_tau(llm, prompts, TOKENS, share_noise=False, **checks.SAMPLED)
-    assert shared.tau > 1.03 * greedy.tau
+    prompts, settings = checks.eval_prompts(4), {"temperature": 1.3, "seed": 7}  # where much is left to chance
+    shared = checks.total_tau(llm, prompts, 48, **settings)
+    greedy = checks.total_tau(llm, prompts, 48, share_noise=False, **settings)
+    assert shared.tau > 1.2 * greedy.tau

@@ -143,7 +143,7 @@ def test_values_that_are_none_and_empty_tensors_are_named(folder: Path, tmp_path
 
 def test_a_sample_has_the_first_and_the_last_row() -> None:
     with open_model(smollm2_path()) as model:
-        table = model.tensor("model.embed_tokens.weight")
+        table = model.file.tensor("token_embd.weight")
         sample = sample_rows(table)
         assert sample.shape == (32, 576)
         assert torch.equal(sample[[0, -1]], table.rows(torch.tensor([0, 49151])).dense())

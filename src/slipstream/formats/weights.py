@@ -74,6 +74,10 @@ class WeightTensor:
             raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
         return WeightTensor(self._entry, self._mapped, index if self._index is None else self._index[index])
 
+    def as_row(self) -> WeightTensor:
+        """A vector as a matrix of one row; some writers drop a dimension of size one."""
+        return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self._mapped)
+
     def part(self, index: int) -> WeightTensor:
         """One entry along the first dimension, as a tensor of its own; still lazy."""
         if len(self.shape) < 3 or self._index is not None or not 0 <= index < self.shape[0]:

@@ -87,6 +87,8 @@ class Weights:
         file_name = self._file_name(name)
         tensor = self.file.tensor(file_name)
         self._taken.add(file_name)
+        if (1, *tensor.shape) == shape:
+            tensor = tensor.as_row()
         if tensor.shape != shape:
             raise ConfigError(
                 f"tensor '{file_name}' has shape {list(tensor.shape)} where the config implies {list(shape)}",

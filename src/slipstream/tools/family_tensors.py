@@ -111,6 +111,9 @@ def _rotary_order(name: str, config: DecoderConfig) -> Tensor | None:
 
 
 def _qwen35(name: str, tensor: WeightTensor, config: Qwen35Config, *, to_gguf: bool) -> Source:
+    if name.endswith("shared_expert_gate.weight"):  # one row, which llama.cpp keeps as a vector
+        width = tensor.shape[-1]
+        return Derived(tensor.name, (tensor,), (width,) if to_gguf else (1, width))
     if _DELTA not in name:
         shift = 1.0 if to_gguf else -1.0
         return _changed(tensor, lambda rows: rows + shift) if name.endswith("norm.weight") else tensor

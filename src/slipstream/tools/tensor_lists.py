@@ -58,8 +58,13 @@ class _Asked(Weights):
 
     def source(self, name: str, shape: Shape) -> WeightTensor:
         self.shapes[name] = shape
-        if self.has(name) and (found := self.file.tensor(self._file_name(name))).shape == shape:
-            return found
+        if self.has(name):
+            found = self.file.tensor(self._file_name(name))
+            if (1, *found.shape) == shape:
+                self.shapes[name] = found.shape  # as the file has it
+                return found.as_row()
+            if found.shape == shape:
+                return found
         elements = math.prod(shape)
         # a false claim must not decide how much is allocated
         if elements > self._most:

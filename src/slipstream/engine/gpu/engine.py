@@ -132,6 +132,8 @@ class GpuEngine(Engine):
             if not outcome.tokens:
                 self._forget_device()
         self.planner.learn(sessions, [plan.proposal for plan in plans])
+        drafted = any(plan.proposal.nodes for plan in plans)
+        self.planner.observe(sessions, drafted, sum(len(outcome.tokens) for outcome in outcomes), seconds)
         events = self._settle(outcomes)
         committed = [len(outcome.tokens) for outcome in outcomes]
         self.proposer.observe(sessions, plans, committed, 0.0, seconds)

@@ -9,6 +9,8 @@ from slipstream.engine.gpu.step import bucket
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
 from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
+from slipstream.kernels.gpu.rows import LEAST_ROWS
+from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.costs import StepShape
 from slipstream.speculative.gains import assumed
@@ -24,10 +26,21 @@ class Planner:
     def __init__(self, proposer: Proposer, most_rows: int) -> None:
         self._proposer = proposer
         self._most_rows = most_rows
+        self._gate = BatchGate()
+
+    def observe(self, sessions: Sequence[Session], drafted: bool, tokens: int, seconds: float) -> None:
+        """What a step of these sequences came to, the host's part included."""
+        if any(session.speculation.policy is not None for session in sessions):
+            self._gate.observe(len(sessions), drafted, tokens, seconds)
 
     def plan(self, sessions: Sequence[Session]) -> tuple[list[Wish], list[Decision]]:
         """A wish and the reason for it per sequence."""
         slots = self._proposer.slots(sessions)
+        if any(session.speculation.policy is not None for session in sessions) and not self._gate.drafts(len(sessions)):
+            slots = [
+                0 if session.speculation.policy is not None else count
+                for session, count in zip(sessions, slots, strict=True)
+            ]
         rows = self._governed_rows(sessions, slots)
         widest = max(1, self._most_rows // bucket(len(sessions)))
         wishes, decisions = [], []
@@ -50,9 +63,12 @@ class Planner:
         sampled = any(not session.greedy for session in sessions)
         draft_ms = costs.draft_ms(len(drafting), max(depth for _, depth in drafting), context)
         best, best_rate = _ROWS[0], 0.0
+        batch = bucket(len(sessions))
         for rows in _ROWS:
-            if rows * bucket(len(sessions)) > self._most_rows:
+            if rows * batch > self._most_rows:
                 break
+            if rows * batch < LEAST_ROWS:
+                continue  # padded to as many anyway
             tokens = float(len(sessions))
             for policy, depth in drafting:
                 gains = policy.gains if policy.gains.known else assumed(policy.proposals)

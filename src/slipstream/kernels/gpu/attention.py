@@ -1,10 +1,12 @@
-"""Attention of rows over paged keys and values, in two launches, with the same bits for a row in any company.
+"""Attention of rows over paged keys and values, in three launches, with the same bits for a row in any company.
 
 The pages a row sees are dealt out to SLOTS partial sums by the row's own position: the last two pages have a slot each,
 the pages before them are split evenly over the others. All keys of the evenly split pages are older than the step, so
-all rows of a sequence read the same ones; where a tree branches is always within the last two pages, and there a row's
-keys are gathered through its ancestors in position order. A page that a row does not see changes no bit of its sums,
-so rows of one program may have different pages. The second launch adds a row's slots up.
+all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. Where a tree
+branches is always within the last two pages: the second launch sums these up, a tree's keys gathered through a row's
+ancestors in the order of their positions. A page that a row does not see changes no bit of its sums, so rows of one
+program may have different pages. The third launch adds up a row's slots. Each launch begins while the one before it is
+still running, and waits only for what it needs.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.gpu.rows import DeviceRows
 
-SLOTS = 32  # partial sums of a row; a power of two
-LEAST_PAGES = 2  # pages of a slot that is not one of the last two: fewer would write more partial sums than they save
-# Lanes (rows times query heads of a kv head) of a program: 64 is what the tensor cores of a warp group take. It must
-# not depend on the number of rows, since another instruction may sum in another order.
-LANES = 64
+SLOTS = 32  # partial sums of a row
+LEAST_PAGES = 2  # pages of a slot that rows share: fewer would write more partial sums than they save
+LANES = 64  # rows times query heads of a kv head that a program of the first launch takes: what a warp group multiplies
 PREFILL_LANES = 128
+LAST_LANES = 16  # of the second launch: what a warp multiplies
+PROGRAMS = 264  # of the first launch: two for each multiprocessor of an H200 are at work at a time
+LAST_WARPS = 4
 STAGES = 3  # pages that a program has on the way or in work; wide heads leave room for two
+AT_ONCE = 16  # slots whose loads are on the way together when they are added up
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's dot is wrong for bf16
 
 
@@ -66,21 +72,24 @@ def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _slot_pages(  # type: ignore[no-untyped-def]
-    slot, low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr
-):
-    """The range of pages whose keys a slot adds up, empty where the row does not need it."""
+def _split(low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How a row's pages are dealt out: its first page, the one behind its shared slots, the pages of a shared slot, and
+    how many of these it fills.
+    """
     first_page = low // PAGE
-    last_page = (until - 1) // PAGE
-    shared = tl.maximum(last_page - 1 - first_page, 0)
-    each = tl.maximum((shared + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
-    first = first_page + slot * each
-    tail = last_page - (SLOTS - 1) + slot
-    is_tail = slot >= SLOTS - 2
-    return (
-        tl.where(is_tail, tl.maximum(tail, first_page), first),
-        tl.where(is_tail, tail + 1, tl.minimum(first + each, last_page - 1)),
-    )
+    stop_page = tl.maximum((until - 1) // PAGE - 1, first_page)
+    each = tl.maximum((stop_page - first_page + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
+    return first_page, stop_page, each, (stop_page - first_page + each - 1) // each
+
+
+@triton.jit
+def _store_part(  # type: ignore[no-untyped-def]
+    sums, stats, at, peak, weight, total, used, DIM: tl.constexpr
+):
+    d = tl.arange(0, DIM)
+    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
+    tl.store(stats + at * 2, peak, mask=used)
+    tl.store(stats + at * 2 + 1, weight, mask=used)
 
 
 @triton.jit
@@ -109,13 +118,14 @@ def _fold_pages(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Folds pages begin..end of a sequence; a lane sees key positions low..until of them."""
-    token, d = tl.arange(0, PAGE), tl.arange(0, DIM)
-    held = tl.load(own_pages + begin)
+    token = tl.arange(0, PAGE)
+    within = token[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    held = tl.load(own_pages + tl.where(begin < end, begin, 0))
     for page in range(begin, end):
-        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + token[:, None] * DIM + d[None, :]
+        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM)
         # looked up one page ahead: a load that waits for a load would keep the compiler from fetching pages early
         held = tl.load(own_pages + tl.minimum(page + 1, end - 1))
-        key, value = tl.load(keys + at), tl.load(values + at)
+        key, value = tl.load(keys + at + within), tl.load(values + at + within)
         position = page * PAGE + token
         seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
         peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
@@ -123,109 +133,150 @@ def _fold_pages(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold_path(  # type: ignore[no-untyped-def]
-    query, keys, values, own_pages, path, page, committed, low, until, scale, kv_head, peak, weight, total,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, INTERPRETED: tl.constexpr,
+def _shared_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, values, positions, earliest, pages, sums, stats, scale, most_pages,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Folds one page of a tree's row: its keys are those of its ancestors, in the order of their positions."""
-    token, d = tl.arange(0, PAGE), tl.arange(0, DIM)
-    position = page * PAGE + token
-    reached = position < tl.max(until, 0)
-    depth = position - committed
-    ancestor = tl.load(path + depth, mask=reached & (depth >= 0), other=0)
-    slot = tl.where(depth >= 0, committed + ancestor, position)
-    held = tl.load(own_pages + slot // PAGE, mask=reached, other=0).to(tl.int64)
-    at = ((held * KV_HEADS + kv_head) * PAGE + slot % PAGE)[:, None] * DIM + d[None, :]
-    key = tl.load(keys + at, mask=reached[:, None], other=0.0)
-    value = tl.load(values + at, mask=reached[:, None], other=0.0)
-    seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
-    return _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
+    """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
+    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
+    member = lane % SHARE_PADDED
+    row = tile * TILE + lane // SHARE_PADDED
+    used = (row < EACH) & (member < SHARE)
+    row = sequence * EACH + tl.minimum(row, EACH - 1)
+    position = tl.load(positions + row)
+    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
+    low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    first_page, stop_page, each, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
+    vector = row * KV_HEADS + kv_head
+    at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+    query = tl.load(queries + at, mask=used[:, None], other=0.0)
+    for slot in range(tl.program_id(2), tl.max(slots, 0), tl.num_programs(2)):
+        here = used & (slot < slots)
+        first = first_page + slot * each
+        stop = tl.minimum(first + each, stop_page)
+        begin, end = tl.min(tl.where(here, first, 1 << 30), 0), tl.max(tl.where(here, stop, 0), 0)
+        peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
+        total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
+        peak, weight, total = _fold_pages(
+            query, keys, values, pages + sequence * most_pages, begin, end, tl.maximum(low, first * PAGE),
+            tl.where(here, stop * PAGE, 0), scale, kv_head, peak, weight, total, KV_HEADS, DIM, PAGE, INTERPRETED,
+        )
+        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
 
 
 @triton.jit
-def _partials_kernel(  # type: ignore[no-untyped-def]
+def _held(  # type: ignore[no-untyped-def]
+    own_pages, most_pages, path, position, reached, page, committed, PAGE: tl.constexpr, TREE: tl.constexpr
+):
+    """In which page of the pool, and which token of it, a row finds the keys of the positions of one of its pages."""
+    held = tl.load(own_pages + page)
+    if not TREE:
+        return position * 0 + held, position % PAGE
+    depth = position - committed
+    ancestor = committed + tl.load(path + depth, mask=reached & (depth >= 0), other=0)
+    step_page = committed // PAGE  # the rows of a step lie there or in the page behind
+    here, behind = tl.load(own_pages + step_page), tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1))
+    own = tl.where(ancestor // PAGE == step_page, here, behind)
+    return tl.where(depth >= 0, own, held), tl.where(depth >= 0, ancestor, position) % PAGE
+
+
+@triton.jit
+def _last_pages_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, base, earliest, pages, paths, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, WINDOW: tl.constexpr,
     TREE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
-    LEAST_PAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """A program takes a tile of rows and either one of their shared slots or one of the last pages; behind those, for a
-    tree, there is a program for each row and page from the one on in which the step began.
+    """A program sums up one page for those of a few rows whose last page or last but one it is. From the page on in
+    which a tree's step began every row has keys of its own, and a program takes one row.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     work, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(base + sequence)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
-    item = work // TILES
-    row = (work % TILES) * TILE + lane // SHARE_PADDED
+    page = committed // PAGE - 1 + work // TILES
+    row = work % TILES * TILE + lane // SHARE_PADDED
     lanes = TILE * SHARE_PADDED
-    tail_page = committed // PAGE - 1 + item - (SLOTS - 2)
-    own = work - TILES * (SLOTS - 1)  # which of a tree's programs for single rows this is, if it is one
+    own = tl.maximum(work - TILES, 0)
     if TREE:
-        row = tl.where(own >= 0, own // 2, row)
-        lanes = tl.where(own >= 0, SHARE, lanes)
-        tail_page = tl.where(own >= 0, committed // PAGE + own % 2, tail_page)
-    # most of a short context's programs have nothing to do, and find it out here with one load
-    if tl.where(item < SLOTS - 2, item * LEAST_PAGES + 2, tail_page) > (committed + EACH - 1) // PAGE:
-        return
+        page = committed // PAGE + tl.where(work < TILES, -1, own // EACH)
+        row = tl.where(work < TILES, row, own % EACH)
+        lanes = tl.where(work < TILES, lanes, SHARE_PADDED)
     used = (row < EACH) & (member < SHARE) & (lane < lanes)
-    row = tl.minimum(row, EACH - 1)
-    position = tl.load(positions + sequence * EACH + row)
+    row = sequence * EACH + tl.minimum(row, EACH - 1)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
-    low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    slot = tl.where(item < SLOTS - 2, item, tail_page - (until - 1) // PAGE + SLOTS - 1)
-    first, stop = _slot_pages(slot, low, until, PAGE, SLOTS, LEAST_PAGES)
-    # a row whose last two pages are others than this one has it in a shared slot, or not at all
-    used = used & (slot >= tl.minimum(item, SLOTS - 2)) & (slot < SLOTS) & (first < stop)
-    begin, end = tl.min(tl.where(used, first, 1 << 30), 0), tl.max(tl.where(used, stop, 0), 0)
-    if begin >= end:
-        return
-    low, until = tl.maximum(low, first * PAGE), tl.where(used, tl.minimum(until, stop * PAGE), 0)
-    vector = (sequence * EACH + row) * KV_HEADS + kv_head
-    query = tl.load(queries + (vector * SHARE + member)[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
-    own_pages = pages + sequence * most_pages
-    peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
-    total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
-    path = paths + (sequence * EACH + own // 2) * DEPTH
-    if TREE:  # noqa: SIM102 (one is known when compiling, the other is not)
-        if own >= 0:
-            peak, weight, total = _fold_path(
-                query, keys, values, own_pages, path, begin, committed, low, until, scale, kv_head, peak, weight,
-                total, KV_HEADS, DIM, PAGE, INTERPRETED,
-            )
-            end = begin
-    peak, weight, total = _fold_pages(
-        query, keys, values, own_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
-        KV_HEADS, DIM, PAGE, INTERPRETED,
-    )
-    at = (vector * SLOTS + slot) * SHARE + member
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
-    tl.store(stats + at * 2, peak, mask=used)
-    tl.store(stats + at * 2 + 1, weight, mask=used)
+    low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    slot = SLOTS - 1 + page - (until - 1) // PAGE
+    used = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (page >= low // PAGE)
+    stop = tl.max(tl.where(used, until, 0), 0)
+    if stop > 0:
+        vector = row * KV_HEADS + kv_head
+        at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+        query = tl.load(queries + at, mask=used[:, None], other=0.0)
+        position = page * PAGE + tl.arange(0, PAGE)
+        reached = position < stop
+        path = paths + (sequence * EACH + own % EACH) * DEPTH
+        own_pages = pages + sequence * most_pages
+        held, offset = _held(own_pages, most_pages, path, position, reached, page, committed, PAGE, TREE)
+        found = ((held.to(tl.int64) * KV_HEADS + kv_head) * PAGE + offset)[:, None] * DIM + d[None, :]
+        key = tl.load(keys + found, mask=reached[:, None], other=0.0)
+        value = tl.load(values + found, mask=reached[:, None], other=0.0)
+        seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
+        peak, weight, total = _fold_page(
+            query, key, value, seen, scale, tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32),
+            tl.zeros([TILE * SHARE_PADDED], tl.float32), tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32), INTERPRETED,
+        )
+        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, used, DIM)
+    if OVERLAP:
+        gdc_wait()  # so that who waits for this launch has waited for the first one too
 
 
 @triton.jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
     positions, earliest, sums, stats, out,
-    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    """Adds up the slots of a row's head."""
     head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
-    slot, d = tl.arange(0, SLOTS), tl.arange(0, DIM)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first, stop = _slot_pages(slot, low, until, PAGE, SLOTS, LEAST_PAGES)
-    filled = first < stop
-    at = ((row * (HEADS // SHARE) + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
-    peaks = tl.load(stats + at * 2, mask=filled, other=float("-inf"))
-    weights = tl.load(stats + at * 2 + 1, mask=filled, other=0.0)
-    parts = tl.load(sums + at[:, None] * DIM + d[None, :], mask=filled[:, None], other=0.0)
-    shares = tl.exp2(peaks - tl.max(peaks, 0))
-    total = tl.sum(parts * shares[:, None], 0) / tl.sum(weights * shares, 0)
-    tl.store(out + (row * HEADS + head) * DIM + d, total.to(tl.bfloat16))
+    first_page, _, _, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
+    ends = tl.minimum((until - 1) // PAGE - first_page, 1) + 1  # how many of the last two pages the row sees
+    d = tl.arange(0, DIM)
+    if OVERLAP:
+        gdc_wait()
+    peak, weight, total = float("-inf"), 0.0, tl.zeros([DIM], tl.float32)
+    for begin in range(0, slots + ends, AT_ONCE):
+        slot = begin + tl.arange(0, AT_ONCE)
+        slot = tl.where(slot < slots, slot, slot - slots + SLOTS - ends)
+        there = slot < SLOTS
+        at = ((row * KV_HEADS + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
+        # read past the first cache, which does not hear of what other multiprocessors wrote
+        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        totals = tl.load(
+            sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+        )
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        shrink, shares = tl.exp2(peak - new_peak), tl.exp2(peaks - new_peak)
+        weight = tl.fma(weight, shrink, tl.sum(weights * shares, 0))
+        total = tl.fma(total, tl.broadcast_to(shrink, [DIM]), tl.sum(totals * shares[:, None], 0))
+        peak = new_peak
+    tl.store(out + (row * KV_HEADS * SHARE + head) * DIM + d, (total / weight).to(tl.bfloat16))
 
 
 @triton.jit
@@ -274,22 +325,38 @@ def paged_attention(
     share_padded = triton.next_power_of_2(share)
     tile = max(LANES // share_padded, 1)
     tiles = triton.cdiv(rows.each, tile)
-    tree, block = rows.kind == "tree", rows.kind == "block"
-    # the last pages of a tree: one before the step's, then two for each row; of others: three that rows may end in
-    work = tiles * (SLOTS - 1) + 2 * rows.each if tree else tiles * (SLOTS + 1)
-    each_padded = triton.next_power_of_2(rows.each)
-    _partials_kernel[(work, kv_heads, rows.sequences)](
+    programs = min(max(PROGRAMS // (kv_heads * tiles * rows.sequences), 1), SLOTS - 2)
+    overlap = _can_overlap(queries.device)
+    scale *= math.log2(math.e)
+    sizes = {
+        "EACH": rows.each, "EACH_PADDED": triton.next_power_of_2(rows.each), "KV_HEADS": kv_heads, "SHARE": share,
+        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "WINDOW": window, "BLOCK": rows.kind == "block",
+    }
+    _shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
+        queries, keys, values, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
+        rows.pages.shape[1], TILE=tile, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES, OVERLAP=overlap,
+        INTERPRETED=_INTERPRETED, **sizes, num_warps=4, num_stages=_stages(dim), launch_pdl=overlap,
+    )
+    few = max(LAST_LANES // share_padded, 1)
+    fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
+    # what was committed ends in or before the page that a step begins in; rows may go one page further
+    work = fews + 2 * rows.each if tree else fews * (min(rows.each, 2) + 1)
+    _last_pages_kernel[(work, kv_heads, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
-        scratch.stats, scale * math.log2(math.e), rows.pages.shape[1], EACH=rows.each, EACH_PADDED=each_padded,
-        KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim, PAGE=page, DEPTH=rows.paths.shape[1],
-        WINDOW=window, TREE=tree, BLOCK=block, TILE=tile, TILES=tiles, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES,
-        INTERPRETED=_INTERPRETED, num_warps=4, num_stages=_stages(dim),
+        scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, TILE=few, TILES=fews,
+        SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes, num_warps=LAST_WARPS, num_stages=1,
+        launch_pdl=overlap,
     )
     _combine_kernel[(heads, rows.rows)](
-        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, EACH=rows.each, EACH_PADDED=each_padded,
-        HEADS=heads, SHARE=share, DIM=dim, PAGE=page, WINDOW=window, BLOCK=block, SLOTS=SLOTS,
-        LEAST_PAGES=LEAST_PAGES, num_warps=4,
+        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES,
+        AT_ONCE=AT_ONCE, OVERLAP=overlap, **sizes, num_warps=1, launch_pdl=overlap,
     )
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch can begin before the one that it waits for has ended."""
+    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _prefill(
