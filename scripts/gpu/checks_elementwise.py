@@ -97,7 +97,6 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
     projected = random(device, rows, shape.draft_layers * 2 * shape.kv_heads * dim)
     k_norms = random(device, shape.draft_layers, dim, dtype=fp32)
     gate_up = random(device, rows, 2 * shape.inner)
-    words, tokens = random(device, 500, hidden), torch.randint(0, 500, (rows,), device=device).int()
 
     def add_norm(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
         changed, out = residual[:count].clone(), poisoned(device, count, hidden)
@@ -123,11 +122,6 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
         kernel(gate_up[:count], None, out)
         return (out,)
 
-    def embed(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
-        out = poisoned(device, count, hidden, dtype=fp32)
-        kernel(words, tokens[:count], 1.25, out)
-        return (out,)
-
     normed, tap = poisoned(device, rows, hidden), poisoned(device, rows, 5 * hidden)[:, hidden : 2 * hidden]
     pool, queries = poisoned(device, 2, pages, shape.kv_heads, PAGE, dim), poisoned(device, rows, shape.heads, dim)
     drafts = poisoned(device, 2, shape.draft_layers, pages, shape.kv_heads, PAGE, dim)
@@ -147,8 +141,6 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
              4 * projected.numel()),
         Case("silu_mul", silu_mul, k.silu_mul, k.silu_mul_reference,
              lambda: k.silu_mul(gate_up, None, gated), 6 * gated.numel()),
-        Case("embed", embed, k.embed, k.embed_reference, lambda: k.embed(words, tokens, 1.0, residual),
-             6 * residual.numel()),
     ]
 
 

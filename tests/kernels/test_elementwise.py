@@ -91,15 +91,6 @@ def test_silu_mul(inner: int, with_bias: bool) -> None:
     assert_alike(out, expected)
 
 
-def test_embed() -> None:
-    table, tokens = random(11, 100), torch.tensor([10, 0, 3, 3], dtype=torch.int32)
-    out, expected = poisoned(4, 100, dtype=torch.float32), poisoned(4, 100, dtype=torch.float32)
-    kernels.embed(table, tokens, 1.5, out)
-    kernels.embed_reference(table, tokens, 1.5, expected)
-    assert torch.equal(out, expected)
-    assert torch.equal(out[1], table[0].float() * 1.5)
-
-
 def test_neighbours_change_no_bit() -> None:
     weight = random(100, seed=3, dtype=torch.float32)
     alone, among = poisoned(1, 100), poisoned(4, 100)

@@ -14,6 +14,7 @@ from slipstream.engine import devices
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
+from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,6 +76,25 @@ def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> N
                 found[event.request_id] += [token.id for token in event.tokens]
         assert found[first.id] == alone[0] and found[third.id] == alone[2]
         assert found[second.id] == alone[1][: len(found[second.id])]
+        assert_idle(llm)
+
+
+def test_variants_of_the_drafter_come_and_go(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        settings = {"max_tokens": 30, "mode": "tree:16", "gate": "off"}
+        plain = llm.run([llm.request(prompt(40, 7), max_tokens=30, mode="plain")])[0].token_ids
+        adapter = write_random_adapter(tmp_path / "a", tmp_path / "draft", seed=3, size=2.0)
+        assert llm.add_draft_lora(f"other={adapter}") == "other"
+        requests = [llm.request(prompt(40, 7), **settings, draft_lora=name) for name in ("base", "other", "other")]
+        answers = llm.run(requests)
+        assert [answer.token_ids for answer in answers] == [plain] * 3
+        assert [answer.stats.draft_lora for answer in answers] == ["base", "other", "other"]
+        alone = llm.run([llm.request(prompt(40, 7), **settings, draft_lora="other")])[0]
+        assert alone.stats.accepted == answers[1].stats.accepted != answers[0].stats.accepted
+        steps = len(llm.engine.loop._steps)
+        llm.remove_draft_lora("other")
+        assert len(llm.engine.loop._steps) < steps
         assert_idle(llm)
 
 

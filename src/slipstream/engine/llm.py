@@ -261,6 +261,7 @@ class LLM:
             "draft_bytes": self._drafter.step_bytes if self._drafter else 0,
             "bandwidth_gbs": round(bandwidth / 1e9, 2),
             "floor_ms": round(1e3 * self._target.step_bytes / bandwidth, 3),
+            "graph_bytes": self._gpu.graphs.bytes if self._gpu is not None else None,
             "row_products": self._target.row_products,
             "peak_products": (
                 int8_peak() if self._target.weight_format == "native" and self._gpu is None else None

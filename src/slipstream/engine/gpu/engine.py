@@ -56,6 +56,13 @@ class GpuEngine(Engine):
         ticket.positions += 2 * MOST_ROWS
         return ticket
 
+    def remove_variant(self, name: str) -> None:
+        found = self._runner.variants.find(name)
+        super().remove_variant(name)
+        if found is not None and isinstance(found.blocks, GpuBlocks):
+            self.loop.forget_drafter(found.blocks.gpu)
+            found.blocks.forget()
+
     def _run(self, plan: StepPlan) -> list[GenEvent]:
         whole, rest = self._sorted(plan.decode)
         events: list[GenEvent] = []

@@ -173,6 +173,10 @@ class GpuBlocks(BlockDrafter):
         picked = logits[torch.tensor(wanted, device=logits.device)]
         return hidden.float().cpu(), picked.cpu()
 
+    def forget(self) -> None:
+        """Gives back what graphs keep for this drafter."""
+        self._passes.forget(self)
+
     def write_context(self, taps: Tensor, places: RowPlaces) -> None:
         """Stores the draft context of committed rows at their positions."""
         self._passes.write_context(self.gpu, taps, places)

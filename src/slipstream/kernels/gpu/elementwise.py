@@ -1,4 +1,4 @@
-"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the gate, embeddings.
+"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the gate.
 
 Every kernel has a launcher and a torch twin of the same signature (`..._reference`). Sums within a row run in an order
 that the row's width alone decides.
@@ -234,29 +234,6 @@ def silu_mul(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def silu_mul_reference(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
     gate, up = _with_bias(gate_up, bias).chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
-
-
-@triton.jit
-def _embed_kernel(  # type: ignore[no-untyped-def]
-    table, tokens, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    token = tl.load(tokens + row).to(tl.int64)
-    x = tl.load(table + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, x * scale, mask=inside)
-
-
-def embed(table: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
-    """out fp32 [rows, width] = the tokens' rows of a bf16 table, times scale."""
-    rows, width = out.shape
-    block = triton.next_power_of_2(width)
-    _embed_kernel[(rows,)](table, tokens, scale, out, WIDTH=width, BLOCK=block, num_warps=_warps(block))
-
-
-def embed_reference(table: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
-    out.copy_(table[tokens].to(out.dtype) * scale)
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
