@@ -200,7 +200,7 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
             if position >= 4096:
                 for pool in (pools.draft_keys, pools.draft_values):
                     pool[:, pages[row], :, places.offset_list[row]] = 0  # the healthy run may have been here
-                pages[row] = 0
+                pages[row] = (pages[row] + 1) % pools.draft_keys.shape[1]  # anywhere but where it belongs
         write(self, taps, RowPlaces(places.position_list, pages, places.offset_list, places.end))
 
     monkeypatch.setattr(draft_module.BlockDrafter, "write_context", wrapped)

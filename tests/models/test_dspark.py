@@ -374,10 +374,11 @@ def test_a_packed_dflash2_drafter_is_the_same_drafter(tmp_path: Path) -> None:
     assert_same_heads(original, packed, tolerance=0.3)
 
 
-def test_drafters_a_gguf_cannot_describe_are_not_packed(tmp_path: Path) -> None:
+def test_a_packed_causal_drafter_stays_causal(tmp_path: Path) -> None:
     save_model(tiny_drafter(is_causal=True), tmp_path)
-    with pytest.raises(ConfigError, match="causal"):
-        packed_as(tmp_path, "Q8_0")
+    packed_as(tmp_path, "Q8_0")
+    packed = load_drafter(tmp_path / "d.gguf", "fp32")
+    assert all(pattern.causal for pattern in packed.config.patterns)
 
 
 # ---- inspecting

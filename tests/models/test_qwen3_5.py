@@ -21,6 +21,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from slipstream.bench import rival
 from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
@@ -257,6 +258,7 @@ def test_a_drafter_of_the_models_own_is_left_alone(tmp_path: Path) -> None:
     check_logits(load(tmp_path / "more.gguf"), theirs, chunks=())
 
 
+@pytest.mark.skipif(not rival.available(), reason="xllamacpp is not installed")
 @pytest.mark.parametrize("variant", ["dense", "pattern", "experts"])
 def test_llama_cpp_reads_the_same_file_the_same_way(variant: str, tmp_path: Path) -> None:
     check_llama_cpp(write_family_gguf(hybrid(variant), tmp_path / "model.gguf"))

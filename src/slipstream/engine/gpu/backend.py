@@ -50,6 +50,10 @@ class _Machine:
     pools: GpuPools
     passes: Passes
     state: DecodeState
+    loop: DecodeLoop
+    positions: int  # that rotary tables reach
+    draft_window: int
+    progress: Progress | None
 
 
 class GpuBackend:
@@ -89,16 +93,17 @@ class GpuBackend:
         passes = Passes(gpu_target, pools, most_pages, self._config.prefill_chunk, self.graphs)
         most = bucket(self._config.max_sequences)
         state = DecodeState(most, most_pages, pages, self.device)
-        self._machine = _Machine(gpu_target, pools, passes, state)
-        self._positions, self._window, self._progress = positions, draft_window, progress
+        loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
+        self._machine = _Machine(gpu_target, pools, passes, state, loop, positions, draft_window, progress)
         blocks = self.in_blocks(draft) if draft is not None else None
         engine = GpuEngine(
             GpuRunner(passes, blocks), pools, PageTable(pages), tokenizer, self._config, max_context, draft_key,
             False, partial(self._measure_costs, blocks),
         )
-        self._loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
-        engine.install(self._loop, self._most_rows)
-        self._warm_up(blocks)
+        engine.install(loop, self._most_rows)
+        if self.graphs.enabled:
+            self.scratch.seal()  # graphs keep its addresses
+            self._warm_up(blocks)
         return engine
 
     @property
@@ -108,23 +113,22 @@ class GpuBackend:
     @torch.inference_mode()
     def _warm_up(self, blocks: BlockDrafter | None) -> None:
         """Captures what one sequence needs, so that a first request does not wait for compilers."""
-        if not self.graphs.enabled:
-            return
+        machine = self._built
         drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
         shapes: list[tuple[int, GpuDrafter | None, bool]] = [(1, None, False)]
         if drafter is not None:
             shapes += [(1, drafter, False), (LEAST_ROWS, drafter, True)]
         for done, (each, own, drafting) in enumerate(shapes):
-            self._loop.step(1, each, own, drafting)
-            if self._progress is not None:
-                self._progress("capturing graphs", done + 1, len(shapes))
+            machine.loop.step(1, each, own, drafting)
+            if machine.progress is not None:
+                machine.progress("capturing graphs", done + 1, len(shapes))
 
     def in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
         machine = self._built
         gpu = GpuDrafter(
-            self._kernels, drafter, machine.target.decoder, self._window, self._positions, self.device
+            self._kernels, drafter, machine.target.decoder, machine.draft_window, machine.positions, self.device
         )
-        return GpuBlocks(machine.passes, gpu, self._window)
+        return GpuBlocks(machine.passes, gpu, machine.draft_window)
 
     def _make_step(self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool) -> DecodeStep:
         machine = self._built
@@ -136,10 +140,11 @@ class GpuBackend:
     def _measure_costs(self, blocks: BlockDrafter | None) -> CostTable:
         assert isinstance(blocks, GpuBlocks), "only speculation asks for costs"
         # steps move sequences on: nobody's are loaded meanwhile
-        kept = self.state.snapshot()
-        self.state.clear()
-        costs = measure_costs(self._loop.step, blocks.gpu, self._most_rows, self.device, self._progress)
-        self.state.restore(kept)
+        machine = self._built
+        kept = machine.state.snapshot()
+        machine.state.clear()
+        costs = measure_costs(machine.loop.step, blocks.gpu, self._most_rows, self.device, machine.progress)
+        machine.state.restore(kept)
         return costs
 
     def _pages(self, shapes: tuple[PoolShape, PoolShape | None], max_context: int) -> int:
