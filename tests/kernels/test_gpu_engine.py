@@ -79,6 +79,31 @@ def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> N
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("pages", [24, 7])
+def test_a_paused_request_goes_on_where_it_stood(gpu: None, tmp_path: Path, pages: int) -> None:
+    """Paused while a step is in flight for it; with few pages it even loses its own and is computed again."""
+    settings = {"max_tokens": 40, "mode": "tree:16", "gate": "off"}
+    with keep_threads():
+        llm = gpu_llm(tmp_path, cache_tokens=pages * PAGE_TOKENS, prefix_cache=False)
+        alone = [llm.run([llm.request(prompt(n, n), **settings)])[0].token_ids for n in (9, 33, 20)]
+        first, second, third = (llm.request(prompt(n, n), **settings) for n in (9, 33, 20))
+        found: dict[str, list[int]] = {request.id: [] for request in (first, second, third)}
+        llm.engine.add(first)
+        llm.engine.add(second)
+        epoch = 0
+        for step in range(200):
+            if step == 4:
+                epoch = llm.engine.pause(second.id)
+            if step == 5:
+                llm.engine.add(third)
+            if step == (5 if pages > 7 else 60):
+                assert llm.engine.resume(second.id, epoch)
+            for event in llm.engine.step():
+                found[event.request_id] += [token.id for token in event.tokens]
+        assert [found[request.id] for request in (first, second, third)] == alone
+        assert_idle(llm)
+
+
 def test_variants_of_the_drafter_come_and_go(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path)

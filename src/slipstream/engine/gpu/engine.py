@@ -45,6 +45,7 @@ class GpuEngine(Engine):
     planner: Planner
     _aloft: _Aloft | None = None
     _landed_at = 0.0
+    _device_view: object = None  # where the device's sequences stand, as the host last saw them
 
     def install(self, loop: DecodeLoop, most_rows: int) -> None:
         self.loop = loop
@@ -95,6 +96,8 @@ class GpuEngine(Engine):
     def _decode(self, sessions: tuple[Session, ...], alone: bool) -> list[GenEvent]:
         aloft, self._aloft = self._aloft, None
         if aloft is None:
+            if self._device_view != _standing(sessions):
+                self.loop.forget_batch()  # somebody was paused, computed again, or decoded another way meanwhile
             aloft = self._launch(sessions)
         if aloft.sessions == sessions and alone and all(session.ticket.room > 1 for session in sessions):
             self._aloft = self._launch(sessions)
@@ -142,6 +145,9 @@ class GpuEngine(Engine):
         drafted = any(plan.proposal.nodes for plan in plans)
         self.planner.observe(sessions, drafted, sum(len(outcome.tokens) for outcome in outcomes), seconds)
         events = self._settle(outcomes)
+        self._device_view = _standing(aloft.sessions)
+        if len(sessions) < len(aloft.sessions):
+            self._forget_device()  # whose results were dropped stands further on the device than here
         committed = [len(outcome.tokens) for outcome in outcomes]
         self.proposer.observe(sessions, plans, committed, 0.0, seconds)
         return events
@@ -150,6 +156,13 @@ class GpuEngine(Engine):
         """A sequence did not move on as the device believes: what is in flight is void."""
         self._aloft = None
         self.loop.forget_batch()
+
+
+def _standing(sessions: Sequence[Session]) -> object:
+    """Everything the device must agree on about sequences."""
+    states = [session.ticket.state for session in sessions]
+    ids = [session.ticket.request.id for session in sessions]
+    return [(name, state.length, len(state.tokens), *state.pages) for name, state in zip(ids, states, strict=True)]
 
 
 def _device_serves(session: Session) -> bool:
