@@ -59,7 +59,8 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
 
 
 def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> None:
-    lengths, settings = (9, 70, 33), {"max_tokens": 30, "mode": "tree:16", "gate": "off"}
+    lengths = (9, 70, 33)
+    settings = {"max_tokens": 30, "mode": "tree:16", "gate": "off", "temperature": 1.5, "seed": 5}
     with keep_threads():
         llm = gpu_llm(tmp_path)
         alone = [llm.run([llm.request(prompt(n, n), **settings)])[0].token_ids for n in lengths]
@@ -82,7 +83,7 @@ def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> N
 @pytest.mark.parametrize("pages", [24, 7])
 def test_a_paused_request_goes_on_where_it_stood(gpu: None, tmp_path: Path, pages: int) -> None:
     """Paused while a step is in flight for it; with few pages it even loses its own and is computed again."""
-    settings = {"max_tokens": 40, "mode": "tree:16", "gate": "off"}
+    settings = {"max_tokens": 40, "mode": "tree:16", "gate": "off", "temperature": 1.5, "seed": 5}
     with keep_threads():
         llm = gpu_llm(tmp_path, cache_tokens=pages * PAGE_TOKENS, prefix_cache=False)
         alone = [llm.run([llm.request(prompt(n, n), **settings)])[0].token_ids for n in (9, 33, 20)]
