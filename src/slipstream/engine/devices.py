@@ -18,6 +18,10 @@ def gpu_backend(config: EngineConfig) -> GpuBackend | None:
     """The GPU's side of an engine; None where the CPU serves."""
     device = gpu_device()
     if config.device == "cpu" or (config.device == "auto" and device is None):
+        asked = {"--kernels": config.kernels != "triton", "--no-graphs": not config.graphs, "--exact": config.exact}
+        for option, given in asked.items():
+            if given:
+                raise ConfigError(f"{option} is for a GPU, and this would run on the CPU", "leave it out")
         return None
     if device is None:
         raise ConfigError("there is no GPU that torch can use", "use --device cpu, or install torch with CUDA")
