@@ -22,7 +22,7 @@ STEPS = {
     "steps_bf16": ["--reference"],
     "steps_Q8_0": ["--format", "Q8_0"],
     "steps_Q4_K": ["--format", "Q4_K"],
-    "steps_contexts": ["--contexts", "1024,4096,8192,16384,32768"],
+    "steps_contexts": ["--contexts", "1024,8192,32768", "--widths", "16"],
     "steps_batches": ["--batches", "1,4,16,64"],
 }
 MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}  # a plain step, one with draft and 16 rows
@@ -32,6 +32,7 @@ Line = dict[str, Any]
 
 
 def gpu_steps(report: Report) -> None:
+    _origin(report)
     for name, arguments in STEPS.items():
         lines = measured(name, ["step_times.py", *arguments])
         command = f"`python scripts/gpu/step_times.py {' '.join(arguments)}`"
@@ -41,6 +42,13 @@ def gpu_steps(report: Report) -> None:
             _table(report, command, lines)
         else:
             _steps(report, command, lines)
+
+
+def _origin(report: Report) -> None:
+    """Numbers that were brought here say where they come from: build/verify/gpu/origin.txt."""
+    path = NUMBERS / "origin.txt"
+    if path.is_file() and not torch.cuda.is_available():
+        report.add("the numbers below were measured elsewhere", path.read_text().strip(), True)
 
 
 def _steps(report: Report, command: str, lines: list[Line]) -> None:
@@ -75,6 +83,7 @@ def gpu_pair(report: Report) -> None:
     if not path.is_file():
         report.add(command, "no numbers in build/verify/gpu", False)
         return
+    _origin(report)
     found: dict[str, list[Line]] = json.loads(path.read_text())
     for line in [*found.get("modes", ()), *found.get("native", ())]:
         same, of = map(int, line["same_texts"].split("/"))
