@@ -183,12 +183,17 @@ def time_table(device: torch.device, shapes: Sequence[Shape], counts: Sequence[i
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def tiny_or_gpu(description: str | None) -> tuple[bool, torch.device]:
+    """Reads the one option of a check: small shapes under the interpreter, or the real ones on a GPU."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
     tiny = parser.parse_args().tiny
     torch.manual_seed(0)
-    device = torch.device("cpu" if tiny else "cuda")
+    return tiny, torch.device("cpu" if tiny else "cuda")
+
+
+def main() -> None:
+    tiny, device = tiny_or_gpu(__doc__)
     shapes = TINY_SHAPES if tiny else SHAPES
     wrong = check(device, shapes, (2, 3) if tiny else (1, 16, 32, 64, 512))
     table = time_table(device, shapes, (2,) if tiny else (16, 64, 512))

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from checks_elementwise import COPY_GB_S, median_us
+from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
@@ -274,11 +273,7 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
-    tiny = parser.parse_args().tiny
-    torch.manual_seed(0)
-    device = torch.device("cpu" if tiny else "cuda")
+    tiny, device = tiny_or_gpu(__doc__)
     if tiny:
         wrong = check(device, 3, [(8, 3, 4, False), (4, 2, 3, True)])
         table = time_table(device, [(1, 4, 2, 2, False)], 2)

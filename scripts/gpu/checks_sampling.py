@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from checks_elementwise import COPY_GB_S, median_us
+from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
 from torch import Tensor
 
 from slipstream.kernels.gpu import sampling
@@ -189,11 +188,7 @@ def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
-    tiny = parser.parse_args().tiny
-    torch.manual_seed(0)
-    device = torch.device("cpu" if tiny else "cuda")
+    tiny, device = tiny_or_gpu(__doc__)
     vocabularies = {"tiny": 4200} if tiny else VOCABULARIES
     wrong = check(device, vocabularies, 1 if tiny else 4, (2,) if tiny else (1, 16, 64))
     table = time_table(device, vocabularies, (1,) if tiny else (16, 64))

@@ -19,7 +19,6 @@ from slipstream.kernels.gpu.filters import FilterScratch, find_floors, ordered, 
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.ranking import LEAST_TEMPERATURE, NO_BEST
 
-MOST_CANDIDATES = 64
 _GROUP = 64  # tokens that compete for one place among a row's best groups
 _GROUPS = 64  # groups that one program ranks
 _STRETCH_WARPS = 8
