@@ -11,8 +11,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import TensorPlan
 from slipstream.formats.sources import resolve
 
 CHATML = (
@@ -89,12 +87,3 @@ def safetensors_bytes(header: dict[str, Any] | bytes, data: bytes, *, length: in
     """A safetensors file of the given header, which may be as wrong as a test wants."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def copied_tensors(path: Path) -> list[TensorPlan]:
-    """Plans that copy the tensors of a (small) GGUF file as they are stored."""
-    whole = path.read_bytes()
-    return [
-        TensorPlan(entry.name, entry.type_name, entry.shape, lambda entry=entry: [whole[entry.offset : entry.end]])
-        for entry in read_gguf(path).tensors
-    ]

@@ -28,9 +28,11 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.engine.runner import RowWork, Runner
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
+from slipstream.formats.gguf import read_gguf
 from slipstream.formats.gguf_write import (
     TensorPlan,
     ValueKind,
+    copied_tensors,
     number_entry,
     replaced,
     stored_metadata,
@@ -53,7 +55,6 @@ from tests.families import (
     write_family_pair,
 )
 from tests.family_gguf import write_family_gguf
-from tests.helpers_models import copied_tensors
 from tests.oracles import FOLDER_VOCAB, edit_config, edit_tensors, our_target, save_model, their_logits
 from tests.tiny import Driver, assert_idle, page_table
 
@@ -252,7 +253,7 @@ def test_a_drafter_of_the_models_own_is_left_alone(tmp_path: Path) -> None:
     ones = TensorPlan("blk.4.nextn.enorm.weight", "F32", (64,), lambda: [np.ones(64, "<f4").tobytes()])
     told = {"block_count": 5, "nextn_predict_layers": 1}
     entries = [number_entry(f"qwen35.{key}", value, ValueKind.UINT32) for key, value in told.items()]
-    tensors = [*copied_tensors(path), ones]
+    tensors = [*copied_tensors(path, read_gguf(path)), ones]
     write_gguf(tmp_path / "more.gguf", replaced(stored_metadata(path), *entries), tensors)
     check_logits(load(tmp_path / "more.gguf"), theirs, chunks=())
 

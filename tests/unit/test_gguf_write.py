@@ -22,6 +22,7 @@ from slipstream.formats.gguf_write import (
     ValueKind,
     array_entry,
     as_read,
+    copied_tensors,
     number_entry,
     replaced,
     stored_metadata,
@@ -31,7 +32,6 @@ from slipstream.formats.gguf_write import (
 from slipstream.formats.safetensors_write import write_safetensors
 from slipstream.formats.weights import open_weights
 from tests.fuzz_formats import head, text
-from tests.helpers_models import copied_tensors
 from tests.helpers_models import write_gguf as write_small
 
 NUMBERS = {
@@ -87,7 +87,7 @@ def test_tensors_of_odd_sizes_are_aligned_and_read_back(tmp_path: Path) -> None:
 def test_a_file_copied_through_the_writer_is_the_same_file(tmp_path: Path) -> None:
     source, copy = tmp_path / "a.gguf", tmp_path / "b.gguf"
     write_small(source)
-    write_gguf(copy, stored_metadata(source), copied_tensors(source))
+    write_gguf(copy, stored_metadata(source), copied_tensors(source, read_gguf(source)))
     assert copy.read_bytes() == source.read_bytes()
 
 

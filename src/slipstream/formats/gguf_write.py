@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.errors import FormatError, IntegrityError
 from slipstream.formats.atomic import atomic_file
-from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, parse_header
+from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, GgufHeader, parse_header
 from slipstream.formats.layout import map_file
 from slipstream.formats.quants import GGML_TYPES, Bytes
 
@@ -25,6 +25,7 @@ MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes, the last one a zero
 Piece = bytes | memoryview | Bytes
 Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
+_COPIED = 2**22  # bytes copied at a time
 _TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
 
 
@@ -135,6 +136,24 @@ def write_gguf(
 def as_read(entries: Sequence[MetadataEntry]) -> dict[str, object]:
     """Metadata as a reader of the finished file will see it, rounded to the types it is stored in."""
     return parse_header(_header(entries, [], DEFAULT_ALIGNMENT), "metadata").metadata
+
+
+def copied_tensors(path: Path, header: GgufHeader) -> list[TensorPlan]:
+    """Plans that copy the tensors of a GGUF file as they are stored."""
+
+    def copy_of(offset: int, end: int) -> Callable[[], Iterable[Piece]]:
+        def pieces() -> Iterable[Piece]:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while (left := end - file.tell()) > 0:
+                    yield file.read(min(left, _COPIED))
+
+        return pieces
+
+    return [
+        TensorPlan(entry.name, entry.type_name, entry.shape, copy_of(entry.offset, entry.end))
+        for entry in header.tensors
+    ]
 
 
 def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], alignment: int) -> bytes:
