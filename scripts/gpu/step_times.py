@@ -4,6 +4,7 @@
     python scripts/gpu/step_times.py --format Q8_0            the same quantised (Q4_K, Q4_0, Q6_K, ...)
     python scripts/gpu/step_times.py --contexts 1024,8192,32768
     python scripts/gpu/step_times.py --batches 1,4,16,64
+    python scripts/gpu/step_times.py --kernels                which kernels a step's time goes to
     python scripts/gpu/step_times.py --tiny                   the same code at tiny sizes on a CPU, kernels in torch
 """
 
@@ -40,6 +41,7 @@ from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.weights import keep_name
 from slipstream.types import SamplingParams
 
+_SHOWN_KERNELS = 24
 _PATTERN_ROWS = 256  # quantised once and repeated: encoding eight billion weights would take minutes
 
 
@@ -99,6 +101,26 @@ class Bench:
 
     def step_ms(self, batch: int, context: int, nodes: int, drafter: bool = True, rounds: int = 30) -> float:
         """The median time of one step, several in a row between two events so that launches overlap as they do."""
+        launch = self._launcher(batch, context, nodes, drafter)
+        return statistics.median(self._timed(launch) for _ in range(rounds))
+
+    def kernel_us(self, batch: int, context: int, nodes: int, steps: int = 8) -> dict[str, tuple[int, float]]:
+        """How often a drafting step launches each kernel, and what all its launches take; they may overlap."""
+        launch = self._launcher(batch, context, nodes, True)
+        activity = torch.profiler.ProfilerActivity
+        kind = activity.CUDA if self.device.type == "cuda" else activity.CPU
+        with torch.profiler.profile(activities=[kind]) as profile:
+            for _ in range(steps):
+                launch()
+            self.backend.wait()
+        found = {
+            event.key: (event.count // steps, (event.self_device_time_total or event.self_cpu_time_total) / steps)
+            for event in profile.key_averages()
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+    def _launcher(self, batch: int, context: int, nodes: int, drafter: bool) -> Callable[[], object]:
+        """What starts one more step of these sequences; the first has been waited for."""
         loop = self.engine.loop
         each_pages = -(-(context + 2048) // PAGE_TOKENS)
         own = [
@@ -112,10 +134,7 @@ class Bench:
         names = tuple(range(batch))
         used = self.gpu_drafter if drafter else None
         loop.land(loop.launch(names, lambda: own, wishes, used))
-        times = []
-        for _ in range(rounds):
-            times.append(self._timed(lambda: loop.launch(names, lambda: own, wishes, used)))
-        return statistics.median(times)
+        return lambda: loop.launch(names, lambda: own, wishes, used)
 
     def _timed(self, launch: Callable[[], object], steps: int = 4) -> float:
         if self.device.type != "cuda":
@@ -195,6 +214,18 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return best
 
 
+def print_kernels(options: argparse.Namespace, bench: Bench) -> None:
+    """Microseconds a step by kernel, one column for each width."""
+    batch, context = options.batches[0], options.contexts[0]
+    columns = [bench.kernel_us(batch, context, width - 1) for width in options.widths]
+    print("| kernel | " + " | ".join(f"{width} rows: launches | us" for width in options.widths) + " |")
+    print("| --- |" + " --- | --- |" * len(columns))
+    names = dict.fromkeys(name for column in columns for name in list(column)[:_SHOWN_KERNELS])
+    for name in names:
+        cells = [f"{column[name][0]} | {column[name][1]:.1f}" if name in column else " | " for column in columns]
+        print(f"| {name[:60]} | " + " | ".join(cells) + " |")
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -207,6 +238,7 @@ def main() -> None:
     parser.add_argument("--widths", type=numbers, default=[16, 64])
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--reference", action="store_true", help="the authors' loop and transformers beside it")
+    parser.add_argument("--kernels", action="store_true", help="the time of a drafting step by kernel, and no more")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
     options = parser.parse_args()
@@ -216,6 +248,9 @@ def main() -> None:
     bench = Bench(options, TINY if options.tiny else QWEN3_8B, device)
     print(f"loaded in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s; "
           f"weights {bench.target.step_bytes / 1e9:.2f} GB, drafter {bench.drafter.step_bytes / 1e9:.2f} GB")
+    if options.kernels:
+        print_kernels(options, bench)
+        return
     lines: list[dict[str, object]] = []
     for context in options.contexts:
         for batch in options.batches:
