@@ -24,7 +24,7 @@ GREEDY_PENALISED: dict[str, object] = {"repetition_penalty": 1.2, "frequency_pen
 
 @cache
 def real_pair(
-    weight_format: WeightFormat = "int4", prefill_chunk: int = 256, threads: int = 0, draft: str = "auto"
+    weight_format: WeightFormat = "auto", prefill_chunk: int = 256, threads: int = 0, draft: str = "auto"
 ) -> LLM:
     """The default pair, loaded once per setting and checked after every step."""
     return LLM(

@@ -23,7 +23,7 @@ CONTEXTS = (512, 1024, 2048, 4097, 7500)
 
 
 @cache
-def pair_with(draft: str, threads: int = 0, weight_format: WeightFormat = "int4") -> LLM:
+def pair_with(draft: str, threads: int = 0, weight_format: WeightFormat = "auto") -> LLM:
     """The default target with one of the shipped drafters."""
     config = EngineConfig(weight_format=weight_format, threads=threads, check_integrity=True)
     return LLM("smollm2", draft, config=config)

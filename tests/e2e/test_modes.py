@@ -15,7 +15,7 @@ TOKENS = 40
 
 def pair(draft: str = "smollm2-dspark") -> LLM:
     """In the format people get here, which is the quickest; `make verify` runs everything in a torch format."""
-    return promises.pair_with(draft, weight_format="auto")
+    return promises.pair_with(draft)
 
 
 @pytest.mark.parametrize(
