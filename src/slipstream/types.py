@@ -237,10 +237,12 @@ class Proposal:
 
     @property
     def branching(self) -> bool:
-        return any(parent != row - 1 for row, parent in enumerate(self.parents))
+        return self.parents != tuple(range(-1, len(self.parents) - 1))
 
     @property
     def depths(self) -> list[int]:
+        if not self.branching:
+            return list(range(len(self.parents)))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

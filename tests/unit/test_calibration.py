@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
 
-from slipstream.speculative.calibration import Calibration
+from slipstream.kernels.native.growth import Learner
+from slipstream.speculative import calibration as calibrations
+from slipstream.speculative.calibration import Calibration, Outcome
+from tests.native import libraries
 
 CLAIMS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98, 0.999)
 
@@ -112,7 +116,7 @@ def test_good_sequence_does_not_suffer_for_hopeless_ones() -> None:
 def test_lower_ranked_misses_do_not_touch_trust() -> None:
     calibration = Calibration()
     trust = calibration.trust()
-    for _ in range(30):
+    for _ in range(40):
         calibration.observe(0.2, 1, False, leading=False)
     assert calibration.trust() == trust
     assert calibration.chance(0.2, 1) < 0.05
@@ -135,3 +139,41 @@ def test_chances_stay_inside_their_limits() -> None:
     assert sure.chance(1.0, 1) <= 0.999
     assert hopeless.chance(0.0, 1) >= 0.001
     assert Calibration().chance(0.0, 1) >= 0.001
+
+
+def random_outcomes(source: random.Random, count: int) -> list[Outcome]:
+    skill = source.choice([0.05, 0.5, 0.9])
+    return [
+        (source.random() ** source.choice([0.2, 1, 3]), source.randint(1, 15), source.random() < skill,
+         source.random() < 0.7)
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("compiled", libraries() or [None], ids=lambda each: each.isa if each else "none")
+def test_the_compiled_learning_is_the_plain_one(compiled: object, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiled is None:
+        pytest.skip("no compiled kernels")
+    source = random.Random(seed)
+    pairs = []
+    for learner in (Learner(compiled), None):  # type: ignore[arg-type]
+        shared = Calibration()
+        pairs.append((learner, shared, [shared, Calibration(shared), Calibration(shared)]))
+    for _ in range(12):
+        outcomes, who = random_outcomes(source, source.choice([0, 1, 5, 30])), source.randrange(3)
+        changes: list[tuple[float, ...]] = []
+        for learner, shared, sequences in pairs:
+            monkeypatch.setattr(calibrations, "learner", lambda learner=learner: learner)
+            changes.append(sequences[who].learn(outcomes))
+            table = sequences[who].table()
+            levels = range(table.trusts)
+            trusts = [ctypes.c_double.from_address(table.trust + 8 * level).value for level in levels]
+            says = [ctypes.c_double.from_address(table.say + 8 * level).value for level in levels if who]
+            changes[-1] = (*changes[-1], *trusts, *says)
+            assert sequences[who].proven == (who > 0 or shared.proven)
+        assert changes[0] == pytest.approx(changes[1], rel=1e-12)
+        for claimed in CLAIMS:
+            for mine, theirs in zip(pairs[0][2], pairs[1][2], strict=True):
+                assert mine.chance(claimed, 3) == pytest.approx(theirs.chance(claimed, 3), rel=1e-12)
+    assert pairs[0][1].proven == pairs[1][1].proven

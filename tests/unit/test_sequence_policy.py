@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
+from slipstream.speculative.calibration import Outcome
 from slipstream.speculative.gains import Draft
 from slipstream.speculative.sequence_policy import Memory, SequencePolicy
 from slipstream.types import Gate, Mode, Proposal, Verdict
@@ -17,13 +19,14 @@ def sequence() -> SequencePolicy:
     return SequencePolicy(Mode("auto"), AUTO, 15, Memory())
 
 
-def observed(own: SequencePolicy) -> list[tuple[float, int, bool, bool]]:
-    log: list[tuple[float, int, bool, bool]] = []
+def observed(own: SequencePolicy) -> list[Outcome]:
+    log: list[Outcome] = []
 
-    def remember(claimed: float, depth: int, hit: bool, leading: bool = True) -> None:
-        log.append((claimed, depth, hit, leading))
+    def remember(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+        log.extend(outcomes)
+        return 1.0, 1.0
 
-    own.calibration.observe = remember  # type: ignore[method-assign]
+    own.calibration.learn = remember  # type: ignore[method-assign]
     return log
 
 

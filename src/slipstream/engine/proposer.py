@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Ticket
@@ -23,12 +22,11 @@ from slipstream.types import Proposal, Verdict
 _HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
 AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
 _FLOOR_SHARE = 0.7  # rows become dearer in steps, so a node below the average price may still come for free
-_TIMED_PLAIN_STEPS = 4  # one of so many plain steps in a row refreshes the cost table
+_TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2  # one of so many refreshes the cost table: looking takes time as well
 _log = logging.getLogger("slipstream")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What one sequence verifies in this step, and why."""
 
     proposal: Proposal
@@ -42,7 +40,8 @@ class Proposer:
         self._runner = runner
         self._measure_costs = measure_costs
         self._policy: Policy | None = None
-        self._plain_steps = 0
+        self._plain_steps = 0  # in a row
+        self._drafted_steps = 0
 
     @property
     def policy(self) -> Policy:
@@ -99,7 +98,8 @@ class Proposer:
             if block is not None and block.broken:
                 self._bad_draft(session, "the drafter's head gives numbers that are not finite; nothing follows there")
         spent = time.perf_counter() - began
-        if jobs and self._policy is not None:
+        self._drafted_steps += bool(jobs)
+        if jobs and self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
             # growing and choosing are part of what a draft costs, and so is a pass for every variant in the step
             self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent * 1e3)
         return plans, spent
@@ -213,26 +213,26 @@ class Proposer:
         """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""
         if self._policy is None or not sessions:
             return
+        drafted = any(plan.proposal.nodes for plan in plans)
+        self._plain_steps = 0 if drafted else self._plain_steps + 1
         # plain steps come by the hundred, and looking at each would cost a hundredth of it
-        self._plain_steps = 0 if any(plan.proposal.nodes for plan in plans) else self._plain_steps + 1
         if self._plain_steps % _TIMED_PLAIN_STEPS:
             return
-        rows = sum(len(plan.proposal.tokens) for plan in plans)
-        shape = StepShape(
-            len(sessions), rows, _context(sessions), any(not session.greedy for session in sessions),
-            any(plan.proposal.branching for plan in plans),
-        )
-        self._policy.costs.observe_step(shape, step_s * 1e3)
+        sampled, step_ms = any(not session.greedy for session in sessions), step_s * 1e3
+        if not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS:
+            branching = any(plan.proposal.branching for plan in plans)
+            rows = sum(len(plan.proposal.tokens) for plan in plans)
+            shape = StepShape(len(sessions), rows, _context(sessions), sampled, branching)
+            self._policy.costs.observe_step(shape, step_ms)
         if any(session.speculation.policy is not None for session in sessions):
-            self._policy.progress(sum(committed), (draft_s + step_s) * 1e3)
+            self._policy.progress(sum(committed), draft_s * 1e3 + step_ms)
         for session, plan, tokens in zip(sessions, plans, committed, strict=True):
             promised = plan.decision.expected_tokens
             if session.speculation.policy is not None and plan.proposal.nodes and promised is not None:
                 self._policy.keep(session.speculation.policy, promised, tokens)
             if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
-                plain = StepShape(len(sessions), len(sessions), shape.context, shape.sampled, branching=False)
-                step_ms = (draft_s + step_s) * 1e3
-                session.speculation.gate.observe(tokens, step_ms, self._policy.costs.step_ms(plain))
+                plain = StepShape(len(sessions), len(sessions), _context(sessions), sampled, branching=False)
+                session.speculation.gate.observe(tokens, draft_s * 1e3 + step_ms, self._policy.costs.step_ms(plain))
 
 
 class _Rest(TypedDict):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from slipstream.speculative.draft import BlockDrafter, DraftJob
 from slipstream.types import BASE_VARIANT, Proposal
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(NamedTuple):
     """Rows of one sequence from position `start` on: a stretch of known tokens, or an anchor and its drafts."""
 
     state: SequenceState
@@ -45,8 +43,7 @@ class RowWork:
         return self.proposal is not None and self.proposal.branching
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
+class ForwardResult(NamedTuple):
     """Logits per work item, and what is needed to keep the taps of the rows that survive."""
 
     works: Sequence[RowWork]
@@ -123,12 +120,13 @@ class Runner:
     def _write(self, variant: str, taps: Tensor, spans: Sequence[tuple[SequenceState, int, int]]) -> None:
         """Draft context for taps that stand one after the other for (sequence, first position, rows)."""
         positions: list[int] = []
-        places: list[tuple[int, int]] = []
+        pages: list[int] = []
+        offsets: list[int] = []
         for state, start, count in spans:
-            span = range(start, start + count)
-            positions += span
-            places += [state.place(position) for position in span]
-        pages, offsets = zip(*places, strict=True)
+            positions += range(start, start + count)
+            own_pages, own_offsets = state.places(start, count)
+            pages += own_pages
+            offsets += own_offsets
         self.variants[variant].blocks.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
 
     @staticmethod
@@ -138,19 +136,21 @@ class Runner:
     def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int]]:
         tokens: list[int] = []
         positions: list[int] = []
-        places: list[tuple[int, int]] = []
+        page_ids: list[int] = []
+        offsets: list[int] = []
         starts: list[int] = []
         for work in works:
             starts.append(len(tokens))
             tokens += work.tokens
             positions += work.positions
             # the rows of a tree share positions, so they are stored one behind the other until it is clear who stays
-            places += [work.state.place(work.start + row) for row in range(work.rows)]
+            pages, slots = work.state.places(work.start, work.rows)
+            page_ids += pages
+            offsets += slots
         groups = {
             pattern: [self._group(start, work, pattern) for start, work in zip(starts, works, strict=True)]
             for pattern in self.target.patterns
         }
-        page_ids, offsets = zip(*places, strict=True)
         return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts
 
     @staticmethod

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.native.library import Library, library
+from slipstream.kernels.native.library import Library, address, library
 from slipstream.kernels.native.threads import threads
 from slipstream.kernels.noise import gumbel_rows
 
@@ -30,8 +30,7 @@ Ids: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(NamedTuple):
     """The K likeliest tokens of each drafted slot, best first; a score of -inf marks a place without a token."""
 
     tokens: Ids
@@ -41,7 +40,7 @@ class Candidates:
     def of(cls, ranked: tuple[Floats, Ids, Floats]) -> Candidates | None:
         """What `top_scores` or `noisy_top` found; None if some row is not finite."""
         values, ids, total = ranked
-        return cls(ids, values - total[:, None]) if np.isfinite(total).all() else None
+        return cls(ids, values - total[:, None]) if all(map(math.isfinite, total.tolist())) else None
 
 
 def best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
@@ -105,7 +104,7 @@ class NativeRanking:
     def best_tokens(self, logits: Tensor) -> tuple[Ids, Flags]:
         logits, rows, vocab, threads = _prepared(logits)
         ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        self._best_tokens(logits.data_ptr(), rows, vocab, threads, ids.ctypes.data, usable.ctypes.data)
+        self._best_tokens(logits.data_ptr(), rows, vocab, threads, address(ids), address(usable))
         return ids, usable
 
     def top_scores(self, scores: Tensor, count: int, temperature: float) -> tuple[Floats, Ids, Floats]:
@@ -113,7 +112,7 @@ class NativeRanking:
         values, ids, total = _ranked_outputs(rows, count)
         self._top_scores(
             scores.data_ptr(), rows, vocab, threads, temperature, count,
-            values.ctypes.data, ids.ctypes.data, total.ctypes.data,
+            address(values), address(ids), address(total),
         )
         return values, ids, total
 
@@ -125,7 +124,7 @@ class NativeRanking:
         ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
         self._noisy_best(
             logits.data_ptr(), rows, vocab, threads, places.ctypes.data, seed, temperature,
-            None if least is None else least.ctypes.data, ids.ctypes.data, usable.ctypes.data,
+            None if least is None else least.ctypes.data, address(ids), address(usable),
         )
         return ids, usable
 
@@ -139,7 +138,7 @@ class NativeRanking:
         self._noisy_top(
             logits.data_ptr(), rows, vocab, threads, places.ctypes.data, seed, temperature,
             None if least is None else least.ctypes.data, count,
-            values.ctypes.data, ids.ctypes.data, total.ctypes.data,
+            address(values), address(ids), address(total),
         )
         return values, ids, total
 

@@ -21,6 +21,7 @@ from slipstream.models.dflash_names import shapes_in
 from slipstream.models.weights import FLOAT_TYPES, Weights
 
 Floats: TypeAlias = NDArray[np.float32]
+Ids: TypeAlias = NDArray[np.int64]
 State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None where it remembers nothing
 
 _HALF_LIMIT = float(torch.finfo(torch.float16).max)
@@ -204,7 +205,7 @@ class HeadPass:
 
     def __init__(
         self, corrector: _Corrector | None, confidence: ConfidenceHead | None, tables: HeadTables | None,
-        hidden: Tensor, candidates: Tensor,
+        hidden: Tensor, candidates: Tensor | Ids,
     ) -> None:
         self.corrector = corrector
         self._hidden = hidden
@@ -218,7 +219,7 @@ class HeadPass:
         # compiled code needs no walk, and making one takes longer than all that it does
         if self.corrector is None:
             return None
-        return self.corrector.begin(_on_host(self._hidden), self._candidates.to("cpu"))
+        return self.corrector.begin(_on_host(self._hidden), torch.as_tensor(self._candidates).to("cpu"))
 
     def first_state(self) -> State:
         return self._walk.first_state() if self._walk is not None else None
@@ -257,7 +258,7 @@ class DraftHeads:
     def load(cls, weights: Weights, config: DFlashConfig) -> DraftHeads | None:
         return cls(weights, config) if config.parts.any_head else None
 
-    def begin(self, hidden: Tensor, candidates: Tensor) -> HeadPass:
+    def begin(self, hidden: Tensor, candidates: Tensor | Ids) -> HeadPass:
         """Prepares one block: hidden rows [slots, H] after the final norm, candidate ids [slots, K]."""
         return HeadPass(self.corrector, self.trust, self._tables, hidden, candidates)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import inf
+from typing import NamedTuple
 
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.sequence_policy import SequencePolicy
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """A decoding sequence after drafting: calibrated survival probabilities, or nothing if it did not draft.
 
     `tree` is in best-first order, so that every prefix is a tree; `chain` is in depth order.
@@ -47,8 +47,7 @@ class Step:
         return times[self._rows : self._most + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """Nodes taken from each offer, and what the step then promises."""
 
     nodes: tuple[int, ...]
@@ -67,6 +66,8 @@ def best_prefix(
     spent_ms: float, price: float,
 ) -> Taken | None:
     """The offers' nodes (`lists`) in one order by survival per millisecond, cut where they are not worth their time."""
+    if len(offers) == 1:
+        return _best_of_one(step, offers[0], lists[0], branching, spent_ms, price)
     order, survivals = _merged(costs, offers, lists, step)
     if not order:
         return None
@@ -80,6 +81,24 @@ def best_prefix(
     each = tuple(1.0 + sum(nodes[:count]) for nodes, count in zip(lists, counts, strict=True))
     ms = spent_ms + times[best - 1]
     return Taken(tuple(counts), branching, each, ms, tokens[best] / ms)
+
+
+def _best_of_one(
+    step: Step, offer: Offer, nodes: Sequence[float], branching: bool, spent_ms: float, price: float
+) -> Taken | None:
+    """The same where there is nobody to share with."""
+    if not nodes:
+        return None
+    times = step.straight
+    if branching:
+        straight = common_nodes(nodes, offer.chain)
+        times = [*times[: straight + 1], *step.branched[straight + 1 :]]
+    tokens = list(accumulate(nodes, initial=float(step.batch)))
+    worths = [gained - price * ms for gained, ms in zip(tokens, times, strict=False)]
+    worths[0] = -inf
+    best = worths.index(max(worths))
+    ms = spent_ms + times[best]
+    return Taken((best,), branching, (1.0 + sum(nodes[:best]),), ms, tokens[best] / ms)
 
 
 def _merged(

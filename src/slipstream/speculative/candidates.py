@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
+from slipstream.kernels.native.library import address
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.guided import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
@@ -90,7 +91,7 @@ class BlockDrafts:
         """The candidates as compiled code reads them; what it points to is this object's."""
         head = self._compiled
         return Block(
-            *self.tokens.shape, self.tokens.ctypes.data, self._scores.ctypes.data,
+            *self.tokens.shape, address(self.tokens), address(self._scores),
             head.tables_at if head else None, head.confidence_at if head else None, self._scale, self._min_confidence,
         )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from slipstream.cache.pools import KvPools
@@ -17,8 +16,7 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.sampling import RowSampler
 
 
-@dataclass(frozen=True, slots=True)
-class DraftJob:
+class DraftJob(NamedTuple):
     """A sequence that wants `slots` positions drafted behind its anchor, `candidates` at each."""
 
     state: SequenceState
@@ -40,6 +38,7 @@ class BlockDrafter:
         self._page_tokens = page_tokens
         self._embed = drafter.borrow(target.embed, target.config.softcap)
         self._head = drafter.head or target.draft_head
+        self._patterns = tuple(dict.fromkeys(drafter.config.patterns))
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
         """What each job's block offers; None where the drafter's numbers are not finite."""
@@ -74,7 +73,7 @@ class BlockDrafter:
         if heads is None:
             return drafts
         start = block * self.block_size + self.drafter.config.first_slot
-        walk = heads.begin(hidden[start : start + job.slots], torch.from_numpy(drafts.tokens))
+        walk = heads.begin(hidden[start : start + job.slots], drafts.tokens)
         drafts.bind(walk, walk.compiled)
         return drafts
 
@@ -86,14 +85,17 @@ class BlockDrafter:
         size, mask = self.block_size, self.drafter.config.mask_token_id
         tokens: list[int] = []
         positions: list[int] = []
-        places: list[tuple[int, int]] = []
+        page_ids: list[int] = []
+        offsets: list[int] = []
         groups = {}
         for job in jobs:
             span = range(job.state.length, job.state.length + size)
             tokens += [job.state.tokens[job.state.length], *[mask] * (size - 1)]
             positions += span
-            places += [job.state.place(position) for position in span]
-        for pattern in dict.fromkeys(self.drafter.config.patterns):
+            pages, slots = job.state.places(job.state.length, size)
+            page_ids += pages
+            offsets += slots
+        for pattern in self._patterns:
             groups[pattern] = [
                 make_group(
                     index * size,
@@ -105,5 +107,4 @@ class BlockDrafter:
                 )
                 for index, job in enumerate(jobs)
             ]
-        page_ids, offsets = zip(*places, strict=True)
         return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups)

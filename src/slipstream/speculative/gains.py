@@ -32,8 +32,11 @@ class Gains:
     """Expected accepted tokens over verified nodes, for chains and trees apart; unknown until the first curve."""
 
     def __init__(self, source: Gains | None = None) -> None:
+        if source is not None:
+            source._settle()
         self.chain: tuple[float, ...] = source.chain if source else ()
         self.tree: tuple[float, ...] = source.tree if source else ()
+        self._correction = 1.0  # that the curves have not had yet
         # what was seen elsewhere counts as few curves, so that a sequence soon goes by its own
         self._curves: int = min(2, source._curves) if source else 0
 
@@ -43,6 +46,7 @@ class Gains:
 
     def blend(self, draft: Draft, proposals: int) -> None:
         """Takes in one draft; `proposals` is how many slots a full block has."""
+        self._settle()
         slots = len(draft.survivals)
         deep = wide = self._whole_chain(draft, proposals)
         if draft.tree:
@@ -58,11 +62,18 @@ class Gains:
     def correct(self, ratio: float) -> None:
         """Follows a change of calibration: drafts seen before it would be valued `ratio` times as much today."""
         ratio = min(_LARGEST_CORRECTION, max(1.0 / _LARGEST_CORRECTION, ratio))
-        self.chain = _scaled(self.chain, ratio)
-        self.tree = _scaled(self.tree, ratio)
+        self._correction *= ratio
+
+    def _settle(self) -> None:
+        """Brings the curves up to date, which waits until somebody looks at them."""
+        if self._correction != 1.0:
+            self.chain = _scaled(self.chain, self._correction)
+            self.tree = _scaled(self.tree, self._correction)
+            self._correction = 1.0
 
     def expected(self, nodes: int, slots: int, branching: bool) -> float:
         """Accepted tokens to expect from verifying `nodes` of a draft of `slots`."""
+        self._settle()
         if not branching:
             return _between(self.chain, min(nodes, slots))
         return _between(self.tree, nodes) * _reach(self.chain, nodes, slots)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from slipstream.speculative.allocation import Step
 from slipstream.speculative.costs import CostTable
@@ -15,8 +16,7 @@ from slipstream.speculative.sequence_policy import SequencePolicy
 SLOT_OPTIONS = (3, 7, 15)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A decoding sequence before drafting; `room` is how many tokens it may still commit in this step."""
 
     policy: SequencePolicy

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slipstream.speculative.allocation import Offer, Step, Taken, best_prefix, common_nodes, offered_nodes
 from slipstream.speculative.costs import CostTable, StepShape
@@ -23,13 +22,13 @@ _PLAN_STEPS = 8
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
 _FASTEST = 8.0
+_SHARED_DRAFTS = 4  # one of so many is remembered for other requests as well
 _LOOK_DEEPER = 16  # every so many drafts the deepest, or what lies there would never be known
 
 _Fixed = tuple[int, int | None, int, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """What one sequence verifies: the first `nodes` of its chain or tree."""
 
     kind: Literal["plain", "chain", "tree"]
@@ -46,6 +45,7 @@ class Policy:
         # says little about the others
         self._memories: dict[tuple[str, bool], Memory] = {}
         self._plans = 0
+        self._choices = 0
         self._plan: Plan | None = None
         self._plan_key: tuple[object, ...] = ()
         self._plan_age = 0
@@ -134,6 +134,7 @@ class Policy:
         # the estimate, not the time it took: a hiccup must not enter the choice
         spent_ms = self.costs.draft_ms(len(drafted), max(len(offer.chain) for offer in drafted), step.context)
         margin = max(offer.policy.gate.margin for offer in drafted)
+        self._choices += 1
         self._plain_rate = step.plain_rate
         # a millisecond is worth what it yields in the long run, not what it yields in this step
         price = step.plain_rate * max(self._speedup.value, margin)
@@ -151,8 +152,9 @@ class Policy:
         for offer, chain, count, tokens in zip(offers, chains, best.nodes, best.tokens, strict=True):
             self._remember(offer, tokens - 1.0, (per_block + count * per_node) * step.plain_rate)
             worths = cut_worths(chain, step.straight, price)
-            for depths in (offer.policy.depths, offer.policy.shared.depths):
-                depths.blend(worths)
+            offer.policy.depths.blend(worths)
+            if self._common_knowledge(offer.policy):
+                offer.policy.shared.depths.blend(worths)
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
 
     def row_price(self, context: int, sampled: bool) -> float:
@@ -206,10 +208,15 @@ class Policy:
             if gained > forgone * policy.gate.margin:
                 policy.paid()
             draft = Draft.of(offer.chain, offer.tree)
-            for gains in (policy.gains, policy.shared.gains):
-                gains.blend(draft, policy.proposals)
+            policy.gains.blend(draft, policy.proposals)
+            if self._common_knowledge(policy):
+                policy.shared.gains.blend(draft, policy.proposals)
         elif policy.asked:
             policy.draft_failed()
+
+    def _common_knowledge(self, policy: SequencePolicy) -> bool:
+        """Whether this draft also counts for requests to come: some do, and the first of a kind."""
+        return not self._choices % _SHARED_DRAFTS or not policy.shared.gains.known
 
     def _prospect(self, policy: SequencePolicy) -> Gains:
         if policy.gains.known:

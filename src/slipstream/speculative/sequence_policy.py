@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.calibration import Calibration, Outcome
 from slipstream.speculative.gains import Depths, Gains, Quotient
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
@@ -144,12 +144,13 @@ class SequencePolicy:
         for row, parent in enumerate(proposal.parents):
             if parent in children:
                 children[parent].append(row)
-        before = self._standings()
+        outcomes: list[Outcome] = []
         for depth, (siblings, chosen) in enumerate(zip(children.values(), truth, strict=False), start=1):
-            siblings.sort(key=chances.__getitem__, reverse=True)
+            if len(siblings) > 1:
+                siblings.sort(key=chances.__getitem__, reverse=True)
             for rank, child in enumerate(siblings[:_OBSERVED_CHILDREN]):
-                self.calibration.observe(chances[child], depth, tokens[child] == chosen, leading=rank == 0)
-        self._revalue(before)
+                outcomes.append((chances[child], depth, tokens[child] == chosen, rank == 0))
+        self._revalue(outcomes)
 
     def shadow(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Remembers a drafted chain that is not verified: the tokens to come will tell what it was worth."""
@@ -160,25 +161,22 @@ class SequencePolicy:
         self._wait -= len(tokens)
         if not self._shadow:
             return
-        before = self._standings()
+        outcomes: list[Outcome] = []
         for token in tokens:
             if not self._shadow:
                 break
             drafted, claimed, depth = self._shadow.popleft()
-            self.calibration.observe(claimed, depth, token == drafted)
+            outcomes.append((claimed, depth, token == drafted, True))
             if token != drafted or not self._shadow:
                 self._shadow.clear()
                 self._outcome(depth if token == drafted else depth - 1)
-        self._revalue(before)
+        self._revalue(outcomes)
 
-    def _standings(self) -> tuple[float, float]:
-        return self.calibration.standing, self.shared.calibration.standing
-
-    def _revalue(self, before: tuple[float, float]) -> None:
+    def _revalue(self, outcomes: Sequence[Outcome]) -> None:
         """What was gained before the latest outcomes is worth as much less as trust has fallen, or more."""
-        own, shared = self._standings()
-        self.gains.correct(own / before[0])
-        self.shared.gains.correct(shared / before[1])
+        own, shared = self.calibration.learn(outcomes)
+        self.gains.correct(own)
+        self.shared.gains.correct(shared)
 
 
 def _most_nodes(mode: Mode, proposals: int) -> int:

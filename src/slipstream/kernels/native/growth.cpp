@@ -9,7 +9,7 @@
 #include <new>
 #include <type_traits>
 
-#include "native.h"
+#include "calibration.h"
 #include "simd.h"
 
 extern "C" {
@@ -35,18 +35,6 @@ struct SlipBlock {
     const float* confidence;  // [slots], the part of the confidence that the slot decides; null: there is none
     double scale;             // what one unit of a correction is worth in scores
     double min_confidence;
-};
-
-// What a claimed probability is worth at a depth; see Calibration.chance of speculative/calibration.py.
-struct SlipCalibration {
-    int32_t claims, depths, trusts;
-    const double* claim_edges;
-    const double* depth_edges;
-    double least, most, claim_weight, parent_weight;
-    const double* own;     // (hits, seen) of every place
-    const double* shared;  // those of the parent; null: there is none
-    const double* trust;   // by depth from 1, the last one for all below
-    const double* say;     // what the parent's trust leaves of its record, by depth
 };
 
 struct SlipGrown {
@@ -131,31 +119,6 @@ float dot(int rank, const float* padded, const Lanes& lanes) {
         for (int k = 0; k < 4; ++k) totals[k] = fma(lanes(i + k * kLanes), load(padded + i + k * kLanes), totals[k]);
     for (; i < rank; i += kLanes) totals[0] = fma(lanes(i), load(padded + i), totals[0]);
     return sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
-}
-
-double recorded(const SlipCalibration& c, const double* bins, int place, double prior, double weight) {
-    const double hits = bins[2 * place], seen = bins[2 * place + 1];
-    const double chance = seen == 0.0 ? prior : (weight * prior + hits) / (weight + seen);
-    return std::min(c.most, std::max(c.least, chance));
-}
-
-int edges_upto(const double* edges, int count, double value) {
-    int below = 0;
-    while (below < count && edges[below] <= value) ++below;
-    return below;
-}
-
-double calibrated(const SlipCalibration* c, double claimed, int depth) {
-    if (!c) return claimed;
-    const int claim = edges_upto(c->claim_edges, c->claims, claimed);
-    const int place = claim * (c->depths + 1) + edges_upto(c->depth_edges, c->depths, depth);
-    const int level = std::min(depth, c->trusts) - 1;
-    double prior = claimed, weight = c->claim_weight;
-    if (c->shared) {
-        prior = recorded(*c, c->shared, place, claimed, c->claim_weight) * c->say[level];
-        weight = c->parent_weight;
-    }
-    return std::min(c->most, std::max(c->least, c->trust[level] * recorded(*c, c->own, place, prior, weight)));
 }
 
 // The candidates behind one token, likeliest first: `count` of them from `first` on in the ranked lists.

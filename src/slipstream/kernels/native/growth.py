@@ -1,9 +1,10 @@
-"""Calls the compiled growth of chains and trees; where nothing was compiled `speculative/tree.py` grows them."""
+"""Calls the compiled growth of chains and trees, and what calibrates it; `speculative` has both in Python as well."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from typing import TYPE_CHECKING
 
 from slipstream.errors import IntegrityError
@@ -48,12 +49,14 @@ class Block(ctypes.Structure):
 
 
 class CalibrationTable(ctypes.Structure):
-    """SlipCalibration: what a claimed probability is worth at a depth."""
+    """SlipCalibration: what a claimed probability is worth at a depth, and what that is learnt from."""
 
     _fields_ = [
         ("claims", _int), ("depths", _int), ("trusts", _int), ("claim_edges", _pointer), ("depth_edges", _pointer),
         ("least", _double), ("most", _double), ("claim_weight", _double), ("parent_weight", _double),
         ("own", _pointer), ("shared", _pointer), ("trust", _pointer), ("say", _pointer),
+        ("own_state", _pointer), ("shared_state", _pointer), ("own_prior", _pointer), ("shared_prior", _pointer),
+        ("own_keep", _double), ("shared_keep", _double), ("rules", _pointer),
     ]
 
 
@@ -71,6 +74,25 @@ class Grown(ctypes.Structure):
         return (
             self.tokens[:rows], self.parents[:rows], self.chances[:rows], self.survivals[:rows], self.depths[:rows]
         )
+
+
+class Learner:
+    """The compiled side of a calibration: what its trust comes to, and outcomes by the handful."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._refresh = kernels.function("slip_refresh_trust", [_pointer])
+        self._observe = kernels.function("slip_observe", [_pointer, _pointer, _int, _pointer])
+
+    def refresh(self, table: CalibrationTable) -> None:
+        self._refresh(ctypes.addressof(table))
+
+    def observe(self, table: CalibrationTable, outcomes: array[float]) -> tuple[float, float]:
+        """Takes in (claim, depth, hit, leading) four by four; returns the changes of both standings."""
+        changes = (_double * 2)()
+        self._observe(
+            ctypes.addressof(table), outcomes.buffer_info()[0], len(outcomes) // 4, ctypes.addressof(changes)
+        )
+        return changes[0], changes[1]
 
 
 class Grower:
@@ -96,6 +118,13 @@ class Grower:
                 "a drafted token is not in the table of the drafter's head", "the drafter belongs to another target"
             )
         return chain, tree, state == _BROKEN
+
+
+@functools.cache
+def learner() -> Learner | None:
+    """The compiled learning of this machine, None where there is none."""
+    kernels = library()
+    return Learner(kernels) if kernels is not None else None
 
 
 @functools.cache

@@ -291,7 +291,7 @@ using namespace slip::SLIP_ISA;
 SLIP_EXPORT(void, slip_best_tokens)
 (const float* logits, int count, int vocab, int threads, int64_t* ids, uint8_t* usable) {
     const Rows rows(logits, count, vocab);
-    Team::shared().run(rows.threads(threads), [&rows] { look_at_all(rows); });
+    Team::shared().run(rows.threads(threads), [&rows] { look_at_all(rows); }, /*brief=*/true);
     for (int row = 0; row < count; ++row) {
         const Look whole = rows.whole(row);
         usable[row] = whole.usable();
@@ -309,7 +309,7 @@ SLIP_EXPORT(void, slip_top_scores)
         team.share(search.rows.pieces(), [&](int piece) { rank_stretch(search, piece, 1.0f / temperature); });
         team.share(search.rows.count, [&](int row) { finish_ranking(search, row, temperature); });
     };
-    Team::shared().run(rows.threads(threads), body);
+    Team::shared().run(rows.threads(threads), body, /*brief=*/true);
 }
 
 SLIP_EXPORT(void, slip_noisy_best)
@@ -319,7 +319,7 @@ SLIP_EXPORT(void, slip_noisy_best)
     const Search search(rows, 1, nullptr, nullptr, nullptr);
     const Noise noise(positions, count, seed, temperature, floors);
     const NoisySearch noisy{search, noise, false};
-    Team::shared().run(rows.threads(threads), [&noisy] { noisy.run_all(); });
+    Team::shared().run(rows.threads(threads), [&noisy] { noisy.run_all(); }, /*brief=*/true);
     for (int row = 0; row < count; ++row) {
         usable[row] = noise.usable(rows.whole(row));
         ids[row] = usable[row] && search.merge(row) ? search.places_of(row * rows.stretches)->id : -1;
@@ -344,7 +344,7 @@ SLIP_EXPORT(void, slip_noisy_top)
             search.answer(row, noisy.noise.usable(whole), whole.largest / noisy.noise.temperature, terms, 1.0f);
         });
     };
-    Team::shared().run(rows.threads(threads), body);
+    Team::shared().run(rows.threads(threads), body, /*brief=*/true);
 }
 
 SLIP_EXPORT(void, slip_gumbel_row)(uint64_t seed, int64_t position, int vocab, float* out) {

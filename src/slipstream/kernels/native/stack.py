@@ -7,7 +7,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,8 +93,7 @@ class LayerPools:
         self.values = (_POINTER * len(values))(*[tensor.data_ptr() for tensor in values])
 
 
-@dataclass(frozen=True, slots=True)
-class PassResult:
+class PassResult(NamedTuple):
     hidden: Tensor
     taps: Tensor | None
     logits: Tensor | None

@@ -351,7 +351,7 @@ SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
         multiply_into<false>(team, *job->projection, second.in, job->rows, out, width);
         team.share(job->rows, [&](int row) { store_context(*job, row, out, width); });
         if (amx_leave) amx_leave();
-    });
+    }, job->rows <= kGroup);
 }
 
 // out [rows, outputs] = rows [rows, inputs] times the linear layer.

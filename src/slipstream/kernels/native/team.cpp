@@ -34,7 +34,7 @@ void pin(int core) {
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
-// The caller keeps a core of its own while the team works, and gets its freedom back afterwards.
+// The caller keeps a core of its own while the team works on something long, and gets its freedom back afterwards.
 class PinnedCaller {
 public:
     explicit PinnedCaller(int core) {
@@ -150,7 +150,7 @@ void Team::serve(int worker) {
     }
 }
 
-void Team::run(int threads, const std::function<void()>& body) {
+void Team::run(int threads, const std::function<void()>& body, bool brief) {
     std::lock_guard<std::mutex> turn(turn_);
     running_ = std::min(std::max(threads, 1), static_cast<int>(kMostThreads));
     first_phase_ = phase_of(done_.load());
@@ -164,7 +164,7 @@ void Team::run(int threads, const std::function<void()>& body) {
     grow(running_);
     body_ = &body;
     wanted_ = running_;
-    PinnedCaller pinned(cores_.empty() ? -1 : cores_[0]);
+    PinnedCaller pinned(brief || cores_.empty() ? -1 : cores_[0]);
     {
         std::lock_guard<std::mutex> lock(sleep_);
         call_.fetch_add(call_.load() % 2 == 0 ? 3 : 2);  // the next odd number of another pair

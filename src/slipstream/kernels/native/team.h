@@ -20,8 +20,9 @@ public:
 
     // Runs body() on `threads` threads, the caller being one of them, and returns when none is left in it. Bodies do
     // nothing but `share`, with the same phases in the same order on every thread. Calls from several threads wait for
-    // each other: two engines share the cores instead of fighting for them.
-    void run(int threads, const std::function<void()>& body);
+    // each other: two engines share the cores instead of fighting for them. The caller is held on a core of its own
+    // meanwhile, unless the work is `brief`: that takes the system longer than some of it.
+    void run(int threads, const std::function<void()>& body, bool brief = false);
 
     // One phase: each(0), ..., each(pieces - 1), every one called once. Each thread goes through a stretch of its own,
     // since memory is fast only where it is read in order, and then helps the others with theirs.
