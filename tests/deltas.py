@@ -16,9 +16,9 @@ def draw(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def make_rule(shape: DeltaShape, tiled: bool = False, seed: int = 0) -> DeltaRule:
+def make_rule(shape: DeltaShape, seed: int = 0) -> DeltaRule:
     rates, shift = -0.2 * draw(shape.value_heads, seed=seed).abs(), draw(shape.value_heads, seed=seed + 1)
-    return DeltaRule(shape, draw(shape.channels, shape.kernel, seed=seed + 2), rates, shift, tiled)
+    return DeltaRule(shape, draw(shape.channels, shape.kernel, seed=seed + 2), rates, shift)
 
 
 class Rows:

@@ -21,7 +21,6 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from slipstream.cache.pages import OutOfPages, PageTable
-from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.engine import Engine
@@ -322,10 +321,7 @@ class Driver:
             return []
         pages, offsets = torch.tensor([state.place(position) for position in range(state.length)]).unbind(1)
         pools = self.engine._pools
-        if isinstance(pools, KvPools):
-            first, last = pools.target[0][0], pools.target[-1][1]
-        else:
-            first, last = pools.target_keys[0], pools.target_values[-1]
+        first, last = pools.target[0][0], pools.target[-1][1]
         parts = [first[pages, :, offsets], last[pages, :, offsets]]
         return parts + ([pools.draft_values[0][pages, :, offsets]] if state.drafting else [])
 

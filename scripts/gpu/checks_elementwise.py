@@ -19,6 +19,7 @@ if "--tiny" in sys.argv:
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gpu import blending
 from slipstream.kernels.gpu import elementwise as kernels
 
 EPS, PAGE = 1e-6, 64
@@ -37,6 +38,7 @@ class Shape:
 
 
 SHAPES = (Shape("qwen3-8b", 4096, 32, 8, 128, 12288, 5), Shape("smollm2", 576, 9, 3, 64, 1536, 3))
+WIDE_SHAPES = (Shape("gemma4", 5376, 32, 4, 512, 21504, 5),)
 TINY_SHAPES = (Shape("tiny", 48, 3, 1, 16, 80, 2),)
 
 
@@ -144,6 +146,65 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
     ]
 
 
+def family_cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
+    """What only some families and drafters use."""
+    hidden, width, fp32, k = shape.hidden, shape.heads * shape.dim, torch.float32, blending
+    residual, delta, beside = random(device, rows, hidden, dtype=fp32), *random(device, 2, rows, hidden)
+    norm, pair, three = random(device, hidden, dtype=fp32), *(random(device, n, hidden, dtype=fp32) for n in (2, 3))
+    mixed, head_gate = random(device, rows, width), random(device, rows, shape.heads)
+    gate_up, taps = random(device, rows, 2 * shape.inner), random(device, rows, 3, hidden)
+    dynamic, base = random(device, rows, 2 * 4 * (hidden // 16)), random(device, 2, 4, hidden, dtype=fp32)
+    logits = 20 * random(device, rows, 64 * hidden, dtype=fp32)
+    block = min(rows, 16)
+
+    def join_norm(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
+        changed, outs = residual[:count].clone(), poisoned(device, 3, count, hidden)
+        own = delta[:count], None, norm, beside[:count], pair, 0.9
+        kernel(changed, *own, three, EPS, outs)
+        return changed, *outs
+
+    def gate_mul(values: Tensor, gate: Tensor, kind: str) -> Callable[..., tuple[Tensor, ...]]:
+        def run(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
+            out = poisoned(device, count, values.shape[1])
+            kernel(values[:count], gate[:count], None, out, kind)
+            return (out,)
+
+        return run
+
+    def norm_parts(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
+        out = poisoned(device, count, 3, hidden)
+        kernel(taps[:count], three, EPS, out)
+        return (out,)
+
+    def convolve(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
+        out = poisoned(device, count, hidden)
+        kernel(delta[:count], None, dynamic[:count], base, True, block, out)
+        return (out,)
+
+    def bend(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
+        bent = logits[:count].clone()
+        kernel(bent, 0.9, 30.0)
+        return (bent,)
+
+    outs, gated, inner = poisoned(device, 3, rows, hidden), torch.empty_like(mixed), poisoned(device, rows, shape.inner)
+    gate, up = gate_up.chunk(2, dim=-1)
+    normed = torch.empty_like(taps)
+    calm, still = residual.clone(), torch.zeros_like(delta)
+    return [
+        Case("join_norm", join_norm, k.join_norm, k.join_norm_reference,
+             lambda: k.join_norm(calm, still, None, norm, None, None, 1.0, norm, EPS, outs[0]), rows * hidden * 12),
+        Case("gate_mul head", gate_mul(mixed, head_gate, "softplus"), k.gate_mul, k.gate_mul_reference,
+             lambda: k.gate_mul(mixed, head_gate, None, gated, "softplus"), 4 * mixed.numel()),
+        Case("gate_mul gelu", gate_mul(up, gate, "gelu"), k.gate_mul, k.gate_mul_reference,
+             lambda: k.gate_mul(up, gate, None, inner, "gelu"), 3 * gate_up.numel()),
+        Case("norm_parts", norm_parts, k.norm_parts, k.norm_parts_reference,
+             lambda: k.norm_parts(taps, three, EPS, normed), 4 * taps.numel()),
+        Case("convolve", convolve, k.convolve, k.convolve_reference,
+             lambda: k.convolve(delta, None, dynamic, base, False, block, outs[1]), 4 * delta.numel()),
+        Case("bend", bend, k.bend, k.bend_reference, lambda: k.bend(logits, 1.0, 30.0), 8 * logits.numel()),
+    ]
+
+
 def _rows_of(pool: Tensor, places: Tensor) -> Tensor:
     return pool[places.long() // PAGE, :, places.long() % PAGE]
 
@@ -152,7 +213,7 @@ def check(device: torch.device, shapes: Sequence[Shape], counts: Sequence[int]) 
     """What is wrong, as sentences: values against torch, and bits of the first rows among fewer rows."""
     wrong = []
     for shape in shapes:
-        for case in cases(shape, max(counts), device):
+        for case in [*cases(shape, max(counts), device), *family_cases(shape, max(counts), device)]:
             among = case.run(case.kernel, max(counts))
             for found, expected in zip(among, case.run(case.reference, max(counts)), strict=True):
                 same_holes = torch.equal(found.isnan(), expected.isnan())
@@ -176,7 +237,7 @@ def time_table(device: torch.device, shapes: Sequence[Shape], counts: Sequence[i
     lines = [f"{'shape':<10} {'kernel':<14} {'rows':>5} {'us':>7} {'GB/s':>7} {'floor us':>9}"]
     for shape in shapes:
         for rows in counts:
-            for case in cases(shape, rows, device):
+            for case in [*cases(shape, rows, device), *family_cases(shape, rows, device)]:
                 us = median_us([case.launch] * 50)
                 rate, floor = case.bytes / us / 1e3, case.bytes / COPY_GB_S / 1e3
                 lines.append(f"{shape.name:<10} {case.name:<14} {rows:>5} {us:>7.2f} {rate:>7.0f} {floor:>9.2f}")
@@ -194,7 +255,7 @@ def tiny_or_gpu(description: str | None) -> tuple[bool, torch.device]:
 
 def main() -> None:
     tiny, device = tiny_or_gpu(__doc__)
-    shapes = TINY_SHAPES if tiny else SHAPES
+    shapes = TINY_SHAPES if tiny else (*SHAPES, *WIDE_SHAPES)
     wrong = check(device, shapes, (2, 3) if tiny else (1, 16, 32, 64, 512))
     table = time_table(device, shapes, (2,) if tiny else (16, 64, 512))
     print("\n".join(wrong) or "elementwise: all right, and every row for itself")

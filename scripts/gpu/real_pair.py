@@ -5,7 +5,8 @@
     python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --parts modes --limit 4 --tokens 64
 
 The parts: modes (every mode on every evaluation set, texts compared), native (weights as the file has them), batches
-(throughput at 1, 4, 16 and 64 sequences), syncs (how often the host waits), theirs (transformers, the authors' loop).
+(throughput at 1, 4, 16 and 64 sequences), hosts (the same step by step: what the host does beside the device), syncs
+(how often the host waits), theirs (transformers, the authors' loop).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,11 +25,12 @@ import torch
 
 from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig
+from slipstream.engine.gpu.landing import ReportCopy
+from slipstream.engine.gpu.step import DecodeStep
 from slipstream.engine.llm import LLM, Completion
 
 SETS = ("humaneval", "gsm8k", "mt-bench")
 MODES = ("plain", "chain", "tree:16", "tree:64", "auto")
-BATCHES = (1, 4, 16, 64)
 Row = dict[str, object]
 
 
@@ -92,10 +95,10 @@ def warm_up(llm: LLM, names: Sequence[str]) -> None:
 
 
 def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
-    llm = load(options, dtype, max(BATCHES))
+    llm = load(options, dtype, max(options.batches))
     everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
     rows: list[Row] = []
-    for batch in BATCHES:
+    for batch in options.batches:
         chosen = (everything * (batch // len(everything) + 1))[:batch]
         speeds = {}
         for mode in ("plain", "auto"):
@@ -114,6 +117,77 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
             "auto_over_plain": round(speeds["auto"] / speeds["plain"], 3),
         })
         print(rows[-1], flush=True)
+    llm.close()
+    return rows
+
+
+class StepClock:
+    """Times engine steps that only decode: all of it, and the part in which the host waited for the device."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine: Any = llm.engine
+        self._waited = 0.0
+        self.steps: list[tuple[float, float, int, bool]] = []  # seconds, of them waited, tokens, whether drafted
+
+    def run(self, requests: Sequence[Any]) -> None:
+        wait, step = ReportCopy.wait, self._engine.loop.step
+        ReportCopy.wait = self._clocked(wait)  # type: ignore[method-assign]
+        if self._engine.loop._device.type == "cpu":
+            def clocked_step(*shape: Any) -> tuple[DecodeStep, Callable[..., None]]:
+                made, run = step(*shape)
+                return made, self._clocked(run)  # there the device is this very thread
+
+            self._engine.loop.step = clocked_step
+        try:
+            for request in requests:
+                self._engine.add(request)
+            while self._engine.has_work:
+                self._step()
+        finally:
+            ReportCopy.wait, self._engine.loop.step = wait, step  # type: ignore[method-assign]
+
+    def _step(self) -> None:
+        line = self._engine.scheduler
+        only_decodes = not line.waiting and not any(ticket.prefilling for ticket in line.running)
+        self._waited, began = 0.0, time.perf_counter()
+        events = self._engine.step()
+        took = time.perf_counter() - began
+        if only_decodes and events:
+            drafted = any(event.step is not None and event.step.proposal.nodes for event in events)
+            self.steps.append((took, self._waited, sum(len(event.tokens) for event in events), drafted))
+
+    def _clocked(self, call: Callable[..., None]) -> Callable[..., None]:
+        def clocked(*given: object) -> None:
+            began = time.perf_counter()
+            call(*given)
+            self._waited += time.perf_counter() - began
+
+        return clocked
+
+
+def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
+    """Where a step's time goes at every size of batch; where the host takes longer than it waits, it is what counts."""
+    llm = load(options, dtype, max(options.batches))
+    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
+    rows: list[Row] = []
+    for batch in options.batches:
+        chosen = (everything * (batch // len(everything) + 1))[:batch]
+        speeds: dict[str, float] = {}
+        for mode in ("plain", "auto"):
+            asked = {**settings(mode, options.tokens), "ignore_eos": True}
+            for _ in range(2):  # the first captures what it needs
+                clock = StepClock(llm)
+                clock.run([llm.request(ids, **asked) for ids in chosen])
+            whole, waited, tokens, drafted = (list(column) for column in zip(*clock.steps, strict=True))
+            speeds[mode] = sum(tokens) / sum(whole)
+            host = [all_of_it - idle for all_of_it, idle in zip(whole, waited, strict=True)]
+            rows.append({
+                "weights": dtype, "batch": batch, "mode": mode, "tokens_per_s": round(speeds[mode], 1),
+                "over_plain": round(speeds[mode] / speeds["plain"], 3), "step_ms": round(1e3 * median(whole), 3),
+                "host_ms": round(1e3 * median(host), 3), "host_us_per_sequence": round(1e6 * median(host) / batch, 1),
+                "longest_ms": round(1e3 * max(whole), 1), "steps": len(whole), "drafted_steps": sum(drafted),
+            })
+            print(rows[-1], flush=True)
     llm.close()
     return rows
 
@@ -199,9 +273,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("draft", type=Path)
-    parser.add_argument("--parts", default="modes,native,batches,syncs,theirs")
+    parser.add_argument("--parts", default="modes,native,batches,hosts,syncs,theirs")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", default="triton", choices=("triton", "reference"))
     parser.add_argument("--no-graphs", action="store_true")
@@ -216,6 +291,8 @@ def main() -> None:
             found[part] = modes(options, "auto", ("plain", "auto"))
         elif part == "batches":
             found[part] = batches(options, "bf16")
+        elif part == "hosts":
+            found[part] = hosts(options, "bf16")
         elif part == "syncs":
             found[part] = syncs(options)
         else:

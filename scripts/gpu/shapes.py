@@ -3,23 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.formats.quantise import encode_rows
 from slipstream.formats.weights import WeightTensor
+from slipstream.kernels.delta import DeltaShape
+from slipstream.kernels.gpu.experts import ExpertStack
+from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch
+from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack
 from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.gpu_weights import GpuEmbedding
+from slipstream.models.laguna import LagunaConfig
+from slipstream.models.moe import MoeShape
+from slipstream.models.qwen3_5 import Qwen35Config
 from slipstream.models.rope import RopeConfig
 from slipstream.models.weights import Embedding, Weights
 
+_PATTERN_ROWS = 256  # quantised once and repeated: encoding billions of weights would take minutes
+_WHOLE_OUTPUTS = 512  # files do not quantise smaller matrices: routers, gates
 QWEN3_8B = DecoderConfig(
     "qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 1e-6, RopeConfig(1e6, 128), 40960, False, True, False, False
 )
 TINY = DecoderConfig("qwen3", 64, 2, 4, 2, 16, 128, 512, 1e-6, RopeConfig(1e6, 16), 4096, False, True, False, False)
+
+QWEN3_6_27B = Qwen35Config(
+    family="qwen3_5", hidden_size=5120, layers=64, heads=24, kv_heads=4, head_dim=256, intermediate_size=17408,
+    vocab_size=248320, rms_eps=1e-6, rope=RopeConfig(1e7, 64, width=256), max_positions=262144, tied_head=False,
+    qk_norm=True, attention_bias=False, mlp_bias=False, recurrent=(True, True, True, False) * 16,
+    delta=DeltaShape(48, 16, 48, 128, 128, 4), as_gguf=False, moe=None,
+)
+QWEN3_6_35B_A3B = replace(
+    QWEN3_6_27B, family="qwen3_5_moe", hidden_size=2048, layers=40, heads=16, kv_heads=2, intermediate_size=512,
+    recurrent=(True, True, True, False) * 10, delta=DeltaShape(30, 16, 32, 128, 128, 4),
+    moe=MoeShape(2048, 256, 8, 512, shared_size=512, shared_gate=True),
+)
+LAGUNA_XS_2 = LagunaConfig(
+    family="laguna", hidden_size=2048, layers=40, heads=48, kv_heads=8, head_dim=128, intermediate_size=8192,
+    vocab_size=100352, rms_eps=1e-6, rope=RopeConfig(5e5, 64, width=128), max_positions=131072, tied_head=False,
+    qk_norm=True, attention_bias=False, mlp_bias=False, layer_heads=(48, 64, 64, 64) * 10,
+    sliding=(False, True, True, True) * 10, window=512, sliding_rope=RopeConfig(1e4, 128),
+    sparse=(False, *(True,) * 39),
+    moe=MoeShape(2048, 256, 8, 512, "sigmoid", scale=2.5, selection_bias=True, shared_size=512), gate_per_head=True,
+)
+FAMILIES: dict[str, DecoderConfig] = {
+    "Qwen3.6-27B": QWEN3_6_27B, "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B, "Laguna-XS.2": LAGUNA_XS_2,
+}
+
+
+def tiny_family(name: str) -> DecoderConfig:
+    """A family with its parts, small enough for a CPU that runs torch's kernels."""
+    whole = FAMILIES[name]
+    if isinstance(whole, LagunaConfig):
+        return replace(
+            whole, hidden_size=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512,
+            rope=RopeConfig(5e5, 8, width=16), layer_heads=(4, 6, 6, 6), sliding=whole.sliding[:4], window=128,
+            sliding_rope=RopeConfig(1e4, 16), sparse=whole.sparse[:4],
+            moe=replace(whole.moe, hidden_size=64, experts=12, active=3, intermediate_size=32, shared_size=32),
+        )
+    assert isinstance(whole, Qwen35Config)
+    moe = whole.moe
+    if moe is not None:
+        moe = replace(moe, hidden_size=64, experts=12, active=3, intermediate_size=32, shared_size=32)
+    return replace(
+        whole, hidden_size=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512,
+        rope=RopeConfig(1e7, 4, width=16), recurrent=whole.recurrent[:4], delta=DeltaShape(3, 2, 4, 16, 16, 4), moe=moe,
+    )
 
 
 def drafter_config(target: DecoderConfig, layers: int = 5, block: int = 16) -> DFlashConfig:
@@ -31,12 +87,66 @@ def drafter_config(target: DecoderConfig, layers: int = 5, block: int = 16) -> D
     )
 
 
+class RandomMatrices:
+    """Makes matrices and stacks of experts in one weight format."""
+
+    def __init__(self, scratch: Scratch, kind: str) -> None:
+        self._scratch = scratch
+        self._kind = kind
+        self._patterns: dict[int, QuantPlanes] = {}
+
+    def matrix(self, shapes: Sequence[tuple[int, ...]]) -> GpuMatrix:
+        outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        if not self._quantises(inputs) or outputs <= _WHOLE_OUTPUTS:
+            return GpuDense(self._dense(outputs, inputs), self._scratch)
+        return GpuQuantised(self._packed(outputs, inputs), self._kind, self._scratch)
+
+    def experts(self, each: Sequence[Sequence[tuple[int, ...]]]) -> ExpertStack:
+        outputs, inputs = sum(shape[0] for expert in each for shape in expert), each[0][0][1]
+        # as of a file's: experts that do not fill tiles are not kept as blocks
+        whole = not self._quantises(inputs) or any(shape[0] % TILE_ROWS for expert in each for shape in expert)
+        return ExpertStack(self._dense(outputs, inputs) if whole else self._packed(outputs, inputs), len(each))
+
+    def _quantises(self, inputs: int) -> bool:
+        """Whether a file would have such rows as blocks."""
+        return self._kind in KINDS and inputs % KINDS[self._kind].block == 0
+
+    def _dense(self, outputs: int, inputs: int) -> Tensor:
+        return torch.randn(outputs, inputs, dtype=torch.bfloat16, device=self._scratch.device).mul_(0.02)
+
+    def _packed(self, outputs: int, inputs: int) -> QuantPlanes:
+        """A few rows quantised once and repeated on the device, as many times as it takes."""
+        if inputs not in self._patterns:
+            values = np.random.default_rng(inputs).standard_normal((_PATTERN_ROWS, inputs), np.float32) * 0.02
+            raw = encode_rows(values, self._kind)
+            self._patterns[inputs] = pack([raw], KINDS[self._kind], inputs, self._scratch.device)
+        pattern, tiles = self._patterns[inputs], -(-outputs // TILE_ROWS)
+
+        def repeated(plane: Tensor | None) -> Tensor | None:
+            if plane is None:
+                return None
+            times = -(-tiles // plane.shape[0])
+            return plane.repeat(times, *[1] * (plane.dim() - 1))[:tiles].contiguous()
+
+        words, scales = cast(Tensor, repeated(pattern.words)), cast(Tensor, repeated(pattern.scales))
+        return replace(
+            pattern, outputs=outputs, words=words, high=repeated(pattern.high), scales=scales,
+            offsets=repeated(pattern.offsets),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Shaped:
     """A tensor that is only a name and a shape until somebody builds a matrix of it."""
 
     name: str
     shape: tuple[int, ...]
+
+    def rows(self, index: Tensor) -> Shaped:
+        return Shaped(self.name, (len(index), *self.shape[1:]))
+
+    def dense(self) -> Tensor:
+        return torch.randn(self.shape) * 0.1
 
 
 class NoFile:
@@ -59,16 +169,15 @@ class NoFile:
 class RandomWeights(Weights):
     """Stands in for a file; every layer gets memory of its own, so that a step reads as many bytes as a real one."""
 
-    def __init__(
-        self, device: torch.device, make_matrix: Callable[[Sequence[tuple[int, ...]]], Matrix],
-        fc_shape: tuple[int, int] = (0, 0),
-    ) -> None:
+    joins_gates = True
+
+    def __init__(self, scratch: Scratch, kind: str, fc_shape: tuple[int, int] = (0, 0)) -> None:
         self.file = NoFile(fc_shape)  # type: ignore[assignment]
         self.weight_format = "native"
         self.step_bytes = self.row_products = 0
         self._norm_shift = 0.0
-        self._device = device
-        self._make_matrix = make_matrix
+        self._device = scratch.device
+        self._matrices = RandomMatrices(scratch, kind)
 
     def has(self, name: str) -> bool:
         return False
@@ -77,19 +186,28 @@ class RandomWeights(Weights):
         return Shaped(name, shape)  # type: ignore[return-value]
 
     def vector(self, name: str, size: int) -> Tensor:
-        return 1.0 + 0.1 * torch.randn(size, device=self._device)
+        centre = 0.0 if name.endswith("bias") else 1.0  # a router's must not drown what its rows say
+        return centre + 0.1 * (centre or 0.1) * torch.randn(size, device=self._device)
 
     def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
-        return self._make_matrix([(vocab, hidden)])  # type: ignore[return-value]
+        return cast(Embedding, GpuEmbedding(self._matrices.matrix([(vocab, hidden)]), scale))
 
     def head(self, source: WeightTensor, weight_format: object = None) -> Matrix:
         return self.matrix([source])
 
     def matrix(self, sources: Sequence[WeightTensor], weight_format: object = None) -> Matrix:
-        matrix = self._make_matrix([source.shape for source in sources])
+        matrix = self._matrices.matrix([source.shape for source in sources])
         self.step_bytes += matrix.nbytes
         self.row_products += matrix.out_features * matrix.in_features
-        return matrix
+        return cast(Matrix, matrix)
+
+    def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
+        stack = self._matrices.experts([[source.shape for source in expert] for expert in each])
+        self.step_bytes += stack.nbytes
+        return cast(Sequence[Matrix], stack)
+
+    def takes_among(self, each: Sequence[Sequence[WeightTensor]], shared: Sequence[WeightTensor]) -> bool:
+        return True
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         pass

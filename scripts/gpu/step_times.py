@@ -16,14 +16,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import numpy as np
 import torch
 from shapes import QWEN3_8B, TINY, RandomWeights, drafter_config
 
@@ -32,34 +31,14 @@ from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.engine.gpu.passes import GpuBlocks
 from slipstream.engine.gpu.state import Decoding, Wish
-from slipstream.formats.quantise import encode_rows
 from slipstream.kernels.gpu.growth import TREE
-from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch
-from slipstream.kernels.gpu.packing import KINDS, pack
+from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.weights import keep_name
 from slipstream.types import SamplingParams
 
 _SHOWN_KERNELS = 24
-_PATTERN_ROWS = 256  # quantised once and repeated: encoding eight billion weights would take minutes
-
-
-def matrix_maker(scratch: Scratch, kind: str) -> Callable[[Sequence[tuple[int, ...]]], GpuMatrix]:
-    patterns: dict[int, np.ndarray] = {}
-
-    def make(shapes: Sequence[tuple[int, ...]]) -> GpuMatrix:
-        outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        if kind == "bf16":
-            weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=scratch.device).mul_(0.02)
-            return GpuDense(weight, scratch)
-        if inputs not in patterns:
-            values = np.random.default_rng(inputs).standard_normal((_PATTERN_ROWS, inputs), np.float32) * 0.02
-            patterns[inputs] = encode_rows(values, kind)
-        raw = np.tile(patterns[inputs], (-(-outputs // _PATTERN_ROWS), 1))[:outputs]
-        return GpuQuantised(pack([raw], KINDS[kind], inputs, scratch.device), kind, scratch)
-
-    return make
 
 
 class Bench:
@@ -77,14 +56,12 @@ class Bench:
         )
         self.backend = GpuBackend(device, config)
         scratch = self.backend.scratch
-        weights = RandomWeights(device, matrix_maker(scratch, options.format))
+        weights = RandomWeights(scratch, options.format)
         names = FamilyNames(keep_name, lambda name: True)
         self.target = Decoder(shape, weights, names)
         draft_shape = drafter_config(shape, 2 if options.tiny else 5)
         taps = len(draft_shape.target_layer_ids) * shape.hidden_size
-        draft_weights = RandomWeights(
-            device, matrix_maker(scratch, options.format), (shape.hidden_size, taps)
-        )
+        draft_weights = RandomWeights(scratch, options.format, (shape.hidden_size, taps))
         self.drafter = DFlashDrafter(draft_shape, draft_weights)
         pools = (
             PoolShape.alike(shape.layers, shape.kv_heads, shape.head_dim),

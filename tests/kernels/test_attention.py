@@ -130,6 +130,42 @@ def test_head_shapes(heads: int, kv_heads: int, dim: int) -> None:
     assert_close(world.attend(), world.expected())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(6, 1, 256, 0), (2, 1, 512, 20), (4, 2, 512, 0)])
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_wide_heads(kind: Kind, heads: int, kv_heads: int, dim: int, window: int) -> None:
+    world = make_world(kind, [50], 3, heads, kv_heads, dim, seed=heads + dim)
+    assert_close(world.attend(window), world.expected(window))
+
+
+def test_a_prefill_of_wide_heads() -> None:
+    world = make_world("chain", [20], 20, 6, 1, 512, seed=3)
+    assert_close(world.attend(), world.expected())
+
+
+@pytest.fixture
+def half_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are summed up 8 at a time, as heads too wide for whole pages have it."""
+    few = replace(attention.TILINGS[128], keys=8, lanes=4, prefill_lanes=8)
+    monkeypatch.setattr(attention, "TILINGS", {**attention.TILINGS, 128: few})
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain", "block"])
+@pytest.mark.parametrize(("base", "window"), [(3, 0), (122, 45)])
+def test_pages_in_pieces(kind: Kind, base: int, window: int, half_pages: None) -> None:
+    world = make_world(kind, [base], 6, unused=1, seed=base)
+    assert_close(world.attend(window), world.expected(window))
+    if kind == "tree":
+        found, parts = world.attend_in_parts(window)
+        for row in (0, 4):
+            alone, alone_parts = plain_twin(world, 0, row, seed=row).attend_in_parts(window)
+            assert torch.equal(parts[row], alone_parts[0]) and torch.equal(found[row], alone[0]), f"row {row}"
+
+
+def test_a_prefill_in_pieces(half_pages: None) -> None:
+    world = make_world("chain", [50], 37, heads=6, kv_heads=2, seed=2)
+    assert_close(world.attend(24), world.expected(24))
+
+
 @pytest.mark.parametrize(("each", "base", "window"), [(40, 0, 0), (37, 50, 24)])
 def test_prefill(each: int, base: int, window: int) -> None:
     world = make_world("chain", [base], each, heads=6, kv_heads=2, seed=each)
@@ -174,6 +210,7 @@ def test_more_rows_than_a_page_must_be_a_chain() -> None:
         world.attend()
 
 
-def test_heads_must_be_a_power_of_two() -> None:
-    with pytest.raises(IntegrityError, match="not 24 and 16"):
-        make_world("chain", [3], 1, dim=24).attend()
+@pytest.mark.parametrize("dim", [24, 1024])
+def test_heads_must_be_a_power_of_two_and_not_too_wide(dim: int) -> None:
+    with pytest.raises(IntegrityError, match=f"not {dim} and 16"):
+        make_world("chain", [3], 1, dim=dim).attend()

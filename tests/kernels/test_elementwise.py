@@ -56,11 +56,36 @@ def test_rotary_write(heads: int, kv_heads: int, dim: int, bias: bool, norm: boo
     def run(rotary_write: Callable[..., None]) -> tuple[Tensor, ...]:
         out = poisoned(rows, heads, dim), poisoned(pages, kv_heads, page, dim), poisoned(pages, kv_heads, page, dim)
         own_bias = random(width, seed=5, dtype=torch.float32) if bias else None
-        rotary_write(random(rows, width), own_bias, q_norm, k_norm, EPS, cos, sin, positions, places, *out)
+        qkv = random(rows, width + 6)[:, :width]
+        rotary_write(qkv, own_bias, q_norm, k_norm, EPS, cos, sin, positions, places, *out)
         return out
 
     for found, expected in zip(run(kernels.rotary_write), run(kernels.rotary_write_reference), strict=True):
         assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("stored", ["keys and values", "keys that are values", "nothing"])
+def test_values_can_be_normed_or_be_the_keys_and_nothing_need_be_stored(stored: str) -> None:
+    rows, heads, kv_heads, dim, pages, page = 3, 4, 2, 16, 3, 4
+    width = (heads + {"keys and values": 2, "keys that are values": 1, "nothing": 0}[stored] * kv_heads) * dim
+    cos, sin = random(50, dim, seed=1, dtype=torch.float32), random(50, dim, seed=2, dtype=torch.float32)
+    q_norm, k_norm = random(dim, seed=3, dtype=torch.float32), random(dim, seed=4, dtype=torch.float32)
+    bias = random(width, seed=5, dtype=torch.float32)
+    positions, places = torch.tensor([7, 49, 0], dtype=torch.int32), torch.tensor([11, 4, 2], dtype=torch.int32)
+
+    def run(rotary_write: Callable[..., None]) -> tuple[Tensor, ...]:
+        out = poisoned(rows, heads, dim), poisoned(pages, kv_heads, page, dim), poisoned(pages, kv_heads, page, dim)
+        own = k_norm if stored != "nothing" else None
+        rotary_write(random(rows, width), bias, q_norm, own, EPS, cos, sin, positions, places, *out, True)
+        return out
+
+    found = run(kernels.rotary_write)
+    for one, expected in zip(found, run(kernels.rotary_write_reference), strict=True):
+        assert_alike(one, expected)
+    assert bool(found[1].isnan().all()) == (stored == "nothing")
+    if stored != "nothing":
+        size = found[2].float()[~found[2].isnan()].view(-1, dim).pow(2).mean(-1)
+        assert (size - 1.0).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(("bias", "norm"), [(False, True), (True, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,17 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
 from slipstream.engine.gpu.engine import GpuEngine
+from slipstream.engine.gpu.planner import Cohort
+from slipstream.engine.gpu.state import DecodeState, Decoding
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
+from slipstream.engine.session import Session
+from slipstream.speculative.accept import accept
+from slipstream.speculative.sampling import RowSampler
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 
+NO_ROW = -7  # a token that nothing carries
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -122,6 +129,78 @@ def test_variants_of_the_drafter_come_and_go(gpu: None, tmp_path: Path) -> None:
         llm.remove_draft_lora("other")
         assert len(llm.engine.loop._steps) < steps
         assert_idle(llm)
+
+
+def test_who_ends_leaves_the_others_to_go_on(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight answers of different lengths: the batch is laid out anew only when most of its columns are empty."""
+    lengths = (6, 9, 12, 15, 18, 21, 24, 27)
+    loads: list[int] = []
+    load = DecodeState.load
+
+    def counted(state: DecodeState, batch: Sequence[Decoding]) -> None:
+        loads.append(len(batch))
+        load(state, batch)
+
+    monkeypatch.setattr(DecodeState, "load", counted)
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=48 * PAGE_TOKENS)
+        for mode in ("plain", "tree:4"):
+            settings = [
+                {"max_tokens": most, "mode": mode, "gate": "off", "temperature": 1.2, "seed": most} for most in lengths
+            ]
+            alone = [llm.run([llm.request(prompt(9, 3), **each)])[0].token_ids for each in settings]
+            loads.clear()
+            together = llm.run([llm.request(prompt(9, 3), **each) for each in settings])
+            assert [answer.token_ids for answer in together] == alone
+            first, *later = [size for size in loads if size]
+            assert first == 8 and later in ([1], [2])
+        assert_idle(llm)
+
+
+def test_a_step_is_told_as_the_host_would_have_walked_it(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        requests = [llm.request(prompt(20, n), max_tokens=30, mode="tree:16", gate="off", seed=n) for n in range(3)]
+        for request in requests:
+            llm.engine.add(request)
+        written: dict[str, list[int]] = {request.id: [] for request in requests}
+        accepted = 0
+        while llm.engine.has_work:
+            for event in llm.engine.step():
+                before = written[event.request_id]
+                written[event.request_id] = before + [token.id for token in event.tokens]
+                if event.step is None:
+                    continue
+                proposal, verdict = event.step.proposal, event.step.verdict
+                assert proposal.tokens[0] == before[-1]
+                # what the target chose is only known along the path: a row behind it must not carry the next token
+                chosen = [NO_ROW] * len(proposal.tokens)
+                for row, token in zip(verdict.path, verdict.tokens, strict=True):
+                    chosen[row] = token
+                assert accept(proposal, chosen) == verdict
+                accepted += verdict.accepted
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 64])
+def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, count: int) -> None:
+    """Few sequences learn from every step; of many each has its turn."""
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        engine = llm.engine
+        assert isinstance(engine, GpuEngine)
+        sessions = []
+        for number in range(count):
+            request = llm.request(prompt(4, number), mode="auto")
+            ticket = engine.check(request)
+            sampler = RowSampler(request.sampling, 272, request.prompt_ids, True, None)
+            sessions.append(Session(ticket, sampler, engine.proposer.speculation(ticket), llm.tokenizer))
+        cohort = Cohort.of(sessions)
+        turns = [engine.planner.pupils(cohort) for _ in range(3 * count)]
+        if count <= 4:
+            assert all(turn == set(range(count)) for turn in turns)
+        else:
+            assert max(map(len, turns)) == 4 and set().union(*turns) == set(range(count))
 
 
 def test_random_operations_leak_nothing(gpu: None, tmp_path: Path) -> None:

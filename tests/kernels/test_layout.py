@@ -28,4 +28,4 @@ def test_blocks_stand_behind_what_is_committed(sequences: int, each: int, window
     for own, other in zip(*found, strict=True):
         assert torch.equal(own, other)
     last = int(base[-1]) + each - 1
-    assert int(found[0][2][-1]) == int(pages[-1, last // PAGE]) * PAGE + last % PAGE
+    assert int(found[0][2][sequences * each - 1]) == int(pages[-1, last // PAGE]) * PAGE + last % PAGE

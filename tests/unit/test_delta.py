@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,8 +51,8 @@ def test_tiled_heads_are_the_same_heads_in_another_order() -> None:
     width = 2 * shape.key_heads * shape.key_dim
     channels = torch.cat((torch.arange(width), width + (order[:, None] * 7 + torch.arange(7)).flatten()))
     tiled = DeltaRule(
-        shape, draw(shape.channels, shape.kernel, seed=2)[channels], -0.2 * draw(6).abs()[order],
-        draw(6, seed=1)[order], tiled=True,
+        replace(shape, tiled=True), draw(shape.channels, shape.kernel, seed=2)[channels], -0.2 * draw(6).abs()[order],
+        draw(6, seed=1)[order],
     )
     inputs, write, forget = draw(5, shape.channels), draw(5, 6, seed=7), draw(5, 6, seed=8)
 

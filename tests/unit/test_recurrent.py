@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.prefix import PrefixCache
-from slipstream.cache.recurrent import page_key
+from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.cache.sequence import SequenceState
 from slipstream.cache.states import StateTensors, Stretch
 from slipstream.config import EngineConfig
@@ -355,3 +355,37 @@ def test_checkpoints_take_no_more_room_than_their_keys() -> None:
     assert small.stride == 1
     assert StateRoom.plan(large, EngineConfig(prefix_cache=False, max_sequences=3), 64, 131072).slots(100) == 6
     assert StateRoom.plan(None, config, 64, 131072).slots(100) == 0
+
+
+def test_who_writes_a_state_beside_the_one_it_reads_stands_in_two_slots() -> None:
+    """As on a GPU: what a step has written counts once it has landed, and whose state was led too far must end."""
+    tensors = StateTensors(5, SHAPE)
+    pool, pages = StatePool(5, tensors, 1, per_sequence=2), PageTable(2)
+    pages.allocate(1)
+    state = RecurrentState(pool)
+    state.start(None, 0)
+    assert state.slot is not None and pool.available == 1
+    before, behind = state.slot, state.spare_slot
+    tensors.memories[before], tensors.memories[behind] = 1.0, 2.0
+    state.land(3)  # dropped: another one comes
+    state.land(2)
+    pool.remember(page_key(pages, 0), state.after([0]))
+    assert pool.checkpoints == [] and state.slot == before
+    pool.remember(page_key(pages, 0), state.after([0, 1]))
+    state.commit([0, 1])
+    assert (state.slot, state.spare_slot, state.length) == (behind, before, 2)
+    twin = RecurrentState(pool)
+    twin.start(page_key(pages, 0), 4)
+    assert twin.slot is not None and tensors.memories[twin.slot].eq(2.0).all() and pool.available == 0
+    lent = pool.lend()  # the checkpoint's
+    assert lent is not None and pool.checkpoints == [] and pool.lend() is None
+    pool.release(lent)
+    pool.check([*state.held, *twin.held], pages)
+    twin.release()
+    state.land(3)
+    state.commit([0])
+    with pytest.raises(IntegrityError, match="not known"):
+        state.land(1)
+    state.release()
+    pool.check([], pages)
+    assert pool.available == 2

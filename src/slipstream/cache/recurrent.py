@@ -7,14 +7,22 @@ none, and a cached prefix can go on from a page's end only where its state was k
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.errors import IntegrityError
 
 PageKey = tuple[int, int]  # page id and epoch
-LayerStates = Iterable[tuple[Any, Any]]  # layer by layer a state's two tensors
+States = Any  # a state that a memory's own forward has led to, as that memory writes it
+
+
+@dataclass(frozen=True, slots=True)
+class InSlot:
+    """A state that lies in a slot already."""
+
+    slot: int
 
 
 class StateMemory(Protocol):
@@ -22,13 +30,23 @@ class StateMemory(Protocol):
 
     def copy(self, source: int, destination: int) -> None: ...
     def clear(self, slot: int) -> None: ...
-    def write(self, slot: int, states: LayerStates) -> None: ...
+    def write(self, slot: int, states: States) -> None: ...
 
 
 class TriedRows(Protocol):
     """Rows that have been through the target and may be kept or not."""
 
-    def after(self, item: int, path: Sequence[int]) -> LayerStates: ...
+    def after(self, item: int, path: Sequence[int]) -> States | InSlot | None: ...
+
+
+class InSlots:
+    """Rows behind some of which the forward itself has written the state: by how many are kept, the slot."""
+
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        self._slots = slots
+
+    def after(self, item: int, path: Sequence[int]) -> InSlot | None:
+        return InSlot(self._slots[len(path)]) if len(path) in self._slots else None
 
 
 def page_key(table: PageTable, page: int) -> PageKey:
@@ -38,15 +56,21 @@ def page_key(table: PageTable, page: int) -> PageKey:
 class StatePool:
     """Slots that sequences and checkpoints hold; checkpoints give way to sequences and to newer ones."""
 
-    def __init__(self, slots: int, memory: StateMemory, stride: int) -> None:
+    def __init__(self, slots: int, memory: StateMemory, stride: int, per_sequence: int = 1) -> None:
+        """`per_sequence` is 2 where forwards write a state beside the one they read."""
         self.memory = memory
+        self.per_sequence = per_sequence
         self.stride = stride  # pages between checkpoints; 0: none are kept
         self._table = PageTable(slots)
         self._checkpoints: OrderedDict[PageKey, int] = OrderedDict()  # the least recently used first
 
     @property
     def available(self) -> int:
-        """Slots a sequence could get."""
+        """Sequences that could get their slots."""
+        return self._room // self.per_sequence
+
+    @property
+    def _room(self) -> int:
         return self._table.free + len(self._checkpoints)
 
     @property
@@ -61,18 +85,28 @@ class StatePool:
             self._table.release([self._checkpoints.popitem(last=False)[1]])
         return self._table.allocate(1)[0]
 
+    def lend(self) -> int | None:
+        """A slot to be released soon, if sequences leave one."""
+        return self.allocate() if self._room else None
+
     def release(self, slot: int) -> None:
         self._table.release([slot])
 
     def has(self, key: PageKey) -> bool:
         return key in self._checkpoints
 
-    def remember(self, key: PageKey, states: LayerStates) -> None:
-        """Keeps a state behind a page, unless sequences need every slot."""
-        if key not in self._checkpoints and self.available:
+    def remember(self, key: PageKey, states: States | InSlot | None) -> None:
+        """Keeps a state behind a page, unless sequences need every slot or nobody knows it."""
+        if states is not None and key not in self._checkpoints and self._room:
             slot = self.allocate()
-            self.memory.write(slot, states)
+            self.store(slot, states)
             self._checkpoints[key] = slot
+
+    def store(self, slot: int, states: States | InSlot) -> None:
+        if isinstance(states, InSlot):
+            self.memory.copy(states.slot, slot)
+        else:
+            self.memory.write(slot, states)
 
     def slot_from(self, key: PageKey | None) -> int:
         """A slot of one's own that holds the state behind a page; without a page, the state before any token."""
@@ -83,7 +117,7 @@ class StatePool:
         found = self._checkpoints.get(key)
         if found is None:
             raise IntegrityError(f"no recurrent state was kept behind page {key[0]}")
-        if self.available == 1:
+        if self._room == 1:
             return self._checkpoints.pop(key)
         self._checkpoints.move_to_end(key)
         slot = self.allocate()
@@ -114,24 +148,50 @@ class RecurrentState:
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self.slot: int | None = None
+        self._spare: int | None = None  # where a forward may write what will be its state
         self.length = 0
         self._tried: tuple[TriedRows, int] | None = None  # the forward whose outcome is open, and its part in it
+        self._lent: Sequence[int] = ()  # slots that forward has written states into
+        self._lost = False  # fewer rows were kept than the state was led behind: only a sequence that ends may do so
+
+    @property
+    def spare_slot(self) -> int:
+        if self._spare is None:
+            raise IntegrityError("a sequence without a second slot runs where forwards write states")
+        return self._spare
+
+    @property
+    def held(self) -> list[int]:
+        """Every slot it has."""
+        return [slot for slot in (self.slot, self._spare, *self._lent) if slot is not None]
 
     def start(self, key: PageKey | None, length: int) -> None:
         """Begins behind a page, or before the first token."""
         self.slot = self.pool.slot_from(key)
+        self._spare = self._second_slot()
         self.length = length
+
+    def _second_slot(self) -> int | None:
+        return self.pool.allocate() if self.pool.per_sequence > 1 else None
 
     def restart(self, key: PageKey | None, length: int) -> None:
         """Goes back to the state behind a page of its own."""
         self.release()
         self.start(key, length)
 
-    def try_rows(self, tried: TriedRows, item: int) -> None:
-        self._tried = tried, item
+    def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
+        """Rows go through the target; `lent` are slots it fills meanwhile, which are given back afterwards."""
+        if self._lost:
+            raise IntegrityError("a sequence goes on behind rows whose recurrent state is not known")
+        self._give_back()
+        self._tried, self._lent = (tried, item), lent
 
-    def after(self, rows: Sequence[int]) -> LayerStates:
-        """The state behind some of the rows that are being tried."""
+    def land(self, rows: int) -> None:
+        """A forward has written the state behind this many rows into the second slot, and nothing else is known."""
+        self.try_rows(InSlots({rows: self.spare_slot}), 0)
+
+    def after(self, rows: Sequence[int]) -> States | InSlot | None:
+        """The state behind some of the rows that are being tried; None if it is not known."""
         if self._tried is None:
             raise IntegrityError("rows are kept that no forward has run")
         tried, item = self._tried
@@ -139,19 +199,31 @@ class RecurrentState:
 
     def commit(self, rows: Sequence[int]) -> None:
         if rows and self.slot is not None:
-            self.pool.memory.write(self.slot, self.after(rows))
-        self._tried = None
+            states = self.after(rows)
+            self._lost = states is None
+            if isinstance(states, InSlot) and states.slot == self._spare:
+                self.slot, self._spare = self._spare, self.slot
+            elif states is not None:
+                self.pool.store(self.slot, states)
+        self._give_back()
         self.length += len(rows)
+
+    def _give_back(self) -> None:
+        for slot in self._lent:
+            self.pool.release(slot)
+        self._tried, self._lent = None, ()
 
     def fork(self) -> RecurrentState:
         twin = RecurrentState(self.pool)
         if self.slot is not None:
             twin.slot = self.pool.allocate()
+            twin._spare = twin._second_slot()
             self.pool.memory.copy(self.slot, twin.slot)
-        twin.length = self.length
+        twin.length, twin._lost = self.length, self._lost
         return twin
 
     def release(self) -> None:
-        if self.slot is not None:
-            self.pool.release(self.slot)
-        self.slot, self.length, self._tried = None, 0, None
+        for slot in self.held:
+            self.pool.release(slot)
+        self.slot = self._spare = self._tried = None
+        self.length, self._lent, self._lost = 0, (), False

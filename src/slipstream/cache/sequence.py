@@ -82,6 +82,18 @@ class SequenceState:
         """Page id and offset of a position."""
         return self.pages[position // self.page_tokens], position % self.page_tokens
 
+    def places(self, start: int, count: int) -> tuple[list[int], list[int]]:
+        """Page ids and offsets of so many positions from `start` on."""
+        pages: list[int] = []
+        offsets: list[int] = []
+        while count:
+            page, offset = divmod(start, self.page_tokens)
+            here = min(count, self.page_tokens - offset)
+            pages += [self.pages[page]] * here
+            offsets += range(offset, offset + here)
+            start, count = start + here, count - here
+        return pages, offsets
+
     def commit(self, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
         """Keeps these of the rows the target just ran, and appends tokens that have not run yet.
 
@@ -101,6 +113,17 @@ class SequenceState:
         self.tokens += new_tokens
         self.check()
 
+    @property
+    def slots(self) -> tuple[int, int] | None:
+        """Where its recurrent state is and where a device's step may write the next one; None: it has none."""
+        recurrent = self.recurrent
+        return (recurrent.slot, recurrent.spare_slot) if recurrent is not None and recurrent.slot is not None else None
+
+    def land(self, rows: int) -> None:
+        """A device's step has kept this many rows and has led the recurrent state, if there is one, behind them."""
+        if self.recurrent is not None:
+            self.recurrent.land(rows)
+
     def checkpoint_rows(self, rows: int) -> list[int]:
         """Behind which of the next rows, if they all stay, the recurrent state is worth keeping for others."""
         size, stride = self.page_tokens, self.recurrent.pool.stride if self.recurrent is not None else 0
@@ -119,7 +142,8 @@ class SequenceState:
         for end in ends:
             page = self.pages[(self.length + end) // self.page_tokens]
             pool.remember(page_key(self._table, page), recurrent.after(rows[: end + 1]))
-        if ends and full % pool.stride and full * self.page_tokens != self.branch:
+        newest = page_key(self._table, self.pages[(self.length + ends[-1]) // self.page_tokens]) if ends else None
+        if newest and pool.has(newest) and full % pool.stride and full * self.page_tokens != self.branch:
             page = self.pages[full - 1]
             if self._table.holders(page) == 1:
                 pool.forget([page_key(self._table, page)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from slipstream.cache.memory import zeros
-from slipstream.cache.recurrent import LayerStates, RecurrentState
+from slipstream.cache.recurrent import RecurrentState
 from slipstream.errors import IntegrityError
 from slipstream.kernels.delta import DeltaShape, DeltaStep, Parents
 
@@ -39,7 +41,7 @@ class StateTensors:
         self.windows[slot] = 0.0
         self.memories[slot] = 0.0
 
-    def write(self, slot: int, states: LayerStates) -> None:
+    def write(self, slot: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Stores a window and a memory per layer; the next layer's are asked for when one's are written."""
         for layer, (window, memory) in enumerate(states):
             self.windows[slot, layer] = window

@@ -28,14 +28,15 @@ from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
+from slipstream.stats import Decision
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import BASE_VARIANT, GenEvent, Request, StepRecord, TokenOut
+from slipstream.types import BASE_VARIANT, GenEvent, Proposal, Request, StepRecord, TokenOut, Verdict
 
 _MOST_WAITING_ROWS = 64
 _log = logging.getLogger("slipstream")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What one step means for one request: the rows that stay, the tokens they lead to and the text to show."""
 
@@ -285,14 +286,15 @@ class Engine:
         """Moves every sequence on by what it keeps and says so."""
         events = []
         for outcome in outcomes:
-            session, ticket = outcome.session, outcome.session.ticket
-            was_prefill = ticket.state.length < len(ticket.request.prompt_ids)
-            context_rows = len(outcome.rows) if ticket.state.drafting else 0
-            ticket.state.commit(outcome.rows, [token.id for token in outcome.tokens], context_rows)
-            self._publish(ticket, prompt_done=was_prefill and bool(outcome.tokens))
-            if outcome.tokens or session.finish_reason is not None:
-                events.append(session.event(outcome.tokens, outcome.text, outcome.step))
-            if session.finish_reason is not None:
+            session, tokens, ticket = outcome.session, outcome.tokens, outcome.session.ticket
+            state, finished = ticket.state, session.finish_reason is not None
+            prompt_done = bool(tokens) and state.length < len(ticket.request.prompt_ids)
+            state.commit(outcome.rows, [token.id for token in tokens], len(outcome.rows) if state.drafting else 0)
+            if prompt_done or finished:
+                self._publish(ticket, prompt_done)
+            if tokens or finished:
+                events.append(session.event(tokens, outcome.text, outcome.step))
+            if finished:
                 self.scheduler.finish(ticket)
                 del self._sessions[ticket.request.id]
         return events
@@ -334,16 +336,22 @@ class Engine:
                 return self._void_outcome(session, plan)
         logits = result.logits[item]
         tokens = self._token_outs(session, verdict.tokens, verdict.accepted, logits, verdict.path)
-        taken, text = session.absorb(tokens)
-        draft_s, verify_s = seconds
-        step = StepRecord(
-            session.ticket.state.length, plan.proposal, verdict, plan.decision, draft_s * 1e3, verify_s * 1e3
-        )
-        session.record_step(step, taken)
+        outcome = self._taken(session, plan.proposal, plan.decision, verdict, tokens, seconds)
         top1 = None
         if isinstance(session.speculation.gate, EntropyGate) and not verdict.failed:
             top1 = float(logits[verdict.path[-1]].softmax(dim=-1).amax())
-        self.proposer.learn(session, plan, verdict, taken, top1)
+        self.proposer.learn(session, plan, verdict, len(outcome.tokens), top1)
+        return outcome
+
+    def _taken(
+        self, session: Session, proposal: Proposal, decision: Decision, verdict: Verdict, tokens: list[TokenOut],
+        seconds: tuple[float, float],
+    ) -> Outcome:
+        """What a request takes of a verified step: all of it, unless a token ends the request."""
+        taken, text = session.absorb(tokens)
+        draft_s, verify_s = seconds
+        step = StepRecord(session.ticket.state.length, proposal, verdict, decision, draft_s * 1e3, verify_s * 1e3)
+        session.record_step(step, taken)
         if verdict.failed and session.finish_reason is None:
             text += self._fail(session)
         # the anchor's row and those of all new tokens but the last, which is the next anchor (none after a failure)

@@ -32,17 +32,19 @@ def available_bytes() -> int | None:
 class StateRoom:
     """What recurrent states take: some for sequences, and a checkpoint beside every few pages."""
 
-    sequences: int = 0
+    sequences: int = 0  # states that are theirs
     stride: int = 0  # pages between two checkpoints; 0: there are none
     state_bytes: int = 0
     token_bytes: int = 0  # of checkpoints, for one token of the pool
 
     @classmethod
-    def plan(cls, states: DeltaShape | None, config: EngineConfig, page_tokens: int, token_bytes: int) -> StateRoom:
+    def plan(
+        cls, states: DeltaShape | None, config: EngineConfig, page_tokens: int, token_bytes: int, per_sequence: int = 1
+    ) -> StateRoom:
         """Checkpoints are as far apart as keeps them from taking more room than the keys they stand beside."""
         if states is None:
             return cls()
-        size, sequences = states.state_bytes, _STATES_PER_SLOT * config.max_sequences
+        size, sequences = states.state_bytes, _STATES_PER_SLOT * config.max_sequences * per_sequence
         if not config.prefix_cache:
             return cls(sequences, 0, size)
         stride = max(1, -(-size // max(1, page_tokens * token_bytes)))

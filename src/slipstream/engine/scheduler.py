@@ -51,7 +51,7 @@ class Ticket:
     @property
     def prefilling(self) -> bool:
         # behind a first token only the anchor has still to run, unless the sequence lost its pages
-        return self.generated == 0 or self.state.length < self.prefill_end
+        return self.generated == 0 or self.state.length < len(self.state.tokens) - 1
 
     @property
     def prefill_end(self) -> int:
@@ -296,9 +296,13 @@ class Scheduler:
         So decoding goes on in every step, a step's prefill rows are bounded, and prefill goes on as well. Prompts take
         turns: whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one.
         """
-        plan = StepPlan(decode=[ticket for ticket in self.running if not ticket.prefilling])
+        plan = StepPlan()
+        prefilling: list[Ticket] = []
+        for ticket in self.running:
+            (prefilling if ticket.prefilling else plan.decode).append(ticket)
+        if not prefilling:
+            return plan
         rows = sum(ticket.width for ticket in plan.decode)
-        prefilling = [ticket for ticket in self.running if ticket.prefilling]
         for ticket in sorted(prefilling, key=lambda t: (-t.priority, t.turn)):
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step
@@ -327,7 +331,7 @@ class Scheduler:
             ticket.state.check()
         if self._states is not None:
             parts = [ticket.state.recurrent for ticket in self._all()]
-            held = [part.slot for part in parts if part is not None and part.slot is not None]
+            held = [slot for part in parts if part is not None for slot in part.held]
             self._states.check(held, self._table)
 
     def _all(self) -> Iterator[Ticket]:

@@ -27,6 +27,7 @@ class Speculation:
     policy: SequencePolicy | None = None
     gate: EmaGate | EntropyGate | None = None
     warned: bool = False
+    told: int = 0  # tokens of the answer that the policy knows of, where it is not told at every step
     distrust: bool = False  # the last step's drafts were no numbers to the target: the next step runs plain
 
     @property
@@ -51,6 +52,9 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopMatcher(ticket.request.stop)
+        self._last = ticket.request.stop_token_ids
+        # stop strings, grammars and penalties look at every token; all others can be taken together
+        self._watched = bool(ticket.request.stop) or sampler.guide is not None or ticket.request.sampling.penalised
         self._added_at = time.perf_counter()
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
@@ -59,6 +63,26 @@ class Session:
 
     def absorb(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
         """Takes tokens until one of them ends the request; returns how many were taken and the text to show."""
+        if self._watched:
+            return self._absorb_singly(tokens)
+        ticket = self.ticket
+        room = ticket.max_tokens - ticket.generated
+        if len(tokens) == 1 < room and tokens[0].id not in self._last:
+            self._token_ids.append(tokens[0].id)
+            ticket.generated += 1
+            return 1, self._detokenizer.push((tokens[0].id,))
+        ids = [token.id for token in tokens[:room]]
+        if not self._last.isdisjoint(ids):
+            self.finish_reason = "stop"
+            del ids[next(place for place, token in enumerate(ids, start=1) if token in self._last) :]
+        elif len(ids) == room:
+            self.finish_reason = "length"
+        self._token_ids += ids
+        ticket.generated += len(ids)
+        text = self._detokenizer.push(ids)
+        return len(ids), text if self.finish_reason is None else text + self._leftover_text()
+
+    def _absorb_singly(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
         text = ""
         for count, token in enumerate(tokens, start=1):
             self._token_ids.append(token.id)
@@ -91,10 +115,14 @@ class Session:
     def record_step(self, step: StepRecord, committed: int) -> None:
         """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""
         proposal = step.proposal
-        self.stats.record_step(proposal.nodes, max(proposal.depths), min(step.verdict.accepted, committed), committed)
-        self.stats.policy.record(step.decision, committed)
-        self.stats.draft_ms += step.draft_ms
-        self.stats.verify_ms += step.verify_ms
+        nodes, stats = len(proposal.tokens) - 1, self.stats
+        if nodes:
+            stats.record_step(nodes, max(proposal.depths), min(step.verdict.accepted, committed), committed)
+        else:
+            stats.record_step(0, 0, 0, committed)
+        stats.policy.record(step.decision, committed)
+        stats.draft_ms += step.draft_ms
+        stats.verify_ms += step.verify_ms
         self._step_sizes.append(committed)
 
     def fail(self, message: str) -> str:

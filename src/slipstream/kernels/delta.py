@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     kernel: int  # positions the convolution sees, the row's own included
+    # whether value heads that share a key head stand as far apart as there are key heads, and not side by side: how a
+    # file has them, which makes no other model
+    tiled: bool = field(default=False, compare=False)
 
     @property
     def channels(self) -> int:
@@ -48,34 +51,45 @@ class DeltaShape:
         numbers = self.window * self.channels + self.value_heads * self.key_dim * self.value_dim
         return self.layers * numbers * torch.float32.itemsize
 
+    def for_values(self, heads: Tensor) -> Tensor:
+        """What belongs to key heads [rows, key heads, dim], for every value head that shares one."""
+        share = self.value_heads // self.key_heads
+        return heads.repeat(1, share, 1) if self.tiled else heads.repeat_interleave(share, dim=1)
+
 
 class DeltaRule:
     """One layer's recurrence: its convolution, and how fast its heads forget."""
 
-    def __init__(self, shape: DeltaShape, kernel: Tensor, rates: Tensor, shift: Tensor, tiled: bool) -> None:
-        """`kernel` is [channels, taps], `rates` are negative, one per value head as `shift` is.
-
-        Value heads that share a key head stand side by side, or, `tiled`, as far apart as there are key heads.
-        """
+    def __init__(self, shape: DeltaShape, kernel: Tensor, rates: Tensor, shift: Tensor) -> None:
+        """`kernel` is [channels, taps], `rates` are negative, one per value head as `shift` is."""
         self.shape = shape
-        self._kernel = kernel.t().contiguous()
-        self._rates, self._shift = rates, shift
-        self._tiled = tiled
+        self.kernel = kernel.t().contiguous()  # [taps, channels]
+        self.rates, self.shift = rates, shift
         # l2 norms as the row kernel for rms norms computes them, the queries' scale included
-        self._query_scale = torch.full((shape.key_dim,), 1 / shape.key_dim)
-        self._key_scale = torch.full((shape.key_dim,), shape.key_dim**-0.5)
+        self._query_scale = torch.full((shape.key_dim,), 1 / shape.key_dim, device=kernel.device)
+        self._key_scale = torch.full((shape.key_dim,), shape.key_dim**-0.5, device=kernel.device)
+
+    def to(self, device: torch.device) -> DeltaRule:
+        """The same rule in a device's memory."""
+        kernel, rates, shift = (numbers.to(device) for numbers in (self.kernel.t(), self.rates, self.shift))
+        return DeltaRule(self.shape, kernel, rates, shift)
 
     def gates(self, write: Tensor, forget: Tensor) -> tuple[Tensor, Tensor]:
         """How much of a row is written and how much of the state is left, from two projections [rows, value heads]."""
-        left = row_by_row(torch.exp, self._rates * row_by_row(F.softplus, forget + self._shift))
+        left = row_by_row(torch.exp, self.rates * row_by_row(F.softplus, forget + self.shift))
         return row_by_row(torch.sigmoid, write), left
 
     def convolve(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [rows, value heads, dim] of rows that see inputs [rows, taps, channels]."""
+        queries, keys, values = self.mix(seen)
+        return self.shape.for_values(queries), self.shape.for_values(keys), values
+
+    def mix(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with as many queries and keys as there are key heads."""
         shape, rows = self.shape, seen.shape[0]
-        total = seen[:, 0] * self._kernel[0]
+        total = seen[:, 0] * self.kernel[0]
         for tap in range(1, shape.kernel):
-            total = total + seen[:, tap] * self._kernel[tap]
+            total = total + seen[:, tap] * self.kernel[tap]
         mixed = row_by_row(F.silu, total)
         queries, keys, values = mixed.split(
             [shape.key_heads * shape.key_dim] * 2 + [shape.value_heads * shape.value_dim], dim=-1
@@ -83,12 +97,7 @@ class DeltaRule:
         eps = _NORM_EPS / shape.key_dim
         queries = rms_norm(queries.reshape(rows, shape.key_heads, shape.key_dim), self._query_scale, eps)
         keys = rms_norm(keys.reshape(rows, shape.key_heads, shape.key_dim), self._key_scale, eps)
-        values = values.reshape(rows, shape.value_heads, shape.value_dim)
-        return self._for_values(queries), self._for_values(keys), values
-
-    def _for_values(self, heads: Tensor) -> Tensor:
-        share = self.shape.value_heads // self.shape.key_heads
-        return heads.repeat(1, share, 1) if self._tiled else heads.repeat_interleave(share, dim=1)
+        return queries, keys, values.reshape(rows, shape.value_heads, shape.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,7 @@ def delta_is_exact(shape: DeltaShape, rows: int = 16) -> bool:
         return torch.randn(*size, generator=source)
 
     rule = DeltaRule(
-        shape, draw(shape.channels, shape.kernel), -draw(shape.value_heads).abs(), draw(shape.value_heads), False
+        shape, draw(shape.channels, shape.kernel), -draw(shape.value_heads).abs(), draw(shape.value_heads)
     )
     inputs = draw(rows, shape.channels)
     write, forget = draw(rows, shape.value_heads), draw(rows, shape.value_heads)

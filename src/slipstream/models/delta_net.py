@@ -22,7 +22,7 @@ class DeltaNetLayer(MoeLayer):
         as_gguf: bool,
     ) -> None:
         """`state` is the layer's place among the recurrent ones; `as_gguf` says how the file has its tensors."""
-        self._delta, self._state, self._as_gguf = delta, state, as_gguf
+        self.delta, self.state, self._as_gguf = delta, state, as_gguf
         super().__init__(weights, shape, prefix, AttentionPattern(), moe)
 
     @property
@@ -31,7 +31,7 @@ class DeltaNetLayer(MoeLayer):
         return [self.inputs, self.gates, self.output, *feeding]
 
     def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        delta, hidden, prefix = self._delta, self.shape.hidden_size, prefix + "linear_attn."
+        delta, hidden, prefix = self.delta, self.shape.hidden_size, prefix + "linear_attn."
         self._value_width = delta.value_heads * delta.value_dim
         # what the convolution reads and the output's gate; how much is written and how much forgotten
         self.inputs = weights.matrix([
@@ -46,14 +46,14 @@ class DeltaNetLayer(MoeLayer):
         self.rule = self._load_rule(weights, prefix)
 
     def _load_rule(self, weights: Weights, prefix: str) -> DeltaRule:
-        delta = self._delta
+        delta = self.delta
         rates, shift = (weights.vector(prefix + name, delta.value_heads) for name in ("A_log", "dt_bias"))
         if self._as_gguf:
-            # these files have the rates themselves, a flat kernel, and a key head's value heads far apart
+            # these files have the rates themselves and a flat kernel
             kernel = weights.source(prefix + "conv1d.weight", (delta.channels, delta.kernel)).dense()
-            return DeltaRule(delta, kernel, rates, shift, tiled=True)
+            return DeltaRule(delta, kernel, rates, shift)
         kernel = weights.source(prefix + "conv1d.weight", (delta.channels, 1, delta.kernel)).dense()
-        return DeltaRule(delta, kernel[:, 0], -rates.exp(), shift, tiled=False)
+        return DeltaRule(delta, kernel[:, 0], -rates.exp(), shift)
 
     def recur(self, x: Tensor, batch: RowBatch) -> Tensor:
         """Rows [n, hidden] through the layer."""
@@ -61,8 +61,8 @@ class DeltaNetLayer(MoeLayer):
 
     def _recall(self, y: Tensor, batch: RowBatch) -> Tensor:
         assert batch.recurrent is not None, "the rows of a recurrent target come with their states"
-        inputs, gate = self.inputs(y).split([self._delta.channels, self._value_width], dim=-1)
+        inputs, gate = self.inputs(y).split([self.delta.channels, self._value_width], dim=-1)
         write, left = self.rule.gates(*self.gates(y).chunk(2, dim=-1))
-        read = batch.recurrent.run(self._state, self.rule, inputs, write, left)
+        read = batch.recurrent.run(self.state, self.rule, inputs, write, left)
         read = rms_norm(read, self.head_norm, self.shape.rms_eps).view(y.shape[0], self._value_width)
         return self.output(read * F.silu(gate))

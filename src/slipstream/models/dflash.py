@@ -20,7 +20,7 @@ from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in, shapes_in
 from slipstream.models.heads import DraftHeads
-from slipstream.models.layers import BlockConvolution, HeadGate, RotaryRows, TransformerLayer, biased
+from slipstream.models.layers import BlockConvolution, HeadGate, TransformerLayer, biased
 from slipstream.models.native_pass import ContextWriter, native_stack, packed
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Embedding, Progress, Weights
@@ -150,14 +150,20 @@ class DFlashDrafter:
         """Takes what the target lends and returns how the block's tokens are embedded.
 
         The target's embedding comes as scaled as the target has it, unless the drafter knows a scale for the raw one.
-        The target's softcap goes with its head, unless the drafter has one of its own.
         """
-        config = self.config
-        if self.head is None:
-            self._softcap = config.final_logit_softcapping or softcap
+        self.borrow_softcap(softcap)
         if self.embed is not None:
             return self.embed
-        return embed if config.input_embedding_scale is None else embed.raw
+        return embed if self.config.input_embedding_scale is None else embed.raw
+
+    def borrow_softcap(self, softcap: float) -> None:
+        """The target's softcap goes with its head, unless the drafter has one of its own."""
+        if self.head is None:
+            self._softcap = self.config.final_logit_softcapping or softcap
+
+    @property
+    def softcap(self) -> float:
+        return self._softcap
 
     def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
         """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
@@ -208,15 +214,11 @@ class GatedLayer(TransformerLayer):
 
     shape: DFlashConfig
 
-    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        super()._load_mixer(weights, prefix, rotary_rows)
+    def _load_gate(self, weights: Weights, prefix: str) -> HeadGate:
         width, heads = self.shape.parts.gate_width, self.shape.heads
         if width not in (heads, heads * self.shape.head_dim):
             raise ConfigError(f"{self.shape.label}: a gate of {width} numbers fits neither heads nor what they say")
-        self.gate = HeadGate(weights, prefix + "self_attn.g_proj.weight", width, self.shape.hidden_size)
-
-    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
-        return self.gate(mixed, y)
+        return HeadGate(weights, prefix + "g_proj.weight", width, self.shape.hidden_size)
 
 
 def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> DFlashDrafter:

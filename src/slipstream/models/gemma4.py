@@ -60,12 +60,12 @@ class Gemma4Experts:
         hidden = shape.hidden_size
         self._eps = shape.rms_eps
         self.router = Router(weights, prefix + "router.proj.weight", shape.moe)
-        self._router_scale = weights.vector(prefix + "router.scale", hidden) * hidden**-0.5
-        self._expert_scale = weights.vector(prefix + "router.per_expert_scale", shape.moe.experts)
+        self.router_scale = weights.vector(prefix + "router.scale", hidden) * hidden**-0.5
+        self.expert_scale = weights.vector(prefix + "router.per_expert_scale", shape.moe.experts)
         self.experts = Experts(weights, prefix + "experts.", shape.moe, gelu)
-        self._pre_norm = weights.norm(prefix + "pre_feedforward_layernorm_2.weight", hidden)
-        self._post_norm = weights.norm(prefix + "post_feedforward_layernorm_2.weight", hidden)
-        self._mlp_norm = weights.norm(prefix + "post_feedforward_layernorm_1.weight", hidden)
+        self.pre_norm = weights.norm(prefix + "pre_feedforward_layernorm_2.weight", hidden)
+        self.post_norm = weights.norm(prefix + "post_feedforward_layernorm_2.weight", hidden)
+        self.mlp_norm = weights.norm(prefix + "post_feedforward_layernorm_1.weight", hidden)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -73,9 +73,9 @@ class Gemma4Experts:
 
     def join(self, x: Tensor, answer: Tensor) -> Tensor:
         """The MLP's answer and the experts' to the same stream, each normed for itself."""
-        chosen, shares = self.router(rms_norm(x, self._router_scale, self._eps))
-        mixed = self.experts(rms_norm(x, self._pre_norm, self._eps), chosen, shares * self._expert_scale[chosen])
-        return rms_norm(answer, self._mlp_norm, self._eps) + rms_norm(mixed, self._post_norm, self._eps)
+        chosen, shares = self.router(rms_norm(x, self.router_scale, self._eps))
+        mixed = self.experts(rms_norm(x, self.pre_norm, self._eps), chosen, shares * self.expert_scale[chosen])
+        return rms_norm(answer, self.mlp_norm, self._eps) + rms_norm(mixed, self.post_norm, self._eps)
 
 
 class Gemma4Layer(TransformerLayer):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.kernels.gpu.delta import DeviceStates
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.matmul import Matrix
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.gemma4 import Gemma4
 from slipstream.models.gpu_heads import device_heads
-from slipstream.models.gpu_stack import GpuContext, GpuStack, RotaryPair
+from slipstream.models.gpu_layers import DevicePools, RotaryPair
+from slipstream.models.gpu_stack import GpuContext, GpuStack
+from slipstream.models.gpu_weights import GpuEmbedding
 from slipstream.models.rope import RotaryTable
-from slipstream.models.weights import Embedding
+
+_NEVER_DRAFTED = -1e30  # far below any logit, and still a number: a sum over such tokens alone must not become NaN
 
 
 class GpuTarget:
@@ -25,19 +31,56 @@ class GpuTarget:
     def __init__(self, kernels: GpuKernels, decoder: Decoder, positions: int, device: torch.device) -> None:
         self.decoder = decoder
         self.vocab_size = decoder.config.vocab_size
-        self._kernels = kernels
-        rotary = rotary_pair(decoder.rotary, positions, device)
-        self._stack = GpuStack(kernels, decoder.config, decoder.layers, decoder.norm, rotary)
+        self.kernels = kernels
+        rotaries = {rope: rotary_pair(table, positions, device) for rope, table in decoder.rotaries.items()}
+        self._stack = GpuStack(kernels, decoder.layers, decoder.norm, rotaries, decoder.config.pool)
+        has_sides = isinstance(decoder, Gemma4) and decoder.config.side_size > 0
+        self._sides = _GemmaSides(kernels, cast(Gemma4, decoder)) if has_sides else None
 
     def run(
-        self, rows: DeviceRows, keys: Tensor, values: Tensor, tap_layers: Sequence[int]
+        self, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int], states: DeviceStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Normed hidden rows and taps."""
-        residual = self._kernels.embed(self.decoder.embed, rows.tokens)
-        return self._stack.run(residual, rows, keys, values, tap_layers)
+        embed = device_embedding(self.decoder.embed)
+        residual = embedded(self.kernels, embed, rows.tokens, embed.scale)
+        sides = self._sides(residual, rows.tokens) if self._sides is not None else None
+        return self._stack.run(residual, rows, pools, tap_layers, states, sides)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return logits(self._kernels, self.decoder.head, hidden)
+        found = logits(self.kernels, self.decoder.head, hidden)
+        if self.decoder.config.softcap > 0:
+            self.kernels.bend(found, 1.0, self.decoder.config.softcap)
+        return found
+
+
+class _GemmaSides:
+    """An embedding of every row for every layer: one of its token, and one computed from the stream's beginning."""
+
+    def __init__(self, kernels: GpuKernels, decoder: Gemma4) -> None:
+        config = decoder.config
+        self._kernels = kernels
+        self._decoder = decoder
+        self._shape = config.layers, config.side_size
+        self._norms = decoder.side_norm.expand(config.layers, -1).contiguous()
+        # what is projected is scaled down before its norm, which only shows in what the norm adds to the square
+        self._eps = config.rms_eps * config.hidden_size
+
+    def __call__(self, residual: Tensor, tokens: Tensor) -> Tensor:
+        kernels, decoder = self._kernels, self._decoder
+        projected = kernels.multiply(decoder.side_projection, residual.to(torch.bfloat16)).view(-1, *self._shape)
+        sides = torch.empty_like(projected)
+        kernels.norm_parts(projected, self._norms, self._eps, sides)
+        embed = device_embedding(decoder.side_embed)
+        own = embedded(kernels, embed, tokens, embed.scale).view(-1, *self._shape)
+        return (own.add_(sides) * 2.0**-0.5).to(torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftPools:
+    """Draft context, where a stack looks for a target's keys."""
+
+    target: Sequence[tuple[Tensor, Tensor]]
+    scratch_place: int = 0  # only experts ask for it, and drafters have none
 
 
 class GpuDrafter:
@@ -48,8 +91,6 @@ class GpuDrafter:
         device: torch.device,
     ) -> None:
         config = drafter.config
-        if config.parts.tap_norms or config.parts.context_norm or drafter.known_tokens is not None:
-            raise ConfigError(f"{config.label} has parts that do not run on a GPU yet", "use --device cpu")
         self.drafter = drafter
         self.block_size = config.block_size
         self.first_slot = config.first_slot
@@ -61,13 +102,20 @@ class GpuDrafter:
         self.heads = device_heads(drafter.heads, device) if drafter.heads is not None else None
         self.on_device = drafter.heads is None or self.heads is not None
         self.candidate_limit = drafter.heads.candidate_limit if drafter.heads is not None else 0
-        self._embed: Embedding = drafter.embed or target.embed
+        drafter.borrow_softcap(target.config.softcap)
+        self._embed = device_embedding(drafter.embed or target.embed)
+        # the target's embedding comes as scaled as the target has it, unless the drafter has a scale for the raw one
+        own = config.input_embedding_scale
+        self._scale = own if own is not None else 1.0 if drafter.embed is not None else self._embed.scale
         self._head: Matrix = drafter.head or target.draft_head
+        self._known = drafter.known_tokens.to(device) if drafter.known_tokens is not None else None
         rotary = rotary_pair(drafter.rotary, positions, device)
-        self._stack = GpuStack(kernels, config, drafter.layers, drafter.norm, rotary)
+        self._stack = GpuStack(kernels, drafter.layers, drafter.norm, {config.rope: rotary}, lambda index: index)
+        each = drafter.context_each or ()
         self.context = GpuContext(
             kernels, drafter.fc, drafter.context_kv, drafter.context_bias, drafter.hidden_norm,
-            drafter.context_k_norm[:, 0].contiguous(), config.rms_eps, rotary,
+            drafter.context_k_norm[:, 0].contiguous(), config.rms_eps, rotary, drafter.tap_norms,
+            torch.stack([layer.input_norm for layer in drafter.layers]) if each else None, each,
         )
 
     def lay_out(self, rows: DeviceRows, anchors: Tensor, page_tokens: int) -> None:
@@ -76,12 +124,31 @@ class GpuDrafter:
 
     def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden rows of the blocks and their logits."""
-        residual = self._kernels.embed(self._embed, rows.tokens)
-        scale = self.drafter.config.input_embedding_scale
-        if scale is not None:
-            residual.mul_(scale)
-        hidden, _ = self._stack.run(residual, rows, keys, values)
-        return hidden, self.drafter.shape_logits(logits(self._kernels, self._head, hidden))
+        residual = embedded(self._kernels, self._embed, rows.tokens, self._scale)
+        pools = _DraftPools(list(zip(keys, values, strict=True)))
+        hidden, _ = self._stack.run(residual, rows, pools)
+        return hidden, self._shaped(logits(self._kernels, self._head, hidden))
+
+    def _shaped(self, found: Tensor) -> Tensor:
+        """The drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+        config, cap = self.drafter.config, self.drafter.softcap
+        if config.output_multiplier != 1.0 or cap > 0:
+            self._kernels.bend(found, config.output_multiplier, cap)
+        if self._known is None:
+            return found
+        return found.new_full((found.shape[0], config.vocab_size), _NEVER_DRAFTED).index_copy_(1, self._known, found)
+
+
+def device_embedding(embed: object) -> GpuEmbedding:
+    """What a model whose weights are on a device calls its embedding."""
+    assert isinstance(embed, GpuEmbedding), "the model's weights are not on a GPU"
+    return embed
+
+
+def embedded(kernels: GpuKernels, embed: GpuEmbedding, tokens: Tensor, scale: float) -> Tensor:
+    """The tokens' rows in fp32, times `scale`."""
+    rows = kernels.embed(embed.table, tokens)
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 def logits(kernels: GpuKernels, head: Matrix, hidden: Tensor) -> Tensor:

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from slipstream.config import WeightFormat
-from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile, WeightTensor
+from slipstream.kernels.gpu.experts import make_expert_stack, stack_kind
 from slipstream.kernels.gpu.matmul import GpuMatrix, Scratch, make_gpu_matrix
 from slipstream.kernels.matmul import Matrix
-from slipstream.models.weights import BuiltParts, Embedding, Progress, Weights, keep_name
+from slipstream.models.weights import BuiltParts, Embedding, Progress, Weights, keep_name, rounded_scale
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEmbedding:
+    """A token table, which may be the head as well, and what the model multiplies its rows by."""
+
+    table: GpuMatrix
+    scale: float = 1.0
 
 
 class GpuWeights(Weights):
     """Loads tensor by tensor, so that the model is never in memory as a whole but in the format it is kept in."""
 
+    joins_gates = True  # a launch for a few numbers would cost as much as one for many
+
     def __init__(
         self, file: WeightFile, weight_format: WeightFormat, scratch: Scratch,
         file_name: Callable[[str], str] = keep_name, progress: Progress | None = None,
-        parts: BuiltParts | None = None, changed: Collection[str] = (),
+        parts: BuiltParts | None = None, changed: Collection[str] = (), norm_shift: float = 0.0,
     ) -> None:
         # a tied head is built once: what shares tensors shares matrices
         shared = {} if parts is None else parts
-        super().__init__(file, weight_format, file_name, progress, parts=shared, changed=changed)
+        super().__init__(
+            file, weight_format, file_name, progress, parts=shared, changed=changed, norm_shift=norm_shift
+        )
         self._scratch = scratch
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -39,11 +53,23 @@ class GpuWeights(Weights):
         return cast(Matrix, self._built([source], torch.float32))
 
     def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
-        if scale != 1.0:
-            raise ConfigError("scaled embeddings do not run on a GPU yet", "use --device cpu")
         # a step reads a few rows of it, unless it is the head as well
         source = self.source(name, (vocab, hidden))
-        return cast(Embedding, self.part("head", [source], lambda: self._make([source], torch.float32)))
+        table = self.part("head", [source], lambda: self._make([source], torch.float32))
+        return cast(Embedding, GpuEmbedding(table, rounded_scale(scale, source)))
+
+    def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
+        """All in one stack, so that one launch serves those that rows have chosen."""
+        sources = [source for expert in each for source in expert]
+        make = partial(make_expert_stack, each, self._scratch.device, self.weight_format)
+        stack = self.part("experts", sources, make)
+        self.step_bytes += stack.nbytes
+        self.row_products += stack.experts * stack.outputs * stack.inputs
+        return cast(Sequence[Matrix], stack)
+
+    def takes_among(self, each: Sequence[Sequence[WeightTensor]], shared: Sequence[WeightTensor]) -> bool:
+        sources = [source for expert in each for source in expert]
+        return stack_kind([*sources, *shared], self.weight_format) == stack_kind(sources, self.weight_format)
 
     def _built(self, sources: Sequence[WeightTensor], dtype: torch.dtype) -> GpuMatrix:
         form = "head" if dtype is torch.float32 else "matrix"

@@ -6,14 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from torch import Tensor
-
 from slipstream.errors import ConfigError
-from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.layers import HeadGate, RotaryRows
+from slipstream.models.layers import HeadGate
 from slipstream.models.llama import gguf_name, hf_names
 from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
@@ -51,18 +48,10 @@ class LagunaLayer(MoeLayer):
 
     shape: LagunaConfig
 
-    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        super()._load_mixer(weights, prefix, rotary_rows)
+    def _load_gate(self, weights: Weights, prefix: str) -> HeadGate:
         shape = self.shape
         width = shape.heads if shape.gate_per_head else shape.heads * shape.head_dim
-        self.gate = HeadGate(weights, prefix + "self_attn.g_proj.weight", width, shape.hidden_size)
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        return [self.gate.matrix, *super().matrices]
-
-    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
-        return self.gate(mixed, y)
+        return HeadGate(weights, prefix + "g_proj.weight", width, shape.hidden_size)
 
 
 class Laguna(Decoder):

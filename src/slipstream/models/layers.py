@@ -60,6 +60,7 @@ class TransformerLayer:
     ) -> None:
         self.shape = shape
         self.pattern = pattern
+        self.head_gate: HeadGate | None = None
         self._load_mixer(weights, prefix, rotary_rows)
         self.input_norm = weights.norm(prefix + "input_layernorm.weight", shape.hidden_size)
         self.post_norm = weights.norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
@@ -70,7 +71,13 @@ class TransformerLayer:
     @property
     def matrices(self) -> list[Matrix]:
         """All that multiply rows."""
-        return [self.qkv, self.output, self.gate_up, self.down]
+        return [*self.mixing, self.gate_up, self.down]
+
+    @property
+    def mixing(self) -> list[Matrix]:
+        """Those of them around attention."""
+        gate = self.head_gate.matrix if self.head_gate is not None else None
+        return [self.qkv, self.output, *([] if gate is None else [gate])]
 
     def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
         shape, prefix = self.shape, prefix + "self_attn."
@@ -98,8 +105,14 @@ class TransformerLayer:
             if shape.attention_bias:
                 bias = weights.vector(f"{prefix}{name}_proj.bias", heads * shape.head_dim)
                 self.biases[name] = bias if order is None else bias[order]
-        self.qkv = weights.matrix(list(self.projections.values()))
+        self.head_gate = self._load_gate(weights, prefix)
+        joined = [self.head_gate.source] if self.head_gate is not None and self.head_gate.matrix is None else []
+        self.qkv = weights.matrix([*self.projections.values(), *joined])
         self.qkv_bias = torch.cat(list(self.biases.values())) if self.biases else None
+
+    def _load_gate(self, weights: Weights, prefix: str) -> HeadGate | None:
+        """What weighs the heads, where a family or a drafter has it."""
+        return None
 
     def _projection(self, weights: Weights, prefix: str, name: str, heads: int) -> WeightTensor:
         """One of the three projections; some drafters keep them in one tensor."""
@@ -170,7 +183,7 @@ class TransformerLayer:
 
     def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
         """What attention found, before its output matrix; `y` is what attention read."""
-        return mixed
+        return mixed if self.head_gate is None else self.head_gate(mixed, y)
 
     def _feed(self, y: Tensor) -> Tensor:
         gate, up = biased(self.gate_up(y), self.gate_up_bias).chunk(2, dim=-1)
@@ -178,12 +191,18 @@ class TransformerLayer:
 
 
 class HeadGate:
-    """Weighs what attention found, head by head or number by number, with a softplus of what it read."""
+    """Weighs what attention found, head by head or number by number, with a softplus of what it read.
+
+    Its own matrix is None where its rows stand behind those of queries, keys and values.
+    """
 
     def __init__(self, weights: Weights, name: str, width: int, hidden_size: int) -> None:
-        self.matrix = weights.matrix([weights.source(name, (width, hidden_size))])
+        self.source = weights.source(name, (width, hidden_size))
+        self.width = width
+        self.matrix = None if weights.joins_gates else weights.matrix([self.source])
 
     def __call__(self, mixed: Tensor, y: Tensor) -> Tensor:
+        assert self.matrix is not None, "a CPU keeps gates for themselves"
         gate = row_by_row(F.softplus, self.matrix(y))
         return (mixed.view(*gate.shape, -1) * gate[..., None]).view_as(mixed)
 
@@ -200,14 +219,14 @@ class BlockConvolution:
         self._block_size = block_size
         self._groups = hidden_size // group_size
         base = weights.source(prefix + "base_kernel", (2, kernel_size, hidden_size)).dense()
-        self._base = base.view(2, kernel_size, self._groups, group_size)
+        self.base = base.view(2, kernel_size, self._groups, group_size)
         name = prefix + "kernel_projection.weight"
-        self._projection = weights.matrix([weights.source(name, (2 * kernel_size * self._groups, hidden_size))])
+        self.projection = weights.matrix([weights.source(name, (2 * kernel_size * self._groups, hidden_size))])
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The sublayer's input, and the kernel that `leave` will need."""
-        dynamic = self._projection(x).view(x.shape[0], 2, -1, self._groups, 1)
-        kernels = self._base + dynamic
+        dynamic = self.projection(x).view(x.shape[0], 2, -1, self._groups, 1)
+        kernels = self.base + dynamic
         return self._convolve(x, kernels[:, 0]), kernels[:, 1]
 
     def leave(self, x: Tensor, kernel: Tensor) -> Tensor:

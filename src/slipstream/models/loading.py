@@ -48,10 +48,9 @@ def load_target(
     family, reader = _family(path, file)
     decoder_config, names = _read(family, reader, file)
     if elsewhere is not None:
-        if family.MODEL is not Decoder:
-            raise ConfigError(f"{path.name}: {decoder_config.family} does not run on a GPU yet", "use --device cpu")
-        there = Decoder(decoder_config, elsewhere(file, weight_format, names.file_name, progress), names)
-        return LoadedTarget(there, file.metadata, "the file's own types" if weight_format != "bf16" else "asked for")
+        there = elsewhere(file, weight_format, names.file_name, progress, norm_shift=names.norm_shift)
+        reason = "the file's own types" if weight_format != "bf16" else "asked for"
+        return LoadedTarget(family.MODEL(decoder_config, there, names), file.metadata, reason)
     chosen, reason = choose_format(
         file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
     )

@@ -76,45 +76,63 @@ class Router:
         return chosen, shares
 
 
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """The tensors of an expert or of several: gate and up of each, and down of each."""
+
+    gate_up: list[list[WeightTensor]]
+    down: list[list[WeightTensor]]
+
+
 class Experts:
     """The experts of one layer, each a gated MLP."""
 
-    def __init__(self, weights: Weights, prefix: str, shape: MoeShape, activation: Activation = F.silu) -> None:
+    def __init__(
+        self, weights: Weights, prefix: str, shape: MoeShape, activation: Activation = F.silu,
+        shared: GatedMlp | None = None,
+    ) -> None:
+        """`shared` is what every row passes; where weights are kept so, it stands behind the others."""
         self.activation = activation
         bytes_before, products_before = weights.step_bytes, weights.row_products
-        gate_up, down = _expert_sources(weights, prefix, shape)
-        self.gate_up: list[Matrix] = [weights.matrix(sources) for sources in gate_up]
-        self.down: list[Matrix] = [weights.matrix([source]) for source in down]
+        own = _expert_sources(weights, prefix, shape)
+        self.has_shared = (
+            shared is not None and shape.shared_size == shape.intermediate_size
+            and weights.takes_among(own.gate_up, shared.gate_up[0]) and weights.takes_among(own.down, shared.down[0])
+        )
+        if shared is not None and self.has_shared:
+            own = GatedMlp(own.gate_up + shared.gate_up, own.down + shared.down)
+        self.gate_up = weights.experts(own.gate_up)
+        self.down = weights.experts(own.down)
         # a row reads the experts it chose and no others
-        weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * shape.active // shape.experts
-        products = weights.row_products - products_before
-        weights.row_products = products_before + products * shape.active // shape.experts
+        active, count = shape.active + self.has_shared, len(own.down)
+        weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * active // count
+        weights.row_products = products_before + (weights.row_products - products_before) * active // count
 
     def __call__(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         return mix_experts(self.gate_up, self.down, rows, chosen, shares, self.activation)
 
 
-def _expert_sources(
-    weights: Weights, prefix: str, shape: MoeShape
-) -> tuple[list[list[WeightTensor]], list[WeightTensor]]:
-    """Gate and up, and down, of every expert: all in one tensor, in a tensor per projection, or one by one."""
+def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> GatedMlp:
+    """The tensors of every expert: all in one, in one per projection, or one by one."""
     count, inner, hidden = shape.experts, shape.intermediate_size, shape.hidden_size
     if not weights.has(prefix + "down_proj"):
-        each = [f"{prefix}{expert}." for expert in range(count)]
-        return (
-            [[weights.source(f"{one}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-             for one in each],
-            [weights.source(f"{one}down_proj.weight", (hidden, inner)) for one in each],
-        )
+        each = [_mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
+        return GatedMlp([one.gate_up[0] for one in each], [one.down[0] for one in each])
     if weights.has(prefix + "gate_up_proj"):
         joined = [weights.source(prefix + "gate_up_proj", (count, 2 * inner, hidden))]
     else:
         joined = [weights.source(prefix + name, (count, inner, hidden)) for name in ("gate_proj", "up_proj")]
     down = weights.source(prefix + "down_proj", (count, hidden, inner))
-    return (
+    return GatedMlp(
         [[tensor.part(expert) for tensor in joined] for expert in range(count)],
-        [down.part(expert) for expert in range(count)],
+        [[down.part(expert)] for expert in range(count)],
     )
+
+
+def _mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> GatedMlp:
+    """The tensors of one expert that has its own."""
+    gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+    return GatedMlp([gate_up], [[weights.source(prefix + "down_proj.weight", (hidden, inner))]])
 
 
 class MoeBlock:
@@ -125,16 +143,16 @@ class MoeBlock:
         name = prefix + "experts.e_score_correction_bias"
         bias = weights.vector(name, shape.experts) if shape.selection_bias else None
         self.router = Router(weights, prefix + "gate.weight", shape, bias)
-        self.experts = Experts(weights, prefix + "experts.", shape)
+        shared = None
+        if shape.shared_size:
+            shared = _mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
+        self.experts = Experts(weights, prefix + "experts.", shape, shared=shared)
         self.shared_gate_up: Matrix | None = None
         self.shared_down: Matrix | None = None
         self.shared_gate: Matrix | None = None
-        if shape.shared_size:
-            inner, hidden, name = shape.shared_size, shape.hidden_size, prefix + "shared_expert."
-            self.shared_gate_up = weights.matrix(
-                [weights.source(f"{name}{part}.weight", (inner, hidden)) for part in ("gate_proj", "up_proj")]
-            )
-            self.shared_down = weights.matrix([weights.source(name + "down_proj.weight", (hidden, inner))])
+        if shared is not None and not self.experts.has_shared:
+            self.shared_gate_up = weights.matrix(shared.gate_up[0])
+            self.shared_down = weights.matrix(shared.down[0])
         if shape.shared_gate:
             name = prefix + "shared_expert_gate.weight"
             self.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])
@@ -159,7 +177,6 @@ class MoeBlock:
         return mixed + shared
 
 
-
 class MoeLayer(TransformerLayer):
     """A transformer layer with a mixture of experts where `moe` says so, and its plain MLP elsewhere."""
 
@@ -172,7 +189,7 @@ class MoeLayer(TransformerLayer):
 
     @property
     def matrices(self) -> list[Matrix]:
-        return super().matrices if self.moe is None else [self.qkv, self.output, *self.moe.matrices]
+        return super().matrices if self.moe is None else [*self.mixing, *self.moe.matrices]
 
     def _load_mlp(self, weights: Weights, prefix: str) -> None:
         if self._moe_shape is None:

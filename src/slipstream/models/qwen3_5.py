@@ -92,17 +92,20 @@ class GatedAttentionLayer(MoeLayer):
             if shape.attention_bias:
                 self.biases[name] = weights.vector(f"{prefix}{name}_proj.bias", stored)
         gate = both[:, 1].flatten()
-        self.gate = weights.matrix([self.projections["q"].rows(gate)])
+        gate_rows = [self.projections["q"].rows(gate)]
+        self.gate = None if weights.joins_gates else weights.matrix(gate_rows)
         self.gate_bias = self.biases["q"][gate] if self.biases else None
-        self.qkv = weights.matrix([self.projections[name].rows(index) for name, index in rows.items()])
+        own_rows = [self.projections[name].rows(index) for name, index in rows.items()]
+        self.qkv = weights.matrix([*own_rows, *(gate_rows if weights.joins_gates else [])])
         own = [self.biases[name][index] for name, index in rows.items()] if self.biases else []
         self.qkv_bias = torch.cat(own) if own else None
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [self.gate, *super().matrices]
+        return [*([] if self.gate is None else [self.gate]), *super().matrices]
 
     def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
+        assert self.gate is not None, "a CPU keeps gates for themselves"
         return mixed * row_by_row(torch.sigmoid, biased(self.gate(y), self.gate_bias))
 
 
@@ -192,7 +195,7 @@ def gguf_config(
     delta = DeltaShape(
         recurrent.count(True), config.integer(f"{arch}.ssm.group_count"), value_heads,
         config.integer(f"{arch}.ssm.state_size"), config.integer(f"{arch}.ssm.inner_size") // value_heads,
-        config.integer(f"{arch}.ssm.conv_kernel", least=2),
+        config.integer(f"{arch}.ssm.conv_kernel", least=2), tiled=True,
     )
     inner = moe.intermediate_size if moe is not None else config.integer(f"{arch}.feed_forward_length")
     read = Qwen35Config(

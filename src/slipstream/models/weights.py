@@ -25,14 +25,16 @@ def keep_name(name: str) -> str:
     return name
 
 
-class Embedding:
-    """A token table, read row by row from the file, except that torch keeps float tables in memory.
+def rounded_scale(scale: float, table: WeightTensor) -> float:
+    """Families that scale their embeddings were trained with a scale in the precision of the table."""
+    return float(torch.tensor(scale, dtype=FLOAT_TYPES.get(table.type_name, torch.float32)))
 
-    Families that scale their embeddings were trained with a scale in the precision of the table.
-    """
+
+class Embedding:
+    """A token table, read row by row from the file, except that torch keeps float tables in memory."""
 
     def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
-        self.scale = float(torch.tensor(scale, dtype=FLOAT_TYPES.get(source.type_name, torch.float32)))
+        self.scale = rounded_scale(scale, source)
         self._source = source
         compiled = library()
         self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
@@ -54,6 +56,8 @@ class Embedding:
 
 class Weights:
     """The tensors of one model in one weight format; remembers what was taken."""
+
+    joins_gates = False  # whether what gates heads is multiplied together with queries, keys and values
 
     def __init__(
         self,
@@ -132,6 +136,14 @@ class Weights:
     def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
         """A matrix whose products rank a vocabulary."""
         return self.matrix([source], weight_format)
+
+    def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
+        """One projection of all experts, each of the tensors it consists of."""
+        return [self.matrix(sources) for sources in each]
+
+    def takes_among(self, each: Sequence[Sequence[WeightTensor]], shared: Sequence[WeightTensor]) -> bool:
+        """Whether an expert that every row passes had better stand among the others, and would be kept as they are."""
+        return False
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Fails when the file holds tensors this model does not know: something would silently not be computed."""

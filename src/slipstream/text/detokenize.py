@@ -20,11 +20,18 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._leading = 0 if continues else tokenizer.leading_spaces
+        self._inside = False  # a character, of which some bytes are missing
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain after these ids."""
+        if self._skip_special and not self._inside and not self._leading:
+            texts = [self._tokenizer.whole_text(index) for index in ids]
+            if None not in texts:
+                return "".join(texts)  # type: ignore[arg-type]
         kept = self._tokenizer.visible(ids) if self._skip_special else ids
-        return self._strip(self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, kept))))
+        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
+        self._inside = bool(self._decoder.getstate()[0])
+        return self._strip(text)
 
     def flush(self) -> str:
         """The rest: an unfinished character comes out as U+FFFD."""

@@ -43,6 +43,7 @@ class Tokenizer:
         self._added = {index: token.content for index, token in added.items()}
         self._special = frozenset(index for index, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.bos_id = bos_id
         ends = {index for index in self._special if self._added[index] in TURN_ENDS}
         self.eos_ids: frozenset[int] = frozenset(eos_ids) | ends
@@ -144,6 +145,15 @@ class Tokenizer:
     def token_text(self, index: int) -> str:
         """One token as text on its own, for display."""
         return self.token_bytes(index).decode("utf-8", "replace")
+
+    def whole_text(self, index: int) -> str | None:
+        """What a visible token adds to a text between two characters; None if it ends within one, or is not UTF-8."""
+        if index not in self._texts:
+            try:
+                self._texts[index] = "" if index in self._special else self.token_bytes(index).decode()
+            except UnicodeDecodeError:
+                self._texts[index] = None
+        return self._texts[index]
 
     def is_special(self, index: int) -> bool:
         return index in self._special

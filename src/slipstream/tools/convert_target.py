@@ -138,7 +138,7 @@ def _rounded(value: object) -> object:
     if isinstance(value, float):
         return float(np.float32(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return tuple(_rounded(getattr(value, item.name)) for item in fields(value))
+        return tuple(_rounded(getattr(value, item.name)) for item in fields(value) if item.compare)
     return value
 
 

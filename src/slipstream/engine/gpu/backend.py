@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from slipstream.cache.gpu_pools import GpuPools
+from slipstream.cache.gpu_states import SLOTS_PER_SEQUENCE, gpu_state_pool
 from slipstream.cache.pages import PageTable
 from slipstream.cache.pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
-from slipstream.engine.gpu.costing import measure_costs
+from slipstream.engine.gpu.costing import expert_bytes, measure_costs
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.gpu.loop import DecodeLoop
@@ -21,7 +22,7 @@ from slipstream.engine.gpu.passes import GpuBlocks, Passes
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.gpu.state import DecodeState
 from slipstream.engine.gpu.step import DecodeStep, bucket
-from slipstream.engine.memory import available_bytes
+from slipstream.engine.memory import StateRoom, available_bytes
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile
 from slipstream.kernels.gpu.growth import MOST_ROWS
@@ -75,24 +76,28 @@ class GpuBackend:
     def weights(
         self, file: WeightFile, weight_format: WeightFormat, file_name: Callable[[str], str] = keep_name,
         progress: Progress | None = None, rough: bool = False, parts: BuiltParts | None = None,
-        changed: Collection[str] = (),
+        changed: Collection[str] = (), norm_shift: float = 0.0,
     ) -> Weights:
-        return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed)
+        return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed, norm_shift)
 
     def build(
         self, target: Decoder, draft: DFlashDrafter | None, pool_shapes: tuple[PoolShape, PoolShape | None],
         tokenizer: Tokenizer, max_context: int, draft_window: int, draft_key: str | None, progress: Progress | None,
     ) -> GpuEngine:
         """The engine around a loaded pair."""
-        pages = self._pages(pool_shapes, max_context)
-        pools = GpuPools(pages, PAGE_TOKENS, *pool_shapes, self.device)
+        room, slots = self._state_room(pool_shapes), 0
+        pages, states = self._pages(pool_shapes, max_context, room), None
+        if pool_shapes[0].states is not None:
+            slots = room.slots(pages)
+            states = gpu_state_pool(slots, pool_shapes[0].states, room.stride, self.device)
+        pools = GpuPools(pages, PAGE_TOKENS, *pool_shapes, self.device, states)
         # a sequence may stand a few steps behind its last token, and unused rows behind those
         positions = max_context + 4 * MOST_ROWS
         most_pages = -(-positions // PAGE_TOKENS)
         gpu_target = GpuTarget(self._kernels, target, positions, self.device)
         passes = Passes(gpu_target, pools, most_pages, self._config.prefill_chunk, self.graphs)
         most = bucket(self._config.max_sequences)
-        state = DecodeState(most, most_pages, pages, self.device)
+        state = DecodeState(most, most_pages, pages, self.device, slots)
         loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
         self._machine = _Machine(gpu_target, pools, passes, state, loop, positions, draft_window, progress)
         blocks = self.in_blocks(draft) if draft is not None else None
@@ -143,16 +148,32 @@ class GpuBackend:
         machine = self._built
         kept = machine.state.snapshot()
         machine.state.clear()
-        costs = measure_costs(machine.loop.step, blocks.gpu, self._most_rows, self.device, machine.progress)
+        read = partial(expert_bytes, machine.target.decoder)
+        bandwidth = self.read_bandwidth() if read(1) else 1.0
+        costs = measure_costs(
+            machine.loop.step, blocks.gpu, self._most_rows, self.device, machine.progress,
+            lambda rows: read(rows) / bandwidth * 1e3,
+        )
         machine.state.restore(kept)
         return costs
 
-    def _pages(self, shapes: tuple[PoolShape, PoolShape | None], max_context: int) -> int:
+    def _state_room(self, shapes: tuple[PoolShape, PoolShape | None]) -> StateRoom:
+        """What recurrent states take beside the pages."""
+        per_token = _token_bytes(shapes)
+        return StateRoom.plan(shapes[0].states, self._config, PAGE_TOKENS, per_token, SLOTS_PER_SEQUENCE)
+
+    def _pages(self, shapes: tuple[PoolShape, PoolShape | None], max_context: int, states: StateRoom) -> int:
         """Pages for the pools: what was asked for, or a share of what the weights have left free."""
         config = self._config
-        token_bytes = sum(shape.bytes_per_token() for shape in shapes if shape is not None) // 2  # bf16 here
+        token_bytes = _token_bytes(shapes) + states.token_bytes
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_bytes()
-        room = int((free or 2**30) * _POOL_SHARE) // token_bytes
+        share = int((free or 2**30) * _POOL_SHARE)
+        if states.reserved_bytes > share:
+            raise ConfigError(
+                f"the recurrent states of all sequences need {states.reserved_bytes >> 20} MiB, "
+                f"{share >> 20} MiB of the GPU are free for them", "allow fewer sequences at once",
+            )
+        room = (share - states.reserved_bytes) // token_bytes
         if config.cache_tokens > room:
             raise ConfigError(
                 f"a cache of {config.cache_tokens} tokens needs {config.cache_tokens * token_bytes >> 20} MiB, "
@@ -202,3 +223,8 @@ class GpuBackend:
         if self._machine is None:
             raise ConfigError("the engine is not built yet")
         return self._machine
+
+
+def _token_bytes(shapes: tuple[PoolShape, PoolShape | None]) -> int:
+    """What a token takes in all pools, which are bf16 here."""
+    return sum(shape.bytes_per_token() for shape in shapes if shape is not None) // 2

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from slipstream.engine.gpu.step import DecodeStep
+from slipstream.kernels.gpu.experts import ExpertStack
 from slipstream.kernels.gpu.rows import LEAST_ROWS
+from slipstream.models.decoder import Decoder
+from slipstream.models.gemma4 import Gemma4Layer
 from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.moe import MoeLayer
 from slipstream.speculative.costs import CostTable, StepShape
 
 _ROWS = (16, 32, 64, 128, 256)
+_FEW = (4, 8)  # rows whose step is as wide as one of 16, but reads fewer experts
 _ROUNDS = 8
 Progress = Callable[[str, int, int], None]
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
@@ -20,9 +26,13 @@ StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Call
 
 @torch.inference_mode()
 def measure_costs(
-    step_of: StepMaker, drafter: GpuDrafter, most_rows: int, device: torch.device, progress: Progress | None
+    step_of: StepMaker, drafter: GpuDrafter, most_rows: int, device: torch.device, progress: Progress | None,
+    experts_ms: Callable[[int], float] = lambda rows: 0.0,
 ) -> CostTable:
-    """Steps without sequences: what they take is weights and launches; attention is learnt from real ones."""
+    """Steps without sequences: what they take is weights and launches; attention is learnt from real ones.
+
+    Rows that are nobody's read no experts either, so what those take is added.
+    """
     widths = [rows for rows in _ROWS if rows <= most_rows]
     timed: dict[int, float] = {}
     for done, rows in enumerate(widths):
@@ -36,10 +46,23 @@ def measure_costs(
     draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
     if progress is not None:
         progress("measuring step costs", 1, 1)
-    table = CostTable({1: timed[LEAST_ROWS], **timed}, {1: draft_ms, drafter.proposals: draft_ms})
-    for rows, ms in timed.items():
-        table.teach(StepShape(1, rows, 0, sampled=False, branching=True), ms)
+    timed = {rows: timed[max(rows, LEAST_ROWS)] + experts_ms(rows) for rows in (1, *_FEW, *timed)}
+    table = CostTable(timed, {1: draft_ms, drafter.proposals: draft_ms})
+    for rows in widths:
+        table.teach(StepShape(1, rows, 0, sampled=False, branching=True), timed[rows])
     return table
+
+
+def expert_bytes(target: Decoder, rows: int) -> float:
+    """What so many rows read of a target's experts, if each of them chooses by itself."""
+    read = 0.0
+    for layer in target.layers:
+        moe = layer.moe if isinstance(layer, MoeLayer) else layer.experts if isinstance(layer, Gemma4Layer) else None
+        if moe is not None:
+            shape, stacks = moe.router.shape, cast(Sequence[ExpertStack], (moe.experts.gate_up, moe.experts.down))
+            left_out = (1.0 - shape.active / shape.experts) ** rows
+            read += (1.0 - left_out) * sum(stack.nbytes for stack in stacks)
+    return read
 
 
 def _milliseconds(run: Callable[[], None], device: torch.device) -> float:

@@ -6,38 +6,26 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from slipstream.engine.gpu.graphs import Graphs
+from slipstream.engine.gpu.landing import Landing, ReportCopy
 from slipstream.engine.gpu.state import DecodeState, Decoding, Wish
 from slipstream.engine.gpu.step import DecodeStep, bucket
 from slipstream.models.gpu_models import GpuDrafter
-from slipstream.types import Proposal
 
-_HOST_BUFFERS = 3
+_HOST_COPIES = 3
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], DecodeStep]
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step on its way: for whom, and where its results will be."""
+    """A step on its way: for how many, and where its results will be."""
 
-    batch: tuple[Hashable, ...]
-    output: Tensor
-    each: int
-    done: torch.cuda.Event | None
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a step did for one sequence."""
-
-    proposal: Proposal
-    chosen: list[int]
-    broken: bool  # the drafter's numbers are none
+    sequences: int
+    rows: int  # of each
+    copy: ReportCopy
+    captured: bool  # its graph was made for it: how long it takes says nothing
 
 
 class DecodeLoop:
@@ -49,7 +37,7 @@ class DecodeLoop:
         self._graphs = graphs
         self._device = device
         self._steps: dict[tuple[Hashable, ...], DecodeStep] = {}
-        self._buffers: dict[tuple[int, int], cycle[Tensor]] = {}
+        self._copies: dict[tuple[int, int], cycle[ReportCopy]] = {}
         self._loaded: tuple[Hashable, ...] = ()
 
     def forget_batch(self) -> None:
@@ -69,13 +57,16 @@ class DecodeLoop:
         if self._loaded != batch:
             self._state.load(describe())
             self._loaded = batch
-        sequences = bucket(len(batch))
         rows = 1 + max(wish.nodes for wish in wishes)
-        each = bucket(rows)
-        step, run = self.step(sequences, each, drafter, rows > 1)
+        known = len(self._steps)
+        step, run = self.step(bucket(len(batch)), bucket(rows), drafter, rows > 1)
         self._state.wish(wishes)
         run()
-        return self._fly(batch, step)
+        return Flight(len(batch), step.each, self._bring(step), len(self._steps) > known)
+
+    def has(self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool) -> bool:
+        """Whether a step of a shape can run without being captured first."""
+        return ("decode", sequences, each, drafter, drafting) in self._steps
 
     def step(
         self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool
@@ -93,32 +84,17 @@ class DecodeLoop:
         self._state.restore(kept)
         return step, run
 
-    def _fly(self, batch: tuple[Hashable, ...], step: DecodeStep) -> Flight:
-        shape = step.output.shape[0], step.output.shape[1]
-        if shape not in self._buffers:
-            pinned = self._device.type == "cuda"
-            made = [torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(_HOST_BUFFERS)]
-            self._buffers[shape] = cycle(made)
-        output = next(self._buffers[shape])
-        output.copy_(step.output, non_blocking=True)
-        done = None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return Flight(batch, output, step.each, done)
+    def _bring(self, step: DecodeStep) -> ReportCopy:
+        """Has the step's report copied to the host once the step is done."""
+        shape = step.sequences, step.each
+        if shape not in self._copies:
+            self._copies[shape] = cycle([ReportCopy(*shape, self._device) for _ in range(_HOST_COPIES)])
+        copy = next(self._copies[shape])
+        copy.begin(step.report)
+        return copy
 
     @staticmethod
-    def land(flight: Flight) -> list[Landed]:
+    def land(flight: Flight) -> Landing:
         """Waits for a step; the only place where the host does."""
-        if flight.done is not None:
-            flight.done.synchronize()
-        table: NDArray[np.int32] = flight.output.numpy()
-        landed = []
-        for line in table[: len(flight.batch)]:
-            rows = 1 + int(line[0])
-            tokens, parents, chances, chosen = line[2:].reshape(4, flight.each)[:, :rows]
-            proposal = Proposal(
-                tuple(tokens.tolist()), tuple(parents.tolist()), tuple(chances.view(np.float32).tolist())
-            )
-            landed.append(Landed(proposal, chosen.tolist(), bool(line[1])))
-        return landed
+        flight.copy.wait()
+        return Landing(flight.copy, flight.sequences)

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.cache.gpu_pools import GpuPools
+from slipstream.cache.gpu_states import LoggedRows, device_tensors, save_chunk
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.runner import RowWork
+from slipstream.kernels.gpu.delta import DeviceStates
 from slipstream.kernels.gpu.rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
@@ -29,6 +31,7 @@ class _Pass:
 
     rows: DeviceRows
     anchors: Tensor
+    states: DeviceStates | None = None  # of a recurrent target
     hidden: Tensor | None = None
     other: Tensor | None = None  # a target's taps, a drafter's logits
 
@@ -45,6 +48,7 @@ class Passes:
         self.graphs = graphs
         self._most_pages = most_pages
         self._passes: dict[tuple[object, ...], _Pass] = {}
+        self._tensors = device_tensors(pools.states)
 
     def verify(self, works: Sequence[RowWork], tap_layers: Sequence[int]) -> tuple[list[Tensor], Tensor | None, int]:
         """Hidden rows of each work item, all taps, and how many rows each item has among them.
@@ -57,10 +61,12 @@ class Passes:
         each = self._chunk if kind == "chain" else next(width for width in _WIDTHS if width >= most)
         found = self._pass(("verify", kind, sequences, each, tuple(tap_layers)), kind, sequences, each)
         self._lay_out(found.rows, works)
+        if self._tensors is not None:
+            found.states = found.states or self._make_states(found.rows)
+            self._continue_states(found.states, found.rows, works)
 
         def launches() -> None:
-            keys, values = self.pools.target_keys, self.pools.target_values
-            found.hidden, found.other = self.target.run(found.rows, keys, values, tap_layers)
+            found.hidden, found.other = self.target.run(found.rows, self.pools, tap_layers, found.states)
 
         self.graphs.runner(("verify", kind, sequences, each, tuple(tap_layers)), launches)()
         assert found.hidden is not None
@@ -134,6 +140,31 @@ class Passes:
             own[: rows.rows].copy_(torch.from_numpy(given))
         rows.paths.copy_(torch.from_numpy(paths))
         self._put_sequences(rows, [work.state for work in works], [work.start for work in works])
+
+    def _make_states(self, rows: DeviceRows) -> DeviceStates:
+        """A chunk's states are written as it passes; those behind proposals when it is clear which rows stay."""
+        assert self._tensors is not None
+        saves = torch.zeros_like(rows.positions) if rows.kind == "chain" else None
+        return self._tensors.over(rows, torch.zeros_like(rows.base), self.pools.scratch_place, saves)
+
+    def _continue_states(self, states: DeviceStates, rows: DeviceRows, works: Sequence[RowWork]) -> None:
+        assert self._tensors is not None
+        recurrent = [work.state.recurrent for work in works]
+        slots = [each.slot for each in recurrent if each is not None and each.slot is not None]
+        assert len(slots) == len(works), "every sequence of a recurrent target has a state"
+        source = np.full(rows.sequences, self._tensors.scratch_slot, np.int32)
+        source[: len(slots)] = slots
+        states.source.copy_(torch.from_numpy(source))
+        logged = LoggedRows(self.target.kernels.delta, states, rows.each, slots)
+        for item, (work, each) in enumerate(zip(works, recurrent, strict=True)):
+            assert each is not None
+            if states.saves is None:
+                each.try_rows(logged, item)
+                continue
+            saves = np.full(states.saves.shape, -1, np.int32)
+            for row, slot in save_chunk(each, work.rows, work.state.checkpoint_rows(work.rows)).items():
+                saves[row] = slot
+            states.saves.copy_(torch.from_numpy(saves))
 
     def _put_sequences(
         self, rows: DeviceRows, states: Sequence[SequenceState], starts: Sequence[int] | None = None

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.growth import CALIBRATION_WORDS, Wishes, calibration_line
+from slipstream.kernels.gpu.growth import CALIBRATION_WORDS, Wishes, write_calibration
 from slipstream.kernels.gpu.sampling import Settings
 from slipstream.speculative.calibration import Calibration
 from slipstream.types import SamplingParams
@@ -26,6 +26,7 @@ class Decoding:
     pages: Sequence[int]
     sampling: SamplingParams
     share_noise: bool
+    slots: tuple[int, int] | None = None  # of a recurrent target: where its state is, and where the next one goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,61 +39,84 @@ class Wish:
     calibration: Calibration | None = None
 
 
+NOBODY = Wish(nodes=-1)  # of a column without a sequence
+
+
 class DecodeState:
     """Tensors that graphs read and, as they commit, move on; the host writes them when the batch changes."""
 
-    def __init__(self, most_sequences: int, most_pages: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(
+        self, most_sequences: int, most_pages: int, scratch_page: int, device: torch.device, scratch_slot: int = 0
+    ) -> None:
         self._scratch_page = scratch_page
+        self._scratch_slots = scratch_slot, scratch_slot
         self._pinned = device.type == "cuda"
         self._most = most_sequences
         self.length = torch.zeros(most_sequences, dtype=torch.int32, device=device)
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
+        self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
         self.settings = Settings.empty(most_sequences, device)
         self.wishes = Wishes.empty(most_sequences, device)
         self._stages = cycle([self._stage() for _ in range(_STAGES)])
-        self._wished: list[Wish] | None = None
+        self._loads = cycle([list(map(self._pinned_twin, self._sequence_tensors())) for _ in range(_STAGES)])
+        self._wished: Sequence[Wish] | None = None
 
     def _stage(self) -> tuple[Tensor, Tensor]:
         numbers = torch.zeros(3, self._most, dtype=torch.int32, pin_memory=self._pinned)
         lines = torch.zeros(self._most, CALIBRATION_WORDS, dtype=torch.float64, pin_memory=self._pinned)
         return numbers, lines
 
+    def _pinned_twin(self, tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+
     def load(self, sequences: Sequence[Decoding]) -> None:
-        """Takes over a batch; columns beyond it read and write the scratch page only."""
-        pages = torch.full(self.pages.shape, self._scratch_page, dtype=torch.int32)
+        """Takes over a batch without waiting for the device; columns beyond it use the scratch page only."""
+        stages = next(self._loads)
+        length, pages, slots, *numbers = (stage.numpy() for stage in stages)
+        count, sampling = len(sequences), [each.sampling for each in sequences]
+        length[:], pages[:], slots[:] = 0, self._scratch_page, self._scratch_slots[0]
+        length[:count] = [each.length for each in sequences]
         for column, each in enumerate(sequences):
-            pages[column, : len(each.pages)] = torch.tensor(each.pages, dtype=torch.int32)
-        self.pages.copy_(pages)
-        settings = self.settings
+            pages[column, : len(each.pages)] = each.pages
+            slots[:, column] = each.slots or self._scratch_slots
         columns = (
-            (self.length, [each.length for each in sequences], 0),
-            (self.wishes.anchors, [each.anchor for each in sequences], 0),
-            (settings.temperature, [each.sampling.temperature for each in sequences], 0.0),
-            (settings.seed, [each.sampling.seed for each in sequences], 0),
-            (settings.top_k, [each.sampling.top_k for each in sequences], 0),
-            (settings.top_p, [each.sampling.top_p for each in sequences], 1.0),
-            (settings.min_p, [each.sampling.min_p for each in sequences], 0.0),
-            (settings.shared, [int(each.share_noise) for each in sequences], 0),
+            ([each.anchor for each in sequences], 0),
+            ([params.temperature for params in sampling], 0.0),
+            ([params.seed for params in sampling], 0),
+            ([params.top_k for params in sampling], 0),
+            ([params.top_p for params in sampling], 1.0),
+            ([params.min_p for params in sampling], 0.0),
+            ([each.share_noise for each in sequences], False),
         )
-        for tensor, numbers, empty in columns:
-            tensor.copy_(torch.tensor([*numbers, *[empty] * (self._most - len(numbers))], dtype=tensor.dtype))
+        for stage, (given, empty) in zip(numbers, columns, strict=True):
+            stage[:count], stage[count:] = given, empty
+        for tensor, ready in zip(self._sequence_tensors(), stages, strict=True):
+            tensor.copy_(ready, non_blocking=True)
         self._wished = None
 
     def wish(self, wishes: Sequence[Wish]) -> None:
-        """What the sequences propose from the next step on; costs nothing where nothing has changed."""
-        if self._wished == wishes and all(wish.calibration is None for wish in wishes):
+        """What the sequences propose from the next step on; costs nothing where nothing has changed.
+
+        Calibrations learn all the time: to have them sent again, give the wishes as a new object.
+        """
+        if wishes is self._wished:
             return
-        self._wished = list(wishes)
+        known, self._wished = self._wished, wishes
+        calibrated = any(wish.calibration is not None for wish in wishes)
+        if known == wishes and not calibrated:
+            return
         numbers, lines = next(self._stages)
-        numbers.zero_()
-        numbers[0] = -1  # a column without a sequence
-        for column, wish in enumerate(wishes):
-            numbers[0, column], numbers[1, column], numbers[2, column] = wish.nodes, wish.depth, wish.shape
-            lines[column] = calibration_line(wish.calibration.table() if wish.calibration is not None else None)
-        own = self.wishes
-        for tensor, stage in ((own.nodes, numbers[0]), (own.depth, numbers[1]), (own.shape, numbers[2])):
+        own, count = self.wishes, len(wishes)
+        columns = numbers.numpy()
+        columns[0], columns[1:] = NOBODY.nodes, 0
+        columns[:, :count] = (
+            [wish.nodes for wish in wishes], [wish.depth for wish in wishes], [wish.shape for wish in wishes],
+        )
+        for tensor, stage in zip((own.nodes, own.depth, own.shape), numbers, strict=True):
             tensor.copy_(stage, non_blocking=True)
-        own.calibration.copy_(lines, non_blocking=True)
+        for line, wish in zip(lines.numpy(), wishes, strict=False):
+            write_calibration(line, wish.calibration.table() if wish.calibration is not None else None)
+        own.calibration[:count].copy_(lines[:count], non_blocking=True)
 
     def clear(self) -> None:
         """No sequence at all: what runs now (a warm-up) touches the scratch page only."""
@@ -111,6 +135,6 @@ class DecodeState:
     def _sequence_tensors(self) -> list[Tensor]:
         settings = self.settings
         return [
-            self.length, self.pages, self.wishes.anchors, settings.temperature, settings.seed, settings.top_k,
-            settings.top_p, settings.min_p, settings.shared,
+            self.length, self.pages, self.slots, self.wishes.anchors, settings.temperature, settings.seed,
+            settings.top_k, settings.top_p, settings.min_p, settings.shared,
         ]

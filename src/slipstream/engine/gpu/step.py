@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.gpu_pools import GpuPools
+from slipstream.cache.gpu_states import device_tensors
+from slipstream.engine.gpu.report import Report
 from slipstream.engine.gpu.state import DecodeState
-from slipstream.kernels.gpu.commit import ContextRows, Outcome
-from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes
+from slipstream.kernels.gpu.commit import ContextRows
+from slipstream.kernels.gpu.delta import DeviceStates, Replay
+from slipstream.kernels.gpu.growth import Branches, HeadScores, Wishes
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
@@ -45,11 +48,11 @@ class DecodeStep:
         self.each = each
         self._settings = Settings(*(getattr(state.settings, each.name)[:sequences] for each in fields(Settings)))
         self._wishes = Wishes(*(getattr(state.wishes, each.name)[:sequences] for each in fields(Wishes)))
-        self._rows = _over(state, DeviceRows.empty("tree", sequences, each, 1, device, pools.scratch_place))
-        self._grown = Grown.empty(self._rows)
-        self._chosen = torch.zeros(self._rows.rows, dtype=torch.int32, device=device)
+        self.report = Report(sequences, each, device)
+        rows = DeviceRows.empty("tree", sequences, each, 1, device, pools.scratch_place)
+        self._rows = _over(state, replace(rows, tokens=self.report.tokens))
+        self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
-        self._outcome = Outcome.empty(sequences, device)
         slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
         self._context = ContextRows.empty(sequences, bucket(slots + 1, -(-LEAST_ROWS // sequences)), device)
         heads = drafter.heads if drafter is not None and drafting else None
@@ -63,10 +66,19 @@ class DecodeStep:
         self._candidates = torch.zeros(sequences, block, count, dtype=torch.int32, device=device)
         self._scores = torch.full((sequences, block, count), -torch.inf, device=device)
         self._taps: Tensor | None = None  # of the rows that were verified last
-        self.output = torch.zeros(sequences, 2 + 4 * each, dtype=torch.int32, device=device)
+        self._source, self._destination = state.slots[:, :sequences]
+        self._states = self._make_states()
         if drafter is not None and drafting:
             self._block = _over(state, DeviceRows.empty("block", sequences, block, 1, device, pools.scratch_place))
             self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, count, device)
+
+    def _make_states(self) -> DeviceStates | None:
+        """The recurrent side of the rows; a row alone writes the state behind it at once, or nothing comes of it."""
+        tensors = device_tensors(self._pools.states)
+        if tensors is None:
+            return None
+        saves = self._destination if self.each == 1 else None
+        return tensors.over(self._rows, self._source, self._pools.scratch_place, saves)
 
     @property
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
@@ -116,34 +128,33 @@ class DecodeStep:
     def _verify(self) -> None:
         """The target's own token after every row; the taps are kept."""
         tapped = self._drafter.taps if self._drafter is not None else ()
-        hidden, self._taps = self._target.run(self._rows, self._pools.target_keys, self._pools.target_values, tapped)
+        hidden, self._taps = self._target.run(self._rows, self._pools, tapped, self._states)
         used = slice(0, self._rows.rows)
         self._kernels.choose(
             self._target.logits(hidden)[used], self._rows.positions[used], self._settings, self.each, self._chosen,
             self._ranking,
         )
 
-    def _report(self) -> None:
-        """Everything the host wants to know in one tensor, so that one copy brings it."""
-        parts = self.output[:, 2:].view(self.sequences, 4, self.each)
-        shape = self.sequences, self.each
-        self.output[:, 0] = self._grown.counts
-        self.output[:, 1] = self._grown.broken
-        parts[:, 0] = self._rows.tokens[: self._rows.rows].view(shape)
-        parts[:, 1] = self._grown.parents.view(shape)
-        parts[:, 2] = self._grown.chances.view(torch.int32).view(shape)
-        parts[:, 3] = self._chosen.view(shape)
-
     def _accept(self) -> None:
-        """Reports the step, then keeps the agreed path: lengths and anchors, keys and values."""
-        self._report()
+        """Keeps the agreed path: lengths and anchors, keys and values."""
         pools = self._pools
         self._kernels.accept(
             self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, self._context,
             pools.scratch_place,
         )
         if self._drafting:
-            self._kernels.compact(pools.target_keys, pools.target_values, self._rows, self._outcome)
+            for keys, values in pools.groups:
+                self._kernels.compact(keys, values, self._rows, self._outcome)
+        if self._states is not None:
+            self._keep_states(self._states)
+
+    def _keep_states(self, states: DeviceStates) -> None:
+        """The states behind the path go into each sequence's other slot, so that a step may still be dropped."""
+        source, destination, taken = self._source, self._destination, self._outcome.taken
+        if states.saves is None:
+            replay = Replay(source, destination, self._outcome.path, taken, self.each)
+            self._kernels.delta.commit(states, replay)
+        self._kernels.delta.swap(source, destination, taken)
 
     def _write_context(self) -> None:
         """The taps of the path become draft context."""

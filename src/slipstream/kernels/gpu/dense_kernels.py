@@ -32,37 +32,56 @@ def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, spli
 
 
 @triton.jit
-def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_stride, out_stride, outputs, inputs,  # type: ignore[no-untyped-def]
-                        ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-                        EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-                        INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[row, output] = sum of x[row, k] * weight[output, k], weights as the M side of every dot."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    output = tile * TILE + tl.arange(0, TILE)
+def dense_sums(weight_rows, x_rows, x_known, inputs, first, last, DEPTH: tl.constexpr, EVEN: tl.constexpr,  # type: ignore[no-untyped-def]
+               SOME: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """Sums [outputs, rows] over the steps from `first` to `last`, weights as the M side of every dot.
+
+    Outputs and rows are given by where they begin; with SOME, rows that are not known count as zeros and are not read.
+    """
     within = tl.arange(0, DEPTH)
-    row = tl.arange(0, ROWS)
-    # a last tile that is not full reads the last output again; what it makes of it is not stored
-    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + within[None, :]
-    x_at = x_ptr + row[None, :] * x_stride + within[:, None]
-    steps = tl.cdiv(inputs, DEPTH)
-    each = tl.cdiv(steps, SPLIT)
-    first = split * each
+    weight_at = weight_rows[:, None] + within[None, :]
+    x_at = x_rows[None, :] + within[:, None]
     if EARLY:
         gdc_wait()  # nothing the kernel before writes is read or overwritten above
-    acc = tl.zeros((TILE, ROWS), tl.float32)
-    for step in tl.range(first, tl.minimum(first + each, steps), num_stages=STAGES):
+    acc = tl.zeros((weight_rows.shape[0], x_rows.shape[0]), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
         k = step * DEPTH
         if EVEN:
             weight = tl.load(weight_at + k, eviction_policy="evict_first")
-            x = tl.load(x_at + k, eviction_policy="evict_last")
+            if SOME:
+                x = tl.load(x_at + k, mask=x_known[None, :], other=0.0, eviction_policy="evict_last")
+            else:
+                x = tl.load(x_at + k, eviction_policy="evict_last")
         else:
             known = within < inputs - k
+            read = known[:, None]
+            if SOME:
+                read = read & x_known[None, :]
             weight = tl.load(weight_at + k, mask=known[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_at + k, mask=known[:, None], other=0.0, eviction_policy="evict_last")
+            x = tl.load(x_at + k, mask=read, other=0.0, eviction_policy="evict_last")
         if INTERPRETED:
             acc = tl.dot(weight.to(tl.float32), x.to(tl.float32), acc, input_precision="ieee")
         else:
             acc = tl.dot(weight, x, acc)
+    return acc
+
+
+@triton.jit
+def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_stride, out_stride, outputs, inputs,  # type: ignore[no-untyped-def]
+                        ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+                        EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+                        INTERPRETED: tl.constexpr):  # fmt: skip
+    """out[row, output] = sum of x[row, k] * weight[output, k]."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    output = tile * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    # a last tile that is not full reads the last output again; what it makes of it is not stored
+    weight_rows = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
+    steps = tl.cdiv(inputs, DEPTH)
+    each = tl.cdiv(steps, SPLIT)
+    first = split * each
+    acc = dense_sums(weight_rows, x_ptr + row * x_stride, row, inputs, first, tl.minimum(first + each, steps), DEPTH,
+                     EVEN, False, STAGES, EARLY, INTERPRETED)  # fmt: skip
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT)
 
 

@@ -1,4 +1,4 @@
-"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the gate.
+"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the MLP's gate.
 
 Every kernel has a launcher and a torch twin of the same signature (`..._reference`). Sums within a row run in an order
 that the row's width alone decides.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,9 +53,9 @@ def add_norm(
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
     _add_norm_kernel[(rows,)](
-        residual, _or(delta, out), _or(bias, weight), weight, out, _or(tap, out), 0 if tap is None else tap.stride(0),
-        eps, WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_BIAS=bias is not None,
-        HAS_TAP=tap is not None, num_warps=_warps(block),
+        residual, or_any(delta, out), or_any(bias, weight), weight, out, or_any(tap, out),
+        0 if tap is None else tap.stride(0), eps, WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None,
+        HAS_BIAS=bias is not None, HAS_TAP=tap is not None, num_warps=warps_for(block),
     )
 
 
@@ -63,7 +64,7 @@ def add_norm_reference(
     bias: Tensor | None = None,
 ) -> None:
     if delta is not None:
-        residual += _with_bias(delta, bias)
+        residual += bias_added(delta, bias)
     if tap is not None:
         tap.copy_(residual)
     out.copy_(rms_norm(residual, weight.to(residual.dtype), eps))
@@ -72,9 +73,10 @@ def add_norm_reference(
 @triton.jit
 def _head(  # type: ignore[no-untyped-def]
     vector, bias, norm, eps, cos, sin, position, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, VALUE_NORM: tl.constexpr = False,
 ):
-    """One head's vector with its bias; normed and rotated if it is a query or a key."""
+    """One head's vector with its bias; normed and rotated if it is a query or a key. Values know no weights of a norm.
+    """
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     x = tl.load(vector + d, mask=inside, other=0.0).to(tl.float32)
@@ -92,6 +94,8 @@ def _head(  # type: ignore[no-untyped-def]
             y = y * shrink * tl.load(norm + other, mask=inside, other=0.0)
         at = position.to(tl.int64) * DIM + d
         x = x * tl.load(cos + at, mask=inside, other=0.0) + y * tl.load(sin + at, mask=inside, other=0.0)
+    elif VALUE_NORM:
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
     return x.to(tl.bfloat16)
 
 
@@ -104,13 +108,15 @@ def _place(place, head, HEADS: tl.constexpr, PAGE: tl.constexpr):  # type: ignor
 @triton.jit
 def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, positions, places, queries, keys, values,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, VALUE_NORM: tl.constexpr,
 ):
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK)
-    vector = qkv + (row * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * DIM
-    own_bias = bias + head * DIM
+    # where there are no values, they are the keys as they come
+    part = tl.where(head < PARTS, head, head - KV_HEADS)
+    vector = qkv + row.to(tl.int64) * ROW + part * DIM
+    own_bias = bias + part * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
     if head < HEADS:
         x = _head(vector, own_bias, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
@@ -119,39 +125,49 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
         x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
         tl.store(keys + _place(place, head - HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
     else:
-        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM)
+        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM, VALUE_NORM)
         tl.store(values + _place(place, head - HEADS - KV_HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
 
 
 def rotary_write(
     qkv: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
     signed_sin: Tensor, positions: Tensor, places: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+    norm_values: bool = False,
 ) -> None:
     """Head norms and rotation of qkv bf16 [rows, (heads + 2 kv heads) * dim]; keys and values go to their places.
 
     queries bf16 [rows, heads, dim]; keys and values: one layer's pools [pages, kv heads, page tokens, dim]; norms come
-    both or not at all.
+    both or not at all. Without values in qkv, the keys before their norm are the values; with queries alone nothing is
+    stored. `norm_values`: values are normed too, without weights. Rows of qkv may be further apart.
     """
     rows, heads, dim = queries.shape
-    kv_heads, page = keys.shape[1], keys.shape[2]
-    _rotary_write_kernel[(heads + 2 * kv_heads, rows)](
-        qkv, _or(bias, cos), _or(q_norm, cos), _or(k_norm, cos), eps, cos, signed_sin, positions, places,
-        queries, keys, values, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
-        HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, num_warps=1,
+    kv_heads, page, parts = keys.shape[1], keys.shape[2], qkv.shape[1] // dim
+    stored = 2 * kv_heads if parts > heads else 0
+    _rotary_write_kernel[(heads + stored, rows)](
+        qkv, or_any(bias, cos), or_any(q_norm, cos), or_any(k_norm, cos), eps, cos, signed_sin, positions, places,
+        queries, keys, values, ROW=qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads, PARTS=parts, DIM=dim,
+        BLOCK=triton.next_power_of_2(dim), PAGE=page, HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None,
+        VALUE_NORM=norm_values, num_warps=1,
     )
 
 
 def rotary_write_reference(
     qkv: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor,
     signed_sin: Tensor, positions: Tensor, places: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+    norm_values: bool = False,
 ) -> None:
     rows, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
-    q, k, v = _with_bias(qkv, bias).view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    parts = bias_added(qkv, bias).reshape(rows, -1, dim)
     turn = cos[positions][:, None], signed_sin[positions][:, None]
-    queries.copy_(rotate(q, *turn))
+    q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, -kv_heads:]
+    queries.copy_(rotate(rms_norm(q, q_norm, eps) if q_norm is not None else q, *turn))
+    if parts.shape[1] == heads:
+        return
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    if norm_values:
+        v = rms_norm(v, torch.ones_like(cos[0]), eps)
     write_rows(keys, places // page, places % page, rotate(k, *turn).to(keys.dtype))
     write_rows(values, places // page, places % page, v.to(values.dtype))
 
@@ -187,7 +203,7 @@ def context_write(
     """
     layers, _, kv_heads, page, dim = keys.shape
     _context_write_kernel[(layers * 2 * kv_heads, projected.shape[0])](
-        projected, _or(bias, cos), _or(k_norms, cos), eps, cos, signed_sin, positions, places, keys, values,
+        projected, or_any(bias, cos), or_any(k_norms, cos), eps, cos, signed_sin, positions, places, keys, values,
         keys.stride(0), KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
         HAS_BIAS=bias is not None, HAS_NORM=k_norms is not None, num_warps=1,
     )
@@ -198,7 +214,7 @@ def context_write_reference(
     positions: Tensor, places: Tensor, keys: Tensor, values: Tensor,
 ) -> None:
     layers, _, kv_heads, page, dim = keys.shape
-    parts = _with_bias(projected, bias).view(-1, layers, 2, kv_heads, dim)
+    parts = bias_added(projected, bias).view(-1, layers, 2, kv_heads, dim)
     turn = cos[positions][:, None], signed_sin[positions][:, None]
     for layer in range(layers):
         k, v = parts[:, layer].unbind(1)
@@ -227,23 +243,23 @@ def silu_mul(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = silu(gate) * up for gate_up bf16 [rows, 2 * inner] (gates first), out bf16 [rows, inner]."""
     rows, inner = out.shape
     _silu_mul_kernel[(triton.cdiv(inner, _GATE_BLOCK), rows)](
-        gate_up, _or(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, num_warps=4
+        gate_up, or_any(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, num_warps=4
     )
 
 
 def silu_mul_reference(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    gate, up = _with_bias(gate_up, bias).chunk(2, dim=-1)
+    gate, up = bias_added(gate_up, bias).chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
 
 
-def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+def bias_added(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.float() if bias is None else x.float() + bias.float()
 
 
-def _or(tensor: Tensor | None, stand_in: Tensor) -> Any:
+def or_any(tensor: Tensor | None, stand_in: Tensor) -> Any:
     """A kernel argument that is never read still needs an address."""
     return stand_in if tensor is None else tensor
 
 
-def _warps(block: int) -> int:
+def warps_for(block: int) -> int:
     return 8 if block >= 2048 else 4

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
@@ -21,8 +23,8 @@ from slipstream.kernels.native.growth import CalibrationTable
 CHAIN, TREE, SEEDED_TREE = range(3)
 MOST_ROWS = 64
 
-# a calibration as one line of doubles
-_KIND, _BOUNDS, _WEIGHTS, _SIZES, _CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 0, 1, 3, 5, 8, 24, 32, 40, 48, 144
+# a calibration as one line of doubles: its kind, bounds, weights and sizes, then these
+_KIND, _CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 0, 8, 24, 32, 40, 48, 144
 _TRUST_AT, _SAY_AT, _OWN_AT, _SHARED_AT = (tl.constexpr(at) for at in (_TRUST, _SAY, _OWN, _SHARED))
 _CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
 CALIBRATION_WORDS = 240
@@ -120,29 +122,33 @@ class Branches:
 
 def calibration_line(table: CalibrationTable | None) -> Tensor:
     """A calibration as the kernels read it, on the host; None takes claims as they are."""
-    line = torch.zeros(CALIBRATION_WORDS, dtype=torch.float64)
+    line = np.zeros(CALIBRATION_WORDS)
+    write_calibration(line, table)
+    return torch.from_numpy(line)
+
+
+def write_calibration(line: NDArray[np.float64], table: CalibrationTable | None) -> None:
+    """`calibration_line` into memory that is there already, which must be contiguous."""
     if table is None:
-        return line
+        line[_KIND] = 0
+        return
     bins = 2 * (table.claims + 1) * (table.depths + 1)
     assert table.claims <= _MOST_CLAIMS and table.depths <= _MOST_DEPTHS and bins <= _MOST_BINS
     assert table.trusts <= _MOST_TRUSTS
-
-    def copy(at: int, address: int, count: int) -> None:
-        ctypes.memmove(line.data_ptr() + 8 * at, address, 8 * count)
-
-    line[_KIND] = 1 if table.shared is None else 2
-    line[_BOUNDS], line[_BOUNDS + 1] = table.least, table.most
-    line[_WEIGHTS], line[_WEIGHTS + 1] = table.claim_weight, table.parent_weight
-    line[_SIZES], line[_SIZES + 1] = table.depths, table.trusts
+    start = line.ctypes.data
+    line[:7] = (
+        1 if table.shared is None else 2, table.least, table.most, table.claim_weight, table.parent_weight,
+        table.depths, table.trusts,
+    )
     line[_CLAIMS:_TRUST] = float("inf")  # edges that nothing reaches
-    copy(_CLAIMS, table.claim_edges, table.claims)
-    copy(_DEPTHS, table.depth_edges, table.depths)
-    copy(_TRUST, table.trust, table.trusts)
-    copy(_OWN, table.own, bins)
+    parts = [
+        (_CLAIMS, table.claim_edges, table.claims), (_DEPTHS, table.depth_edges, table.depths),
+        (_TRUST, table.trust, table.trusts), (_OWN, table.own, bins),
+    ]
     if table.shared is not None:
-        copy(_SAY, table.say, table.trusts)
-        copy(_SHARED, table.shared, bins)
-    return line
+        parts += [(_SAY, table.say, table.trusts), (_SHARED, table.shared, bins)]
+    for at, address, count in parts:
+        ctypes.memmove(start + 8 * at, address, 8 * count)
 
 
 @triton.jit

@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Kernels
-from slipstream.kernels.gpu import attention, commit, elementwise, growth, growth_reference, heads, layout, sampling
+from slipstream.kernels.gpu import (
+    attention,
+    blending,
+    commit,
+    delta,
+    delta_reference,
+    elementwise,
+    experts,
+    growth,
+    growth_reference,
+    heads,
+    layout,
+    sampling,
+)
 from slipstream.kernels.gpu.matmul import GpuMatrix, matmul_reference
 
 Launch = Callable[..., None]
@@ -38,6 +51,16 @@ class GpuKernels:
     grow: Launch
     accept: Launch
     compact: Launch
+    join_norm: Launch
+    norm_parts: Launch
+    gate_mul: Launch
+    convolve: Launch
+    bend: Launch
+    route: Launch
+    expert_gate_up: Launch
+    expert_down: Launch
+    combine: Launch
+    delta: delta.DeltaKernels
 
 
 def gpu_kernels(choice: Kernels) -> GpuKernels:
@@ -49,6 +72,10 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
             attention.paged_attention_reference, sampling.choose_reference, sampling.top_candidates_reference,
             heads.score_heads_reference,
             growth_reference.grow_reference, commit.accept_reference, commit.compact_reference,
+            blending.join_norm_reference, blending.norm_parts_reference, blending.gate_mul_reference,
+            blending.convolve_reference, blending.bend_reference,
+            experts.route_reference, experts.expert_gate_up_reference, experts.expert_down_reference,
+            experts.combine_reference, delta_reference.REFERENCE,
         )
     return GpuKernels(
         choice, _multiply, _embed, elementwise.add_norm, elementwise.rotary_write, elementwise.silu_mul,
@@ -56,6 +83,9 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
         layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates,
         heads.score_heads, growth.grow,
         commit.accept, commit.compact,
+        blending.join_norm, blending.norm_parts, blending.gate_mul, blending.convolve, blending.bend,
+        experts.route, experts.expert_gate_up, experts.expert_down, experts.combine,
+        delta.TRITON,
     )
 
 

@@ -110,7 +110,7 @@ class GpuDense(GpuMatrix):
         self.nbytes = weight.nbytes
         self.result_dtype = result_dtype
         self.plan = plans.dense_plan(self.out_features, self.in_features)
-        self._scratch = scratch
+        self.scratch = scratch
         self._tickets = torch.zeros(-(-self.out_features // TILE_ROWS), dtype=torch.int32, device=weight.device)
         if fixed_order is None:
             key = (self.out_features, self.in_features, result_dtype)
@@ -131,7 +131,7 @@ class GpuDense(GpuMatrix):
         """The kernel that sums every row alike; the launch decides its speed only."""
         split, depth = self.plan.split, self.plan.depth
         dense_matmul_kernel[(triton.cdiv(self.out_features, launch.tile), split)](
-            self.weight, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(0),
+            self.weight, rows, out, self.scratch.partials, self._tickets, rows.stride(0), out.stride(0),
             self.out_features, self.in_features, ROWS=rows.shape[0], TILE=launch.tile, DEPTH=depth, SPLIT=split,
             EVEN=self.in_features % depth == 0, STAGES=launch.stages, EARLY=EARLY, INTERPRETED=INTERPRETED,
             num_warps=launch.warps, maxnreg=launch.registers,
@@ -238,6 +238,18 @@ class GpuStacked(GpuMatrix):
         return torch.cat([part.dense() for part in self.parts])
 
 
+def joined_in_order(parts: Sequence[GpuMatrix]) -> GpuMatrix:
+    """Small matrices that read the same rows as one, with sums in fp32; where all are dense, one launch serves them.
+
+    A kernel of ours multiplies up to 64 rows: the library has none for an odd number of outputs that is as quick.
+    """
+    dense = [part for part in parts if isinstance(part, GpuDense)]
+    if len(dense) < len(parts):
+        return parts[0] if len(parts) == 1 else GpuStacked(parts)
+    weight = torch.cat([part.weight for part in dense]) if len(dense) > 1 else dense[0].weight
+    return GpuDense(weight, dense[0].scratch, torch.float32, fixed_order=True)
+
+
 def library_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
     """cuBLAS: fastest, in an order of its own."""
     if not rows.is_cuda:  # the interpreter has no cuBLAS beside it
@@ -289,14 +301,14 @@ def make_gpu_matrix(
     parts: list[GpuMatrix] = []
     for kind, run in zip(kinds, runs, strict=True):
         if kind is None:
-            parts.append(GpuDense(_brain_floats(run, scratch.device), scratch, result_dtype))
+            parts.append(GpuDense(brain_floats(run, scratch.device), scratch, result_dtype))
         else:
             planes = pack([source.raw() for source in run], KINDS[kind], run[0].shape[1], scratch.device)
             parts.append(GpuQuantised(planes, kind, scratch, result_dtype))
     return parts[0] if len(parts) == 1 else GpuStacked(parts)
 
 
-def _brain_floats(sources: Sequence[StoredTensor], device: torch.device) -> Tensor:
+def brain_floats(sources: Sequence[StoredTensor], device: torch.device) -> Tensor:
     """The tensors in bf16 on the device, converted there piece by piece."""
     inputs = sources[0].shape[1]
     weight = torch.empty(sum(source.shape[0] for source in sources), inputs, dtype=torch.bfloat16, device=device)

@@ -35,14 +35,27 @@ class Launch:
 
 
 def quant_plan(kind: Kind, tiles: int, steps: int) -> ShapePlan:
-    unroll = next(unroll for unroll in (256 // kind.step, 2, 1) if steps % unroll == 0)
+    unroll = _unroll(kind, steps)
     wanted = _WANTED_BYTE_PROGRAMS if kind.bits == 8 else _WANTED_NIBBLE_PROGRAMS
     return ShapePlan(_split(tiles, steps * kind.step, wanted, steps // unroll), unroll)
 
 
 def dense_plan(outputs: int, inputs: int) -> ShapePlan:
-    depth = 128 if inputs % 128 == 0 else 64
+    depth = _depth(inputs)
     return ShapePlan(_split(-(-outputs // TILE_ROWS), inputs, _WANTED_DENSE_PROGRAMS, -(-inputs // depth)), depth)
+
+
+def expert_depth(kind: Kind | None, inputs: int) -> int:
+    """One turn of a product with experts; None: their weights are dense. No program shares its outputs' inputs."""
+    return _depth(inputs) if kind is None else _unroll(kind, -(-inputs // kind.step))
+
+
+def _unroll(kind: Kind, steps: int) -> int:
+    return next(unroll for unroll in (256 // kind.step, 2, 1) if steps % unroll == 0)
+
+
+def _depth(inputs: int) -> int:
+    return 128 if inputs % 128 == 0 else 64
 
 
 def _split(tiles: int, inputs: int, wanted: int, turns: int) -> int:
@@ -68,6 +81,10 @@ _NIBBLE_LAUNCHES = {
     64: (Launch(128, 4, 2), Launch(128, 8, 2)),
 }
 _HIGH_BIT_LAUNCHES = {16: (Launch(128, 4, 3),) * 2, 32: (Launch(128, 4, 3),) * 2, 64: (Launch(128, 4, 2),) * 2}
+# Of experts one for all row counts: a tile of another size may be multiplied by other instructions, which round
+# otherwise. scripts/gpu/checks_experts.py times these against others.
+_EXPERT_LAUNCHES = {"dense": Launch(64, 4, 4), "bytes": Launch(64, 4, 3), "nibbles": Launch(64, 4, 3),
+                    "high bits": Launch(64, 4, 3)}  # fmt: skip
 _DENSE_LAUNCHES = {16: Launch(64, 4, 4), 32: Launch(64, 4, 4), 64: Launch(128, 8, 4)}
 
 
@@ -75,6 +92,12 @@ def quant_launch(kind: Kind, tiles: int, split: int, rows: int) -> Launch:
     launches = _HIGH_BIT_LAUNCHES if kind.high else _BYTE_LAUNCHES if kind.bits == 8 else _NIBBLE_LAUNCHES
     launch = launches[rows][split == 1]
     return launch if tiles % (launch.tile // TILE_ROWS) == 0 else Launch(TILE_ROWS, 4, launch.stages)
+
+
+def expert_launch(kind: Kind | None) -> Launch:
+    if kind is None:
+        return _EXPERT_LAUNCHES["dense"]
+    return _EXPERT_LAUNCHES["high bits" if kind.high else "bytes" if kind.bits == 8 else "nibbles"]
 
 
 def dense_launch(rows: int) -> Launch:

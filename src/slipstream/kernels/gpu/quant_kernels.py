@@ -116,26 +116,22 @@ def plane_weights(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.c
 
 
 @triton.jit
-def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr,  # type: ignore[no-untyped-def]
-                        x_stride, out_stride, outputs, inputs, steps, unit,
-                        BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-                        OFFSETS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-                        INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[row, output] = sum of x[row, k] * weight[output, k], weights as the M side of every dot."""
-    tile, split = tl.program_id(0), tl.program_id(1)
+def block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_rows, x_known, inputs, steps, first, last,  # type: ignore[no-untyped-def]
+               BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+               OFFSETS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, SOME: tl.constexpr,
+               STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """Sums [outputs, rows] over the turns from `first` to `last`, weights as the M side of every dot.
+
+    Rows are given by where they begin; with SOME, rows that are not known count as zeros and are not read.
+    """
     planes: tl.constexpr = 16 // BITS
-    output = tile * TILE + tl.arange(0, TILE)
+    tile: tl.constexpr = output.shape[0]
     # Every dot takes one plane of several steps (of every second one where two share a word of high bits).
     apart: tl.constexpr = 2 if HIGH else 1
     taken: tl.constexpr = UNROLL // apart
     within = tl.arange(0, GROUP)
-    row = tl.arange(0, ROWS)
     inner = output % TILE_ROWS
     block = (output // TILE_ROWS) * steps
-    rounds = steps // UNROLL
-    each = tl.cdiv(rounds, SPLIT)
-    first = split * each
     # Weights are unpacked where the dots want them only if all they are made of are loads of as many dimensions.
     ordinal = tl.arange(0, taken)
     groups_at = (block * TILE_ROWS + inner)[:, None, None] + (ordinal * (apart * TILE_ROWS))[None, :, None]
@@ -145,11 +141,11 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
     high_at += within[None, None, :]
     place = tl.arange(0, taken * GROUP)
     place = place // GROUP * (apart * planes * GROUP) + place % GROUP
-    x_at = x_ptr + row[None, :] * x_stride + place[:, None]
+    x_at = x_rows[None, :] + place[:, None]
     if EARLY:
         gdc_wait()  # nothing the kernel before writes is read or overwritten above
-    acc = tl.zeros((TILE, ROWS), tl.float32)
-    for turn in tl.range(first, tl.minimum(first + each, rounds), num_stages=STAGES):
+    acc = tl.zeros((tile, x_rows.shape[0]), tl.float32)
+    for turn in tl.range(first, last, num_stages=STAGES):
         if HIGH:
             high = tl.load(high_at + turn * (taken * TILE_ROWS * GROUP), eviction_policy="evict_first")
         for part in tl.static_range(apart):
@@ -163,19 +159,44 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
                 offsets = tl.load(offset_ptr + groups_at + step * TILE_ROWS)
             for plane in tl.static_range(planes):
                 k = (step * planes + plane) * GROUP
-                if EVEN:
+                if EVEN and not SOME:
                     x = tl.load(x_at + k, eviction_policy="evict_last")
                 else:
-                    x = tl.load(x_at + k, mask=(place < inputs - k)[:, None], other=0.0, eviction_policy="evict_last")
+                    read = (place < inputs - k)[:, None]
+                    if EVEN:
+                        read = x_known[None, :]
+                    elif SOME:
+                        read = read & x_known[None, :]
+                    x = tl.load(x_at + k, mask=read, other=0.0, eviction_policy="evict_last")
                 if INTERPRETED:
                     weight = plane_numbers(words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH,
                                            ZERO, OFFSETS)  # fmt: skip
-                    weight = tl.reshape(weight.to(tl.bfloat16).to(tl.float32), (TILE, taken * GROUP))
+                    weight = tl.reshape(weight.to(tl.bfloat16).to(tl.float32), (tile, taken * GROUP))
                     acc = tl.dot(weight, x.to(tl.float32), acc, input_precision="ieee")
                 else:
                     weight = plane_weights(words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH,
                                            ZERO, OFFSETS)  # fmt: skip
-                    acc = tl.dot(tl.reshape(weight, (TILE, taken * GROUP)), x, acc)
+                    acc = tl.dot(tl.reshape(weight, (tile, taken * GROUP)), x, acc)
+    return acc
+
+
+@triton.jit
+def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr,  # type: ignore[no-untyped-def]
+                        x_stride, out_stride, outputs, inputs, steps, unit,
+                        BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+                        OFFSETS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+                        INTERPRETED: tl.constexpr):  # fmt: skip
+    """out[row, output] = sum of x[row, k] * weight[output, k]."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    output = tile * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    rounds = steps // UNROLL
+    each = tl.cdiv(rounds, SPLIT)
+    first = split * each
+    acc = block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_ptr + row * x_stride, row, inputs, steps,
+                     first, tl.minimum(first + each, rounds), BITS, HIGH, GROUP, ZERO, OFFSETS, UNROLL, EVEN, False,
+                     STAGES, EARLY, INTERPRETED)  # fmt: skip
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT)
 
 

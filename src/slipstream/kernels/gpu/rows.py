@@ -13,6 +13,11 @@ MAX_DEPTH = 64  # positions a proposal can reach behind its anchor, the anchor i
 Kind = Literal["tree", "chain", "block"]
 
 
+def padded_rows(rows: int) -> int:
+    """How many rows matmuls are given for so many: 16, 32 or 64, or any more sixteens."""
+    return -(-rows // LEAST_ROWS) * LEAST_ROWS if rows > 64 else max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     """`sequences` times `each` rows; row r belongs to sequence r // each and is its row r % each.
@@ -48,7 +53,7 @@ class DeviceRows:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         rows = sequences * each
-        padded = max(rows, LEAST_ROWS)
+        padded = padded_rows(rows)
         return cls(
             kind, sequences, each, numbers(padded), numbers(padded), numbers(padded) + padding_place,
             numbers(sequences), numbers(sequences), numbers(sequences, most_pages), numbers(rows, MAX_DEPTH),

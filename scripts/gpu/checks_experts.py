@@ -1,0 +1,300 @@
+"""Checks and times mixtures of experts on a GPU at real shapes.
+
+    python scripts/gpu/checks_experts.py                    checks, then times of every launch and of whole blocks
+    python scripts/gpu/checks_experts.py --variants         also other launches than the ones in plans.py
+    python scripts/gpu/checks_experts.py --tiny             the same code at tiny sizes under Triton's interpreter
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from checks_matmul import milliseconds
+from shapes import LAGUNA_XS_2, QWEN3_6_35B_A3B, RandomMatrices, RandomWeights
+from torch import Tensor
+
+from slipstream.kernels.gpu import experts as launchers
+from slipstream.kernels.gpu.experts import ExpertStack, Gate, Routing, RoutingRule
+from slipstream.kernels.gpu.kernels import gpu_kernels
+from slipstream.kernels.gpu.matmul import Scratch
+from slipstream.kernels.gpu.packing import KINDS
+from slipstream.kernels.gpu.plans import Launch
+from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
+from slipstream.models.gemma4 import gelu
+from slipstream.models.gpu_moe import GpuExperts, GpuMoe
+from slipstream.models.moe import Experts, MoeBlock, MoeShape, Router
+
+SCRATCH_PLACE = 10_000
+PRODUCT_ERROR = 3e-2 if "--tiny" in sys.argv else 1e-2  # the interpreter cuts bits off where a GPU rounds
+ROW_COUNTS = (1, 16, 64)
+PREFILL = 512
+assert QWEN3_6_35B_A3B.moe is not None
+SHAPES = {
+    "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B.moe,
+    "Qwen3-30B-A3B": MoeShape(2048, 128, 8, 768),
+    "Laguna-XS.2": LAGUNA_XS_2.moe,
+    "Gemma4-26B-A4B": MoeShape(2816, 128, 8, 704),
+}
+TINY_SHAPES = {
+    "gated": MoeShape(64, 6, 2, 64, shared_size=64, shared_gate=True), "plain": MoeShape(256, 5, 3, 64, "sigmoid"),
+}
+VARIANTS = (
+    Launch(32, 4, 4), Launch(64, 4, 2), Launch(64, 4, 3), Launch(64, 4, 4), Launch(64, 4, 6), Launch(64, 8, 4),
+    Launch(128, 4, 3), Launch(128, 8, 3), Launch(128, 8, 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape in one format, with random weights."""
+
+    label: str
+    shape: MoeShape
+    rule: RoutingRule
+    gate: Gate
+    gate_up: ExpertStack
+    down: ExpertStack
+
+    @property
+    def touched_bytes(self) -> int:
+        """Of one expert."""
+        return (self.gate_up.nbytes + self.down.nbytes) // self.gate_up.experts
+
+
+def make_case(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Case:
+    joined = shape.shared_size == shape.intermediate_size
+    count, inner, hidden = shape.experts + joined, shape.intermediate_size, shape.hidden_size
+    rule = RoutingRule(
+        shape.experts, shape.active, shape.scores == "sigmoid", shape.renormalise, shape.scale, shape.router_softcap,
+        joined, joined and shape.shared_gate, joined,
+    )
+    matrices = RandomMatrices(scratch, kind)
+    return Case(
+        f"{name} {kind}", shape, rule, "gelu" if name.startswith("Gemma") else "silu",
+        matrices.experts([[(inner, hidden)] * 2] * count), matrices.experts([[(hidden, inner)]] * count),
+    )
+
+
+def fits(shape: MoeShape, kind: str) -> bool:
+    """Whether a file can have these experts as such blocks."""
+    block = KINDS[kind].block if kind in KINDS else 1
+    return shape.hidden_size % block == 0 and shape.intermediate_size % block == 0
+
+
+def some_places(rows: int, device: torch.device, unused: Sequence[int] = ()) -> Tensor:
+    places = torch.arange(max(rows, LEAST_ROWS), dtype=torch.int32)
+    places[rows:] = SCRATCH_PLACE
+    places[list(unused)] = SCRATCH_PLACE
+    return places.to(device)
+
+
+def routed(case: Case, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Routing:
+    """A routing whose memory held nonsense before."""
+    out = Routing.empty(case.rule, rows, logits.device)
+    for tensor in (out.shares, out.marks, out.pairs, out.tiles):
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+    ticket = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    launch = launchers.route_reference if reference else launchers.route
+    launch(logits, None, None, places, SCRATCH_PLACE, ticket, out)
+    assert int(ticket) == 0, "a launch leaves its ticket at zero"
+    return out
+
+
+def mixed(case: Case, x: Tensor, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Tensor:
+    """The whole mixture, outputs poisoned before each launch."""
+    routing = routed(case, logits, places, rows, reference)
+    pairs, nan = routing.most_pairs, torch.nan
+    inner = torch.full((pairs, case.down.inputs), nan, dtype=torch.bfloat16, device=x.device)
+    answers = torch.full((pairs, case.down.outputs), nan, device=x.device)
+    out = torch.full((x.shape[0], case.down.outputs), nan, dtype=torch.bfloat16, device=x.device)
+    if reference:
+        launchers.expert_gate_up_reference(case.gate_up, x, routing, case.gate, inner)
+        launchers.expert_down_reference(case.down, inner, routing, answers)
+        launchers.combine_reference(answers, routing, None, places, SCRATCH_PLACE, out)
+    else:
+        launchers.expert_gate_up(case.gate_up, x, routing, case.gate, inner)
+        launchers.expert_down(case.down, inner, routing, answers)
+        launchers.combine(answers, routing, None, places, SCRATCH_PLACE, out)
+    return out
+
+
+def check(case: Case, device: torch.device, most: int) -> Iterator[str]:
+    """Faults of one case: routing, numbers, rows that depend on others, rows that are not numbers."""
+    width = case.rule.experts + case.rule.gated
+    x = torch.randn(most, case.shape.hidden_size, device=device).to(torch.bfloat16)
+    logits = torch.randn(most, width, device=device)
+    logits[5] = logits[5].round()  # many scores alike
+    for rows in sorted({1, 16, most}):
+        places = some_places(rows, device, (3,) if rows > 3 else ())
+        ours, twin = (routed(case, logits, places, rows, reference) for reference in (False, True))
+        if not torch.equal(ours.marks, twin.marks) or not torch.equal(ours.tiles[:, 0], twin.tiles[:, 0]):
+            yield f"{case.label}: {rows} rows are routed otherwise than by the twin"
+            continue
+        used = twin.tiles[:, 0] >= 0
+        filled = used[:, None] & (torch.arange(launchers.TILE_PAIRS, device=device) < twin.tiles[:, 1:])
+        if not torch.equal(ours.tiles[used], twin.tiles[used]) or not torch.equal(
+            ours.pairs[filled], twin.pairs[filled]
+        ):
+            yield f"{case.label}: {rows} rows are grouped otherwise than by the twin"
+        padded = max(rows, LEAST_ROWS)
+        found, truth = (mixed(case, x[:padded], logits, places, rows, which) for which in (False, True))
+        counting = (torch.arange(padded, device=device) < rows) & (places < SCRATCH_PLACE)
+        error = (found.double() - truth.double())[counting].norm(dim=1) / truth.double()[counting].norm(dim=1)
+        print(f"  {case.label}: error {float(error.max()):.1e} at {rows} rows")
+        if not float(error.max()) < PRODUCT_ERROR:
+            yield f"{case.label}: error {float(error.max()):.1e} at {rows} rows"
+        if found[~counting].any():
+            yield f"{case.label}: rows that do not count are not zero"
+    alone = mixed(case, x[:16], logits[:16], some_places(16, device), 16)
+    for rows in (32, 64) if most >= 64 else (32,):
+        strange, other = x[:rows].clone(), logits[:rows].clone()
+        strange[16:] *= 1000
+        strange[20], other[20] = torch.nan, torch.nan
+        for turn in range(2):
+            strange, other = strange.roll(8 * turn, 0), other.roll(8 * turn, 0)
+            found = mixed(case, strange, other, some_places(rows, device, (rows - 1,)), rows)
+            if not torch.equal(found[8 * turn : 8 * turn + 16], alone):
+                yield f"{case.label}: rows change among {rows}, {8 * turn} rows further on"
+            if not found[20 + 8 * turn].isnan().all():
+                yield f"{case.label}: a row that is no number gives numbers"
+
+
+def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Callable[[int], None]], int]:
+    """The launches of a step of so many rows, and how many experts it touches."""
+    padded = max(rows, LEAST_ROWS)
+    x = torch.randn(padded, case.shape.hidden_size, device=device).to(torch.bfloat16)
+    # other rows for every call: experts that stay in the L2 cache would cost nothing
+    logits = [torch.randn(padded, case.rule.experts + case.rule.gated, device=device) for _ in range(16)]
+    places = some_places(rows, device)
+    routings = [routed(case, each, places, rows) for each in logits]
+    touched = sum(len(set(each.tiles[:, 0].tolist()) - {-1}) for each in routings) // len(routings)
+    pairs = routings[0].most_pairs
+    inner = torch.randn(pairs, case.down.inputs, device=device).to(torch.bfloat16)
+    answers = torch.randn(pairs, case.down.outputs, device=device)
+    out = torch.empty(padded, case.down.outputs, dtype=torch.bfloat16, device=device)
+    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    return {
+        "route": lambda i: launchers.route(logits[i % 16], None, None, places, SCRATCH_PLACE, ticket, routings[i % 16]),
+        "gate_up": lambda i: launchers.expert_gate_up(case.gate_up, x, routings[i % 16], case.gate, inner),
+        "down": lambda i: launchers.expert_down(case.down, inner, routings[i % 16], answers),
+        "combine": lambda i: launchers.combine(answers, routings[i % 16], None, places, SCRATCH_PLACE, out),
+    }, touched
+
+
+def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[Launch]) -> Iterator[dict[str, object]]:
+    calls, touched = launches(case, rows, device)
+    for name, call in calls.items():
+        stack = {"gate_up": case.gate_up, "down": case.down}.get(name)
+        usual = stack.launch if stack is not None else None
+        for launch in [usual, *variants] if stack is not None else [None]:
+            if stack is not None and launch is not None:
+                stack.launch = launch
+            try:
+                us = milliseconds(call, 16, device) * 1e3
+            except Exception as problem:  # a launch that needs more memory than a multiprocessor has
+                print(f"  {case.label} {name} {rows} {launch}: {str(problem)[:90]}")
+                continue
+            moved = touched * stack.nbytes // stack.experts if stack is not None else 0
+            shown = "" if launch is None else f"{launch.tile}/{launch.warps}w/{launch.stages}s"
+            line = {
+                "case": case.label, "rows": rows, "launch": name, "variant": shown + ("" if launch != usual else " *"),
+                "us": round(us, 2), "touched": touched, "GB/s": round(moved / us / 1e3) if moved else "",
+            }
+            print(line, flush=True)
+            yield line
+        if stack is not None and usual is not None:
+            stack.launch = usual
+
+
+def block_of(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Callable[[Tensor, DeviceRows], Tensor]:
+    """A whole block as a layer calls it: router, experts, shared expert."""
+    weights, kernels = RandomWeights(scratch, kind), gpu_kernels("triton")
+    if name.startswith("Gemma"):
+        experts = GpuExperts(kernels, Router(weights, "r", shape), Experts(weights, "e.", shape, gelu))
+        return lambda x, rows: experts(x, x, rows, SCRATCH_PLACE)
+    block = GpuMoe(kernels, MoeBlock(weights, "mlp.", shape))
+    return lambda x, rows: block(x, rows, SCRATCH_PLACE)
+
+
+def time_blocks(
+    name: str, shape: MoeShape, kind: str, scratch: Scratch, counts: Sequence[int]
+) -> Iterator[dict[str, object]]:
+    """Whole blocks, several in a row with weights of their own, beside the bytes of the experts they touch."""
+    device = scratch.device
+    case = make_case(name, shape, kind, scratch)
+    blocks = [block_of(name, shape, kind, scratch) for _ in range(4 if device.type == "cuda" else 1)]
+    for count in counts:
+        rows = replace(
+            DeviceRows.empty("tree", 1, count, 1, device, SCRATCH_PLACE), places=some_places(count, device)
+        )
+        padded = max(count, LEAST_ROWS)
+        xs = [torch.randn(padded, shape.hidden_size, device=device).to(torch.bfloat16) for _ in blocks]
+        us = milliseconds(lambda i, rows=rows, xs=xs: blocks[i](xs[i], rows), len(blocks), device) * 1e3  # type: ignore
+        logits = torch.randn(padded, case.rule.experts + case.rule.gated, device=device)
+        tiles = routed(case, logits, rows.places, count).tiles[:, 0]
+        touched = len(set(tiles.tolist()) - {-1})
+        moved = touched * case.touched_bytes
+        yield {
+            "case": case.label, "rows": count, "launch": "whole block", "variant": "", "us": round(us, 2),
+            "touched": touched, "GB/s": round(moved / us / 1e3),
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--formats", default="bf16,Q4_K,Q8_0,Q6_K")
+    parser.add_argument("--shapes", default="")
+    parser.add_argument("--rows", default=",".join(map(str, ROW_COUNTS)))
+    parser.add_argument("--variants", action="store_true", help="time other launches too")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    shapes = TINY_SHAPES if options.tiny else SHAPES
+    names = [name for name in shapes if not options.shapes or name in options.shapes.split(",")]
+    counts = [int(count) for count in options.rows.split(",")]
+    formats = options.formats.split(",")
+    if options.tiny:
+        counts, formats = counts[:1], ["bf16", "Q8_0"]
+    began, faults, times = time.perf_counter(), list[str](), list[dict[str, object]]()
+    for name in names:
+        for kind in formats:
+            if not fits(shapes[name], kind):
+                continue
+            scratch = Scratch(device)
+            case = make_case(name, shapes[name], kind, scratch)
+            if options.only != "times":
+                faults += check(case, device, 32 if options.tiny else PREFILL)
+            if options.only != "checks":
+                for count in counts:
+                    times += time_case(case, count, device, VARIANTS if options.variants and count <= 64 else ())
+                del case
+                wanted = counts if options.tiny else [*counts, PREFILL]
+                times += time_blocks(name, shapes[name], kind, scratch, wanted)
+                print(times[-1], flush=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if folder := os.environ.get("OUT"):
+        (Path(folder) / "expert_times.json").write_text(json.dumps(times, indent=1))
+    print(f"\n{'case':32} {'rows':>4} {'launch':12} {'variant':12} {'us':>9} {'experts':>8} {'GB/s':>6}")
+    for line in times:
+        print(f"{line['case']!s:32} {line['rows']!s:>4} {line['launch']!s:12} {line['variant']!s:12} "
+              f"{line['us']!s:>9} {line['touched']!s:>8} {line['GB/s']!s:>6}")
+    print(f"{time.perf_counter() - began:.0f} s in all; {len(faults)} faults {faults}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Times captured steps of hybrid and mixture targets on a GPU with random weights, beside the floor of their bytes.
+
+    python scripts/gpu/family_steps.py                                  three shapes, bf16 and Q4_K, at 1K context
+    python scripts/gpu/family_steps.py --shapes Laguna-XS.2 --formats bf16 --json out.json
+    python scripts/gpu/family_steps.py --tiny                           small versions on a CPU, kernels in torch
+
+Every shape and format runs in a process of its own. A step is everything but the drafter: rows laid out, the target's
+pass, the choice of tokens, the commit. What it must read is counted, experts from the routing of that very step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+if "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from shapes import FAMILIES, RandomWeights, tiny_family
+from step_times import copy_bandwidth
+from torch import Tensor
+
+from slipstream.cache.pools import PoolShape
+from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.gpu.backend import GpuBackend
+from slipstream.engine.gpu.passes import GpuBlocks
+from slipstream.engine.gpu.state import Decoding, Wish
+from slipstream.engine.gpu.step import DecodeStep
+from slipstream.kernels.gpu.experts import ExpertStack, Routing
+from slipstream.kernels.gpu.growth import CHAIN, TREE
+from slipstream.kernels.rows import AttentionPattern
+from slipstream.models.decoder import DecoderConfig, FamilyNames
+from slipstream.models.delta_net import DeltaNetLayer
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.laguna import Laguna, LagunaConfig
+from slipstream.models.moe import MoeBlock, MoeLayer
+from slipstream.models.qwen3_5 import Qwen35
+from slipstream.models.rope import RopeConfig
+from slipstream.models.weights import keep_name
+from slipstream.types import SamplingParams
+
+NOT_TIMED = ("draft", "heads", "context write")  # the drafter's
+STEPS = (("plain", 1, CHAIN), ("verify chain 16", 16, CHAIN), ("verify tree 64", 64, TREE))
+BLOCK = 16
+ROOM = 2048  # tokens that timed steps may commit
+
+
+class Touched:
+    """A router's launches, which remember the experts of each while somebody listens."""
+
+    def __init__(self, route: Callable[..., None]) -> None:
+        self._route = route
+        self.listening = False
+        self.seen: list[Tensor] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self._route(*arguments)
+        if self.listening:
+            self.seen.append(cast(Routing, arguments[-1]).tiles[:, 0].clone())
+
+    def counts(self) -> list[int]:
+        """Experts of each launch since the last time."""
+        found = [len(set(tiles.tolist()) - {-1}) for tiles in self.seen]
+        self.seen = []
+        return found
+
+
+class Bench:
+    """A target of one shape with random weights, and a small drafter whose proposals it is given."""
+
+    def __init__(self, shape: DecoderConfig, kind: str, context: int, device: torch.device, tiny: bool) -> None:
+        self.shape, self.context, self.device = shape, context, device
+        tokens = context + 2 * ROOM
+        config = EngineConfig(
+            kernels="reference" if tiny else "triton", max_sequences=1, max_context=tokens, cache_tokens=tokens + 1024
+        )
+        self.backend = GpuBackend(device, config)
+        self.touched = Touched(self.backend._kernels.route)
+        self.backend._kernels = replace(self.backend._kernels, route=self.touched)
+        model = Laguna if isinstance(shape, LagunaConfig) else Qwen35
+        weights = RandomWeights(self.backend.scratch, kind)
+        self.target = model(shape, weights, FamilyNames(keep_name, lambda name: True))
+        draft_shape = small_drafter(shape)
+        taps = len(draft_shape.target_layer_ids) * shape.hidden_size
+        drafter = DFlashDrafter(draft_shape, RandomWeights(self.backend.scratch, kind, (shape.hidden_size, taps)))
+        pools = (
+            PoolShape(shape.kv_shapes, shape.states),
+            PoolShape.alike(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
+        )
+        self.engine = self.backend.build(
+            self.target, drafter, pools, None, tokens, ROOM, "random", None  # type: ignore[arg-type]
+        )
+        blocks = self.engine._runner.drafter
+        assert isinstance(blocks, GpuBlocks)
+        self.drafter = blocks.gpu
+
+    def load(self, rows: int, kind: int) -> None:
+        """One sequence of the context's length that proposes as many tokens as rows have room for."""
+        pages = range(-(-(self.context + ROOM) // PAGE_TOKENS))
+        state = self.backend.state
+        slots = None if self.shape.states is None else (0, 1)
+        state.load([Decoding(self.context, 5, list(pages), SamplingParams(), True, slots)])
+        state.wish([Wish(rows - 1, BLOCK - 1, kind) if rows > 1 else Wish()])
+
+    def step(self, rows: int) -> DecodeStep:
+        """The engine's own step; proposals are tokens drawn at random, likelier ones first."""
+        step = self.backend._make_step(1, rows, self.drafter if rows > 1 else None, rows > 1)
+        if rows > 1:
+            step._candidates.random_(0, self.shape.vocab_size)
+            ranks = torch.arange(step._scores.shape[-1], device=self.device)
+            step._scores.copy_((-0.2 - 0.5 * ranks).expand_as(step._scores))
+        return step
+
+    @torch.inference_mode()
+    def measure(self, label: str, rows: int, kind: int, rounds: int) -> dict[str, object]:
+        step = self.step(rows)
+        phases = [run for name, run in step.phases if name not in NOT_TIMED]
+
+        def launches() -> None:
+            for run in phases:
+                run()
+
+        self.load(rows, kind)
+        self.touched.listening = True
+        launches()
+        self.touched.listening = False
+        used = 1 + int(step._grown.counts[0])
+        assert used == rows, f"{used} of {rows} rows are used: the table would be of another step"
+        moved, experts = self.bytes_moved(rows, self.touched.counts())
+        self.backend.state.clear()  # a capture runs its launches too
+        run = self.backend.graphs.runner(("measured", label), launches)
+        self.load(rows, kind)
+        times = [self._timed(run) for _ in range(rounds)]
+        return {"step": label, "ms": statistics.median(times), "bytes": moved, "experts": experts}
+
+    def _timed(self, run: Callable[[], None], steps: int = 4) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            run()
+            return (time.perf_counter() - began) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(steps):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / steps
+
+    def bytes_moved(self, rows: int, touched: list[int]) -> tuple[int, float]:
+        """What a step must read or write, and how many experts of a layer it touches on average."""
+        blocks = [layer.moe for layer in self.target.layers if isinstance(layer, MoeLayer) and layer.moe is not None]
+        assert len(blocks) == len(touched), "every mixture was routed once"
+        moved = self.target.step_bytes
+        for block, count in zip(blocks, touched, strict=True):
+            usual, each = expert_bytes(block)
+            moved += count * each - usual
+        for index, layer in enumerate(self.target.layers):
+            if not isinstance(layer, DeltaNetLayer):
+                shape, window = self.shape.layer(index), layer.pattern.window
+                seen = min(self.context, window) if window else self.context
+                moved += (seen + rows) * 2 * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
+        if self.shape.states is not None:
+            moved += 2 * self.shape.states.state_bytes
+        return moved, sum(touched) / max(1, len(touched))
+
+
+def expert_bytes(block: MoeBlock) -> tuple[int, int]:
+    """What a layer's experts count for in the bytes of a step of one row, and what one of them has."""
+    stacks = [cast(ExpertStack, block.experts.gate_up), cast(ExpertStack, block.experts.down)]
+    whole, count = sum(stack.nbytes for stack in stacks), stacks[0].experts
+    return whole * (block.shape.active + block.experts.has_shared) // count, whole // count
+
+
+def small_drafter(target: DecoderConfig) -> DFlashConfig:
+    """Taps five layers and drafts blocks of 16, so that steps have all their phases; its own are not timed."""
+    taps = tuple(sorted({round((target.layers - 3) * i / 4) + 1 for i in range(5)}))
+    return DFlashConfig(
+        "random", target.hidden_size, 1, 4, 2, 64, 256, target.vocab_size, target.rms_eps, RopeConfig(1e6, 64), False,
+        BLOCK, 3, taps, target.layers, (AttentionPattern(causal=False),), 0,
+    )
+
+
+def measure_one(name: str, kind: str, context: int, tiny: bool) -> list[dict[str, object]]:
+    device = torch.device("cpu" if tiny else "cuda")
+    began = time.perf_counter()
+    bandwidth = copy_bandwidth(device, 2**24 if tiny else 2**32)
+    bench = Bench(tiny_family(name) if tiny else FAMILIES[name], kind, context, device, tiny)
+    print(f"{name} {kind}: built in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    lines = []
+    for label, rows, shape in STEPS:
+        line = bench.measure(label, rows, shape, 2 if tiny else 30)
+        ms, floor = cast(float, line["ms"]), cast(int, line["bytes"]) / bandwidth * 1e3
+        line |= {"shape": name, "format": kind, "context": context, "floor_ms": floor, "ratio": ms / floor}
+        lines.append(line)
+        print(shown(line), flush=True)
+    if device.type == "cuda":
+        print(f"  most memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+    return lines
+
+
+def shown(line: dict[str, Any]) -> str:
+    return (
+        f"| {line['shape']} | {line['format']} | {line['step']} | {line['ms']:.3f} | {line['bytes'] / 1e9:.3f} | "
+        f"{line['experts']:.1f} | {line['floor_ms']:.3f} | {line['ratio']:.2f} |"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default=",".join(FAMILIES))
+    parser.add_argument("--formats", default="bf16,Q4_K")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--limit", type=int, default=240, help="seconds that one shape in one format may take")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    jobs = [(name, kind) for kind in options.formats.split(",") for name in options.shapes.split(",")]
+    lines: list[dict[str, Any]] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, kind in jobs:
+            if options.here:
+                lines += measure_one(name, kind, options.context, options.tiny)
+                continue
+            out = Path(folder) / "lines.json"
+            command = [sys.executable, __file__, "--here", "--shapes", name, "--formats", kind, "--json", str(out)]
+            command += ["--context", str(options.context), *(["--tiny"] if options.tiny else [])]
+            try:
+                subprocess.run(command, check=True, timeout=options.limit)
+                lines += json.loads(out.read_text())
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as problem:
+                failed.append(f"{name} {kind}: {type(problem).__name__}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(lines, indent=1))
+    if not options.here:
+        print("\n| shape | format | step | ms | GB | experts a layer | floor ms | ratio |\n|" + " --- |" * 8)
+        print("\n".join(map(shown, lines)))
+        print(f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

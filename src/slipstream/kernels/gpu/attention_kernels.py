@@ -1,0 +1,265 @@
+"""The Triton kernels of attention over pages; `attention.py` launches them and says how they divide the work."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _last_position(positions, sequence, EACH: tl.constexpr, EACH_PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the last row of a sequence stands; rows that are not used look like its first."""
+    row = tl.arange(0, EACH_PADDED)
+    return tl.max(tl.load(positions + sequence * EACH + tl.minimum(row, EACH - 1)), 0)
+
+
+@triton.jit
+def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The range of key positions that a row at `position` sees."""
+    low = position * 0 + earliest
+    until = position + 1
+    if BLOCK:
+        until = position * 0 + last + 1
+    if WINDOW > 0:
+        low = tl.maximum(low, position - (WINDOW - 1))
+        if BLOCK:
+            until = tl.minimum(until, position + WINDOW)
+    return low, until
+
+
+@triton.jit
+def _split(low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How a row's pages are dealt out: its first page, the one behind its shared slots, the pages of a shared slot, and
+    how many of these it fills.
+    """
+    first_page = low // PAGE
+    stop_page = tl.maximum((until - 1) // PAGE - 1, first_page)
+    each = tl.maximum((stop_page - first_page + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
+    return first_page, stop_page, each, (stop_page - first_page + each - 1) // each
+
+
+@triton.jit
+def _store_part(  # type: ignore[no-untyped-def]
+    sums, stats, at, peak, weight, total, used, DIM: tl.constexpr
+):
+    d = tl.arange(0, DIM)
+    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
+    tl.store(stats + at * 2, peak, mask=used)
+    tl.store(stats + at * 2 + 1, weight, mask=used)
+
+
+@triton.jit
+def _fold_page(  # type: ignore[no-untyped-def]
+    query, key, value, seen, scale, peak, weight, total, INTERPRETED: tl.constexpr
+):
+    """Adds a page's keys to the sums of every lane. A lane that sees none of them keeps its sums to the bit."""
+    if INTERPRETED:
+        query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+    scores = tl.where(seen, tl.dot(query, tl.trans(key)) * scale, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shrink = tl.exp2(peak - anchor)
+    weights = tl.exp2(scores - anchor[:, None])
+    weight = tl.fma(weight, shrink, tl.sum(weights, 1))  # spelt out: the compiler must not choose which product rounds
+    weights = weights.to(tl.bfloat16)
+    if INTERPRETED:
+        weights = weights.to(tl.float32)
+    total = tl.dot(weights, value, total * shrink[:, None])
+    return new_peak, weight, total
+
+
+@triton.jit
+def _fold_pages(  # type: ignore[no-untyped-def]
+    query, keys, values, own_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """Folds pages begin..end of a sequence, so many keys at a time; a lane sees key positions low..until of them."""
+    PIECES: tl.constexpr = PAGE // KEYS
+    token = tl.arange(0, KEYS)
+    within = token[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    held = tl.load(own_pages + tl.where(begin < end, begin, 0))
+    for piece in range(begin * PIECES, end * PIECES):
+        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + piece % PIECES * (KEYS * DIM)
+        # looked up one step ahead: a load that waits for a load would keep the compiler from fetching keys early
+        held = tl.load(own_pages + tl.minimum((piece + 1) // PIECES, end - 1))
+        key, value = tl.load(keys + at + within), tl.load(values + at + within)
+        position = piece * KEYS + token
+        seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
+        peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
+    return peak, weight, total
+
+
+@triton.jit
+def shared_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, values, positions, earliest, pages, sums, stats, scale, most_pages,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
+    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
+    member = lane % SHARE_PADDED
+    row = tile * TILE + lane // SHARE_PADDED
+    used = (row < EACH) & (member < SHARE)
+    row = sequence * EACH + tl.minimum(row, EACH - 1)
+    position = tl.load(positions + row)
+    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
+    low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    first_page, stop_page, each, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
+    vector = row * KV_HEADS + kv_head
+    at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+    query = tl.load(queries + at, mask=used[:, None], other=0.0)
+    for slot in range(tl.program_id(2), tl.max(slots, 0), tl.num_programs(2)):
+        here = used & (slot < slots)
+        first = first_page + slot * each
+        stop = tl.minimum(first + each, stop_page)
+        begin, end = tl.min(tl.where(here, first, 1 << 30), 0), tl.max(tl.where(here, stop, 0), 0)
+        peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
+        total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
+        peak, weight, total = _fold_pages(
+            query, keys, values, pages + sequence * most_pages, begin, end, tl.maximum(low, first * PAGE),
+            tl.where(here, stop * PAGE, 0), scale, kv_head, peak, weight, total, KV_HEADS, DIM, PAGE, KEYS, INTERPRETED,
+        )
+        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
+
+
+@triton.jit
+def _held(  # type: ignore[no-untyped-def]
+    own_pages, most_pages, path, position, reached, page, committed, PAGE: tl.constexpr, TREE: tl.constexpr
+):
+    """In which page of the pool, and which token of it, a row finds the keys of the positions of one of its pages."""
+    held = tl.load(own_pages + page)
+    if not TREE:
+        return position * 0 + held, position % PAGE
+    depth = position - committed
+    ancestor = committed + tl.load(path + depth, mask=reached & (depth >= 0), other=0)
+    step_page = committed // PAGE  # the rows of a step lie there or in the page behind
+    here, behind = tl.load(own_pages + step_page), tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1))
+    own = tl.where(ancestor // PAGE == step_page, here, behind)
+    return tl.where(depth >= 0, own, held), tl.where(depth >= 0, ancestor, position) % PAGE
+
+
+@triton.jit
+def last_pages_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, values, positions, base, earliest, pages, paths, sums, stats, scale, most_pages,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, WINDOW: tl.constexpr,
+    TREE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    SLOTS: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """A program sums up one page for those of a few rows whose last page or last but one it is. From the page on in
+    which a tree's step began every row has keys of its own, and a program takes one row.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    work, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    committed = tl.load(base + sequence)
+    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
+    member = lane % SHARE_PADDED
+    page = committed // PAGE - 1 + work // TILES
+    row = work % TILES * TILE + lane // SHARE_PADDED
+    lanes = TILE * SHARE_PADDED
+    own = tl.maximum(work - TILES, 0)
+    if TREE:
+        page = committed // PAGE + tl.where(work < TILES, -1, own // EACH)
+        row = tl.where(work < TILES, row, own % EACH)
+        lanes = tl.where(work < TILES, lanes, SHARE_PADDED)
+    used = (row < EACH) & (member < SHARE) & (lane < lanes)
+    row = sequence * EACH + tl.minimum(row, EACH - 1)
+    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
+    low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    slot = SLOTS - 1 + page - (until - 1) // PAGE
+    used = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (page >= low // PAGE)
+    stop = tl.max(tl.where(used, until, 0), 0)
+    if stop > 0:
+        vector = row * KV_HEADS + kv_head
+        at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+        query = tl.load(queries + at, mask=used[:, None], other=0.0)
+        path = paths + (sequence * EACH + own % EACH) * DEPTH
+        own_pages = pages + sequence * most_pages
+        peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
+        weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
+        total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
+        for piece in tl.static_range(PAGE // KEYS):
+            position = page * PAGE + piece * KEYS + tl.arange(0, KEYS)
+            reached = position < stop
+            held, offset = _held(own_pages, most_pages, path, position, reached, page, committed, PAGE, TREE)
+            found = ((held.to(tl.int64) * KV_HEADS + kv_head) * PAGE + offset)[:, None] * DIM + d[None, :]
+            key = tl.load(keys + found, mask=reached[:, None], other=0.0)
+            value = tl.load(values + found, mask=reached[:, None], other=0.0)
+            seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
+            peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
+        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, used, DIM)
+    if OVERLAP:
+        gdc_wait()  # so that who waits for this launch has waited for the first one too
+
+
+@triton.jit
+def combine_kernel(  # type: ignore[no-untyped-def]
+    positions, earliest, sums, stats, out,
+    EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """Adds up the slots of a row's head."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    sequence = row // EACH
+    last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
+    low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
+    first_page, _, _, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
+    ends = tl.minimum((until - 1) // PAGE - first_page, 1) + 1  # how many of the last two pages the row sees
+    d = tl.arange(0, DIM)
+    if OVERLAP:
+        gdc_wait()
+    peak, weight, total = float("-inf"), 0.0, tl.zeros([DIM], tl.float32)
+    for begin in range(0, slots + ends, AT_ONCE):
+        slot = begin + tl.arange(0, AT_ONCE)
+        slot = tl.where(slot < slots, slot, slot - slots + SLOTS - ends)
+        there = slot < SLOTS
+        at = ((row * KV_HEADS + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
+        # read past the first cache, which does not hear of what other multiprocessors wrote
+        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        totals = tl.load(
+            sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
+        )
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        shrink, shares = tl.exp2(peak - new_peak), tl.exp2(peaks - new_peak)
+        weight = tl.fma(weight, shrink, tl.sum(weights * shares, 0))
+        total = tl.fma(total, tl.broadcast_to(shrink, [DIM]), tl.sum(totals * shares[:, None], 0))
+        peak = new_peak
+    tl.store(out + (row * KV_HEADS * SHARE + head) * DIM + d, (total / weight).to(tl.bfloat16))
+
+
+@triton.jit
+def prefill_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, values, positions, earliest, pages, out, scale, most_pages,
+    EACH: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, SHARE_PADDED: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """Many rows of one sequence: a program takes a tile of them through all their pages."""
+    tile, kv_head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
+    member = lane % SHARE_PADDED
+    row = tile * TILE + lane // SHARE_PADDED
+    used = (row < EACH) & (member < SHARE)
+    row = sequence * EACH + tl.minimum(row, EACH - 1)
+    low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), 0, WINDOW, False)
+    at = ((row * KV_HEADS + kv_head) * SHARE + member)[:, None] * DIM + d[None, :]
+    query = tl.load(queries + at, mask=used[:, None], other=0.0)
+    peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
+    total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
+    begin, end = tl.min(low, 0) // PAGE, (tl.max(until, 0) + PAGE - 1) // PAGE
+    peak, weight, total = _fold_pages(
+        query, keys, values, pages + sequence * most_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
+        KV_HEADS, DIM, PAGE, KEYS, INTERPRETED,
+    )
+    tl.store(out + at, (total / weight[:, None]).to(tl.bfloat16), mask=used[:, None])

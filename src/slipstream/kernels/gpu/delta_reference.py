@@ -1,0 +1,125 @@
+"""The launchers of kernels/gpu/delta.py in plain torch: the same operations, a row at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.delta import DeltaRule, DeltaShape
+from slipstream.kernels.gpu.delta import DeltaKernels, DeviceStates, Replay, is_line
+from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.reference import rms_norm
+from slipstream.kernels.rowwise import row_by_row
+
+
+def plan_reference(rows: DeviceRows, states: DeviceStates) -> None:
+    lines = states.lines
+    for sequence in range(rows.sequences):
+        first = sequence * rows.each
+        used = int((rows.places[first : first + rows.each] < states.scratch_place).sum())
+        ends = [(used - 1, used)] if used else []
+        if not is_line(rows):
+            paths = [_line(rows, sequence, row) for row in range(used)]
+            parents = {path[-2] for path in paths if len(path) > 1}
+            ends = [(row, len(path)) for row, path in enumerate(paths) if row not in parents]
+        lines.counts[sequence] = len(ends)
+        for place, (row, length) in enumerate(ends):
+            lines.ends[sequence, place], lines.lengths[sequence, place] = row, length
+
+
+def _line(rows: DeviceRows, sequence: int, row: int) -> list[int]:
+    """The rows that lead to one, itself included."""
+    if is_line(rows):
+        return list(range(row + 1))
+    at = sequence * rows.each + row
+    depth = int(rows.positions[at]) - int(rows.base[sequence])
+    return rows.paths[at, : depth + 1].tolist()
+
+
+def mix_reference(
+    inputs: Tensor, gates: Tensor, rows: DeviceRows, rule: DeltaRule, states: DeviceStates, layer: int
+) -> None:
+    shape, log = states.shape, states.log
+    keys, values, write, left, kept = log.of(layer)
+    used, seen = [], []
+    for row in (rows.places[: rows.rows] < states.scratch_place).nonzero().flatten().tolist():
+        sequence, own = divmod(row, rows.each)
+        line = [sequence * rows.each + ancestor for ancestor in _line(rows, sequence, own)[-shape.kernel :]]
+        window = states.windows[int(states.source[sequence]), layer]
+        used.append(row)
+        seen.append(torch.cat((window, inputs[line]))[-shape.kernel :])
+    if not used:
+        return
+    queries, own_keys, own_values = rule.mix(torch.stack(seen).float())
+    written, rest = rule.gates(*gates[used].float().chunk(2, dim=-1))
+    log.queries[used], log.products[used] = queries, (queries * own_keys).sum(-1)
+    keys[used], values[used], write[used], left[used] = own_keys, own_values, written, rest
+    kept[used] = inputs[used]
+
+
+def _written(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """A state [heads, key dim, value dim] behind a row, and what the row has added."""
+    keys, values, write, left, _ = brought
+    key, rest = shape.for_values(keys[row][None])[0, :, :, None], left[row][:, None]
+    learnt = (values[row] - (state * key).sum(-2) * rest) * write[row][:, None]
+    return state * rest[..., None] + key * learnt[:, None, :], learnt
+
+
+def recur_reference(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
+    shape, log, lines = states.shape, states.log, states.lines
+    brought = log.of(layer)
+    for sequence in range(rows.sequences):
+        first, slot = sequence * rows.each, int(states.source[sequence])
+        for place in range(int(lines.counts[sequence])):
+            state = states.memories[slot, layer].clone()
+            window = states.windows[slot, layer].clone()
+            for own in _line(rows, sequence, int(lines.ends[sequence, place])):
+                row = first + own
+                query = shape.for_values(log.queries[row][None])[0, :, :, None]
+                product = shape.for_values(log.products[row][None, :, None])[0]
+                recalled = (state * query).sum(-2) * brought[3][row][:, None]
+                state, learnt = _written(shape, state, row, brought)
+                log.reads[row] = recalled + product * learnt
+                window = torch.cat((window, brought[4][row][None]))[1:]
+                if states.saves is not None and states.saves[row] >= 0:
+                    states.memories[int(states.saves[row]), layer] = state
+                    states.windows[int(states.saves[row]), layer] = window
+
+
+def gate_reference(
+    gates: Tensor, weight: Tensor, eps: float, rows: DeviceRows, states: DeviceStates, out: Tensor
+) -> None:
+    shape, count = states.shape, out.shape[0]
+    read = rms_norm(states.log.reads[:count], weight, eps)
+    weighed = read * row_by_row(F.silu, gates.float()).view(count, shape.value_heads, shape.value_dim)
+    unused = (rows.places >= states.scratch_place)[:, None]
+    out.copy_(weighed.flatten(1).masked_fill(unused, 0.0))
+
+
+def commit_reference(states: DeviceStates, replay: Replay) -> None:
+    shape = states.shape
+    for sequence, taken in enumerate(replay.taken.tolist()):
+        if not taken:
+            continue
+        first = replay.first + sequence * replay.each
+        line = [first + row for row in replay.path[sequence, :taken].tolist()]
+        slot, wanted = int(replay.source[sequence]), int(replay.destination[sequence])
+        for layer in range(shape.layers):
+            brought = states.log.of(layer)
+            state = states.memories[slot, layer].clone()
+            for row in line:
+                state, _ = _written(shape, state, row, brought)
+            window = torch.cat((states.windows[slot, layer], brought[4][line]))
+            states.memories[wanted, layer], states.windows[wanted, layer] = state, window[-shape.window :]
+
+
+def swap_reference(source: Tensor, destination: Tensor, taken: Tensor) -> None:
+    old, new, moved = source.clone(), destination.clone(), taken > 0
+    source.copy_(torch.where(moved, new, old))
+    destination.copy_(torch.where(moved, old, new))
+
+
+REFERENCE = DeltaKernels(
+    plan_reference, mix_reference, recur_reference, gate_reference, commit_reference, swap_reference
+)

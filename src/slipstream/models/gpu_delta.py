@@ -1,0 +1,35 @@
+"""A gated delta net as a GPU runs it: three products, and what stands between them in three launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gpu.delta import DeviceStates
+from slipstream.kernels.gpu.kernels import GpuKernels
+from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.models.delta_net import DeltaNetLayer
+
+
+class GpuDeltaNet:
+    """The mixer of a recurrent layer; the first of a model also finds the ways through the rows, for all of them."""
+
+    def __init__(self, kernels: GpuKernels, layer: DeltaNetLayer, device: torch.device) -> None:
+        self._kernels = kernels
+        self._layer = layer
+        self._rule = layer.rule.to(device)
+
+    def __call__(self, normed: Tensor, rows: DeviceRows, states: DeviceStates) -> Tensor:
+        """Rows bf16 [padded rows, hidden] through the recurrence; zeros come of those that do not count."""
+        kernels, layer, delta = self._kernels, self._layer, self._layer.delta
+        if layer.state == 0:
+            kernels.delta.plan(rows, states)
+        inputs = kernels.multiply(layer.inputs, normed)
+        gates = kernels.multiply(layer.gates, normed)
+        kernels.delta.mix(inputs[:, : delta.channels], gates, rows, self._rule, states, layer.state)
+        kernels.delta.recur(rows, states, layer.state)
+        weighed = normed.new_empty(normed.shape[0], delta.value_heads * delta.value_dim)
+        kernels.delta.gate(
+            inputs[:, delta.channels :], layer.head_norm, layer.shape.rms_eps, rows, states, weighed
+        )
+        return kernels.multiply(layer.output, weighed)
