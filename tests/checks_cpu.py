@@ -66,7 +66,7 @@ def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]
         low, high = (ratio.interval if ratio else None) or (value, value)
         about = (
             f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau.get('auto', 0):.2f}, "
-            f"{result.same}/{result.prompts} texts same, {tokens} tokens each"
+            f"{result.same}/{result.prompts} texts same, up to {tokens} tokens each"
         )
         found.append(Bar(f"{name}, {how}: {mode} over {over}", value, bar, about))
     return found

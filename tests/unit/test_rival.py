@@ -125,6 +125,9 @@ class FixedRival(rival.Rival):
         return 0.0
 
 
+ANSWER_TOKENS = 12  # of an answer that may end
+
+
 class RunnableFake(FakeLLM):
     """The stand-in engine with the part of its API that runs prepared requests."""
 
@@ -132,7 +135,8 @@ class RunnableFake(FakeLLM):
         return [ord(letter) for letter in messages]
 
     def request(self, ids: Any, **settings: Any) -> Any:
-        return ("".join(map(chr, ids)), settings)
+        ends = settings["max_tokens"] if settings["ignore_eos"] else min(settings["max_tokens"], ANSWER_TOKENS)
+        return ("".join(map(chr, ids)), settings | {"max_tokens": ends})
 
     def run(self, requests: Any) -> Any:
         return [self._complete([{"role": "user", "content": text}], settings) for text, settings in requests]
@@ -142,12 +146,15 @@ def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
     llm, opponent = RunnableFake("t"), FixedRival(4.0)
     result = race(llm, opponent, [("a",), ("b",), ("c",)], Plan(max_tokens=20, seed=3))  # type: ignore[arg-type]
-    assert [request["mode"] for request in llm.requests[2:]] == ["plain", "auto", "auto", "plain", "plain", "auto"]
-    assert all(request["ignore_eos"] and not request["cache_prompt"] for request in llm.requests)
+    timed, looked = ([each for each in llm.requests[2:] if each["ignore_eos"] is timed] for timed in (True, False))
+    assert [request["mode"] for request in looked] == ["plain"] * 3
+    assert [request["mode"] for request in timed] == ["plain", "auto", "auto", "plain", "plain", "auto"]
+    assert {request["max_tokens"] for request in timed} == {ANSWER_TOKENS}  # not what comes behind an answer's end
+    assert not any(request["cache_prompt"] for request in llm.requests)
     assert [body["prompt"] for body in opponent.asked[1:]] == [[ord(letter)] for letter in "abc"]
-    assert result.samples[rival.NAME] == [(19, 76.0)] * 3 and result.median_speed(rival.NAME) == 250.0
+    assert result.samples[rival.NAME] == [(11, 44.0)] * 3 and result.median_speed(rival.NAME) == 250.0
     assert result.median_speed("plain") == 1000.0 and result.same == 3
-    assert result.tau["auto"] == pytest.approx(19 / 5)
+    assert result.tau["auto"] == pytest.approx(11 / 3)
 
 
 def test_prefill_counts_only_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Our plain decoding, our speculation and llama.cpp on the same prompts, one after the other prompt by prompt.
 
-All sides get the same token ids and write the same number of tokens. Prompt processing is left out of the decoding
-speeds on all sides and compared on its own.
+All sides get the same token ids and write as many tokens as our plain answer has: behind its end a model writes what
+nobody asked for. Prompt processing is left out of the decoding speeds on all sides and compared on its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM
+    from slipstream.engine.llm import LLM, Completion
 
 PREFILL_TOKENS = 512
 PREFILL_ROUNDS = 5
 _WARM_UP_TOKENS = 8
+_LEAST_TOKENS = 2  # the first comes with the prompt
 
 
 @dataclass(slots=True)
@@ -142,10 +143,11 @@ def race(
     for index, conversation in enumerate(conversations):
         ids = llm.prompt_ids(conversation[0], chat=True)
         texts: dict[str, list[int]] = {}
+        length = max(_LEAST_TOKENS, len(_answer(llm, ids, plan, PLAIN, plan.max_tokens, ignore_eos=False).token_ids))
         for side in (*sides[index % len(sides):], *sides[: index % len(sides)]):
             assert result.watch is not None
             with result.watch.turn(NAME if side == NAME else "ours"):
-                sample, texts[side], count = _run_side(llm, rival, side, ids, plan, plan.max_tokens)
+                sample, texts[side], count = _run_side(llm, rival, side, ids, plan, length)
             result.samples[side].append(sample)
             if side != NAME:
                 committed[side] += sample[0]
@@ -163,15 +165,22 @@ def _run_side(
     if side == NAME:
         answer = rival.complete(ids, max_tokens, plan.temperature, plan.seed)
         return (answer.tokens, answer.decode_ms), [], answer.tokens
+    completion = _answer(llm, ids, plan, side, max_tokens, ignore_eos=True)
+    stats = completion.stats
+    return (stats.committed, stats.decode_ms), completion.token_ids, stats.steps
+
+
+def _answer(
+    llm: LLM, ids: Sequence[int], plan: Plan, mode: str, max_tokens: int, ignore_eos: bool
+) -> Completion:
     request = llm.request(
-        ids, max_tokens=max_tokens, temperature=plan.temperature, seed=plan.seed, ignore_eos=True,
-        cache_prompt=False, **plan.settings(side),
+        ids, max_tokens=max_tokens, temperature=plan.temperature, seed=plan.seed, ignore_eos=ignore_eos,
+        cache_prompt=False, **plan.settings(mode),
     )
     completion = llm.run([request])[0]
     if completion.finish_reason == "error":
-        raise SlipstreamError(completion.error or f"the engine ended a request in mode {side} with an error")
-    stats = completion.stats
-    return (stats.committed, stats.decode_ms), completion.token_ids, stats.steps
+        raise SlipstreamError(completion.error or f"the engine ended a request in mode {mode} with an error")
+    return completion
 
 
 def context_needed(llm: LLM, conversations: Sequence[Conversation], plan: Plan) -> int:
