@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,13 @@ def load(options: argparse.Namespace, dtype: str, sequences: int = 4) -> LLM:
 def prompts_of(llm: LLM, name: str, limit: int) -> list[list[int]]:
     texts = [turns[0] for turns in read_prompts(name, limit)]
     return [llm.prompt_ids(text, chat=True) for text in texts]
+
+
+def prompts_by_batch(llm: LLM, options: argparse.Namespace) -> Iterator[tuple[int, list[list[int]]]]:
+    """As many prompts as every size of batch takes, over and over where there are not enough."""
+    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
+    for batch in options.batches:
+        yield batch, (everything * (batch // len(everything) + 1))[:batch]
 
 
 def settings(mode: str, tokens: int) -> dict[str, object]:
@@ -96,10 +103,8 @@ def warm_up(llm: LLM, names: Sequence[str]) -> None:
 
 def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
     llm = load(options, dtype, max(options.batches))
-    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
     rows: list[Row] = []
-    for batch in options.batches:
-        chosen = (everything * (batch // len(everything) + 1))[:batch]
+    for batch, chosen in prompts_by_batch(llm, options):
         speeds = {}
         for mode in ("plain", "auto"):
             def requests(mode: str = mode, chosen: Sequence[list[int]] = chosen) -> list[Any]:
@@ -168,10 +173,8 @@ class StepClock:
 def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
     """Where a step's time goes at every size of batch; where the host takes longer than it waits, it is what counts."""
     llm = load(options, dtype, max(options.batches))
-    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
     rows: list[Row] = []
-    for batch in options.batches:
-        chosen = (everything * (batch // len(everything) + 1))[:batch]
+    for batch, chosen in prompts_by_batch(llm, options):
         speeds: dict[str, float] = {}
         for mode in ("plain", "auto"):
             asked = {**settings(mode, options.tokens), "ignore_eos": True}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.recurrent import InSlots, RecurrentState, StatePool
+from slipstream.cache.states import SlotTensors
 from slipstream.errors import IntegrityError
 from slipstream.kernels.delta import DeltaShape
 from slipstream.kernels.gpu.delta import DeltaKernels, DeltaLog, DeviceStates, Replay
@@ -49,7 +50,7 @@ class LoggedRows:
         ))
 
 
-class GpuStateTensors:
+class GpuStateTensors(SlotTensors):
     """Windows of convolutions in bf16, as the rows bring them, and memories of delta nets in fp32, by slot."""
 
     def __init__(self, slots: int, shape: DeltaShape, device: torch.device) -> None:
@@ -59,14 +60,6 @@ class GpuStateTensors:
         self.windows = torch.zeros(*size, shape.window, shape.channels, dtype=torch.bfloat16, device=device)
         self.memories = torch.zeros(*size, shape.value_heads, shape.key_dim, shape.value_dim, device=device)
         self._logs: dict[tuple[int, bool], DeltaLog] = {}
-
-    def copy(self, source: int, destination: int) -> None:
-        self.windows[destination] = self.windows[source]
-        self.memories[destination] = self.memories[source]
-
-    def clear(self, slot: int) -> None:
-        self.windows[slot] = 0.0
-        self.memories[slot] = 0.0
 
     def write(self, slot: int, states: Replayed) -> None:
         states.into(slot)

@@ -25,13 +25,11 @@ class Stretch:
     kept: Collection[int]
 
 
-class StateTensors:
-    """Windows of convolutions and memories of delta nets, all layers of a slot together, in fp32."""
+class SlotTensors:
+    """What recurrent layers keep, slot by slot."""
 
-    def __init__(self, slots: int, shape: DeltaShape) -> None:
-        self.windows = zeros(slots, shape.layers, shape.window, shape.channels)
-        self.memories = zeros(slots, shape.layers, shape.value_heads, shape.key_dim, shape.value_dim)
-        self.most_kept_rows = _ROW_STATE_BYTES // shape.state_bytes
+    windows: Tensor  # of convolutions
+    memories: Tensor  # of delta nets
 
     def copy(self, source: int, destination: int) -> None:
         self.windows[destination] = self.windows[source]
@@ -40,6 +38,15 @@ class StateTensors:
     def clear(self, slot: int) -> None:
         self.windows[slot] = 0.0
         self.memories[slot] = 0.0
+
+
+class StateTensors(SlotTensors):
+    """All layers of a slot together, in fp32."""
+
+    def __init__(self, slots: int, shape: DeltaShape) -> None:
+        self.windows = zeros(slots, shape.layers, shape.window, shape.channels)
+        self.memories = zeros(slots, shape.layers, shape.value_heads, shape.key_dim, shape.value_dim)
+        self.most_kept_rows = _ROW_STATE_BYTES // shape.state_bytes
 
     def write(self, slot: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Stores a window and a memory per layer; the next layer's are asked for when one's are written."""

@@ -151,6 +151,16 @@ def store_pairs(out_ptr, sums, pair, known, part, outputs, TILE: tl.constexpr, G
 
 
 @triton.jit
+def pairs_of_tile(pairs_ptr, tiles_ptr):  # type: ignore[no-untyped-def]
+    """A program's expert (-1: it has no work), its pairs, and which of them exist."""
+    tile, column = tl.program_id(0), tl.arange(0, PAIRS)
+    # three loads that do not wait for each other; of pairs that do not exist the memory may hold anything
+    expert, count = tl.load(tiles_ptr + tile * 2), tl.load(tiles_ptr + tile * 2 + 1)
+    pair, known = tl.load(pairs_ptr + tile * PAIRS + column), column < count
+    return expert, tl.where(known, pair, 0), known
+
+
+@triton.jit
 def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, pairs_ptr, tiles_ptr, x_stride, outputs, inputs,  # type: ignore[no-untyped-def]
                          SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
                          EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -160,13 +170,8 @@ def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, pairs_ptr, tiles_ptr, x_str
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    tile, column = tl.program_id(0), tl.arange(0, PAIRS)
-    # three loads that do not wait for each other; of pairs that do not exist the memory may hold anything
-    expert, count = tl.load(tiles_ptr + tile * 2), tl.load(tiles_ptr + tile * 2 + 1)
-    pair = tl.load(pairs_ptr + tile * PAIRS + column)
+    expert, pair, known = pairs_of_tile(pairs_ptr, tiles_ptr)
     if expert >= 0:
-        known = column < count
-        pair = tl.where(known, pair, 0)
         output = outputs_of_part(part, outputs, TILE, GATE)
         weight_rows = weight_ptr + expert.to(tl.int64) * outputs * inputs + output.to(tl.int64) * inputs
         sums = dense_sums(weight_rows, x_ptr + (pair // SHARING).to(tl.int64) * x_stride, known, inputs, 0,
@@ -185,13 +190,8 @@ def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    tile, column = tl.program_id(0), tl.arange(0, PAIRS)
-    # three loads that do not wait for each other; of pairs that do not exist the memory may hold anything
-    expert, count = tl.load(tiles_ptr + tile * 2), tl.load(tiles_ptr + tile * 2 + 1)
-    pair = tl.load(pairs_ptr + tile * PAIRS + column)
+    expert, pair, known = pairs_of_tile(pairs_ptr, tiles_ptr)
     if expert >= 0:
-        known = column < count
-        pair = tl.where(known, pair, 0)
         output = outputs_of_part(part, outputs, TILE, GATE)
         groups = expert.to(tl.int64) * (outputs // TILE_ROWS) * steps * TILE_ROWS
         sums = block_sums(words_ptr + groups * GROUP, high_ptr + groups // 2 * GROUP, scale_ptr + groups,
