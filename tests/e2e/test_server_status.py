@@ -179,7 +179,9 @@ def test_every_request_has_one_line_without_its_text(server: Server) -> None:
     path, secret = "/v1/chat/completions", "xylophone"
     before = len(request_lines(server, path))
     answer = chat(server, f"Repeat the word {secret}.", max_tokens=24, metadata={"prompt_class": "chat"})
-    lines = request_lines(server, path)
+    until = time.monotonic() + 10  # the line comes when the answer is gone
+    while len(lines := request_lines(server, path)) == before and time.monotonic() < until:
+        time.sleep(0.05)
     assert len(lines) == before + 1
     line, timings = lines[-1], answer["timings"]
     said = (line["status"], line["api"], line["model"], line["outcome"])

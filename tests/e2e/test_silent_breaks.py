@@ -149,7 +149,7 @@ def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch
             taps = result.taps.clone()
             for item, rows in kept:
                 taps[[result.starts[item] + row for row in rows]] = result.taps[list(rows)]
-            result = dataclasses.replace(result, taps=taps)
+            result = result._replace(taps=taps)
         write(self, result, kept)
 
     monkeypatch.setattr(Runner, "write_context", first_rows_for_all)

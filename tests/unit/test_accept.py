@@ -143,6 +143,9 @@ class Letters:
     def token_bytes(self, index: int) -> bytes:
         return bytes([ord("a") + index])
 
+    def whole_text(self, index: int) -> str:
+        return self.token_bytes(index).decode()
+
 
 def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> Session:
     request = Request("r", (0,), max_tokens=max_tokens, stop=stop, stop_token_ids=frozenset(stop_ids))

@@ -210,7 +210,6 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     guide = pair.engine._sessions[bad.id].sampler.guide
     assert guide is not None and guide._matcher is not None
     guide._matcher.consume_token(EOS)  # forbidden there: the matcher gives up for good
-    guide._committed.append(EOS)
     guide._masks.clear()
     ended = {}
     while pair.engine.has_work:
@@ -218,6 +217,23 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     assert ended[bad.id].finish_reason == "error" and "constraint" in (ended[bad.id].error or "")
     assert ended[good.id].finish_reason in ("length", "stop")
     assert_idle(pair)
+
+
+def test_masks_of_paths_that_only_look_alike_are_their_own(pair: LLM) -> None:
+    """As many tokens, the same last one, another text before it: a matcher that is taken back takes one for another."""
+    constraint = grammars.json_schema(TREE)
+    start = pair.tokenizer.encode('{ "v": false\n, "next": { "v"\n: ', add_bos=False)
+    guide = compiled(pair, constraint)
+    for token in start:
+        guide.observe(token)
+    for text in ("true,", "true}", "true\n", "true\n\t", "true,\n", "true}}", "true}\n"):
+        path = tuple(pair.tokenizer.encode(text, add_bos=False))
+        fresh = compiled(pair, constraint)
+        for token in (*start, *path):
+            fresh.observe(token)
+        mask, expected = guide.mask(path), fresh.mask()
+        assert mask is not None and expected is not None
+        assert [token in mask for token in range(VOCAB)] == [token in expected for token in range(VOCAB)], text
 
 
 def test_masks_behind_any_path_are_those_of_a_fresh_reading(pair: LLM) -> None:

@@ -207,12 +207,11 @@ class Guide:
     """What one request may write next, behind the committed text and any drafted tokens that follow it."""
 
     def __init__(self, start: LLMatcher | None, budget: Budget | None, vocab_size: int) -> None:
-        self._start = start
-        self._matcher = start.deep_copy() if start is not None else None
+        self._matcher = start.deep_copy() if start is not None else None  # behind the committed text
+        self._scout = self._matcher  # behind the committed text and `_ahead`: another one wherever something is ahead
         self._budget = budget
         self._vocab_size = vocab_size
-        self._committed: list[int] = []
-        self._ahead: Path = ()  # what the matcher has read beyond the committed text
+        self._ahead: Path = ()
         self._masks: dict[Path, Mask | None] = {}  # of paths behind the committed text
         self._broken: str | None = None
         self.complete = False  # nothing but an end may follow
@@ -234,10 +233,10 @@ class Guide:
             return None
         if self._broken is not None:
             raise GuideError(self._broken)
-        self._move(path)
-        bits = self._matcher.compute_bitmask()
-        self._must_live()
-        return Mask(bits, self._vocab_size, self._matcher.is_stopped())
+        scout = self._at(path)
+        bits = scout.compute_bitmask()
+        _must_live(scout)
+        return Mask(bits, self._vocab_size, scout.is_stopped())
 
     def fits(self, path: Path) -> bool:
         """Whether a drafted path could be written as it is; quicker than a mask for each of its tokens."""
@@ -250,7 +249,6 @@ class Guide:
         if self._broken is not None:
             return False
         try:
-            self._move(())
             return self._matcher.validate_tokens(list(path)) == len(path)
         except (GuideError, *_LIBRARY_ERRORS):
             return False  # the masks will say why
@@ -262,38 +260,39 @@ class Guide:
             self._budget.observe(token)
         if self._matcher is None or self._broken is not None:
             return
+        self._scout, self._ahead = self._matcher, ()
         try:
-            self._move((token,))
-            self._committed.append(token)
-            self._ahead = ()
+            self._matcher.consume_token(token)
+            _must_live(self._matcher)
             self.complete = self._matcher.is_stopped()
         except (GuideError, *_LIBRARY_ERRORS) as error:
             self._broken = _one_line(str(error))
 
-    def _move(self, path: Path) -> None:
-        """Brings the matcher to the end of a path."""
-        assert self._matcher is not None
-        common = 0
-        for mine, wanted in zip(self._ahead, path, strict=False):
-            if mine != wanted:
-                break
-            common += 1
-        if common < len(self._ahead):
-            self._matcher.rollback(len(self._ahead) - common)
-            self._ahead = self._ahead[:common]
-        if common < len(path):
-            self._matcher.consume_tokens(list(path[common:]))
+    def _at(self, path: Path) -> LLMatcher:
+        """A matcher at the end of a path. None is ever taken back: what the library found out about masks before stays
+        with it, and holds for other texts of the same length as well.
+        """
+        assert self._matcher is not None and self._scout is not None
+        known = len(self._ahead)
+        if path[:known] != self._ahead or len(path) == known == 0:
+            self._scout, self._ahead, known = self._matcher, (), 0
+        if len(path) > known:
+            if not known:
+                self._scout = self._matcher.deep_copy()
             self._ahead = path
-        self._must_live()
+            self._scout.consume_tokens(list(path[known:]))
+        try:
+            _must_live(self._scout)
+        except GuideError:
+            self._scout, self._ahead = self._matcher, ()
+            raise
+        return self._scout
 
-    def _must_live(self) -> None:
-        """A matcher that gave up stays so: on a path that may never be taken, another one takes its place."""
-        assert self._matcher is not None and self._start is not None
-        if self._matcher.is_error():
-            reason = _one_line(self._matcher.get_error())
-            self._matcher, self._ahead = self._start.deep_copy(), ()
-            self._matcher.consume_tokens(self._committed)
-            raise GuideError(f"the constraint cannot go on: {reason}")
+
+def _must_live(matcher: LLMatcher) -> None:
+    """A matcher that gave up stays so."""
+    if matcher.is_error():
+        raise GuideError(f"the constraint cannot go on: {_one_line(matcher.get_error())}")
 
 
 @dataclass(frozen=True, slots=True)
