@@ -28,6 +28,7 @@ STEPS = {
 MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}  # a plain step, one with draft and 16 rows
 WIDE, NARROW = "draft + verify 64", "draft + verify 16"
 KEPT = "plain, context kept"
+MOST_RATIO = 1.5  # of the floor, for targets whose layers are not all alike
 Line = dict[str, Any]
 
 
@@ -76,6 +77,23 @@ def _table(report: Report, command: str, lines: list[Line]) -> None:
         report.add(f"{line['step']}, batch {line['batch']}, context {line['context']}: {command}", text, True)
 
 
+def gpu_families(report: Report) -> None:
+    """Hybrid and mixture targets with random weights; of a mixture only the experts that rows touch count."""
+    _origin(report)
+    command = "`python scripts/gpu/family_steps.py`"
+    lines = measured("families", ["family_steps.py"])
+    if not lines:
+        report.add(command, "no GPU here, and no numbers of one in build/verify/gpu", False)
+    for line in lines:
+        judged = line["format"] == "bf16" and line["step"] in ("plain", "verify chain 16")
+        bound = f"at most {MOST_RATIO}" if judged else "no bound"
+        text = f"{line['ms']:.2f} ms, floor {line['floor_ms']:.2f} ms, {line['ratio']:.2f} of it ({bound})"
+        if line["experts"]:
+            text += f", {line['experts']:.0f} experts a layer"
+        name = f"{line['shape']}, {line['format']}, {line['context']} tokens of context, {line['step']}: {command}"
+        report.add(name, text, not judged or line["ratio"] <= MOST_RATIO)
+
+
 def gpu_pair(report: Report) -> None:
     """The shipped pair: needs the target's file, which the scripts take as an argument."""
     path = NUMBERS / "real_pair.json"
@@ -114,4 +132,4 @@ def measured(name: str, command: list[str]) -> list[Line]:
     return lines
 
 
-TIMED = (gpu_steps, gpu_pair)
+TIMED = (gpu_steps, gpu_families, gpu_pair)

@@ -1,7 +1,7 @@
 """Times captured steps of hybrid and mixture targets on a GPU with random weights, beside the floor of their bytes.
 
     python scripts/gpu/family_steps.py                                  three shapes, bf16 and Q4_K, at 1K context
-    python scripts/gpu/family_steps.py --shapes Laguna-XS.2 --formats bf16 --json out.json
+    python scripts/gpu/family_steps.py --shapes Laguna-XS.2 --formats bf16 --out out.json
     python scripts/gpu/family_steps.py --tiny                           small versions on a CPU, kernels in torch
 
 Every shape and format runs in a process of its own. A step is everything but the drafter: rows laid out, the target's
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from shapes import FAMILIES, RandomWeights, tiny_family
-from step_times import copy_bandwidth
+from step_times import copy_bandwidth, kernel_times
 from torch import Tensor
 
 from slipstream.cache.pools import PoolShape
@@ -56,6 +56,7 @@ NOT_TIMED = ("draft", "heads", "context write")  # the drafter's
 STEPS = (("plain", 1, CHAIN), ("verify chain 16", 16, CHAIN), ("verify tree 64", 64, TREE))
 BLOCK = 16
 ROOM = 2048  # tokens that timed steps may commit
+SHOWN_KERNELS = 22
 
 
 class Touched:
@@ -80,6 +81,8 @@ class Touched:
 
 class Bench:
     """A target of one shape with random weights, and a small drafter whose proposals it is given."""
+
+    show_kernels = False
 
     def __init__(self, shape: DecoderConfig, kind: str, context: int, device: torch.device, tiny: bool) -> None:
         self.shape, self.context, self.device = shape, context, device
@@ -144,6 +147,9 @@ class Bench:
         run = self.backend.graphs.runner(("measured", label), launches)
         self.load(rows, kind)
         times = [self._timed(run) for _ in range(rounds)]
+        if self.show_kernels:
+            for name, (count, us) in list(kernel_times(run, self.device).items())[:SHOWN_KERNELS]:
+                print(f"    {name[:70]:70} {count:5} launches {us:9.1f} us", flush=True)
         return {"step": label, "ms": statistics.median(times), "bytes": moved, "experts": experts}
 
     def _timed(self, run: Callable[[], None], steps: int = 4) -> float:
@@ -193,11 +199,12 @@ def small_drafter(target: DecoderConfig) -> DFlashConfig:
     )
 
 
-def measure_one(name: str, kind: str, context: int, tiny: bool) -> list[dict[str, object]]:
+def measure_one(name: str, kind: str, context: int, tiny: bool, show_kernels: bool) -> list[dict[str, object]]:
     device = torch.device("cpu" if tiny else "cuda")
     began = time.perf_counter()
     bandwidth = copy_bandwidth(device, 2**24 if tiny else 2**32)
     bench = Bench(tiny_family(name) if tiny else FAMILIES[name], kind, context, device, tiny)
+    bench.show_kernels = show_kernels
     print(f"{name} {kind}: built in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     lines = []
     for label, rows, shape in STEPS:
@@ -224,7 +231,8 @@ def main() -> int:
     parser.add_argument("--formats", default="bf16,Q4_K")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--limit", type=int, default=240, help="seconds that one shape in one format may take")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
+    parser.add_argument("--kernels", action="store_true", help="also which kernels a step's time goes to")
     parser.add_argument("--here", action="store_true", help="measure in this process")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -234,18 +242,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, kind in jobs:
             if options.here:
-                lines += measure_one(name, kind, options.context, options.tiny)
+                lines += measure_one(name, kind, options.context, options.tiny, options.kernels)
                 continue
             out = Path(folder) / "lines.json"
-            command = [sys.executable, __file__, "--here", "--shapes", name, "--formats", kind, "--json", str(out)]
+            command = [sys.executable, __file__, "--here", "--shapes", name, "--formats", kind, "--out", str(out)]
             command += ["--context", str(options.context), *(["--tiny"] if options.tiny else [])]
+            command += ["--kernels"] if options.kernels else []
             try:
                 subprocess.run(command, check=True, timeout=options.limit)
                 lines += json.loads(out.read_text())
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as problem:
                 failed.append(f"{name} {kind}: {type(problem).__name__}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(lines, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(lines, indent=1))
     if not options.here:
         print("\n| shape | format | step | ms | GB | experts a layer | floor ms | ratio |\n|" + " --- |" * 8)
         print("\n".join(map(shown, lines)))

@@ -81,20 +81,8 @@ class Bench:
         launch = self._launcher(batch, context, nodes, drafter)
         return statistics.median(self._timed(launch) for _ in range(rounds))
 
-    def kernel_us(self, batch: int, context: int, nodes: int, steps: int = 8) -> dict[str, tuple[int, float]]:
-        """How often a drafting step launches each kernel, and what all its launches take; they may overlap."""
-        launch = self._launcher(batch, context, nodes, True)
-        activity = torch.profiler.ProfilerActivity
-        kind = activity.CUDA if self.device.type == "cuda" else activity.CPU
-        with torch.profiler.profile(activities=[kind]) as profile:
-            for _ in range(steps):
-                launch()
-            self.backend.wait()
-        found = {
-            event.key: (event.count // steps, (event.self_device_time_total or event.self_cpu_time_total) / steps)
-            for event in profile.key_averages()
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+    def kernel_us(self, batch: int, context: int, nodes: int) -> dict[str, tuple[int, float]]:
+        return kernel_times(self._launcher(batch, context, nodes, True), self.device)
 
     def _launcher(self, batch: int, context: int, nodes: int, drafter: bool) -> Callable[[], object]:
         """What starts one more step of these sequences; the first has been waited for."""
@@ -135,6 +123,21 @@ class Bench:
             moved += self.drafter.step_bytes + self.head_bytes
             moved += batch * min(context, 2048) * 2 * 2 * draft.layers * draft.kv_heads * draft.head_dim
         return moved / bandwidth * 1e3
+
+
+def kernel_times(launch: Callable[[], object], device: torch.device, steps: int = 8) -> dict[str, tuple[int, float]]:
+    """How often a step launches each kernel, and what all its launches take; they may overlap."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profile:
+        for _ in range(steps):
+            launch()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    found = {
+        event.key: (event.count // steps, (event.self_device_time_total or event.self_cpu_time_total) / steps)
+        for event in profile.key_averages()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str, object]]:

@@ -65,6 +65,47 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
             assert len(answer.step_sizes) < 40
 
 
+def test_sequences_that_may_draft_do_not_keep_prompts_waiting(gpu: None, tmp_path: Path) -> None:
+    def steps_until_all_decode(llm: LLM, mode: str) -> int:
+        requests = [llm.request(prompt(60, n), max_tokens=40, mode=mode) for n in range(40)]
+        for request in requests:
+            llm.engine.add(request)
+        steps = 0
+        while any(ticket.prefilling for ticket in llm.engine.scheduler.running) or llm.engine.scheduler.waiting:
+            llm.engine.step()
+            steps += 1
+        for request in requests:
+            llm.engine.cancel(request.id)
+        while llm.engine.has_work:
+            llm.engine.step()
+        return steps
+
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=40, max_waiting=40, step_rows=512, cache_tokens=40 * 8 * PAGE_TOKENS)
+        assert steps_until_all_decode(llm, "auto") == steps_until_all_decode(llm, "plain")
+
+
+def test_steps_among_prompts_do_not_teach_the_gate_of_those_that_follow_one_another(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_context=2048, cache_tokens=4096)
+        planner = llm.engine.planner  # type: ignore[attr-defined]
+        told: list[bool] = []
+        for alone, gate in planner._gates.items():
+            gate.observe = lambda *step, alone=alone: told.append(alone)
+        llm.engine.add(llm.request(prompt(9, 1), max_tokens=40, mode="auto"))
+        for _ in range(6):
+            llm.engine.step()
+        assert told and all(told)
+        llm.engine.add(llm.request(prompt(1500, 2), max_tokens=2, mode="plain"))
+        llm.engine.step()  # tells of what was in flight
+        del told[:]
+        while any(ticket.prefilling for ticket in llm.engine.scheduler.running) or llm.engine.scheduler.waiting:
+            llm.engine.step()
+        assert told and not any(told)
+        while llm.engine.has_work:
+            llm.engine.step()
+
+
 def test_requests_join_and_leave_a_running_batch(gpu: None, tmp_path: Path) -> None:
     lengths = (9, 70, 33)
     settings = {"max_tokens": 30, "mode": "tree:16", "gate": "off", "temperature": 1.5, "seed": 5}

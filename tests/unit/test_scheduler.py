@@ -207,6 +207,18 @@ def test_chunks_fill_the_step_after_the_decoders_rows() -> None:
     assert spans(plan) == [("a", 0, 8), ("b", 0, 8)], "4 + 8 + 8 rows fill 20"
 
 
+def test_decoders_that_may_draft_wide_leave_half_of_a_step_to_prompts() -> None:
+    bench = Bench(pages=64, sequences=6, rows=16)
+    for name in "abc":
+        bench.add(name, 3, width=8)
+    bench.step()
+    for name in "def":
+        bench.add(name, 4)
+    plan = bench.step()
+    assert names(plan.decode) == ["a", "b", "c"]
+    assert spans(plan) == [("d", 0, 4), ("e", 0, 4)]
+
+
 def test_a_later_prompt_does_not_slip_past_one_that_did_not_fit() -> None:
     bench = Bench(chunk=8, rows=12)
     bench.add("a", 8)

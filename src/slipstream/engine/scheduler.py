@@ -302,7 +302,8 @@ class Scheduler:
             (prefilling if ticket.prefilling else plan.decode).append(ticket)
         if not prefilling:
             return plan
-        rows = sum(ticket.width for ticket in plan.decode)
+        # of many sequences few draft as wide as they may, so prefill has half of a step at least
+        rows = min(sum(ticket.width for ticket in plan.decode), self._step_rows // 2)
         for ticket in sorted(prefilling, key=lambda t: (-t.priority, t.turn)):
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step

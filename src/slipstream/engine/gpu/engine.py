@@ -72,6 +72,7 @@ class GpuEngine(Engine):
         ticket = super()._ticket(request)
         # a step launched ahead may stand behind the last token already
         ticket.positions += 2 * MOST_ROWS
+        ticket.width = 1  # drafted rows are no part of the pass that prompts are in
         return ticket
 
     def add_variant(self, variant: DraftVariant) -> None:
@@ -124,7 +125,7 @@ class GpuEngine(Engine):
         if aloft is None:
             if any(self._device_view.get(session) != _standing(session) for session in cohort.sessions):
                 self.loop.forget_batch()  # somebody was paused, computed again, or decoded another way meanwhile
-            aloft = self._launch(groups, ahead=False)
+            aloft = self._launch(groups, alone, ahead=False)
         here = _still_here(aloft, cohort)
         tickets = [session.ticket for session in cohort.sessions]
         # who gets his last token now is in the next step for nothing, unless there is nobody else in it
@@ -132,12 +133,12 @@ class GpuEngine(Engine):
             alone and aloft.cohort.columns is cohort.columns and len(here) == len(tickets)
             and any(ticket.max_tokens - ticket.generated > 1 for ticket in tickets)
         ):
-            self._aloft = self._launch(groups, ahead=True)
+            self._aloft = self._launch(groups, alone, ahead=True)
         return self._land(aloft, here, alone)
 
-    def _launch(self, groups: _Sorted, ahead: bool) -> _Aloft:
+    def _launch(self, groups: _Sorted, alone: bool, ahead: bool) -> _Aloft:
         cohort = groups.whole
-        intent = self.planner.plan(cohort, groups.drafter)
+        intent = self.planner.plan(cohort, groups.drafter, alone)
         flight = self.loop.launch(cohort.columns, partial(self._describe, cohort), intent.wishes, groups.drafter)
         pages = [session.ticket.state.pages for session in cohort.columns]
         return _Aloft(flight, cohort, intent, pages, time.perf_counter(), ahead)
@@ -177,8 +178,8 @@ class GpuEngine(Engine):
             self._device_view = {session: _standing(session) for session in cohort.sessions}
         captured = aloft.flight.captured or (self._aloft is not None and self._aloft.flight.captured)
         if aloft.ahead == alone and not dropped:
-            self.planner.time(cohort, aloft.intent, aloft.flight.rows, committed, seconds, captured)
-            if not captured:
+            self.planner.time(cohort, aloft.intent, alone, aloft.flight.rows, committed, seconds, captured)
+            if alone and not captured:
                 branching = any(proposal.branching for proposal in proposals.values())
                 self.planner.cost(cohort, landing, branching, committed, seconds)
         return events
