@@ -26,9 +26,9 @@ from shapes import LAGUNA_XS_2, QWEN3_6_35B_A3B, RandomMatrices, RandomWeights
 from torch import Tensor
 
 from slipstream.kernels.gpu import experts as launchers
-from slipstream.kernels.gpu.experts import ExpertStack, Gate, Routing, RoutingRule
+from slipstream.kernels.gpu.experts import ExpertStack, Gate, Mixture, Routing, RoutingRule
 from slipstream.kernels.gpu.kernels import gpu_kernels
-from slipstream.kernels.gpu.matmul import Scratch
+from slipstream.kernels.gpu.matmul import GpuMatrix, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
 from slipstream.kernels.gpu.plans import Launch
 from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
@@ -51,8 +51,8 @@ TINY_SHAPES = {
     "gated": MoeShape(64, 6, 2, 64, shared_size=64, shared_gate=True), "plain": MoeShape(256, 5, 3, 64, "sigmoid"),
 }
 VARIANTS = (
-    Launch(32, 4, 4), Launch(64, 4, 2), Launch(64, 4, 3), Launch(64, 4, 4), Launch(64, 4, 6), Launch(64, 8, 4),
-    Launch(128, 4, 3), Launch(128, 8, 3), Launch(128, 8, 4),
+    Launch(64, 4, 2), Launch(64, 4, 3), Launch(64, 4, 4), Launch(64, 4, 6), Launch(64, 8, 4), Launch(128, 4, 3),
+    Launch(128, 8, 3), Launch(128, 8, 4),
 )
 
 
@@ -102,14 +102,24 @@ def some_places(rows: int, device: torch.device, unused: Sequence[int] = ()) -> 
 
 def routed(case: Case, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Routing:
     """A routing whose memory held nonsense before."""
-    out = Routing.empty(case.rule, rows, logits.device)
-    for tensor in (out.shares, out.marks, out.pairs, out.tiles):
+    out = Routing.empty(case.rule, rows, case.rule.new_counts(logits.device))
+    for tensor in (out.shares, out.experts, out.lists, out.tiles):
         tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
-    ticket = torch.zeros(1, dtype=torch.int32, device=logits.device)
     launch = launchers.route_reference if reference else launchers.route
-    launch(logits, None, None, places, SCRATCH_PLACE, ticket, out)
-    assert int(ticket) == 0, "a launch leaves its ticket at zero"
+    launch(logits[None], None, None, places, SCRATCH_PLACE, out)
     return out
+
+
+def touched_by(routing: Routing) -> int:
+    """Experts that somebody chose."""
+    return len(set(routing.experts.flatten().tolist()) - {-1})
+
+
+def lists_of(routing: Routing) -> tuple[list[int], list[Tensor]]:
+    """Tiles and the pairs of every expert, each in order."""
+    counts, total = routing.counts[:-1].tolist(), int(routing.counts[-1])
+    pairs = [own[:count].sort().values for own, count in zip(routing.lists, counts, strict=True)]
+    return sorted(routing.tiles[:total].tolist()), pairs
 
 
 def mixed(case: Case, x: Tensor, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Tensor:
@@ -122,11 +132,12 @@ def mixed(case: Case, x: Tensor, logits: Tensor, places: Tensor, rows: int, refe
     if reference:
         launchers.expert_gate_up_reference(case.gate_up, x, routing, case.gate, inner)
         launchers.expert_down_reference(case.down, inner, routing, answers)
-        launchers.combine_reference(answers, routing, None, places, SCRATCH_PLACE, out)
+        launchers.combine_reference(Mixture(answers, routing, None, places, SCRATCH_PLACE), out)
     else:
         launchers.expert_gate_up(case.gate_up, x, routing, case.gate, inner)
         launchers.expert_down(case.down, inner, routing, answers)
-        launchers.combine(answers, routing, None, places, SCRATCH_PLACE, out)
+        launchers.combine(Mixture(answers, routing, None, places, SCRATCH_PLACE), out)
+    assert not routing.counts.any(), "the sum leaves counts at zero"
     return out
 
 
@@ -139,15 +150,13 @@ def check(case: Case, device: torch.device, most: int) -> Iterator[str]:
     for rows in sorted({1, 16, most}):
         places = some_places(rows, device, (3,) if rows > 3 else ())
         ours, twin = (routed(case, logits, places, rows, reference) for reference in (False, True))
-        if not torch.equal(ours.marks, twin.marks) or not torch.equal(ours.tiles[:, 0], twin.tiles[:, 0]):
+        if not torch.equal(ours.experts, twin.experts):
             yield f"{case.label}: {rows} rows are routed otherwise than by the twin"
             continue
-        used = twin.tiles[:, 0] >= 0
-        filled = used[:, None] & (torch.arange(launchers.TILE_PAIRS, device=device) < twin.tiles[:, 1:])
-        if not torch.equal(ours.tiles[used], twin.tiles[used]) or not torch.equal(
-            ours.pairs[filled], twin.pairs[filled]
-        ):
-            yield f"{case.label}: {rows} rows are grouped otherwise than by the twin"
+        if rows > 1:
+            (tiles, lists), (true_tiles, true_lists) = lists_of(ours), lists_of(twin)
+            if tiles != true_tiles or not all(map(torch.equal, lists, true_lists)):
+                yield f"{case.label}: {rows} rows are grouped otherwise than by the twin"
         padded = max(rows, LEAST_ROWS)
         found, truth = (mixed(case, x[:padded], logits, places, rows, which) for which in (False, True))
         counting = (torch.arange(padded, device=device) < rows) & (places < SCRATCH_PLACE)
@@ -158,6 +167,10 @@ def check(case: Case, device: torch.device, most: int) -> Iterator[str]:
         if found[~counting].any():
             yield f"{case.label}: rows that do not count are not zero"
     alone = mixed(case, x[:16], logits[:16], some_places(16, device), 16)
+    for row in range(3):
+        only = mixed(case, x[row : row + 16], logits[row : row + 16], some_places(1, device), 1)
+        if not torch.equal(only[0], alone[row]):
+            yield f"{case.label}: row {row} is another one alone than among 16"
     for rows in (32, 64) if most >= 64 else (32,):
         strange, other = x[:rows].clone(), logits[:rows].clone()
         strange[16:] *= 1000
@@ -171,7 +184,27 @@ def check(case: Case, device: torch.device, most: int) -> Iterator[str]:
                 yield f"{case.label}: a row that is no number gives numbers"
 
 
-def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Callable[[int], None]], int]:
+def router_of(case: Case, device: torch.device) -> GpuMatrix:
+    size = case.rule.experts + case.rule.gated, case.shape.hidden_size
+    return joined_in_order([RandomMatrices(Scratch(device), "bf16").matrix([size])])
+
+
+def check_scores(case: Case, device: torch.device) -> Iterator[str]:
+    """Faults of a router's product: numbers, and rows that depend on how many there are."""
+    router, x = router_of(case, device), torch.randn(64, case.shape.hidden_size, device=device).to(torch.bfloat16)
+    found = {}
+    for rows in (16, 32, 64):
+        found[rows], truth = (launchers.new_scores(router, rows, device).fill_(torch.nan) for _ in range(2))
+        launchers.score(router, x[:rows], found[rows])
+        launchers.score_reference(router, x[:rows], truth)
+        error = (found[rows].sum(dim=0) - truth.sum(dim=0)).norm() / truth.sum(dim=0).norm()
+        if not float(error) < PRODUCT_ERROR:
+            yield f"{case.label}: scores of {rows} rows are off by {float(error):.1e}"
+        if not torch.equal(found[rows][:, :16], found[16]):
+            yield f"{case.label}: scores change among {rows} rows"
+
+
+def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Callable[[int], object]], int]:
     """The launches of a step of so many rows, and how many experts it touches."""
     padded = max(rows, LEAST_ROWS)
     x = torch.randn(padded, case.shape.hidden_size, device=device).to(torch.bfloat16)
@@ -179,17 +212,26 @@ def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Cal
     logits = [torch.randn(padded, case.rule.experts + case.rule.gated, device=device) for _ in range(16)]
     places = some_places(rows, device)
     routings = [routed(case, each, places, rows) for each in logits]
-    touched = sum(len(set(each.tiles[:, 0].tolist()) - {-1}) for each in routings) // len(routings)
+    touched = sum(map(touched_by, routings)) // len(routings)
     pairs = routings[0].most_pairs
     inner = torch.randn(pairs, case.down.inputs, device=device).to(torch.bfloat16)
     answers = torch.randn(pairs, case.down.outputs, device=device)
     out = torch.empty(padded, case.down.outputs, dtype=torch.bfloat16, device=device)
-    ticket = torch.zeros(1, dtype=torch.int32, device=device)
+    stream, norm = torch.zeros(padded, case.down.outputs, device=device), torch.ones(case.down.outputs, device=device)
+    # lists and counts that no product reads again, in parts as a router's product leaves them
+    spare = Routing.empty(case.rule, rows, case.rule.new_counts(device))
+    spare_mixture = Mixture(answers, spare, None, places, SCRATCH_PLACE)
+    router = router_of(case, device)
+    parts = launchers.new_scores(router, padded, device).zero_()
     return {
-        "route": lambda i: launchers.route(logits[i % 16], None, None, places, SCRATCH_PLACE, ticket, routings[i % 16]),
+        "score": lambda i: launchers.score(router, x, parts),
+        "route+sum": lambda i: (
+            launchers.route(parts, None, None, places, SCRATCH_PLACE, spare), launchers.combine(spare_mixture, out),
+        ),
         "gate_up": lambda i: launchers.expert_gate_up(case.gate_up, x, routings[i % 16], case.gate, inner),
         "down": lambda i: launchers.expert_down(case.down, inner, routings[i % 16], answers),
-        "combine": lambda i: launchers.combine(answers, routings[i % 16], None, places, SCRATCH_PLACE, out),
+        "combine": lambda i: launchers.combine(spare_mixture, out),
+        "sum+norm": lambda i: launchers.combine_norm(stream, spare_mixture, norm, 1e-6, out),
     }, touched
 
 
@@ -197,10 +239,10 @@ def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[La
     calls, touched = launches(case, rows, device)
     for name, call in calls.items():
         stack = {"gate_up": case.gate_up, "down": case.down}.get(name)
-        usual = stack.launch if stack is not None else None
+        usual = stack.launches[rows == 1] if stack is not None else None
         for launch in [usual, *variants] if stack is not None else [None]:
             if stack is not None and launch is not None:
-                stack.launch = launch
+                stack.launches[rows == 1] = launch
             try:
                 us = milliseconds(call, 16, device) * 1e3
             except Exception as problem:  # a launch that needs more memory than a multiprocessor has
@@ -215,17 +257,24 @@ def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[La
             print(line, flush=True)
             yield line
         if stack is not None and usual is not None:
-            stack.launch = usual
+            stack.launches[rows == 1] = usual
 
 
 def block_of(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Callable[[Tensor, DeviceRows], Tensor]:
-    """A whole block as a layer calls it: router, experts, shared expert."""
+    """A whole block as a layer calls it: router, experts, shared expert, and the norm that adds up their answers."""
     weights, kernels = RandomWeights(scratch, kind), gpu_kernels("triton")
+    norm = torch.ones(shape.hidden_size, device=scratch.device)
+
+    def normed(x: Tensor, mixture: Mixture) -> Tensor:
+        out = torch.empty_like(x)
+        kernels.combine_norm(torch.empty(x.shape, device=x.device), mixture, norm, 1e-6, out)
+        return out
+
     if name.startswith("Gemma"):
         experts = GpuExperts(kernels, Router(weights, "r", shape), Experts(weights, "e.", shape, gelu))
-        return lambda x, rows: experts(x, x, rows, SCRATCH_PLACE)
+        return lambda x, rows: normed(x, experts(x, x, rows, SCRATCH_PLACE))
     block = GpuMoe(kernels, MoeBlock(weights, "mlp.", shape))
-    return lambda x, rows: block(x, rows, SCRATCH_PLACE)
+    return lambda x, rows: normed(x, block(x, rows, SCRATCH_PLACE))
 
 
 def time_blocks(
@@ -243,8 +292,7 @@ def time_blocks(
         xs = [torch.randn(padded, shape.hidden_size, device=device).to(torch.bfloat16) for _ in blocks]
         us = milliseconds(lambda i, rows=rows, xs=xs: blocks[i](xs[i], rows), len(blocks), device) * 1e3  # type: ignore
         logits = torch.randn(padded, case.rule.experts + case.rule.gated, device=device)
-        tiles = routed(case, logits, rows.places, count).tiles[:, 0]
-        touched = len(set(tiles.tolist()) - {-1})
+        touched = touched_by(routed(case, logits, rows.places, count))
         moved = touched * case.touched_bytes
         yield {
             "case": case.label, "rows": count, "launch": "whole block", "variant": "", "us": round(us, 2),
@@ -276,7 +324,7 @@ def main() -> int:
             scratch = Scratch(device)
             case = make_case(name, shapes[name], kind, scratch)
             if options.only != "times":
-                faults += check(case, device, 32 if options.tiny else PREFILL)
+                faults += [*check_scores(case, device), *check(case, device, 32 if options.tiny else PREFILL)]
             if options.only != "checks":
                 for count in counts:
                     times += time_case(case, count, device, VARIANTS if options.variants and count <= 64 else ())

@@ -47,14 +47,15 @@ SUM_ERROR = BF16_ERROR if "--tiny" in sys.argv else 3e-4
 LAUNCHES: dict[int, tuple[Launch, ...]] = {
     16: (Launch(64, 4, 3), Launch(64, 4, 4), Launch(128, 4, 3)),
     32: (Launch(64, 4, 3), Launch(128, 4, 3), Launch(128, 8, 2), Launch(128, 8, 3)),
-    64: (Launch(64, 4, 3), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 3), Launch(128, 8, 2, registers=128)),
-}
+    64: (Launch(64, 4, 2), Launch(64, 4, 3), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 3),
+         Launch(256, 16, 3), Launch(128, 8, 2, registers=128)),
+}  # fmt: skip
 DENSE_LAUNCHES: dict[int, tuple[Launch, ...]] = {
     16: (Launch(64, 4, 4), Launch(64, 4, 6)),
-    32: (Launch(64, 4, 4), Launch(128, 8, 5)),
-    64: (Launch(128, 8, 3), Launch(128, 8, 4), Launch(128, 4, 4)),
+    32: (Launch(64, 4, 4), Launch(64, 4, 5)),
+    64: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(64, 4, 6), Launch(128, 8, 4)),
 }
-SPLITS = (4, 8)
+SPLITS = (1, 2, 4, 8)
 MOST_SPLITS = 16
 
 
@@ -276,7 +277,9 @@ def _usual(matrix: GpuMatrix, rows: int) -> Launch | None:
         planes = matrix.planes
         split = quant_plan(planes.kind, planes.tiles, planes.steps).split
         return quant_launch(planes.kind, planes.tiles, split, rows)
-    return dense_launch(rows) if isinstance(matrix, GpuDense) and matrix.fixed_order else None
+    if isinstance(matrix, GpuDense) and matrix.fixed_order:
+        return dense_launch(matrix.out_features, matrix.plan.split, rows)
+    return None
 
 
 # ---- compiling ahead, in as many processes as there are cores

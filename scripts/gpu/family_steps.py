@@ -70,11 +70,11 @@ class Touched:
     def __call__(self, *arguments: Any) -> None:
         self._route(*arguments)
         if self.listening:
-            self.seen.append(cast(Routing, arguments[-1]).tiles[:, 0].clone())
+            self.seen.append(cast(Routing, arguments[-1]).experts.clone())
 
     def counts(self) -> list[int]:
         """Experts of each launch since the last time."""
-        found = [len(set(tiles.tolist()) - {-1}) for tiles in self.seen]
+        found = [len(set(experts.flatten().tolist()) - {-1}) for experts in self.seen]
         self.seen = []
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from slipstream.cache.gpu_states import GpuStateTensors, LoggedRows
 from slipstream.kernels.delta import DeltaShape, DeltaStep
-from slipstream.kernels.gpu.delta import TRITON, DeltaKernels, DeviceStates, Replay
+from slipstream.kernels.gpu.delta import TRITON, DeltaKernels, DeviceStates, Replay, most_shelves
 from slipstream.kernels.gpu.delta_reference import REFERENCE
 from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
 from tests.deltas import SHAPE, draw, make_rule
@@ -150,7 +151,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 def cpu_step(world: World, stretches: Sequence[Stretch], slots: Sequence[int]) -> tuple[DeltaStep, list[Tensor]]:
     tensors = world.tensors
     step = DeltaStep(
-        tensors.windows.float().cpu(), tensors.memories.cpu(), slots,
+        tensors.windows.float().cpu(), tensors.memories.mT.contiguous().cpu(), slots,
         [(len(own.inputs), own.parents) for own in stretches], [() for _ in stretches],
     )
     read = []
@@ -178,8 +179,56 @@ def test_rows_read_and_leave_what_they_do_on_the_cpu(shape: DeltaShape, kernels:
     for slot, states in ((2, left[0]), (5, left[1])):
         for layer, (window, memory) in enumerate(states):
             assert torch.equal(world.tensors.windows[slot, layer].float().cpu(), window)
-            assert torch.allclose(world.tensors.memories[slot, layer].cpu(), memory, rtol=1e-5, atol=1e-5)
+            assert torch.allclose(world.tensors.memories[slot, layer].mT.cpu(), memory, rtol=1e-5, atol=1e-5)
     assert same([part for slot in (1, 3, 4) for part in world.state(slot)], untouched)
+
+
+def bushy(depth: int) -> list[int]:
+    """Parents of a tree with two equal branches at every turn: its walk keeps as many states as any of its size."""
+    if depth == 0:
+        return [-1, 0]
+    branch = bushy(depth - 1)
+    return [-1, *(parent + start if parent >= 0 else 0 for start in (1, 1 + len(branch)) for parent in branch)]
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_a_walk_passes_every_row_behind_its_parent(rows: int) -> None:
+    """Torch finds the same one; on the way, states come back as they were kept."""
+    rng = random.Random(rows)
+    trees = [[-1, *(rng.randrange(max(0, row - 9), row) for row in range(1, rows - sequence))] for sequence in range(3)]
+    stretches = [None, *(Stretch(range(len(tree)), tree) for tree in trees), Stretch([0], [-1])]
+    laid = lay_rows(stretches, rows, chain=False)
+    found = []
+    for kernels in (TRITON, REFERENCE):
+        states = World(SMALL, kernels, slots=1).tensors.over(laid, numbers(*[0] * 5), SCRATCH)
+        states.walk.counts.fill_(-1)
+        states.walk.steps.fill_(-1)
+        kernels.plan(laid, states)
+        found.append([states.walk.counts.float(), states.walk.steps.float()])
+    assert same(*found) and found[0][0].tolist() == [0, rows, rows - 1, rows - 2, 1]
+    for tree, line in zip(trees, found[0][1][1:4].int().tolist(), strict=True):
+        steps = line[: len(tree)]
+        assert sorted(step % 256 for step in steps) == list(range(len(tree)))
+        state, kept = -1, {}  # the row behind which it is
+        for step in steps:
+            row, shelf = step % 256, step // 2048
+            state = kept[shelf] if step & 1024 else state
+            assert state == tree[row] and bool(step & 256) == (row not in tree)
+            if step & 512:
+                assert shelf < most_shelves(rows)
+                kept[shelf] = state
+            state = state if step & 256 else row
+
+
+def test_the_most_branched_tree_has_room() -> None:
+    parents = bushy(4)
+    assert len(parents) <= 64 and max(parents.count(row) for row in parents) == 2
+    ours, expected = (
+        World(SMALL, kernels).tree([Stretch(range(47), parents)], [1], 64)[1][0][:47] for kernels in (TRITON, REFERENCE)
+    )
+    assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    for rows, shelves in ((2, 0), (4, 1), (8, 1), (16, 2), (32, 3), (64, 4)):
+        assert most_shelves(rows) == shelves
 
 
 def test_the_interpreter_does_what_torch_does() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from slipstream.config import Kernels
 from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.kernels.gpu import experts
-from slipstream.kernels.gpu.experts import ExpertStack, Routing, RoutingRule, make_expert_stack, stack_kind
+from slipstream.kernels.gpu.elementwise import add_norm
+from slipstream.kernels.gpu.experts import ExpertStack, Mixture, Routing, RoutingRule, make_expert_stack, stack_kind
 from slipstream.kernels.gpu.kernels import gpu_kernels
-from slipstream.kernels.gpu.matmul import Scratch
+from slipstream.kernels.gpu.matmul import GpuDense, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.models.gemma4 import gelu
@@ -52,23 +53,23 @@ def route(
     rule: RoutingRule, logits: Tensor, rows: int, own_places: Tensor, bias: Tensor | None = None,
     scale: Tensor | None = None, reference: bool = False,
 ) -> Routing:
-    out, ticket = Routing.empty(rule, rows, CPU), torch.zeros(1, dtype=torch.int32)
-    for tensor in (out.shares, out.marks, out.pairs, out.tiles):
+    out = Routing.empty(rule, rows, rule.new_counts(CPU))
+    for tensor in (out.shares, out.experts, out.lists, out.tiles):
         tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
     launch = experts.route_reference if reference else experts.route
-    launch(logits, bias, scale, own_places, SCRATCH, ticket, out)
-    assert int(ticket) == 0
+    launch(logits if logits.dim() == 3 else logits[None], bias, scale, own_places, SCRATCH, out)
     return out
 
 
 def pairs_of(routing: Routing) -> dict[int, list[int]]:
-    """Pairs by expert, whose tiles must be full but for the last one."""
-    found: dict[int, list[int]] = {}
-    for (expert, count), pairs in zip(routing.tiles.tolist(), routing.pairs.tolist(), strict=True):
-        if expert >= 0:
-            assert 0 < count <= 16 and len(found.get(expert, [])) % 16 == 0
-            found.setdefault(expert, []).extend(pairs[:count])
-    return found
+    """Pairs by expert as products read them: every sixteen of a list are a tile that stands somewhere, once."""
+    if routing.alone:
+        assert not routing.counts.any(), "nobody counts a row that is alone"
+        return {expert: [rank] for rank, expert in enumerate(routing.experts[0].tolist()) if expert >= 0}
+    counts, total = routing.counts[:-1].tolist(), int(routing.counts[-1])
+    wanted = [expert + 2**16 * tile for expert, count in enumerate(counts) for tile in range(-(-count // 16))]
+    assert sorted(routing.tiles[:total].tolist()) == sorted(wanted)
+    return {expert: sorted(routing.lists[expert, :count].tolist()) for expert, count in enumerate(counts) if count}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -81,24 +82,28 @@ def test_kernel_and_twin_choose_alike(name: str, rows: int) -> None:
     scale = torch.rand(rule.experts, generator=generator) if name == "softmax" else None
     ours = route(rule, logits, rows, own_places, bias, scale)
     twin = route(rule, logits, rows, own_places, bias, scale, reference=True)
-    assert torch.equal(ours.marks, twin.marks)
-    assert pairs_of(ours) == pairs_of(twin)
-    assert torch.equal(ours.tiles[:, 0], twin.tiles[:, 0])
+    assert torch.equal(ours.experts, twin.experts)
+    by_expert: dict[int, list[int]] = {}
+    for pair, expert in enumerate(ours.experts.flatten().tolist()):
+        by_expert.setdefault(expert, []).append(pair)
+    by_expert.pop(-1, None)
+    assert pairs_of(ours) == by_expert and (rows == 1 or pairs_of(twin) == by_expert)
     used = own_places[:rows] < SCRATCH
     torch.testing.assert_close(ours.shares[used], twin.shares[used], rtol=1e-5, atol=1e-6)
-    assert not ours.marks[~used].any()
-    assert sum(map(len, pairs_of(ours).values())) == int(used.sum()) * rule.ranks
+    assert (ours.experts[~used] == -1).all() and (ours.experts[used] >= 0).all()
 
 
 def test_a_step_without_sequences_reads_no_expert() -> None:
     rule = RULES["gated"]
     nobody = torch.full((16,), SCRATCH, dtype=torch.int32)
     routing = route(rule, some_logits(rule, 16, 1), 16, nobody)
-    assert (routing.tiles[:, 0] == -1).all()
+    assert (routing.experts == -1).all() and not routing.counts.any()
     assert products(dense_stack(10, 64, 64, 1), some_rows(16, 64, 2), routing, "silu").isnan().all()
     out = poisoned(16, 40, dtype=torch.bfloat16)
-    experts.combine(poisoned(routing.most_pairs, 40), routing, None, nobody, SCRATCH, out)
+    experts.combine(Mixture(poisoned(routing.most_pairs, 40), routing, None, nobody, SCRATCH), out)
     assert not out.any()
+    alone = route(rule, some_logits(rule, 1, 1), 1, nobody)
+    assert products(dense_stack(10, 64, 64, 1), some_rows(16, 64, 2), alone, "silu").isnan().all()
 
 
 def test_equal_scores_go_to_the_lower_expert() -> None:
@@ -107,7 +112,7 @@ def test_equal_scores_go_to_the_lower_expert() -> None:
     logits[0, 4] = 1.0
     logits[1] = torch.tensor([0.0, -0.0, 2.0, 0.0, 2.0, -1.0, 0.0])
     found = route(rule, logits, 2, places(2))
-    assert found.marks[:, :7].tolist() == [[2, 3, 0, 0, 1, 0, 0], [3, 0, 1, 0, 2, 0, 0]]
+    assert found.experts.tolist() == [[4, 0, 1], [2, 4, 0]]
 
 
 def test_rows_that_are_not_numbers_choose_experts_that_exist() -> None:
@@ -115,7 +120,7 @@ def test_rows_that_are_not_numbers_choose_experts_that_exist() -> None:
     logits = some_logits(rule, 16, 2)
     logits[5] = torch.nan
     found = route(rule, logits, 16, places(16))
-    assert sorted(found.marks[5].tolist())[-5:] == [1, 2, 3, 4, 5]
+    assert found.experts[5].tolist() == [0, 1, 2, 3, 9]
     assert found.shares[5].isnan().all()
     clean = some_logits(rule, 16, 2)
     others = torch.arange(16) != 5
@@ -126,8 +131,11 @@ def test_more_pairs_of_one_expert_than_a_tile_holds() -> None:
     rule = RoutingRule(6, 2, False, True, 1.0, 0.0)
     logits = torch.randn(64, 6)
     logits[:, 3] = 50.0
-    found = pairs_of(route(rule, logits, 64, places(64)))
-    assert found[3] == [row * 2 for row in range(64)]
+    routing = route(rule, logits, 64, places(64))
+    assert pairs_of(routing)[3] == [row * 2 for row in range(64)]
+    stack, x = dense_stack(6, 96, 64, 1), some_rows(64, 64, 2)
+    ours, twin = (products(stack, x, routing, "silu", reference) for reference in (False, True))
+    assert float(((ours - twin).norm(dim=1) / twin.norm(dim=1)).max()) < BF16_ERROR
 
 
 def dense_stack(count: int, outputs: int, inputs: int, seed: int) -> ExpertStack:
@@ -203,10 +211,60 @@ def test_shares_are_added_in_the_order_of_the_ranking(name: str) -> None:
     answered = torch.randn(rows * rule.ranks, 600)
     extra = some_rows(16, 600, 3) if rule.shared and not rule.joined else None
     ours, twin = poisoned(16, 600, dtype=torch.bfloat16), poisoned(16, 600, dtype=torch.bfloat16)
-    experts.combine(answered, routing, extra, own_places, SCRATCH, ours)
-    experts.combine_reference(answered, routing, extra, own_places, SCRATCH, twin)
+    mixture = Mixture(answered, routing, extra, own_places, SCRATCH)
+    assert routing.counts.any()
+    experts.combine(mixture, ours)
+    assert not routing.counts.any(), "the next choice counts from zero"
+    experts.combine_reference(mixture, twin)
     torch.testing.assert_close(ours, twin, rtol=1e-2, atol=1e-2)
     assert not ours[[1, *range(rows, 16)]].any() and ours[[0, 2, 3, 4]].any(dim=1).all()
+
+
+@pytest.mark.parametrize("tapped", (False, True))
+def test_a_mixture_enters_the_stream_as_its_sum_would(tapped: bool) -> None:
+    rule, rows, width = RULES["sigmoid"], 5, 600
+    own_places, extra = places(rows, (1,)), some_rows(16, width, 3)
+    routing = route(rule, some_logits(rule, rows, 1), rows, own_places)
+    generator = torch.Generator().manual_seed(9)
+    answers = torch.randn(rows * rule.ranks, width, generator=generator)
+    mixture = Mixture(answers, routing, extra, own_places, SCRATCH)
+    stream, weight = torch.randn(16, width, generator=generator), torch.rand(width, generator=generator)
+    mixed = poisoned(16, width, dtype=torch.bfloat16)
+    streams, normed, taps = [stream.clone() for _ in range(3)], list[Tensor](), list[Tensor]()
+    for _ in streams:
+        normed.append(poisoned(16, width, dtype=torch.bfloat16))
+        taps.append(poisoned(16, 2 * width, dtype=torch.bfloat16)[:, 100 : 100 + width])
+    tap = taps if tapped else [None] * 3
+    experts.combine_norm(streams[0], mixture, weight, 1e-5, normed[0], tap[0])
+    assert not routing.counts.any(), "the next choice counts from zero"
+    experts.combine_norm_reference(streams[1], mixture, weight, 1e-5, normed[1], tap[1])
+    experts.combine(mixture, mixed)
+    add_norm(streams[2], mixed, weight, 1e-5, normed[2], tap[2])
+    assert torch.equal(streams[0], streams[2]) and torch.equal(normed[0], normed[2])
+    torch.testing.assert_close(streams[0], streams[1], rtol=2e-2, atol=5e-2)
+    torch.testing.assert_close(normed[0], normed[1], rtol=2e-2, atol=5e-2)
+    if tapped:
+        assert torch.equal(taps[0], taps[2])
+
+
+@pytest.mark.parametrize("size", ((10, 512), (70, 300), (5, 64)))
+def test_a_router_s_parts_add_up_to_its_product(size: tuple[int, int]) -> None:
+    weight = (torch.randn(size, generator=torch.Generator().manual_seed(size[0])) * 0.1).to(torch.bfloat16)
+    matrix = joined_in_order([GpuDense(weight, Scratch(CPU), torch.float32)])
+    x = some_rows(32, size[1], 4)
+    found, twin = (experts.new_scores(matrix, 32, CPU).fill_(torch.nan) for _ in range(2))
+    experts.score(matrix, x, found)
+    experts.score_reference(matrix, x, twin)
+    assert len(found) == -(-size[1] // 256)
+    torch.testing.assert_close(found.sum(dim=0), twin.sum(dim=0), rtol=1e-3, atol=1e-3)
+    assert torch.equal(experts_of(found[:, :16]), experts_of(found)[:16])
+
+
+def experts_of(logits: Tensor) -> Tensor:
+    rule, rows = RoutingRule(5, 3, False, True, 1.0, 0.0), logits.shape[1]
+    found, twin = (route(rule, logits, rows, places(rows), reference=reference) for reference in (False, True))
+    assert torch.equal(found.experts, twin.experts)
+    return found.experts
 
 
 def test_stacks_keep_blocks_only_where_every_expert_has_whole_tiles_of_one_type() -> None:
@@ -228,7 +286,7 @@ def test_stacks_keep_blocks_only_where_every_expert_has_whole_tiles_of_one_type(
 def test_a_step_has_room_for_every_tile_it_can_have() -> None:
     rule = RoutingRule(300, 8, False, True, 1.0, 0.0, shared=True, joined=True)
     for rows in (1, 16, 64, 512):
-        most = Routing.empty(rule, rows, CPU).tiles.shape[0]
+        most = Routing.empty(rule, rows, rule.new_counts(CPU)).tiles.shape[0]
         spread = [0] * 300  # as many experts as possible, and so as many tiles that are not full
         for pair in range(rows * 8):
             spread[pair % 300] += 1
@@ -268,6 +326,12 @@ def device_rows(rows: int, unused: tuple[int, ...]) -> DeviceRows:
     return replace(DeviceRows.empty("tree", 1, rows, 1, CPU, SCRATCH), places=places(rows, unused))
 
 
+def mixed_rows(mixture: Mixture, kernels: Kernels) -> Tensor:
+    out = poisoned(16, mixture.answers.shape[1], dtype=torch.bfloat16)
+    gpu_kernels(kernels).combine(mixture, out)
+    return out
+
+
 def assert_near(ours: Tensor, truth: Tensor, rows: int, unused: tuple[int, ...]) -> None:
     counting = [row for row in range(rows) if row not in unused]
     error = (ours[counting].float() - truth[counting]).norm(dim=1) / truth[counting].norm(dim=1)
@@ -284,7 +348,10 @@ def test_a_block_computes_what_it_does_on_a_processor(name: str, kernels: Kernel
     block = GpuMoe(gpu_kernels(kernels), MoeBlock(there, "mlp.", shape))
     x = some_rows(16, 64, 6)
     truth = MoeBlock(own, "mlp.", shape)(x.float())
-    assert_near(block(x, device_rows(rows, unused), SCRATCH), truth, rows, unused)
+    for _ in range(2):  # a layer's counts are at zero again
+        assert_near(mixed_rows(block(x, device_rows(rows, unused), SCRATCH), kernels), truth, rows, unused)
+    alone = mixed_rows(block(x, device_rows(1, ()), SCRATCH), kernels)
+    assert_near(alone, truth, 1, ())
     # a step reads as much of the experts here as there, but for the type they are kept in
     assert there.row_products == own.row_products
     assert abs(there.step_bytes - own.step_bytes // 2) <= 8
@@ -302,4 +369,22 @@ def test_a_router_may_read_other_rows_and_weigh_experts(kernels: Kernels, tmp_pa
     block = GpuExperts(
         gpu_kernels(kernels), Router(there, "mlp.gate.weight", shape), Experts(there, "mlp.experts.", shape, gelu)
     )
-    assert_near(block(router_rows, expert_rows, device_rows(rows, ()), SCRATCH, scale), truth, rows, ())
+    found = block(router_rows, expert_rows, device_rows(rows, ()), SCRATCH, scale)
+    assert_near(mixed_rows(found, kernels), truth, rows, ())
+
+
+def test_a_step_that_was_broken_off_leaves_no_counts_behind(tmp_path: Path) -> None:
+    shape, rows = SHAPES["softmax"], 5
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    file, x = write_moe(tmp_path, shape), some_rows(16, 64, 6)
+    kernels = gpu_kernels("triton")
+    block = MoeBlock(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
+    broken, whole = GpuMoe(replace(kernels, expert_down=no_memory), block), GpuMoe(kernels, block)
+    whole._experts._counts = broken._experts._counts
+    with pytest.raises(MemoryError):
+        broken(x, device_rows(rows, ()), SCRATCH)
+    truth = MoeBlock(Weights(file, "fp32"), "mlp.", shape)(x.float())
+    assert_near(mixed_rows(whole(x, device_rows(rows, ()), SCRATCH), "triton"), truth, rows, ())

@@ -136,6 +136,18 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set(heads_dim: tu
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 2, 80)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 16, 17])
+def test_few_rows_are_shared_by_any_number_of_threads(
+    attend: Attend, heads: int, kv_heads: int, dim: int, rows: int
+) -> None:
+    pools, queries = random_pools(4, kv_heads, 64, dim), randn(rows, heads, dim, seed=6)
+    group = [make_group(0, range(180, 180 + rows), range(4), 64, CAUSAL)]
+    # all are kept until the end: a row that nobody computed would else show what stood in its memory before
+    results = [attend(queries, pools, group, threads=threads) for threads in (1, 2, 3, 4, 7, 16)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32), (3, 1, 80)])
 @pytest.mark.parametrize("pattern", [CAUSAL, AttentionPattern(window=21)], ids=str)
 def test_a_row_is_the_same_to_the_bit_in_any_number_of_rows(

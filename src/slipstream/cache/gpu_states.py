@@ -58,7 +58,8 @@ class GpuStateTensors(SlotTensors):
         self.scratch_slot = slots
         size = slots + 1, shape.layers
         self.windows = torch.zeros(*size, shape.window, shape.channels, dtype=torch.bfloat16, device=device)
-        self.memories = torch.zeros(*size, shape.value_heads, shape.key_dim, shape.value_dim, device=device)
+        # the keys of a column lie side by side: a lane sums over them
+        self.memories = torch.zeros(*size, shape.value_heads, shape.value_dim, shape.key_dim, device=device)
         self._logs: dict[tuple[int, bool], DeltaLog] = {}
 
     def write(self, slot: int, states: Replayed) -> None:

@@ -28,19 +28,19 @@ class DeltaNetLayer(MoeLayer):
     @property
     def matrices(self) -> list[Matrix]:
         feeding = self.moe.matrices if self.moe is not None else [self.gate_up, self.down]
-        return [self.inputs, self.gates, self.output, *feeding]
+        return [self.inputs, *([] if self.gates is None else [self.gates]), self.output, *feeding]
 
     def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
         delta, hidden, prefix = self.delta, self.shape.hidden_size, prefix + "linear_attn."
         self._value_width = delta.value_heads * delta.value_dim
         # what the convolution reads and the output's gate; how much is written and how much forgotten
-        self.inputs = weights.matrix([
+        inputs = [
             weights.source(prefix + "in_proj_qkv.weight", (delta.channels, hidden)),
             weights.source(prefix + "in_proj_z.weight", (self._value_width, hidden)),
-        ])
-        self.gates = weights.matrix([
-            weights.source(f"{prefix}in_proj_{name}.weight", (delta.value_heads, hidden)) for name in ("b", "a")
-        ])
+        ]
+        gates = [weights.source(f"{prefix}in_proj_{name}.weight", (delta.value_heads, hidden)) for name in ("b", "a")]
+        self.inputs = weights.matrix([*inputs, *gates] if weights.joins_gates else inputs)
+        self.gates = None if weights.joins_gates else weights.matrix(gates)
         self.output = weights.matrix([weights.source(prefix + "out_proj.weight", (hidden, self._value_width))])
         self.head_norm = weights.vector(prefix + "norm.weight", delta.value_dim)
         self.rule = self._load_rule(weights, prefix)
@@ -61,6 +61,7 @@ class DeltaNetLayer(MoeLayer):
 
     def _recall(self, y: Tensor, batch: RowBatch) -> Tensor:
         assert batch.recurrent is not None, "the rows of a recurrent target come with their states"
+        assert self.gates is not None, "a CPU keeps gates for themselves"
         inputs, gate = self.inputs(y).split([self.delta.channels, self._value_width], dim=-1)
         write, left = self.rule.gates(*self.gates(y).chunk(2, dim=-1))
         read = batch.recurrent.run(self.state, self.rule, inputs, write, left)

@@ -1,4 +1,4 @@
-"""A gated delta net as a GPU runs it: three products, and what stands between them in three launches."""
+"""A gated delta net as a GPU runs it: two products, and what stands between them in three launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.models.delta_net import DeltaNetLayer
 
 
 class GpuDeltaNet:
-    """The mixer of a recurrent layer; the first of a model also finds the ways through the rows, for all of them."""
+    """The mixer of a recurrent layer; the first of a model also finds the way through the rows, for all of them."""
 
     def __init__(self, kernels: GpuKernels, layer: DeltaNetLayer, device: torch.device) -> None:
         self._kernels = kernels
@@ -24,12 +24,10 @@ class GpuDeltaNet:
         kernels, layer, delta = self._kernels, self._layer, self._layer.delta
         if layer.state == 0:
             kernels.delta.plan(rows, states)
-        inputs = kernels.multiply(layer.inputs, normed)
-        gates = kernels.multiply(layer.gates, normed)
-        kernels.delta.mix(inputs[:, : delta.channels], gates, rows, self._rule, states, layer.state)
+        sizes = [delta.channels, delta.value_heads * delta.value_dim, 2 * delta.value_heads]
+        inputs, gate, gates = kernels.multiply(layer.inputs, normed).split(sizes, dim=-1)
+        kernels.delta.mix(inputs, gates, rows, self._rule, states, layer.state)
         kernels.delta.recur(rows, states, layer.state)
-        weighed = normed.new_empty(normed.shape[0], delta.value_heads * delta.value_dim)
-        kernels.delta.gate(
-            inputs[:, delta.channels :], layer.head_norm, layer.shape.rms_eps, rows, states, weighed
-        )
+        weighed = normed.new_empty(gate.shape)
+        kernels.delta.gate(gate, layer.head_norm, layer.shape.rms_eps, rows, states, weighed)
         return kernels.multiply(layer.output, weighed)

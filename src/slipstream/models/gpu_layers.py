@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.gpu.attention import AttentionScratch
 from slipstream.kernels.gpu.blending import Gating
 from slipstream.kernels.gpu.delta import DeviceStates
+from slipstream.kernels.gpu.experts import Mixture
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.models.delta_net import DeltaNetLayer
@@ -61,12 +62,12 @@ class DevicePass:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is added to the stream: rows in bf16 and their bias, normed first where there is a norm.
+    """What is added to the stream: experts' answers, or rows in bf16 and their bias, normed first if there is a norm.
 
     Then there may be other rows beside them, each of both normed by itself before, and a scale of the whole stream.
     """
 
-    rows: Tensor
+    rows: Tensor | Mixture
     bias: Tensor | None = None
     norm: Tensor | None = None
     beside: Tensor | None = None
@@ -204,7 +205,9 @@ class GemmaFeeder:
         layer = self._layer
         if layer.experts is None or self._experts is None:
             return Delta(self._feed(normed), norm=layer.post_mlp_norm, scale=self._scale)
-        mixed = self._experts(normed[1], normed[2], step.rows, step.pools.scratch_place, layer.experts.expert_scale)
+        found = self._experts(normed[1], normed[2], step.rows, step.pools.scratch_place, layer.experts.expert_scale)
+        mixed = torch.empty_like(normed[2])
+        self._kernels.combine(found, mixed)
         return Delta(
             self._feed(normed[0]), norm=layer.post_mlp_norm, beside=mixed, beside_norms=self._beside_norms,
             scale=self._scale,
@@ -253,5 +256,6 @@ class Convolved:
         entered, left = torch.empty_like(normed), torch.empty_like(normed)
         kernels.convolve(normed, None, dynamic, self._base, False, each, entered)
         found = self._part(entered, step)
+        assert isinstance(found.rows, Tensor), "drafters have no experts"
         kernels.convolve(found.rows, found.bias, dynamic, self._base, True, each, left)
         return Delta(left)

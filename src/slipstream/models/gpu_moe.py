@@ -1,4 +1,4 @@
-"""Mixtures of experts as a GPU runs them: five launches between a row's norm and what is added to its stream."""
+"""Mixtures of experts as a GPU runs them: a row's norm, four launches, and the next norm adds up what they found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.gpu.experts import ExpertStack, Gate, Routing, RoutingRule
+from slipstream.kernels.gpu.experts import ExpertStack, Gate, Mixture, Routing, RoutingRule, new_scores
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.matmul import GpuMatrix, joined_in_order
 from slipstream.kernels.gpu.rows import DeviceRows
@@ -35,32 +35,38 @@ class GpuExperts:
             shape.experts, shape.active, shape.scores == "sigmoid", shape.renormalise, shape.scale,
             shape.router_softcap, shape.shared_size > 0, shared_gate is not None, experts.has_shared,
         )
-        # which of a launch's programs comes last; every launch leaves it at zero
         weights = self._down.weights
-        device = weights.device if isinstance(weights, Tensor) else weights.words.device
-        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self._counts = self._rule.new_counts(weights.device if isinstance(weights, Tensor) else weights.words.device)
 
     def __call__(
         self, router_rows: Tensor, expert_rows: Tensor, rows: DeviceRows, scratch_place: int,
         expert_scale: Tensor | None = None, extra: Tensor | None = None,
-    ) -> Tensor:
-        """What the experts make of rows in bf16; `extra` is what the shared one does where it stands apart.
+    ) -> Mixture:
+        """What the experts make of rows; `extra` is what the shared one does where it stands apart.
 
-        Shares are also multiplied by the `expert_scale` of their experts.
+        Shares are also multiplied by the `expert_scale` of their experts. Whoever adds the answers up sets back what
+        the choice has counted, so that every mixture is to be added up once.
         """
-        kernels, device = self._kernels, expert_rows.device
-        logits = torch.empty(router_rows.shape[0], self._scores.out_features, device=device)
-        kernels.multiply(self._scores, router_rows, logits)
-        routing = Routing.empty(self._rule, rows.rows, device)
-        kernels.route(logits, self._bias, expert_scale, rows.places, scratch_place, self._ticket, routing)
-        pairs = routing.most_pairs
-        inner = expert_rows.new_empty(pairs, self._down.inputs)
-        kernels.expert_gate_up(self._gate_up, expert_rows, routing, self._gate, inner)
-        answers = torch.empty(pairs, self._down.outputs, device=device)
+        kernels = self._kernels
+        logits = new_scores(self._scores, router_rows.shape[0], expert_rows.device)
+        kernels.score(self._scores, router_rows, logits)
+        routing = Routing.empty(self._rule, rows.rows, self._counts)
+        kernels.route(logits, self._bias, expert_scale, rows.places, scratch_place, routing)
+        try:
+            answers = self._answers(expert_rows, routing)
+        except BaseException:  # most likely there is no memory for them, and nobody will add them up
+            self._counts.zero_()
+            raise
+        return Mixture(answers, routing, extra, rows.places, scratch_place)
+
+    def _answers(self, rows: Tensor, routing: Routing) -> Tensor:
+        """What every pair's expert says, in fp32."""
+        pairs, kernels = routing.most_pairs, self._kernels
+        inner = rows.new_empty(pairs, self._down.inputs)
+        kernels.expert_gate_up(self._gate_up, rows, routing, self._gate, inner)
+        answers = torch.empty(pairs, self._down.outputs, device=rows.device)
         kernels.expert_down(self._down, inner, routing, answers)
-        out = expert_rows.new_empty(expert_rows.shape[0], self._down.outputs)
-        kernels.combine(answers, routing, extra, rows.places, scratch_place, out)
-        return out
+        return answers
 
 
 class GpuMoe:
@@ -71,7 +77,7 @@ class GpuMoe:
         self._block = block
         self._experts = GpuExperts(kernels, block.router, block.experts, block.shared_gate)
 
-    def __call__(self, normed: Tensor, rows: DeviceRows, scratch_place: int) -> Tensor:
+    def __call__(self, normed: Tensor, rows: DeviceRows, scratch_place: int) -> Mixture:
         return self._experts(normed, normed, rows, scratch_place, extra=self._shared(normed))
 
     def _shared(self, normed: Tensor) -> Tensor | None:

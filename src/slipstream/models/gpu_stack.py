@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.gpu.attention import AttentionScratch
 from slipstream.kernels.gpu.delta import DeviceStates
+from slipstream.kernels.gpu.experts import Mixture
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.matmul import Matrix
@@ -70,6 +71,9 @@ class GpuStack:
         self, residual: Tensor, delta: Delta | None, norms: Tensor | None, out: Tensor, tap: Tensor | None
     ) -> None:
         """Adds what a part has said to the stream, and norms the stream for the next one."""
+        if delta is not None and isinstance(delta.rows, Mixture):
+            self._kernels.combine_norm(residual, delta.rows, norms, self._eps, out, tap)
+            return
         if delta is None or delta.norm is None:
             rows, bias = (None, None) if delta is None else (delta.rows, delta.bias)
             self._kernels.add_norm(residual, rows, norms, self._eps, out, tap, bias)

@@ -115,6 +115,10 @@ class BatchGate:
         record.since += 1
         return record.drafting
 
+    def better(self, batch: int) -> bool:
+        """Whether drafting is the better way as far as anybody knows; nothing is tried for it."""
+        return self._record(batch).drafting
+
     def observe(self, batch: int, drafting: bool, rows: int, tokens: float, seconds: float) -> None:
         """What a step that might draft, or might not, gave a sequence, and how long until the next could begin.
 

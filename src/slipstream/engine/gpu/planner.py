@@ -120,8 +120,7 @@ class Planner:
         self._proposer = proposer
         self._loop = loop
         self._most_rows = most_rows
-        # steps among prompts also wait for these, which says nothing about steps that follow one another
-        self._gates = {alone: BatchGate() for alone in (True, False)}
+        self._gate = BatchGate()
         self._cohort: Cohort | None = None
         self._plain: Intent
         self._held: Intent | None = None
@@ -134,14 +133,18 @@ class Planner:
         self._held = None
 
     def plan(self, cohort: Cohort, drafter: GpuDrafter | None, alone: bool) -> Intent:
-        """What the sequences of a step wish for; it is not `alone` where prompts are computed before it."""
+        """What the sequences of a step wish for.
+
+        It is not `alone` where prompts are computed before it: it waits for these, so nothing is tried or learnt.
+        """
         count = len(cohort.places)
         if cohort is not self._cohort:
             self._cohort, self._held = cohort, None
             self._plain = Intent.plain(cohort, "the whole batch is quicker without drafts" if cohort.governed else "")
         if not cohort.speculates:
             return self._plain
-        free = not cohort.governed or self._gates[alone].drafts(len(cohort.columns))
+        size = len(cohort.columns)
+        free = not cohort.governed or (self._gate.drafts(size) if alone else self._gate.better(size))
         if not free and len(cohort.governed) == count:
             return self._plain
         self._age += 1
@@ -230,14 +233,13 @@ class Planner:
             )
 
     def time(
-        self, cohort: Cohort, intent: Intent, alone: bool, rows: int, committed: int, seconds: float, captured: bool
+        self, cohort: Cohort, intent: Intent, rows: int, committed: int, seconds: float, captured: bool
     ) -> None:
         """Tells the batch's gate what a step of `rows` for each came to, the host's part included."""
-        gate, batch = self._gates[alone], len(cohort.columns)
         if cohort.governed and captured:
-            gate.pay(batch, seconds)
+            self._gate.pay(len(cohort.columns), seconds)
         elif cohort.governed:
-            gate.observe(batch, intent.free, rows, committed / len(cohort.places), seconds)
+            self._gate.observe(len(cohort.columns), intent.free, rows, committed / len(cohort.places), seconds)
 
     def cost(self, cohort: Cohort, landing: Landing, branching: bool, committed: int, seconds: float) -> None:
         """Refreshes the cost table and the gates that go by it."""

@@ -106,7 +106,8 @@ def paged_attention(
     scale *= math.log2(math.e)
     sizes = {
         "EACH": rows.each, "EACH_PADDED": triton.next_power_of_2(rows.each), "KV_HEADS": kv_heads, "SHARE": share,
-        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "WINDOW": window, "BLOCK": rows.kind == "block",
+        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "PAGE_BITS": page.bit_length() - 1, "WINDOW": window,
+        "BLOCK": rows.kind == "block",
     }
     shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
         queries, keys, values, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
@@ -120,8 +121,8 @@ def paged_attention(
     last_pages_kernel[(work, kv_heads, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
         scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, KEYS=keys_at_once, TILE=few,
-        TILES=fews, SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes, num_warps=tiling.last_warps,
-        num_stages=1, launch_pdl=overlap,
+        TILES=fews, SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,
+        num_warps=tiling.last_warps, num_stages=1, launch_pdl=overlap,
     )
     combine_kernel[(heads, rows.rows)](
         rows.positions, rows.earliest, scratch.sums, scratch.stats, out, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES,

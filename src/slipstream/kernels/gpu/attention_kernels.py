@@ -29,14 +29,17 @@ def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _split(low, until, PAGE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How a row's pages are dealt out: its first page, the one behind its shared slots, the pages of a shared slot, and
-    how many of these it fills.
+def _split(low, until, PAGE_BITS: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How a row's pages are dealt out: its first page, the one behind its shared slots, and the pages of such a slot.
     """
-    first_page = low // PAGE
-    stop_page = tl.maximum((until - 1) // PAGE - 1, first_page)
-    each = tl.maximum((stop_page - first_page + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
-    return first_page, stop_page, each, (stop_page - first_page + each - 1) // each
+    first_page = low >> PAGE_BITS
+    stop_page = tl.maximum((until - 1 >> PAGE_BITS) - 1, first_page)
+    return first_page, stop_page, _pages_of_slot(stop_page - first_page, SLOTS, LEAST_PAGES)
+
+
+@triton.jit
+def _pages_of_slot(shared_pages, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.maximum((shared_pages + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
 
 
 @triton.jit
@@ -94,9 +97,9 @@ def _fold_pages(  # type: ignore[no-untyped-def]
 def shared_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, earliest, pages, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
     if OVERLAP:
@@ -111,13 +114,16 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(positions + row)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, stop_page, each, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, SLOTS, LEAST_PAGES)
+    # rows need not fill as many slots as this; one division for all of them is quicker than one for each
+    fewest = _pages_of_slot(tl.min(stop_page - first_page, 0), SLOTS, LEAST_PAGES)
+    most_slots = tl.cdiv(tl.max(stop_page - first_page, 0), fewest)
     vector = row * KV_HEADS + kv_head
     at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
     query = tl.load(queries + at, mask=used[:, None], other=0.0)
-    for slot in range(tl.program_id(2), tl.max(slots, 0), tl.num_programs(2)):
-        here = used & (slot < slots)
+    for slot in range(tl.program_id(2), most_slots, tl.num_programs(2)):
         first = first_page + slot * each
+        here = used & (first < stop_page)
         stop = tl.minimum(first + each, stop_page)
         begin, end = tl.min(tl.where(here, first, 1 << 30), 0), tl.max(tl.where(here, stop, 0), 0)
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
@@ -131,28 +137,30 @@ def shared_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _held(  # type: ignore[no-untyped-def]
-    own_pages, most_pages, path, position, reached, page, committed, PAGE: tl.constexpr, TREE: tl.constexpr
+def _found(  # type: ignore[no-untyped-def]
+    own_pages, most_pages, path, position, reached, page, committed, kv_head, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, TREE: tl.constexpr,
 ):
-    """In which page of the pool, and which token of it, a row finds the keys of the positions of one of its pages."""
-    held = tl.load(own_pages + page)
+    """Which of the pool's vectors are the keys of the positions of one of a row's pages."""
+    held = (tl.load(own_pages + page) * KV_HEADS + kv_head) * PAGE
     if not TREE:
-        return position * 0 + held, position % PAGE
+        return held + (position & (PAGE - 1))
     depth = position - committed
     ancestor = committed + tl.load(path + depth, mask=reached & (depth >= 0), other=0)
-    step_page = committed // PAGE  # the rows of a step lie there or in the page behind
-    here, behind = tl.load(own_pages + step_page), tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1))
-    own = tl.where(ancestor // PAGE == step_page, here, behind)
-    return tl.where(depth >= 0, own, held), tl.where(depth >= 0, ancestor, position) % PAGE
+    step_page = committed >> PAGE_BITS  # the rows of a step lie there or in the page behind
+    here = (tl.load(own_pages + step_page) * KV_HEADS + kv_head) * PAGE
+    behind = (tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1)) * KV_HEADS + kv_head) * PAGE
+    own = tl.where(ancestor >> PAGE_BITS == step_page, here, behind)
+    return tl.where(depth >= 0, own, held) + (tl.where(depth >= 0, ancestor, position) & (PAGE - 1))
 
 
 @triton.jit
 def last_pages_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, base, earliest, pages, paths, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr, WINDOW: tl.constexpr,
-    TREE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    SLOTS: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, DEPTH: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, SLOTS: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program sums up one page for those of a few rows whose last page or last but one it is. From the page on in
     which a tree's step began every row has keys of its own, and a program takes one row.
@@ -163,58 +171,62 @@ def last_pages_kernel(  # type: ignore[no-untyped-def]
     committed = tl.load(base + sequence)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
-    page = committed // PAGE - 1 + work // TILES
+    page = (committed >> PAGE_BITS) - 1 + work // TILES
     row = work % TILES * TILE + lane // SHARE_PADDED
-    lanes = TILE * SHARE_PADDED
+    used = (row < EACH) & (member < SHARE)
     own = tl.maximum(work - TILES, 0)
     if TREE:
-        page = committed // PAGE + tl.where(work < TILES, -1, own // EACH)
+        page = (committed >> PAGE_BITS) + tl.where(work < TILES, -1, own // EACH)
         row = tl.where(work < TILES, row, own % EACH)
-        lanes = tl.where(work < TILES, lanes, SHARE_PADDED)
-    used = (row < EACH) & (member < SHARE) & (lane < lanes)
+        used = tl.where(work < TILES, used, lane < SHARE)
     row = sequence * EACH + tl.minimum(row, EACH - 1)
+    vector = row * KV_HEADS + kv_head
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    slot = SLOTS - 1 + page - (until - 1) // PAGE
-    used = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (page >= low // PAGE)
-    stop = tl.max(tl.where(used, until, 0), 0)
+    slot = SLOTS - 1 + page - (until - 1 >> PAGE_BITS)
+    here = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (page >= (low >> PAGE_BITS))
+    stop = tl.max(tl.where(here, until, 0), 0)
     if stop > 0:
-        vector = row * KV_HEADS + kv_head
         at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
-        query = tl.load(queries + at, mask=used[:, None], other=0.0)
+        query = tl.load(queries + at, mask=here[:, None], other=0.0)
         path = paths + (sequence * EACH + own % EACH) * DEPTH
-        own_pages = pages + sequence * most_pages
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
         weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
         total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
         for piece in tl.static_range(PAGE // KEYS):
             position = page * PAGE + piece * KEYS + tl.arange(0, KEYS)
             reached = position < stop
-            held, offset = _held(own_pages, most_pages, path, position, reached, page, committed, PAGE, TREE)
-            found = ((held.to(tl.int64) * KV_HEADS + kv_head) * PAGE + offset)[:, None] * DIM + d[None, :]
+            found = _found(
+                pages + sequence * most_pages, most_pages, path, position, reached, page, committed, kv_head,
+                KV_HEADS, PAGE, PAGE_BITS, TREE,
+            )
+            found = found.to(tl.int64)[:, None] * DIM + d[None, :]
             key = tl.load(keys + found, mask=reached[:, None], other=0.0)
             value = tl.load(values + found, mask=reached[:, None], other=0.0)
             seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
             peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
-        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, used, DIM)
-    if OVERLAP:
-        gdc_wait()  # so that who waits for this launch has waited for the first one too
+        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
+    # Who waits for this launch waits for its first program, and so for the first launch too. The others must not: while
+    # they stay, there is no room for those that have not begun.
+    if OVERLAP and (work == 0) & (kv_head == 0) & (sequence == 0):
+        gdc_wait()
 
 
 @triton.jit
 def combine_kernel(  # type: ignore[no-untyped-def]
     positions, earliest, sums, stats, out,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Adds up the slots of a row's head."""
     head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, _, _, slots = _split(low, until, PAGE, SLOTS, LEAST_PAGES)
-    ends = tl.minimum((until - 1) // PAGE - first_page, 1) + 1  # how many of the last two pages the row sees
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, SLOTS, LEAST_PAGES)
+    slots = tl.cdiv(stop_page - first_page, each)
+    ends = tl.minimum((until - 1 >> PAGE_BITS) - first_page, 1) + 1  # how many of the last two pages the row sees
     d = tl.arange(0, DIM)
     if OVERLAP:
         gdc_wait()

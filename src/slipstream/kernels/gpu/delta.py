@@ -15,13 +15,14 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.delta import DeltaRule, DeltaShape
-from slipstream.kernels.gpu import delta_kernels
+from slipstream.kernels.gpu import delta_kernels, delta_walk
 from slipstream.kernels.gpu.attention import can_overlap
 from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 
-COLUMNS = 8  # of a state that a program (one warp) holds: 48 heads of 128 columns give each multiprocessor about six
-PARTS = 8  # programs that share the branches of a tree
-MOST_PARTS = 32  # the same over all sequences of a step: more would only be started to find nothing to do
+COLUMNS = 4  # of a state that a warp holds; they decide in which order keys are summed up
+WARPS = 2  # of a program, which share what they read of a row; 48 heads of 128 columns give a multiprocessor about six
+MOST_SHELVES = 4  # states that a walk through a tree has registers to keep
+EARLY_ROWS = 16  # of more rows, the many programs of the next launch would stand in the way of those at work
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,18 @@ class DeltaLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """The ways through the rows of each sequence: one per row that no other continues."""
+class Walk:
+    """In which order states are led along the rows of each sequence."""
 
-    counts: Tensor  # int32 [sequences]
-    ends: Tensor  # int32 [sequences, each]: the last row of each
-    lengths: Tensor  # int32 [sequences, each]: rows of each, the last one included
+    counts: Tensor  # int32 [sequences]: rows that count
+    steps: Tensor  # int32 [sequences, each], of trees: the row of each step, and what becomes of the state there
 
     @classmethod
-    def empty(cls, rows: DeviceRows) -> Lines:
+    def empty(cls, rows: DeviceRows) -> Walk:
         def numbers(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=rows.tokens.device)
 
-        return cls(numbers(rows.sequences), *(numbers(rows.sequences, rows.each) for _ in range(2)))
+        return cls(numbers(rows.sequences), numbers(rows.sequences, rows.each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class DeviceStates:
 
     shape: DeltaShape
     windows: Tensor  # bf16 [slots, layers, window, channels]
-    memories: Tensor  # fp32 [slots, layers, value heads, key dim, value dim]
+    memories: Tensor  # fp32 [slots, layers, value heads, value dim, key dim]
     source: Tensor  # int32 [sequences]: the slot whose state a sequence's rows continue
     log: DeltaLog
-    lines: Lines
+    walk: Walk
     scratch_place: int  # rows stored there or behind do not count
     saves: Tensor | None = None  # int32 [rows], of chains: the slot that gets the state behind a row, -1: none
 
@@ -92,7 +92,7 @@ class DeviceStates:
         cls, shape: DeltaShape, pools: tuple[Tensor, Tensor], source: Tensor, log: DeltaLog, rows: DeviceRows,
         scratch_place: int, saves: Tensor | None = None,
     ) -> DeviceStates:
-        return cls(shape, *pools, source, log, Lines.empty(rows), scratch_place, saves)
+        return cls(shape, *pools, source, log, Walk.empty(rows), scratch_place, saves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ def is_line(rows: DeviceRows) -> bool:
 
 
 def plan(rows: DeviceRows, states: DeviceStates) -> None:
-    """Finds the ways through the rows, once for all layers."""
-    lines = states.lines
+    """Finds the way through the rows, once for all layers."""
+    walk, tree = states.walk, not is_line(rows)
     delta_kernels.plan_kernel[(rows.sequences,)](
-        rows.positions, rows.places, rows.base, rows.paths, lines.counts, lines.ends, lines.lengths,
-        states.scratch_place, EACH=rows.each, PADDED=triton.next_power_of_2(rows.each), TREE=not is_line(rows),
-        num_warps=4,
+        rows.positions, rows.places, rows.base, rows.paths, walk.counts, walk.steps, states.scratch_place,
+        EACH=rows.each, PADDED=triton.next_power_of_2(rows.each), TREE=tree,
+        num_warps=max(4, triton.next_power_of_2(rows.each) // 4) if tree else 4,
     )
 
 
@@ -143,42 +143,56 @@ def mix(
     """
     shape, log = states.shape, states.log
     keys, values, write, left, kept = log.of(layer)
+    overlap = can_overlap(inputs.device)
     delta_kernels.mix_kernel[(shape.key_heads + shape.value_heads, rows.rows)](
         inputs, inputs.stride(0), gates, gates.stride(0), rule.kernel, rule.rates, rule.shift, states.windows,
         states.source, layer, rows.positions, rows.places, rows.base, rows.paths, log.queries, keys, log.products,
         values, write, left, kept, states.scratch_place, shape.key_dim**-0.5,
         LAYERS=shape.layers, KEY_HEADS=shape.key_heads, VALUE_HEADS=shape.value_heads, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, BLOCK=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
-        TAPS=shape.kernel, EACH=rows.each, TREE=not is_line(rows), OVERLAP=can_overlap(inputs.device),
-        num_warps=1, enable_fp_fusion=False,
+        TAPS=shape.kernel, EACH=rows.each, TREE=not is_line(rows), OVERLAP=overlap, num_warps=1,
+        enable_fp_fusion=False, launch_pdl=overlap and rows.rows <= EARLY_ROWS,
     )  # fmt: skip
 
 
 def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
     """What the rows of a layer read, in the log; states behind some of them where `saves` wants them."""
-    shape, log, lines = states.shape, states.log, states.lines
+    shape, log, walk = states.shape, states.log, states.walk
     keys, values, write, left, kept = log.of(layer)
     tree, overlap = not is_line(rows), can_overlap(states.memories.device)
     assert states.saves is None or not tree, "states behind the rows of a tree are committed"
-    parts = max(1, min(PARTS, rows.each // 4, MOST_PARTS // rows.sequences)) if tree else 1
+    shelves = most_shelves(rows.each) if tree else 0
+    assert shelves <= MOST_SHELVES, "a tree has at most 64 rows"
     tiles, sizes = _tiles(shape)
-    delta_kernels.recur_kernel[(tiles, parts, rows.sequences)](
-        states.memories, states.windows, states.source, lines.counts if states.saves is None else states.saves,
-        lines.counts, lines.ends, lines.lengths, rows.paths, log.queries, keys, log.products, values, write, left,
-        kept, log.reads, layer, **sizes, EACH=rows.each, PARTS=parts, TREE=tree, SAVES=states.saves is not None,
-        OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+    delta_walk.recur_kernel[(tiles, rows.sequences)](
+        states.memories, states.windows, states.source, walk.counts if states.saves is None else states.saves,
+        walk.counts, walk.steps, log.queries, keys, log.products, values, write, left, kept, log.reads, layer,
+        **sizes, EACH=rows.each, TREE=tree, SHELVES=shelves, SAVES=states.saves is not None, OVERLAP=overlap,
+        num_warps=WARPS, launch_pdl=overlap,
     )
+
+
+def most_shelves(rows: int) -> int:
+    """How many states a walk through a tree keeps at most, where the largest of all branches comes last.
+
+    A branch that is not the last has at least two rows, and with a state kept within it at least one more than twice
+    as many as that one needs; as many rows come behind it.
+    """
+    shelves, least = 0, 2
+    while 2 * least <= rows:
+        shelves, least = shelves + 1, 2 * least + 1
+    return shelves
 
 
 def gate(
     gates: Tensor, weight: Tensor, eps: float, rows: DeviceRows, states: DeviceStates, out: Tensor
 ) -> None:
     """out bf16 [padded rows, value heads * value dim]: what rows have read, normed by head, times silu(gates)."""
-    shape = states.shape
+    shape, overlap = states.shape, can_overlap(out.device)
     delta_kernels.gate_kernel[(shape.value_heads, out.shape[0])](
         states.log.reads, gates, gates.stride(0), weight, rows.places, out, eps, states.scratch_place,
         VALUE_HEADS=shape.value_heads, VALUE_DIM=shape.value_dim, BLOCK=triton.next_power_of_2(shape.value_dim),
-        num_warps=1, enable_fp_fusion=False,
+        OVERLAP=overlap, num_warps=1, enable_fp_fusion=False, launch_pdl=overlap and rows.rows <= EARLY_ROWS,
     )
 
 
@@ -187,10 +201,10 @@ def commit(states: DeviceStates, replay: Replay) -> None:
     shape, log = states.shape, states.log
     assert log.every_layer or shape.layers == 1, "a commit needs what the rows of every layer left"
     tiles, sizes = _tiles(shape)
-    delta_kernels.commit_kernel[(tiles, shape.layers, replay.taken.shape[0])](
+    delta_walk.commit_kernel[(tiles, shape.layers, replay.taken.shape[0])](
         states.memories, states.windows, replay.source, replay.destination, replay.taken, replay.path, log.keys,
-        log.values, log.write, log.left, log.inputs, log.reads.shape[0], replay.first, **sizes, EACH=replay.each,
-        num_warps=1,
+        log.values, log.write, log.left, log.inputs, log.reads.shape[0], replay.first, **sizes,
+        EACH=replay.each, num_warps=WARPS,
     )
 
 
@@ -201,13 +215,14 @@ def swap(source: Tensor, destination: Tensor, taken: Tensor) -> None:
 
 def _tiles(shape: DeltaShape) -> tuple[int, dict[str, Any]]:
     """How many programs share a layer's state, and the sizes they know."""
-    columns = min(COLUMNS, triton.next_power_of_2(shape.value_dim))
-    blocks = triton.cdiv(shape.value_dim, columns)
+    lanes = 32 // COLUMNS
+    turns = triton.cdiv(triton.next_power_of_2(shape.key_dim), 4 * lanes)
+    blocks = triton.cdiv(shape.value_dim, COLUMNS * WARPS)
     tiles = shape.value_heads * blocks
     channels = triton.cdiv(shape.channels, tiles)  # of the window, that a program moves
     sizes = (
-        shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, triton.next_power_of_2(shape.key_dim),
-        columns, triton.next_power_of_2(channels), channels,
+        shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, turns, WARPS, lanes, COLUMNS,
+        triton.next_power_of_2(channels), channels,
     )
     return tiles, {"LAYERS": shape.layers, "SHAPE": sizes, "TAPS": shape.kernel, "BLOCKS": blocks, "TILED": shape.tiled}
 

@@ -8,24 +8,39 @@ from torch.nn import functional as F
 
 from slipstream.kernels.delta import DeltaRule, DeltaShape
 from slipstream.kernels.gpu.delta import DeltaKernels, DeviceStates, Replay, is_line
+from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, ROW, SHELF
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.reference import rms_norm
 from slipstream.kernels.rowwise import row_by_row
 
 
 def plan_reference(rows: DeviceRows, states: DeviceStates) -> None:
-    lines = states.lines
+    walk = states.walk
     for sequence in range(rows.sequences):
         first = sequence * rows.each
         used = int((rows.places[first : first + rows.each] < states.scratch_place).sum())
-        ends = [(used - 1, used)] if used else []
+        walk.counts[sequence] = used
         if not is_line(rows):
-            paths = [_line(rows, sequence, row) for row in range(used)]
-            parents = {path[-2] for path in paths if len(path) > 1}
-            ends = [(row, len(path)) for row, path in enumerate(paths) if row not in parents]
-        lines.counts[sequence] = len(ends)
-        for place, (row, length) in enumerate(ends):
-            lines.ends[sequence, place], lines.lengths[sequence, place] = row, length
+            for place, step in enumerate(_steps([_line(rows, sequence, row) for row in range(used)])):
+                walk.steps[sequence, place] = step
+
+
+def _steps(paths: list[list[int]]) -> list[int]:
+    """A walk through a tree: branches follow what they continue, the largest of them last."""
+    sizes = [sum(row in path for path in paths) for row in range(len(paths))]
+    steps: list[int] = []
+
+    def visit(parent: list[int], shelf: int) -> None:
+        branches = sorted((row for row, path in enumerate(paths) if path[:-1] == parent), key=lambda row: sizes[row])
+        back = 0
+        for row in branches:
+            last, keep = sizes[row] == 1, int(sizes[row] > 1 and row != branches[-1])
+            steps.append(row + LAST.value * last + KEEP.value * keep + BACK.value * back + SHELF.value * shelf)
+            visit(paths[row], shelf + keep)
+            back = int(not last)
+
+    visit([], 0)
+    return steps
 
 
 def _line(rows: DeviceRows, sequence: int, row: int) -> list[int]:
@@ -59,32 +74,35 @@ def mix_reference(
 
 
 def _written(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """A state [heads, key dim, value dim] behind a row, and what the row has added."""
+    """A state [heads, value dim, key dim] behind a row, and what the row has added."""
     keys, values, write, left, _ = brought
-    key, rest = shape.for_values(keys[row][None])[0, :, :, None], left[row][:, None]
-    learnt = (values[row] - (state * key).sum(-2) * rest) * write[row][:, None]
-    return state * rest[..., None] + key * learnt[:, None, :], learnt
+    key, rest = shape.for_values(keys[row][None])[0, :, None, :], left[row][:, None]
+    learnt = (values[row] - (state * key).sum(-1) * rest) * write[row][:, None]
+    return state * rest[..., None] + key * learnt[..., None], learnt
 
 
 def recur_reference(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
-    shape, log, lines = states.shape, states.log, states.lines
+    shape, log = states.shape, states.log
     brought = log.of(layer)
     for sequence in range(rows.sequences):
         first, slot = sequence * rows.each, int(states.source[sequence])
-        for place in range(int(lines.counts[sequence])):
-            state = states.memories[slot, layer].clone()
-            window = states.windows[slot, layer].clone()
-            for own in _line(rows, sequence, int(lines.ends[sequence, place])):
-                row = first + own
-                query = shape.for_values(log.queries[row][None])[0, :, :, None]
-                product = shape.for_values(log.products[row][None, :, None])[0]
-                recalled = (state * query).sum(-2) * brought[3][row][:, None]
-                state, learnt = _written(shape, state, row, brought)
-                log.reads[row] = recalled + product * learnt
-                window = torch.cat((window, brought[4][row][None]))[1:]
-                if states.saves is not None and states.saves[row] >= 0:
-                    states.memories[int(states.saves[row]), layer] = state
-                    states.windows[int(states.saves[row]), layer] = window
+        behind = {-1: (states.memories[slot, layer].clone(), states.windows[slot, layer].clone())}
+        for step in range(int(states.walk.counts[sequence])):
+            own = step if is_line(rows) else int(states.walk.steps[sequence, step]) & ROW.value
+            row, path = first + own, _line(rows, sequence, own)
+            state, window = behind[path[-2] if len(path) > 1 else -1]
+            query = shape.for_values(log.queries[row][None])[0, :, None, :]
+            product = shape.for_values(log.products[row][None, :, None])[0]
+            recalled = (state * query).sum(-1) * brought[3][row][:, None]
+            state, learnt = _written(shape, state, row, brought)
+            log.reads[row] = recalled + product * learnt
+            window = torch.cat((window, brought[4][row][None]))[1:]
+            if states.saves is not None and states.saves[row] >= 0:
+                states.memories[int(states.saves[row]), layer] = state
+                states.windows[int(states.saves[row]), layer] = window
+            if is_line(rows):
+                behind.clear()
+            behind[own] = state, window
 
 
 def gate_reference(

@@ -6,6 +6,7 @@ that the row's width alone decides.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,22 +14,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slipstream.kernels.gpu.matmul import EARLY
 from slipstream.kernels.reference import rms_norm, rotate, write_rows
 
 _GATE_BLOCK = 1024
+_MOST_TOGETHER = 4  # heads of a program: with one each, starting programs takes longer than their work
+
+
+@triton.jit
+def store_normed(  # type: ignore[no-untyped-def]
+    x, row, column, inside, weight, out, tap, tap_stride, eps, WIDTH: tl.constexpr, HAS_TAP: tl.constexpr
+):
+    """What the next part reads of a stream, and the stream itself where somebody taps it."""
+    if HAS_TAP:
+        tl.store(tap + row * tap_stride + column, x.to(tl.bfloat16), mask=inside)
+    mean = tl.sum(x * x, 0) / WIDTH
+    tl.store(out + row * WIDTH + column, (x * tl.rsqrt(mean + eps) * weight).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
     residual, delta, bias, weight, out, tap, tap_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAP: tl.constexpr,
+    HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAP: tl.constexpr, EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()  # weights were there before the kernel that is still running
+        gdc_launch_dependents()
     x = tl.load(residual + row * WIDTH + column, mask=inside, other=0.0)
     if HAS_DELTA:
         change = tl.load(delta + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -36,10 +54,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
             change += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         x += change
         tl.store(residual + row * WIDTH + column, x, mask=inside)
-    if HAS_TAP:
-        tl.store(tap + row * tap_stride + column, x.to(tl.bfloat16), mask=inside)
-    mean = tl.sum(x * x, 0) / WIDTH
-    tl.store(out + row * WIDTH + column, (x * tl.rsqrt(mean + eps) * scale).to(tl.bfloat16), mask=inside)
+    store_normed(x, row, column, inside, scale, out, tap, tap_stride, eps, WIDTH, HAS_TAP)
 
 
 def add_norm(
@@ -55,7 +70,7 @@ def add_norm(
     _add_norm_kernel[(rows,)](
         residual, or_any(delta, out), or_any(bias, weight), weight, out, or_any(tap, out),
         0 if tap is None else tap.stride(0), eps, WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None,
-        HAS_BIAS=bias is not None, HAS_TAP=tap is not None, num_warps=warps_for(block),
+        HAS_BIAS=bias is not None, HAS_TAP=tap is not None, EARLY=EARLY, num_warps=warps_for(block), launch_pdl=EARLY,
     )
 
 
@@ -71,62 +86,70 @@ def add_norm_reference(
 
 
 @triton.jit
-def _head(  # type: ignore[no-untyped-def]
-    vector, bias, norm, eps, cos, sin, position, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+def _heads(  # type: ignore[no-untyped-def]
+    vectors, biases, norm, eps, cos, sin, position, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, VALUE_NORM: tl.constexpr = False,
 ):
-    """One head's vector with its bias; normed and rotated if it is a query or a key. Values know no weights of a norm.
+    """Some heads' vectors with their biases; normed and rotated if they are queries or keys. Values know no weights of
+    a norm.
     """
     d = tl.arange(0, BLOCK)
-    inside = d < DIM
-    x = tl.load(vector + d, mask=inside, other=0.0).to(tl.float32)
+    inside = (d < DIM)[None, :]
+    x = tl.load(vectors[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(biases[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROTATED:
         # the other half is loaded a second time, which is cheaper than moving it between threads
         other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-        y = tl.load(vector + other, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(vectors[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            y += tl.load(bias + other, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(biases[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
-            shrink = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
-            x = x * shrink * tl.load(norm + d, mask=inside, other=0.0)
-            y = y * shrink * tl.load(norm + other, mask=inside, other=0.0)
+            shrink = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            x = x * shrink * tl.load(norm + d, mask=d < DIM, other=0.0)[None, :]
+            y = y * shrink * tl.load(norm + other, mask=d < DIM, other=0.0)[None, :]
         at = position.to(tl.int64) * DIM + d
-        x = x * tl.load(cos + at, mask=inside, other=0.0) + y * tl.load(sin + at, mask=inside, other=0.0)
+        x = x * tl.load(cos + at, mask=d < DIM, other=0.0)[None, :]
+        x += y * tl.load(sin + at, mask=d < DIM, other=0.0)[None, :]
     elif VALUE_NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
     return x.to(tl.bfloat16)
 
 
 @triton.jit
-def _place(place, head, HEADS: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The vector's number in a pool [pages, heads, page tokens]."""
-    return ((place // PAGE).to(tl.int64) * HEADS + head) * PAGE + place % PAGE
+def _places(place, heads, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where heads' vectors lie in a pool [pages, heads, page tokens, dim]."""
+    vector = ((place // PAGE).to(tl.int64) * HEADS + heads) * PAGE + place % PAGE
+    return vector[:, None] * DIM + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, positions, places, queries, keys, values,
-    ROW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, VALUE_NORM: tl.constexpr,
+    ROW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
-    head, row = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
+    """A program has a few heads of one row, which are all queries, all keys or all values."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    first, row = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    heads, inside = first + tl.arange(0, TOGETHER), (tl.arange(0, BLOCK) < DIM)[None, :]
     # where there are no values, they are the keys as they come
-    part = tl.where(head < PARTS, head, head - KV_HEADS)
-    vector = qkv + row.to(tl.int64) * ROW + part * DIM
-    own_bias = bias + part * DIM
+    parts = tl.where(first < PARTS, heads, heads - KV_HEADS)
+    vectors, biases = qkv + row.to(tl.int64) * ROW + parts * DIM, bias + parts * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
-    if head < HEADS:
-        x = _head(vector, own_bias, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
-        tl.store(queries + (row * HEADS + head) * DIM + d, x, mask=d < DIM)
-    elif head < HEADS + KV_HEADS:
-        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
-        tl.store(keys + _place(place, head - HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
+    if first < HEADS:
+        x = _heads(vectors, biases, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        at = (row * HEADS + heads)[:, None] * DIM + tl.arange(0, BLOCK)[None, :]
+        tl.store(queries + at, x, mask=inside)
+    elif first < HEADS + KV_HEADS:
+        x = _heads(vectors, biases, k_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        tl.store(keys + _places(place, heads - HEADS, KV_HEADS, PAGE, DIM, BLOCK), x, mask=inside)
     else:
-        x = _head(vector, own_bias, k_norm, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM, VALUE_NORM)
-        tl.store(values + _place(place, head - HEADS - KV_HEADS, KV_HEADS, PAGE) * DIM + d, x, mask=d < DIM)
+        x = _heads(vectors, biases, k_norm, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM, VALUE_NORM)
+        tl.store(values + _places(place, heads - HEADS - KV_HEADS, KV_HEADS, PAGE, DIM, BLOCK), x, mask=inside)
 
 
 def rotary_write(
@@ -143,11 +166,12 @@ def rotary_write(
     rows, heads, dim = queries.shape
     kv_heads, page, parts = keys.shape[1], keys.shape[2], qkv.shape[1] // dim
     stored = 2 * kv_heads if parts > heads else 0
-    _rotary_write_kernel[(heads + stored, rows)](
+    together = _together(heads, kv_heads)
+    _rotary_write_kernel[((heads + stored) // together, rows)](
         qkv, or_any(bias, cos), or_any(q_norm, cos), or_any(k_norm, cos), eps, cos, signed_sin, positions, places,
-        queries, keys, values, ROW=qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads, PARTS=parts, DIM=dim,
-        BLOCK=triton.next_power_of_2(dim), PAGE=page, HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None,
-        VALUE_NORM=norm_values, num_warps=1,
+        queries, keys, values, ROW=qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads, PARTS=parts, TOGETHER=together,
+        DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page, HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None,
+        VALUE_NORM=norm_values, EARLY=EARLY, num_warps=1, launch_pdl=EARLY,
     )
 
 
@@ -175,23 +199,23 @@ def rotary_write_reference(
 @triton.jit
 def _context_write_kernel(  # type: ignore[no-untyped-def]
     projected, bias, k_norms, eps, cos, sin, positions, places, keys, values, layer_stride,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):
-    part, row = tl.program_id(0), tl.program_id(1)
-    layer, head = part // (2 * KV_HEADS), part % KV_HEADS
-    d = tl.arange(0, BLOCK)
-    vector = projected + (row * tl.num_programs(0) + part).to(tl.int64) * DIM
-    own_bias = bias + part * DIM
+    first, row = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    parts, inside = first + tl.arange(0, TOGETHER), (tl.arange(0, BLOCK) < DIM)[None, :]
+    layer = first // (2 * KV_HEADS)
+    vectors = projected + (row * (tl.num_programs(0) * TOGETHER) + parts).to(tl.int64) * DIM
+    biases = bias + parts * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
-    at = layer.to(tl.int64) * layer_stride + _place(place, head, KV_HEADS, PAGE) * DIM + d
-    if part % (2 * KV_HEADS) < KV_HEADS:
+    at = layer.to(tl.int64) * layer_stride + _places(place, parts % KV_HEADS, KV_HEADS, PAGE, DIM, BLOCK)
+    if first % (2 * KV_HEADS) < KV_HEADS:
         norm = k_norms + layer * DIM
-        x = _head(vector, own_bias, norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
-        tl.store(keys + at, x, mask=d < DIM)
+        x = _heads(vectors, biases, norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
+        tl.store(keys + at, x, mask=inside)
     else:
-        x = _head(vector, own_bias, k_norms, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM)
-        tl.store(values + at, x, mask=d < DIM)
+        x = _heads(vectors, biases, k_norms, eps, cos, sin, position, DIM, BLOCK, False, HAS_BIAS, HAS_NORM)
+        tl.store(values + at, x, mask=inside)
 
 
 def context_write(
@@ -202,9 +226,10 @@ def context_write(
     keys and values the draft pools [layers, pages, kv heads, page tokens, dim].
     """
     layers, _, kv_heads, page, dim = keys.shape
-    _context_write_kernel[(layers * 2 * kv_heads, projected.shape[0])](
+    together = _together(kv_heads)
+    _context_write_kernel[(layers * 2 * kv_heads // together, projected.shape[0])](
         projected, or_any(bias, cos), or_any(k_norms, cos), eps, cos, signed_sin, positions, places, keys, values,
-        keys.stride(0), KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
+        keys.stride(0), KV_HEADS=kv_heads, TOGETHER=together, DIM=dim, BLOCK=triton.next_power_of_2(dim), PAGE=page,
         HAS_BIAS=bias is not None, HAS_NORM=k_norms is not None, num_warps=1,
     )
 
@@ -226,8 +251,11 @@ def context_write_reference(
 
 @triton.jit
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up, bias, out, INNER: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+    gate_up, bias, out, INNER: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
@@ -243,13 +271,20 @@ def silu_mul(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = silu(gate) * up for gate_up bf16 [rows, 2 * inner] (gates first), out bf16 [rows, inner]."""
     rows, inner = out.shape
     _silu_mul_kernel[(triton.cdiv(inner, _GATE_BLOCK), rows)](
-        gate_up, or_any(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, num_warps=4
+        gate_up, or_any(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, EARLY=EARLY,
+        num_warps=4, launch_pdl=EARLY,
     )
 
 
 def silu_mul_reference(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
     gate, up = bias_added(gate_up, bias).chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
+
+
+def _together(*heads: int) -> int:
+    """How many heads a program takes: a power of two that divides all their numbers."""
+    common = math.gcd(*heads)
+    return min(common & -common, _MOST_TOGETHER)
 
 
 def bias_added(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,12 +11,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gpu.dense_kernels import dense_sums
+from slipstream.kernels.gpu.elementwise import store_normed
 from slipstream.kernels.gpu.quant_kernels import TILE_ROWS, block_sums
 
 PAIRS = tl.constexpr(16)  # in a tile
+SIXTEENS = tl.constexpr(2**16)  # a tile is its expert, and so often which sixteen of the expert's pairs it has
 GATED_BY_SILU = tl.constexpr(1)
 GATED_BY_GELU = tl.constexpr(2)
-GONE = tl.constexpr(-(2**63) + 1)  # below the key of any expert that can still be chosen
+GONE = tl.constexpr(-(2**31))  # below the key of any expert that can still be chosen
 NO_NUMBER = tl.constexpr(-(2**31) + 1)
 
 
@@ -28,53 +30,74 @@ def ordered(numbers):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def group_pairs(marks_ptr, pairs_ptr, tiles_ptr, rows, most_tiles, WIDTH: tl.constexpr, RANKS: tl.constexpr,  # type: ignore[no-untyped-def]
-                CHUNK: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """Pairs by expert and, within one, by row, in tiles; of a tile its expert (-1 behind the last) and its size."""
-    expert = tl.arange(0, WIDTH)
-    within = tl.arange(0, CHUNK)
-    at = marks_ptr + within[:, None] * WIDTH + expert[None, :]
-    counts = tl.zeros((WIDTH,), tl.int32)
-    for start in range(0, rows, CHUNK):
-        known = (start + within < rows)[:, None]
-        marks = tl.load(at + start * WIDTH, mask=known, other=0, cache_modifier=".cg")
-        counts += tl.sum((marks != 0).to(tl.int32), 0)
-    tiles = (counts + PAIRS - 1) // PAIRS
-    first = tl.cumsum(tiles, 0) - tiles
-    spare = tl.arange(0, MOST)
-    tl.store(tiles_ptr + spare * 2, -1, mask=(spare >= tl.sum(tiles, 0)) & (spare < most_tiles))
-    for tile in range(tl.cdiv(rows, PAIRS)):
-        left = counts - tile * PAIRS
-        own_ptr = tiles_ptr + (first + tile) * 2
-        tl.store(own_ptr, expert, mask=left > 0)
-        tl.store(own_ptr + 1, tl.minimum(left, PAIRS), mask=left > 0)
-    position = first * PAIRS
-    for start in range(0, rows, CHUNK):
-        known = (start + within < rows)[:, None]
-        marks = tl.load(at + start * WIDTH, mask=known, other=0, cache_modifier=".cg").to(tl.int32)
-        chosen = (marks != 0).to(tl.int32)
-        pair = (start + within)[:, None] * RANKS + marks - 1
-        place = position[None, :] + tl.cumsum(chosen, 0) - chosen
-        tl.store(pairs_ptr + place, pair, mask=chosen != 0)
-        position += tl.sum(chosen, 0)
+def score_kernel(weight_ptr, x_ptr, out_ptr, x_stride, out_stride, outputs, inputs, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
+                 TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+                 INTERPRETED: tl.constexpr):  # fmt: skip
+    """out[part, row, output] = the sum of x[row, k] * weight[output, k] over a part of the inputs."""
+    part = tl.program_id(1)
+    output, row = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, ROWS)
+    k = part * DEPTH + tl.arange(0, DEPTH)
+    weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
+    x_at = x_ptr + row[None, :] * x_stride + k[:, None]
+    # weights are there before the rows are
+    weight = tl.load(weight_at) if EVEN else tl.load(weight_at, mask=(k < inputs)[None, :], other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_at) if EVEN else tl.load(x_at, mask=(k < inputs)[:, None], other=0.0)
+    if INTERPRETED:
+        weight, x = weight.to(tl.float32), x.to(tl.float32)
+    sums = tl.dot(weight, x, input_precision="ieee")
+    place = out_ptr + (part * ROWS + row)[None, :] * out_stride + output[:, None]
+    tl.store(place, sums, mask=(output < outputs)[:, None])
 
 
 @triton.jit
-def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr, marks_ptr, pairs_ptr, tiles_ptr,  # type: ignore[no-untyped-def]
-                 ticket_ptr, logits_stride, scratch_place, rows, most_tiles, softcap, scale,
-                 EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SIGMOID: tl.constexpr,
-                 RENORMALISE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-                 SHARED: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr, CHUNK: tl.constexpr,
-                 MOST: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """A row a program: its experts (a mark: the rank plus one) and their shares; the last to come groups all pairs."""
+def most_wanted(wanted, inside, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The ACTIVE most wanted experts, best first, in as many of the lanes; of two wanted alike the lower one."""
+    expert, lane = tl.arange(0, WIDTH), tl.arange(0, LANES)
+    key = tl.where(inside, ordered(wanted), GONE)
+    chosen = tl.zeros((LANES,), tl.int32)
+    for rank in tl.static_range(ACTIVE):
+        best = tl.min(tl.where(key == tl.max(key, 0), expert, WIDTH), 0)
+        chosen = tl.where(lane == rank, best, chosen)
+        key = tl.where(expert == best, GONE, key)
+    return chosen
+
+
+@triton.jit
+def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr, experts_ptr, lists_ptr, tiles_ptr,  # type: ignore[no-untyped-def]
+                 counts_ptr, part_stride, row_stride, scratch_place, rows, softcap, scale, PARTS: tl.constexpr,
+                 EXPERTS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, ACTIVE: tl.constexpr,
+                 SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+                 HAS_SCALE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr,
+                 ALONE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """A row a program: its experts and their shares, and unless it is the only row its pairs on the experts' lists.
+
+    Every sixteenth pair of a list opens a tile. Who comes first is first: a pair's sums do not depend on its place.
+    """
     row = tl.program_id(0)
-    expert = tl.arange(0, WIDTH)
+    expert, lane = tl.arange(0, WIDTH), tl.arange(0, LANES)
     inside = expert < EXPERTS
+    own_logits = logits_ptr + row * row_stride
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     used = tl.load(places_ptr + row) < scratch_place
-    logits = tl.load(logits_ptr + row * logits_stride + expert, mask=inside, other=float("-inf"))
+    logits = tl.load(own_logits + expert, mask=inside, other=0.0)
+    shared = 1.0
+    if GATED:
+        shared = tl.load(own_logits + EXPERTS)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(own_logits + part * part_stride + expert, mask=inside, other=0.0)
+        if GATED:
+            shared += tl.load(own_logits + part * part_stride + EXPERTS)
+    if GATED:
+        shared = tl.sigmoid(shared)
+    logits = tl.where(inside, logits, float("-inf"))
     if SOFTCAP:
         logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
     if SIGMOID:
@@ -85,36 +108,27 @@ def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr,
         scores = scores / tl.sum(scores, 0)
     wanted = scores
     if HAS_BIAS:
-        wanted = scores + tl.load(bias_ptr + expert, mask=inside, other=0.0)
-    # the lower expert comes first where two are wanted alike
-    key = (ordered(wanted).to(tl.int64) << 32) | (WIDTH - 1 - expert).to(tl.int64)
-    key = tl.where(inside, key, GONE)
-    marks = tl.zeros((WIDTH,), tl.int32)
-    for rank in tl.static_range(ACTIVE):
-        best = key == tl.max(key, 0)
-        marks = tl.where(best, rank + 1, marks)
-        key = tl.where(best, GONE, key)
-    shares = scores
+        wanted = scores + bias
+    chosen = most_wanted(wanted, inside, WIDTH, ACTIVE, LANES)
+    shares = tl.where(lane < ACTIVE, tl.gather(scores, chosen, 0), 0.0)
     if RENORMALISE:
-        shares = scores / tl.sum(tl.where(marks > 0, scores, 0.0), 0)
+        shares = shares / tl.sum(shares, 0)
     shares *= scale
     if HAS_SCALE:
-        shares *= tl.load(expert_scale_ptr + expert, mask=inside, other=0.0)
-    marks = tl.where(used, marks, 0)
-    own_shares = shares_ptr + row * (ACTIVE + SHARED)
-    tl.store(own_shares + marks - 1, shares, mask=marks > 0)
-    if SHARED:
-        share = 1.0
-        if GATED:
-            share = tl.sigmoid(tl.load(logits_ptr + row * logits_stride + EXPERTS))
-        tl.store(own_shares + ACTIVE, share, mask=used)
+        shares *= tl.load(expert_scale_ptr + chosen)
     if JOINED:
-        marks = tl.where(expert == EXPERTS, tl.where(used, ACTIVE + 1, 0), marks)
-    tl.store(marks_ptr + row * WIDTH + expert, marks.to(tl.int8), cache_modifier=".cg")
-    tl.debug_barrier()  # everybody's marks are written before the ticket says so
-    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == rows - 1:
-        group_pairs(marks_ptr, pairs_ptr, tiles_ptr, rows, most_tiles, WIDTH, ACTIVE + JOINED, CHUNK, MOST)
-        tl.store(ticket_ptr, 0)
+        chosen = tl.where(lane == ACTIVE, EXPERTS, chosen)
+    ranked = lane < ACTIVE + JOINED
+    mine, pair = tl.where(used, lane, LANES) < ACTIVE + JOINED, row * (ACTIVE + JOINED) + lane
+    tl.store(shares_ptr + row * (ACTIVE + SHARED) + lane, tl.where(lane < ACTIVE, shares, shared),
+             mask=lane < ACTIVE + SHARED)  # fmt: skip
+    tl.store(experts_ptr + pair, tl.where(used, chosen, -1), mask=ranked)
+    if not ALONE:
+        ordinal = tl.atomic_add(counts_ptr + chosen, 1, mask=mine, sem="relaxed")
+        tl.store(lists_ptr + chosen * rows + ordinal, pair, mask=mine)
+        opens = mine & (ordinal % PAIRS == 0)
+        tile = tl.atomic_add(counts_ptr + EXPERTS + JOINED + lane * 0, 1, mask=opens, sem="relaxed")
+        tl.store(tiles_ptr + tile, chosen + ordinal // PAIRS * SIXTEENS, mask=opens)
 
 
 @triton.jit
@@ -151,26 +165,32 @@ def store_pairs(out_ptr, sums, pair, known, part, outputs, TILE: tl.constexpr, G
 
 
 @triton.jit
-def pairs_of_tile(pairs_ptr, tiles_ptr):  # type: ignore[no-untyped-def]
-    """A program's expert (-1: it has no work), its pairs, and which of them exist."""
-    tile, column = tl.program_id(0), tl.arange(0, PAIRS)
-    # three loads that do not wait for each other; of pairs that do not exist the memory may hold anything
-    expert, count = tl.load(tiles_ptr + tile * 2), tl.load(tiles_ptr + tile * 2 + 1)
-    pair, known = tl.load(pairs_ptr + tile * PAIRS + column), column < count
-    return expert, tl.where(known, pair, 0), known
+def pairs_of_tile(experts_ptr, lists_ptr, tiles_ptr, counts_ptr, total_ptr, rows, ALONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's expert (-1: it has no work), its pairs, and which exist. The only row has a tile for every pair."""
+    slot, column = tl.program_id(1), tl.arange(0, PAIRS)
+    if ALONE:
+        expert, pair, known = tl.load(experts_ptr + slot), slot + column * 0, column == 0
+    else:
+        # loads that do not wait for each other where they need not; of what does not exist the memory holds anything
+        total, tile = tl.load(total_ptr), tl.load(tiles_ptr + slot)
+        expert, place = tl.where(slot < total, tile % SIXTEENS, -1), tile // SIXTEENS * PAIRS + column
+        known = place < tl.load(counts_ptr + expert, mask=expert >= 0, other=0)
+        pair = tl.load(lists_ptr + expert * rows + place, mask=tl.where(expert >= 0, place, rows) < rows, other=0)
+        pair = tl.where(known, pair, 0)
+    return expert, pair, known
 
 
 @triton.jit
-def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, pairs_ptr, tiles_ptr, x_stride, outputs, inputs,  # type: ignore[no-untyped-def]
-                         SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-                         EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-                         INTERPRETED: tl.constexpr):  # fmt: skip
+def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, experts_ptr, lists_ptr, tiles_ptr, counts_ptr, total_ptr, rows,  # type: ignore[no-untyped-def]
+                         x_stride, outputs, inputs, SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr,
+                         DEPTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
+                         EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """out[pair] = weight[expert] @ x[pair // SHARING] for a tile of pairs and a part of the outputs."""
-    part = tl.program_id(1)
+    part = tl.program_id(0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    expert, pair, known = pairs_of_tile(pairs_ptr, tiles_ptr)
+    expert, pair, known = pairs_of_tile(experts_ptr, lists_ptr, tiles_ptr, counts_ptr, total_ptr, rows, ALONE)
     if expert >= 0:
         output = outputs_of_part(part, outputs, TILE, GATE)
         weight_rows = weight_ptr + expert.to(tl.int64) * outputs * inputs + output.to(tl.int64) * inputs
@@ -180,17 +200,18 @@ def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, pairs_ptr, tiles_ptr, x_str
 
 
 @triton.jit
-def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_ptr, pairs_ptr, tiles_ptr, x_stride,  # type: ignore[no-untyped-def]
-                         outputs, inputs, steps, unit, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
-                         ZERO: tl.constexpr, OFFSETS: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr,
-                         TILE: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_ptr, experts_ptr, lists_ptr,  # type: ignore[no-untyped-def]
+                         tiles_ptr, counts_ptr, total_ptr, rows, x_stride, outputs, inputs, steps, unit,
+                         BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+                         OFFSETS: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr,
+                         UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
                          EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """The same with weights that are read as blocks; an expert's outputs fill its last tile of them."""
-    part = tl.program_id(1)
+    part = tl.program_id(0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    expert, pair, known = pairs_of_tile(pairs_ptr, tiles_ptr)
+    expert, pair, known = pairs_of_tile(experts_ptr, lists_ptr, tiles_ptr, counts_ptr, total_ptr, rows, ALONE)
     if expert >= 0:
         output = outputs_of_part(part, outputs, TILE, GATE)
         groups = expert.to(tl.int64) * (outputs // TILE_ROWS) * steps * TILE_ROWS
@@ -202,16 +223,10 @@ def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_
 
 
 @triton.jit
-def combine_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, out_ptr, rows, width, scratch_place,  # type: ignore[no-untyped-def]
-                   RANKS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def mixed_columns(row, column, inside, answers_ptr, shares_ptr, extra_ptr, places_ptr, rows, width, scratch_place,  # type: ignore[no-untyped-def]
+                  RANKS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
     """The answers of a row's pairs by their shares, in the order of its ranking, and what every row passes last."""
-    row = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
     if (row < rows) & (tl.load(places_ptr + row) < scratch_place):
         pair = row.to(tl.int64) * RANKS
         for rank in tl.static_range(RANKS):
@@ -220,4 +235,55 @@ def combine_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, out_ptr, rows
         if RANKS < SHARES:
             extra = tl.load(extra_ptr + row.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
             total += tl.load(shares_ptr + row * SHARES + RANKS) * extra
-    tl.store(out_ptr + row.to(tl.int64) * width + column, total.to(tl.bfloat16), mask=inside)
+    return total.to(tl.bfloat16)
+
+
+@triton.jit
+def forget_pairs(row, experts_ptr, counts_ptr, total_ptr, rows, RANKS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sets back to zero what the row has counted up."""
+    if row < rows:
+        rank = tl.arange(0, LANES)
+        expert = tl.load(experts_ptr + row * RANKS + rank, mask=rank < RANKS, other=-1)
+        tl.store(counts_ptr + expert, 0, mask=expert >= 0)
+        tl.store(total_ptr, 0)
+
+
+@triton.jit
+def combine_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, out_ptr, experts_ptr, counts_ptr, total_ptr, rows,  # type: ignore[no-untyped-def]
+                   width, scratch_place, RANKS: tl.constexpr, SHARES: tl.constexpr, LANES: tl.constexpr,
+                   BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """A row's answers as one."""
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    mixed = mixed_columns(row, column, inside, answers_ptr, shares_ptr, extra_ptr, places_ptr, rows, width,
+                          scratch_place, RANKS, SHARES)  # fmt: skip
+    tl.store(out_ptr + row.to(tl.int64) * width + column, mixed, mask=inside)
+    if tl.program_id(0) == 0:
+        forget_pairs(row, experts_ptr, counts_ptr, total_ptr, rows, RANKS, LANES)
+
+
+@triton.jit
+def combine_norm_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, residual_ptr, weight_ptr, out_ptr, tap_ptr,  # type: ignore[no-untyped-def]
+                        experts_ptr, counts_ptr, total_ptr, tap_stride, rows, eps, scratch_place,
+                        WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr,
+                        LANES: tl.constexpr, HAS_TAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """A row's answers as one, added to the stream, which is normed."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = row.to(tl.int64) * WIDTH + column
+    x = tl.load(residual_ptr + place, mask=inside, other=0.0)
+    mixed = mixed_columns(row, column, inside, answers_ptr, shares_ptr, extra_ptr, places_ptr, rows, WIDTH,
+                          scratch_place, RANKS, SHARES)  # fmt: skip
+    x += mixed.to(tl.float32)
+    tl.store(residual_ptr + place, x, mask=inside)
+    store_normed(x, row.to(tl.int64), column, inside, weight, out_ptr, tap_ptr, tap_stride, eps, WIDTH, HAS_TAP)
+    forget_pairs(row, experts_ptr, counts_ptr, total_ptr, rows, RANKS, LANES)

@@ -56,10 +56,12 @@ class GpuKernels:
     gate_mul: Launch
     convolve: Launch
     bend: Launch
+    score: Launch
     route: Launch
     expert_gate_up: Launch
     expert_down: Launch
     combine: Launch
+    combine_norm: Launch
     delta: delta.DeltaKernels
 
 
@@ -74,8 +76,9 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
             growth_reference.grow_reference, commit.accept_reference, commit.compact_reference,
             blending.join_norm_reference, blending.norm_parts_reference, blending.gate_mul_reference,
             blending.convolve_reference, blending.bend_reference,
-            experts.route_reference, experts.expert_gate_up_reference, experts.expert_down_reference,
-            experts.combine_reference, delta_reference.REFERENCE,
+            experts.score_reference, experts.route_reference, experts.expert_gate_up_reference,
+            experts.expert_down_reference, experts.combine_reference, experts.combine_norm_reference,
+            delta_reference.REFERENCE,
         )
     return GpuKernels(
         choice, _multiply, _embed, elementwise.add_norm, elementwise.rotary_write, elementwise.silu_mul,
@@ -84,7 +87,8 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
         heads.score_heads, growth.grow,
         commit.accept, commit.compact,
         blending.join_norm, blending.norm_parts, blending.gate_mul, blending.convolve, blending.bend,
-        experts.route, experts.expert_gate_up, experts.expert_down, experts.combine,
+        experts.score, experts.route, experts.expert_gate_up, experts.expert_down, experts.combine,
+        experts.combine_norm,
         delta.TRITON,
     )
 

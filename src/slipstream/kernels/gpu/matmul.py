@@ -123,7 +123,8 @@ class GpuDense(GpuMatrix):
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         if self.fixed_order and rows.shape[0] <= _MOST_ROWS:
-            self.multiply_in_order(rows, out, plans.dense_launch(rows.shape[0]))
+            launch = plans.dense_launch(self.out_features, self.plan.split, rows.shape[0])
+            self.multiply_in_order(rows, out, launch)
         else:
             library_product(rows, self.weight, out)
 

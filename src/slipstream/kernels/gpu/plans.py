@@ -14,7 +14,8 @@ ROW_COUNTS = (16, 32, 64)  # rows of a decoding step, padded
 _MOST_SPLITS = 16
 _WANTED_BYTE_PROGRAMS = 256  # about two for each of 132 multiprocessors
 _WANTED_NIBBLE_PROGRAMS = 384
-_WANTED_DENSE_PROGRAMS = 132
+_MULTIPROCESSORS = 132  # of an H200
+_WANTED_DENSE_PROGRAMS = 128  # nearly all multiprocessors; more would only add partial sums
 _LEAST_INPUTS = 256  # of one program
 
 
@@ -47,7 +48,14 @@ def dense_plan(outputs: int, inputs: int) -> ShapePlan:
 
 def expert_depth(kind: Kind | None, inputs: int) -> int:
     """One turn of a product with experts; None: their weights are dense. No program shares its outputs' inputs."""
-    return _depth(inputs) if kind is None else _unroll(kind, -(-inputs // kind.step))
+    if kind is None:
+        return _EXPERT_DEPTH
+    return 1 if _few_turns(kind, inputs) else _unroll(kind, -(-inputs // kind.step))
+
+
+def _few_turns(kind: Kind, inputs: int) -> bool:
+    """Whether nibbles are soon read: programs with more outputs and smaller turns then start less often."""
+    return kind.bits == 4 and not kind.high and inputs <= _FEW_INPUTS
 
 
 def _unroll(kind: Kind, steps: int) -> int:
@@ -78,14 +86,22 @@ _BYTE_LAUNCHES = {
 _NIBBLE_LAUNCHES = {
     16: (Launch(64, 4, 3), Launch(64, 4, 3)),
     32: (Launch(64, 4, 3), Launch(128, 8, 2)),
-    64: (Launch(128, 4, 2), Launch(128, 8, 2)),
+    64: (Launch(128, 4, 2), Launch(64, 4, 2)),
 }
 _HIGH_BIT_LAUNCHES = {16: (Launch(128, 4, 3),) * 2, 32: (Launch(128, 4, 3),) * 2, 64: (Launch(128, 4, 2),) * 2}
-# Of experts one for all row counts: a tile of another size may be multiplied by other instructions, which round
-# otherwise. scripts/gpu/checks_experts.py times these against others.
-_EXPERT_LAUNCHES = {"dense": Launch(64, 4, 4), "bytes": Launch(64, 4, 3), "nibbles": Launch(64, 4, 3),
-                    "high bits": Launch(64, 4, 3)}  # fmt: skip
-_DENSE_LAUNCHES = {16: Launch(64, 4, 4), 32: Launch(64, 4, 4), 64: Launch(128, 8, 4)}
+# Of experts: the instructions that multiply, and with them a row's bits, are the same for tiles of 64 outputs and of
+# more. scripts/gpu/checks_experts.py times these against others.
+_EXPERT_LAUNCHES = {"bytes": Launch(64, 4, 3), "nibbles": Launch(64, 4, 3), "high bits": Launch(64, 4, 3)}
+_EXPERT_DEPTH = 64
+_MOST_EXPERT_STAGES = 6
+_FEW_INPUTS = 1024
+# Of dense products the first is for those with a multiprocessor for every program, where each may have much on the way;
+# of others two programs share one.
+_DENSE_LAUNCHES = {
+    16: (Launch(64, 4, 6), Launch(64, 4, 4)),
+    32: (Launch(64, 4, 5), Launch(64, 4, 4)),
+    64: (Launch(64, 4, 5), Launch(128, 8, 4)),
+}
 
 
 def quant_launch(kind: Kind, tiles: int, split: int, rows: int) -> Launch:
@@ -94,11 +110,14 @@ def quant_launch(kind: Kind, tiles: int, split: int, rows: int) -> Launch:
     return launch if tiles % (launch.tile // TILE_ROWS) == 0 else Launch(TILE_ROWS, 4, launch.stages)
 
 
-def expert_launch(kind: Kind | None) -> Launch:
+def expert_launch(kind: Kind | None, inputs: int, alone: bool) -> Launch:
+    """`alone`: for a single row, whose experts have few programs."""
     if kind is None:
-        return _EXPERT_LAUNCHES["dense"]
+        return Launch(64, 4, max(2, min(_MOST_EXPERT_STAGES, inputs // (2 * _EXPERT_DEPTH))))
+    if _few_turns(kind, inputs) and not alone:
+        return Launch(128, 4, 3)
     return _EXPERT_LAUNCHES["high bits" if kind.high else "bytes" if kind.bits == 8 else "nibbles"]
 
 
-def dense_launch(rows: int) -> Launch:
-    return _DENSE_LAUNCHES[rows]
+def dense_launch(outputs: int, split: int, rows: int) -> Launch:
+    return _DENSE_LAUNCHES[rows][-(-outputs // TILE_ROWS) * split > _MULTIPROCESSORS]

@@ -145,6 +145,8 @@ def block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_rows, x_kno
     if EARLY:
         gdc_wait()  # nothing the kernel before writes is read or overwritten above
     acc = tl.zeros((tile, x_rows.shape[0]), tl.float32)
+    # with a way round the loop, the assembler would let every multiplication wait for the one before
+    tl.assume(first < last)
     for turn in tl.range(first, last, num_stages=STAGES):
         if HIGH:
             high = tl.load(high_at + turn * (taken * TILE_ROWS * GROUP), eviction_policy="evict_first")

@@ -100,7 +100,7 @@ inline void add_tile_sums(const uint8_t* tile, int index, const Sums* found, con
     const BlockRows rest(in.rest, at, in.width, 0);
 #pragma GCC unroll 16
     for (int r = 0; r < kGroup; ++r)
-        if (r < in.width && spiky[r]) total[r] = add_block<K>(total[r], codes, factors, rest, r);
+        if (r < in.width && spiky[r]) add_block<K, 1>(total, codes, factors, rest, r);
 }
 
 template <int K>

@@ -1,8 +1,8 @@
 // Row attention in two passes: scores of every visible key, then the weighted sum of values, key after key.
 //
-// What makes a row's bits its own: a score adds up dim lane by lane and then the lanes in one fixed tree, whichever of
-// the two kernels below computes it; a weight is added to lane `position % kLanes` of the total; values are added in
-// position order. Hidden keys are skipped and never multiplied, so that what lies there cannot matter.
+// What makes a row's bits its own: a score adds up dim lane by lane and then the lanes in one fixed tree; a weight is
+// added to lane `position % kLanes` of the total; values are added in position order. Hidden keys are skipped and never
+// multiplied, so that what lies there cannot matter.
 #include "attention.h"
 
 #include <algorithm>
@@ -27,6 +27,7 @@ constexpr int kTileVectors = 2;
 constexpr int kBlockRows = 16;  // rows of a piece where there is work enough
 constexpr int64_t kBlockScores = 1 << 17;  // scores of a piece that still leave room for keys in the cache
 constexpr double kReading = 1.5;  // what a piece costs before its first query, in queries
+constexpr int kAhead = 2 * kLanes;  // positions between the keys that are sent for and those at hand
 constexpr int kNoBorder = std::numeric_limits<int>::max();
 const float kHidden = -std::numeric_limits<float>::infinity();
 
@@ -47,6 +48,20 @@ Sight sight_of(const RowPlan& plan, int start, int stop) {
         sight.high = std::max(sight.high, own.high);
     }
     return sight;
+}
+
+// How many of the query heads that share keys stay together: all, unless there are fewer `units` of them than threads.
+// Reading the keys counts as much as kReading queries, and the thread with the most pieces decides.
+int heads_of_piece(int units, int share, int threads) {
+    int best = share;
+    double least = std::numeric_limits<double>::infinity();
+    for (int heads = share; heads > 0 && units < threads; --heads) {
+        if (share % heads) continue;
+        const int turns = (units * (share / heads) + threads - 1) / threads;
+        if (turns * (kReading + heads) >= least) continue;
+        least = turns * (kReading + heads), best = heads;
+    }
+    return best;
 }
 
 // Memory of one thread that grows and is never given back; contents do not survive growing.
@@ -71,7 +86,7 @@ private:
 };
 
 struct Scratch {
-    Buffer scores, queries, turned;
+    Buffer scores, queries;
 };
 
 Scratch& scratch() {
@@ -154,10 +169,10 @@ public:
         const Sight sight = sight_of(plan, piece.start, piece.stop);
         first_ = block_of(sight.low);
         end_ = sight.empty() ? first_ : block_of(sight.high) + kLanes;
-        stride_ = end_ - first_;
+        // an odd number of lines, lest the scores of all queries want the same place of the nearest cache
+        stride_ = ((end_ - first_) / kLanes | 1) * kLanes;
         Scratch& mine = scratch();
         scores_ = mine.scores.of(static_cast<size_t>(count_) * stride_);
-        turned_ = mine.turned.of(static_cast<size_t>(pool.dim) * kLanes);
         scaled_ = mine.queries.of(static_cast<size_t>(count_) * pool.dim);
         scale_queries(queries, query_stride, scale);
     }
@@ -190,16 +205,25 @@ private:
         return &plan_.places[plan_.rows[row].own + position - group_.shared];
     }
 
+    // Keys and values are sent for ahead of their use: a block of them may fill a page of memory, and what the processor
+    // fetches by itself ends there. Values have time, since all keys are scored before the first value is added.
     void score_shared() {
-        for (int at = first_; at < std::min(end_, group_.shared); at += kLanes)
-            score(pool_, shared_places(at), scaled_, count_, scores_ + (at - first_), stride_, turned_);
+        const int end = std::min(end_, group_.shared);
+        for (int at = first_; at < end; at += kLanes) {
+            const int64_t* places = shared_places(at);
+            for (int i = 0; i < kLanes; ++i) {
+                if (at + kAhead < end) pool_.prefetch(pool_.key(places[kAhead + i]));
+                pool_.prefetch(pool_.value(places[i]));
+            }
+            score(pool_, places, scaled_, count_, scores_ + (at - first_), stride_);
+        }
     }
 
     // The keys that a row of a tree finds through its ancestors.
     void score_own(int row) {
         for (int at = std::max(first_, group_.shared); at <= plan_.rows[row].high; at += kLanes)
             score(pool_, own_places(row, at), scaled_ + index(row, 0) * pool_.dim, piece_.head_count,
-                  scores(row, 0) + (at - first_), stride_, turned_);
+                  scores(row, 0) + (at - first_), stride_);
     }
 
     // Values at positions low .. high, both included, for some heads of a row.
@@ -257,7 +281,7 @@ private:
     int count_;  // queries: rows times heads
     int first_, end_;  // positions whose scores are held
     int64_t stride_;
-    float *scores_, *turned_, *scaled_;
+    float *scores_, *scaled_;
 };
 
 }  // namespace
@@ -340,35 +364,27 @@ void RowPlan::add_way(const SlipBatch& batch, const SlipGroup& group, int index,
         if (positions_[node] >= row.low) places[row.own + positions_[node] - shared] = slots.place(group.base + node);
 }
 
-// How long the threads need if every piece holds `block` rows and `together` heads: reading the keys counts as much as
-// kReading queries, and the slowest thread decides.
-double RowPlan::estimate(const SlipBatch& batch, int heads, int threads, int block, int together) {
-    int64_t blocks = 0;
-    for (int i = 0; i < batch.groups; ++i)
-        blocks += (batch.group[i].stop - batch.group[i].start + block - 1) / block;
-    const int64_t turns = (blocks * (heads / together) + threads - 1) / threads;
-    return turns * (kReading + block * together);
-}
-
+// Each thread's share is an unbroken stretch of rows, kv head after kv head, so that keys are read by one thread, or by
+// two where a share ends among their rows.
 void RowPlan::cut(const SlipBatch& batch, int heads, int kv_heads, int threads) {
     const int share = heads / kv_heads;
-    int longest = kLanes;
+    int longest = kLanes, count = 0;
     for (const Row& row : rows) longest = std::max(longest, row.high - row.low + 1);
-    int block = std::clamp<int64_t>(kBlockScores / (int64_t{longest} * share), 1, kBlockRows), together = share;
-    double best = estimate(batch, heads, threads, block, together);
-    const auto consider = [&](int rows_each, int heads_each) {
-        const double cost = estimate(batch, heads, threads, rows_each, heads_each);
-        if (cost >= best) return;
-        best = cost, block = rows_each, together = heads_each;
-    };
-    for (int fewer = block / 2; fewer > 0; fewer /= 2) consider(fewer, share);
-    for (int fewer = share - 1; fewer > 0; --fewer)
-        if (share % fewer == 0) consider(1, fewer);
-    // later rows see more keys: long pieces first leave the short ones to even out the end
-    for (int i = batch.groups - 1; i >= 0; --i)
-        for (int stop = batch.group[i].stop; stop > batch.group[i].start; stop -= block)
-            for (int head = 0; head < heads; head += together)
-                pieces.push_back({std::max(batch.group[i].start, stop - block), stop, head, together});
+    for (int i = 0; i < batch.groups; ++i) count += batch.group[i].stop - batch.group[i].start;
+    const int together = heads_of_piece(count * kv_heads, share, threads);
+    const int64_t most = std::clamp<int64_t>(kBlockScores / (int64_t{longest} * together), 1, kBlockRows);
+    const int64_t total = int64_t{count} * (heads / together);
+    int64_t done = 0;
+    for (int i = 0; i < batch.groups; ++i)
+        for (int head = 0; head < heads; head += together)
+            // later rows see more keys: long pieces first leave the short ones to even out the end
+            for (int stop = batch.group[i].stop; stop > batch.group[i].start;) {
+                const int64_t end = ((done * threads / total + 1) * total + threads - 1) / threads;
+                const int own = std::min({most, end - done, int64_t{stop - batch.group[i].start}});
+                pieces.push_back({stop - own, stop, head, together});
+                stop -= own;
+                done += own;
+            }
 }
 
 void attend(Team& team, const RowPlan& plan, const float* queries, int query_stride, const float* keys,

@@ -45,7 +45,6 @@ private:
     struct Slots;
     void add_group(const SlipBatch& batch, const SlipGroup& group, int kv_heads);
     void add_way(const SlipBatch& batch, const SlipGroup& group, int index, const Slots& slots);
-    static double estimate(const SlipBatch& batch, int heads, int threads, int block, int together);
     void cut(const SlipBatch& batch, int heads, int kv_heads, int threads);
 
     std::vector<int> positions_;  // of the rows of the group at hand

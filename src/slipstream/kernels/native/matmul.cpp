@@ -20,6 +20,7 @@ constexpr int kMostFloatRows = 4;
 template <int K, int R>
 void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
     const int blocks = blocks_of(matrix.inputs);
+    constexpr int abreast = R % 2 == 0 ? 2 : 1;
     const size_t width = in.width;
     Floats total[R];
 #pragma GCC unroll 16
@@ -32,13 +33,13 @@ void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, 
         const WeightFactors<K> factors(tile, index);
         const BlockRows rows(in.main, at, width, first);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) total[r] = add_block<K>(total[r], codes, factors, rows, r);
+        for (int r = 0; r < R; r += abreast) add_block<K, abreast>(total, codes, factors, rows, r);
         const uint8_t* spiky = in.spiky + at * width + first;
         if (!any_of<R>(spiky)) continue;
         const BlockRows rest(in.rest, at, width, first);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-            if (spiky[r]) total[r] = add_block<K>(total[r], codes, factors, rest, r);
+            if (spiky[r]) add_block<K, 1>(total, codes, factors, rest, r);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(out + (first + r) * kTile, total[r]);

@@ -1,4 +1,4 @@
-// Scores of 16 keys at a time, by two kernels that give the same bits: one for few queries, one for many.
+// Scores of 16 keys at a time.
 //
 // A score multiplies and adds lane by lane along dim, then adds up the lanes at distance 8, 4, 2 and 1.
 #pragma once
@@ -18,8 +18,6 @@ constexpr int kDotQueries = 3;  // queries that share the loads of 16 keys
 #else
 constexpr int kDotQueries = 1;
 #endif
-constexpr int kTurnedQueries = 6;  // queries that share the loads of turned keys
-constexpr int kWorthTurning = 32;  // queries from which turning 16 keys around is repaid
 
 // One kv head of the pools: keys and values of a place.
 struct Pool {
@@ -30,6 +28,10 @@ struct Pool {
 
     const float* key(int64_t place) const { return keys + (place + head) * dim; }
     const float* value(int64_t place) const { return values + (place + head) * dim; }
+    // Sends for a key or a value before it is wanted.
+    void prefetch(const float* from) const {
+        for (int at = 0; at < dim; at += kLanes) _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T1);
+    }
 };
 
 #if defined(__AVX512F__)
@@ -83,6 +85,7 @@ template <int Queries, int Dim>
 void dot_keys(const Pool& pool, const int64_t* places, const float* queries, float* scores, int64_t stride) {
     const int dim = Dim ? Dim : pool.dim;
     Floats folded[Queries][4];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const float* key[4];
         for (int q = 0; q < 4; ++q) key[q] = pool.key(places[4 * q + i]);
@@ -99,59 +102,9 @@ void dot_keys(const Pool& pool, const int64_t* places, const float* queries, flo
     for (int n = 0; n < Queries; ++n) store(scores + n * stride, fold_near(folded[n]));
 }
 
-// 16 keys as dim vectors of 16 lanes, one lane per key.
-void turn_keys(const Pool& pool, const int64_t* places, float* turned) {
-    for (int four = 0; four < kLanes; four += 4) {
-        const float* key[4];
-        for (int i = 0; i < 4; ++i) key[i] = pool.key(places[four + i]);
-        for (int at = 0; at < pool.dim; at += 4) {
-            __m128 a = _mm_loadu_ps(key[0] + at), b = _mm_loadu_ps(key[1] + at);
-            __m128 c = _mm_loadu_ps(key[2] + at), d = _mm_loadu_ps(key[3] + at);
-            _MM_TRANSPOSE4_PS(a, b, c, d);
-            float* to = turned + at * kLanes + four;
-            _mm_storeu_ps(to, a);
-            _mm_storeu_ps(to + kLanes, b);
-            _mm_storeu_ps(to + 2 * kLanes, c);
-            _mm_storeu_ps(to + 3 * kLanes, d);
-        }
-    }
-}
-
-// What the fold above does to lanes, done to whole vectors: lane + distance 8, 4, 2, 1 of the products of 16 keys.
-template <int Queries, int Dim, int Distance>
-struct LaneTree {
-    __attribute__((always_inline)) static void sum(const float* turned, const float* queries, int dim, int lane,
-                                                   Floats (&to)[Queries]) {
-        Floats other[Queries];
-        LaneTree<Queries, Dim, 2 * Distance>::sum(turned, queries, dim, lane, to);
-        LaneTree<Queries, Dim, 2 * Distance>::sum(turned, queries, dim, lane + Distance, other);
-        for (int n = 0; n < Queries; ++n) to[n] = to[n] + other[n];
-    }
-};
-
-template <int Queries, int Dim>
-struct LaneTree<Queries, Dim, kLanes> {
-    __attribute__((always_inline)) static void sum(const float* turned, const float* queries, int dim, int lane,
-                                                   Floats (&to)[Queries]) {
-        const Floats first = load(turned + lane * kLanes);
-        for (int n = 0; n < Queries; ++n) to[n] = set1(queries[n * dim + lane]) * first;
-        for (int at = lane + kLanes; at < (Dim ? Dim : dim); at += kLanes) {
-            const Floats part = load(turned + at * kLanes);
-            for (int n = 0; n < Queries; ++n) to[n] = fma(set1(queries[n * dim + at]), part, to[n]);
-        }
-    }
-};
-
-template <int Queries, int Dim>
-void dot_turned(const float* turned, const float* queries, int dim, float* scores, int64_t stride) {
-    Floats sums[Queries];
-    LaneTree<Queries, Dim, 1>::sum(turned, queries, Dim ? Dim : dim, 0, sums);
-    for (int n = 0; n < Queries; ++n) store(scores + n * stride, sums[n]);
-}
-
 template <int Dim>
-void score_by_key(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores,
-                  int64_t stride) {
+void score_all(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores,
+               int64_t stride) {
     int done = 0;
     for (; done + kDotQueries <= count; done += kDotQueries)
         dot_keys<kDotQueries, Dim>(pool, places, queries + done * pool.dim, scores + done * stride, stride);
@@ -159,29 +112,10 @@ void score_by_key(const Pool& pool, const int64_t* places, const float* queries,
         dot_keys<1, Dim>(pool, places, queries + done * pool.dim, scores + done * stride, stride);
 }
 
-template <int Dim>
-void score_turned(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores,
-                  int64_t stride, float* turned) {
-    turn_keys(pool, places, turned);
-    int done = 0;
-    for (; done + kTurnedQueries <= count; done += kTurnedQueries)
-        dot_turned<kTurnedQueries, Dim>(turned, queries + done * pool.dim, pool.dim, scores + done * stride, stride);
-    for (; done + 2 <= count; done += 2)
-        dot_turned<2, Dim>(turned, queries + done * pool.dim, pool.dim, scores + done * stride, stride);
-    for (; done < count; ++done)
-        dot_turned<1, Dim>(turned, queries + done * pool.dim, pool.dim, scores + done * stride, stride);
-}
-
 // Scores of 16 keys for `count` queries that all find them in the same places.
-void score(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores, int64_t stride,
-           float* turned) {
-    if (count < kWorthTurning) {
-        if (pool.dim == 64) score_by_key<64>(pool, places, queries, count, scores, stride);
-        else score_by_key<0>(pool, places, queries, count, scores, stride);
-    } else {
-        if (pool.dim == 64) score_turned<64>(pool, places, queries, count, scores, stride, turned);
-        else score_turned<0>(pool, places, queries, count, scores, stride, turned);
-    }
+void score(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores, int64_t stride) {
+    if (pool.dim == 64) score_all<64>(pool, places, queries, count, scores, stride);
+    else score_all<0>(pool, places, queries, count, scores, stride);
 }
 
 }  // namespace

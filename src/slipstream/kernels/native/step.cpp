@@ -5,22 +5,31 @@
 #include <cstring>
 
 #include "attention.h"
-#include "matmul.h"
+#include "linear.h"
 
 namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-// out = x / rms(x) * weight; a row's sum of squares runs over sixteen lanes, then over them.
-void norm_row(const float* x, const float* weight, int size, float eps, float* out) {
+// 1 / rms(x); a row's sum of squares runs over sixteen lanes, then over them.
+float norm_factor(const float* x, int size, float eps) {
     Floats squares = set1(0.0f);
     int i = 0;
     for (; i + kLanes <= size; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
     float total = sum(squares);
     for (; i < size; ++i) total += x[i] * x[i];
-    const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
-    for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * set1(factor) * load(weight + i));
+    return 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+}
+
+// out = x * factor * weight
+void scale_row(const float* x, float factor, const float* weight, int size, float* out) {
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * set1(factor) * load(weight + i));
     for (; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+void norm_row(const float* x, const float* weight, int size, float eps, float* out) {
+    scale_row(x, norm_factor(x, size, eps), weight, size, out);
 }
 
 // Rotary embedding in place, halves paired.
@@ -34,50 +43,6 @@ void rotate_head(float* x, const float* cosines, const float* sines, int dim) {
 }
 
 inline Floats swish(Floats gate, Floats up) { return gate * up / (set1(1.0f) + exp(set1(0.0f) - gate)); }
-
-bool wants_values(const SlipLinear& linear) {
-    for (int i = 0; i < linear.parts; ++i)
-        if (is_float(linear.part[i].kind)) return true;
-    return false;
-}
-bool wants_codes(const SlipLinear& linear) {
-    for (int i = 0; i < linear.parts; ++i)
-        if (!is_float(linear.part[i].kind)) return true;
-    return false;
-}
-
-// The rows a linear layer reads, in the forms its parts want.
-struct Operand {
-    RowBuffer buffer;
-    std::vector<float> values;
-    RowsIn in;
-    bool codes = false, floats = false;
-
-    void forget() { codes = floats = false; }
-    void serve(const SlipLinear& linear) {
-        codes = codes || wants_codes(linear);
-        floats = floats || wants_values(linear);
-    }
-    void shape(const SlipLinear& linear, int rows) {
-        const int inputs = linear.part[0].inputs;
-        if (codes) in = buffer.shaped(rows, inputs);
-        const size_t size = static_cast<size_t>(rows) * inputs;
-        if (floats && values.size() < size) values.resize(size);
-        in.inputs = inputs;
-        in.values = values.data();
-        in.stride = inputs;
-    }
-    void put(const float* x, int row) {
-        if (codes) quantise_row(x, in, row);
-        if (floats) std::memcpy(values.data() + static_cast<size_t>(row) * in.stride, x, in.stride * sizeof(float));
-    }
-    // Up to 32 inputs from a block's start on.
-    void put_block(const float* x, int row, int index, int count) {
-        if (codes) quantise_block(x, in, row, index);
-        if (floats)
-            std::memcpy(values.data() + static_cast<size_t>(row) * in.stride + index * kBlock, x, count * sizeof(float));
-    }
-};
 
 constexpr int kPatterns = 4;
 
@@ -115,64 +80,6 @@ struct Scratch {
     }
 };
 
-void one_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out) {
-    if (amx_tile != nullptr && rows >= kAmxRows && !is_float(matrix.kind)) amx_tile(matrix, tile, in, group, out);
-    else multiply_tile(matrix, tile, in, group, rows, out);
-}
-
-// A stretch of a linear layer's tiles with the rows from group `base` of the operand on:
-// done(first row, rows, first output, outputs, products [16, 16]).
-template <class Done>
-void multiply_tiles(
-    const SlipLinear& linear, int from, int to, const RowsIn& in, int base, int rows, const Done& done) {
-    alignas(64) float out[kGroup * kTile];
-    for (int tile = from; tile < to; ++tile) {
-        int part = 0, local = tile, first = 0;
-        while (local >= tiles_of(linear.part[part].outputs)) {
-            local -= tiles_of(linear.part[part].outputs);
-            first += linear.part[part++].outputs;
-        }
-        const SlipMatrix& matrix = linear.part[part];
-        const int count = std::min(kTile, matrix.outputs - local * kTile);
-        for (int group = 0; group < groups_of(rows); ++group) {
-            const int own = std::min(kGroup, rows - group * kGroup);
-            one_tile(matrix, local, in, base + group, own, out);
-            done(group * kGroup, own, first + local * kTile, count, out);
-        }
-    }
-}
-
-// All tiles of a linear layer.
-template <class Done>
-void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Done done) {
-    int total = 0;
-    for (int i = 0; i < linear.parts; ++i) total += tiles_of(linear.part[i].outputs);
-    const int step = std::max(1, total / (team.threads() * 8));
-    team.share((total + step - 1) / step, [&](int taken) {
-        multiply_tiles(linear, taken * step, std::min(total, (taken + 1) * step), in, 0, rows, done);
-    });
-}
-
-// to[row, output] = products (+ bias), or added to what is there.
-template <bool Add>
-void multiply_into(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, float* to, size_t stride) {
-    multiply(team, linear, in, rows, [&](int row, int own, int first, int count, const float* products) {
-        for (int r = 0; r < own; ++r) {
-            float* at = to + (row + r) * stride + first;
-            const float* from = products + r * kTile;
-            for (int c = 0; c < count; ++c) {
-                const float value = linear.bias ? from[c] + linear.bias[first + c] : from[c];
-                at[c] = Add ? at[c] + value : value;
-            }
-        }
-    });
-}
-
-void add_bias(const float* bias, int count, int rows, float* products) {
-    for (int r = 0; r < rows; ++r)
-        for (int c = 0; c < count; ++c) products[r * kTile + c] += bias[c];
-}
-
 // gate and up for 32 outputs at a time, which become one block of what `down` reads.
 void gated(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Operand& inner) {
     const SlipMatrix &gate = linear.part[0], &up = linear.part[1];
@@ -208,12 +115,38 @@ struct Pass {
     Scratch& scratch;
     int rows;
 
+    // each(row, first block, last block + 1) for all blocks of all rows. The scales of a group's rows stand side by side
+    // in a block, and threads that write different rows would take each other's lines away: they take different blocks.
+    template <class Each>
+    void share_blocks(int size, const Each& each) const {
+        const int blocks = blocks_of(size), groups = groups_of(rows);
+        const int cuts = groups < 4 * team.threads() ? std::min(team.threads(), blocks) : 1;
+        team.share(groups * cuts, [&](int piece) {
+            const int group = piece / cuts, cut = piece % cuts;
+            for (int row = group * kGroup; row < std::min(rows, (group + 1) * kGroup); ++row)
+                each(row, blocks * cut / cuts, blocks * (cut + 1) / cuts);
+        });
+    }
+
     void norm(const float* weight, Operand& to) const {
-        thread_local std::vector<float> buffer;
-        float* normed = Scratch::room(buffer, stack.hidden);
-        team.share(rows, [&](int row) {
-            norm_row(job.x + static_cast<size_t>(row) * stack.hidden, weight, stack.hidden, stack.eps, normed);
-            to.put(normed, row);
+        share_blocks(stack.hidden, [&](int row, int from, int end) {
+            alignas(64) float normed[kBlock];
+            const float* x = job.x + static_cast<size_t>(row) * stack.hidden;
+            const float factor = norm_factor(x, stack.hidden, stack.eps);
+            for (int block = from; block < end; ++block) {
+                const int first = block * kBlock, count = std::min(kBlock, stack.hidden - first);
+                scale_row(x + first, factor, weight + first, count, normed);
+                to.put_block(normed, row, block, count);
+            }
+        });
+    }
+
+    void put_all(const float* x, int size, Operand& to) const {
+        share_blocks(size, [&](int row, int from, int end) {
+            for (int block = from; block < end; ++block) {
+                const int first = block * kBlock;
+                to.put_block(x + static_cast<size_t>(row) * size + first, row, block, std::min(kBlock, size - first));
+            }
         });
     }
 
@@ -247,7 +180,7 @@ struct Pass {
         const float scale = 1.0f / std::sqrt(static_cast<float>(stack.head_dim));
         attend(team, scratch.plans[layer.pattern], qkv, width, job.keys[index], job.values[index], stack.heads, stack.kv_heads,
                stack.head_dim, scale, attended, mixed);
-        team.share(rows, [&](int row) { scratch.mixed.put(attended + static_cast<size_t>(row) * mixed, row); });
+        put_all(attended, mixed, scratch.mixed);
         multiply_into<true>(team, layer.output, scratch.mixed.in, rows, job.x, stack.hidden);
         norm(layer.post_norm, scratch.normed);
         gated(team, layer.gate_up, scratch.normed.in, rows, scratch.inner);

@@ -20,9 +20,15 @@ inline Codes with_high_bits(Codes low, Codes high) {
     return _mm512_or_si512(low, _mm512_slli_epi16(bits, 4));
 }
 inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
-// Adds the products of four unsigned codes and four signed ones to every output.
-template <bool Wide>
+// Adds the products of four unsigned codes and four signed ones to every output. Where rows run side by side (Abreast)
+// the instruction spreads the four itself: GCC does not know that form, and spends a register and a load of their own.
+template <bool Wide, bool Abreast = false>
 inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
+    if (Abreast) {
+        const auto& word = *reinterpret_cast<const int8_t(*)[4]>(four);
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(codes), "m"(word));
+        return sum;
+    }
     int32_t word;
     std::memcpy(&word, four, 4);
     return {_mm512_dpbusd_epi32(sum.v, codes, _mm512_set1_epi32(word))};
@@ -78,7 +84,7 @@ inline __m256i pairs(__m256i codes, __m256i four) {
     const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
     return _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(four, centred));
 }
-template <bool Wide>
+template <bool Wide, bool Abreast = false>
 inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
     int32_t word;
     std::memcpy(&word, four, 4);
@@ -231,17 +237,20 @@ inline __attribute__((always_inline)) void start_sums(Ints* sums, const BlockRow
     if (WeightTraits<K>::kHalves == 2) sums[1] = start_sum<K>(rows.last + r);
 }
 
-// One block of one row.
-template <int K>
-inline __attribute__((always_inline)) Floats add_block(Floats total, const WeightCodes<K>& codes,
-                                                       const WeightFactors<K>& factors, const BlockRows& rows, int r) {
+// One block of N neighbouring rows from r on. Their integer sums run side by side: one alone waits for itself.
+template <int K, int N>
+inline __attribute__((always_inline)) void add_block(Floats* total, const WeightCodes<K>& codes,
+                                                     const WeightFactors<K>& factors, const BlockRows& rows, int r) {
     constexpr int per_half = 8 / WeightTraits<K>::kHalves;
-    Ints sums[2];
-    start_sums<K>(sums, rows, r);
+    Ints sums[N][2];
+    for (int n = 0; n < N; ++n) start_sums<K>(sums[n], rows, r + n);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i)
-        sums[i / per_half] = dot<WeightTraits<K>::kWide>(sums[i / per_half], codes.quads[i], rows.codes + r * kBlock + 4 * i);
-    return add_sums<K>(total, factors, sums, rows, r);
+        for (int n = 0; n < N; ++n) {
+            Ints& sum = sums[n][i / per_half];
+            sum = dot<WeightTraits<K>::kWide, (N > 1)>(sum, codes.quads[i], rows.codes + (r + n) * kBlock + 4 * i);
+        }
+    for (int n = 0; n < N; ++n) total[r + n] = add_sums<K>(total[r + n], factors, sums[n], rows, r + n);
 }
 
 }  // namespace SLIP_ISA

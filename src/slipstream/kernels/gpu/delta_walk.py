@@ -1,0 +1,264 @@
+"""Triton kernels of the gated delta rule: one update per row, in one order of operations, the state in registers.
+
+A row has the same bits whether it came alone, in a chain, in a tree or in a replay, because all of them go through
+`_follow` with the same tile of the state.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slipstream.kernels.gpu.rows import MAX_DEPTH
+
+_DEEP = tl.constexpr(MAX_DEPTH)
+# a step through a tree: its row and, behind that, what to do with the state
+ROW = tl.constexpr(255)
+LAST = tl.constexpr(256)  # nobody continues the row: the state need not learn it
+KEEP = tl.constexpr(512)  # the state from before the row is wanted again
+BACK = tl.constexpr(1024)  # a state that was kept comes back
+SHELF = tl.constexpr(2048)  # how many were kept before that one
+
+
+@triton.jit
+def fresh(at, inside):  # type: ignore[no-untyped-def]
+    """What the kernel before has written, read past the first cache, which does not hear of other multiprocessors."""
+    return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def fresh_one(at):  # type: ignore[no-untyped-def]
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
+def _numbers(SHAPE: tl.constexpr, block):  # type: ignore[no-untyped-def]
+    """Key and column of every number that a program holds of a state: [columns, lanes, warps, turns, 4].
+
+    In that order the compiler gives a lane every so many quads of one column's keys, so that its own sums are long and
+    few lanes exchange theirs.
+    """
+    column = tl.arange(0, SHAPE[7])[:, None, None, None, None]
+    lane = tl.arange(0, SHAPE[6])[None, :, None, None, None]
+    warp = tl.arange(0, SHAPE[5])[None, None, :, None, None]
+    turn = tl.arange(0, SHAPE[4])[None, None, None, :, None]
+    key = (turn * SHAPE[6] + lane) * 4 + tl.arange(0, 4)[None, None, None, None, :]
+    return key, (block * SHAPE[5] + warp) * SHAPE[7] + column
+
+
+@triton.jit
+def _tile(pool, slot, layer, head, block, LAYERS: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a head's block of columns lies in the memory of a slot, and which of its numbers exist."""
+    VALUE_HEADS: tl.constexpr = SHAPE[1]
+    KEY_DIM: tl.constexpr = SHAPE[2]
+    VALUE_DIM: tl.constexpr = SHAPE[3]
+    key, column = _numbers(SHAPE, block)
+    start = ((slot.to(tl.int64) * LAYERS + layer) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    return pool + start + (column * KEY_DIM + key), (key < KEY_DIM) & (column < VALUE_DIM)
+
+
+@triton.jit
+def _spread(keys, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number for every key, as a state has them."""
+    quads = tl.permute(tl.reshape(keys, (SHAPE[4], SHAPE[6], 4)), (1, 0, 2))
+    return quads[None, :, None, :, :]
+
+
+@triton.jit
+def _summed(products):  # type: ignore[no-untyped-def]
+    """Sums over keys, [columns, warps]: a lane's own first."""
+    return tl.sum(tl.sum(tl.sum(products, 4), 3), 1)
+
+
+@triton.jit
+def _fetched(  # type: ignore[no-untyped-def]
+    entry, first, brought, head, key_head, block, SHAPE: tl.constexpr, LISTED: tl.constexpr, READS: tl.constexpr,
+    SAVES: tl.constexpr,
+):
+    """What a step needs: its entry, its row, what that brings to the recurrence, and who wants the state behind it."""
+    keys, values, write, left, queries, products, saves = brought
+    d = tl.arange(0, SHAPE[4] * SHAPE[6] * 4)
+    column = _columns(block, SHAPE)
+    has_key = d < SHAPE[2]
+    row = first + (entry & ROW if LISTED else entry)
+    shared, own = row * SHAPE[0] + key_head, row * SHAPE[1] + head
+    key = fresh(keys + shared * SHAPE[2] + d, has_key)
+    value = fresh(values + own * SHAPE[3] + column, column < SHAPE[3])
+    written, rest = fresh_one(write + own), fresh_one(left + own)
+    query, product = key, written
+    if READS:
+        query = fresh(queries + shared * SHAPE[2] + d, has_key)
+        product = fresh_one(products + shared)
+    wanted = tl.load(saves + row) if SAVES else -1
+    return entry, row, key, value, written, rest, query, product, wanted
+
+
+@triton.jit
+def _columns(block, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program's columns as they are left of sums over keys."""
+    warp = block * SHAPE[5] + tl.arange(0, SHAPE[5])[None, :]
+    return warp * SHAPE[7] + tl.arange(0, SHAPE[7])[:, None]
+
+
+@triton.jit
+def _stepped(  # type: ignore[no-untyped-def]
+    state, shelves, fetched, reads, head, block, SHAPE: tl.constexpr, SHELVES: tl.constexpr, READS: tl.constexpr
+):
+    """A tile of a state behind one row, which is read, then written, and what is kept for later rows of a tree."""
+    entry, row, key, value, written, rest, query, product, _ = fetched
+    if SHELVES > 0:
+        state, shelves = _shelved(state, shelves, entry, SHELVES)
+    wide_key = _spread(key, SHAPE)
+    foreseen = _summed(state * wide_key)
+    learnt = tl.fma(foreseen, tl.broadcast_to(-rest, foreseen.shape), value) * written
+    if READS:
+        column = _columns(block, SHAPE)
+        recalled = _summed(state * _spread(query, SHAPE)) * rest
+        read = tl.fma(learnt, tl.broadcast_to(product, learnt.shape), recalled)
+        tl.store(reads + (row * SHAPE[1] + head) * SHAPE[3] + column, read, mask=column < SHAPE[3])
+    if SHELVES == 0 or (entry & LAST) == 0:
+        state = _learned(state, wide_key, learnt, rest)
+    return state, shelves
+
+
+@triton.jit
+def _shelved(state, shelves, entry, SHELVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The state that a step of a tree continues; where others will do so too, it is kept."""
+    shelf = entry // SHELF
+    shelf0, shelf1, shelf2, shelf3 = shelves
+    if entry & BACK:
+        state = shelf0
+        if SHELVES > 1:
+            state = tl.where(shelf == 1, shelf1, state)
+        if SHELVES > 2:
+            state = tl.where(shelf == 2, shelf2, state)
+        if SHELVES > 3:
+            state = tl.where(shelf == 3, shelf3, state)
+    if entry & KEEP:
+        shelf0 = tl.where(shelf == 0, state, shelf0)
+        if SHELVES > 1:
+            shelf1 = tl.where(shelf == 1, state, shelf1)
+        if SHELVES > 2:
+            shelf2 = tl.where(shelf == 2, state, shelf2)
+        if SHELVES > 3:
+            shelf3 = tl.where(shelf == 3, state, shelf3)
+    return state, (shelf0, shelf1, shelf2, shelf3)
+
+
+@triton.jit
+def _follow(  # type: ignore[no-untyped-def]
+    state, count, first, steps, brought, reads, memories, windows, kept, source, layer, head, key_head, block,
+    LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, LISTED: tl.constexpr, SHELVES: tl.constexpr,
+    READS: tl.constexpr, SAVES: tl.constexpr,
+):
+    """Leads a tile of a state along `count` rows behind row `first`, one by one.
+
+    `steps` says which rows where they are LISTED; with SHELVES, also which of them go on from a state before others.
+    """
+    shelves = state, state, state, state
+    last = count - 1
+    entry = tl.load(steps) if LISTED else 0
+    fetched = _fetched(entry, first, brought, head, key_head, block, SHAPE, LISTED, READS, SAVES)
+    entry = tl.load(steps + tl.minimum(1, last)) if LISTED else tl.minimum(1, last)
+    for step in range(count):
+        # what the next row needs is on its way while this one is computed
+        coming = _fetched(entry, first, brought, head, key_head, block, SHAPE, LISTED, READS, SAVES)
+        entry = tl.load(steps + tl.minimum(step + 2, last)) if LISTED else tl.minimum(step + 2, last)
+        state, shelves = _stepped(state, shelves, fetched, reads, head, block, SHAPE, SHELVES, READS)
+        if SAVES:
+            wanted = fetched[8]
+            if wanted >= 0:
+                at, inside = _tile(memories, wanted, layer, head, block, LAYERS, SHAPE)
+                tl.store(at, state, mask=inside)
+                _keep_window(windows, kept, source, wanted, layer, first, steps, step, LAYERS, SHAPE, TAPS, LISTED)
+        fetched = coming
+    return state
+
+
+@triton.jit
+def _learned(state, key, learnt, rest):  # type: ignore[no-untyped-def]
+    """A state behind a row; spelt out: the compiler must not choose which product rounds."""
+    learnt = learnt[:, None, :, None, None]
+    return tl.fma(tl.broadcast_to(key, state.shape), tl.broadcast_to(learnt, state.shape), state * rest)
+
+
+@triton.jit
+def _keep_window(  # type: ignore[no-untyped-def]
+    windows, kept, source, wanted, layer, first, steps, step, LAYERS: tl.constexpr, SHAPE: tl.constexpr,
+    TAPS: tl.constexpr, LISTED: tl.constexpr,
+):
+    """The inputs that a convolution behind step `step` will look back to; every program has its channels."""
+    WINDOW: tl.constexpr = TAPS - 1
+    CHANNELS: tl.constexpr = 2 * SHAPE[0] * SHAPE[2] + SHAPE[1] * SHAPE[3]
+    share = tl.arange(0, SHAPE[8])
+    channel = tl.program_id(0) * SHAPE[9] + share
+    inside = (share < SHAPE[9]) & (channel < CHANNELS)
+    old = windows + (source.to(tl.int64) * LAYERS + layer) * (WINDOW * CHANNELS) + channel
+    new = windows + (wanted.to(tl.int64) * LAYERS + layer) * (WINDOW * CHANNELS) + channel
+    # oldest first: where a window is shifted in place, what is written was read before
+    for tap in tl.static_range(WINDOW):
+        at = step + 1 - WINDOW + tap
+        row = tl.load(steps + at, mask=at >= 0, other=0) if LISTED else at
+        behind = channel * 0 + at >= 0
+        own = tl.load(kept + (first + row).to(tl.int64) * CHANNELS + channel, mask=inside & behind, other=0.0)
+        before = tl.load(old + (WINDOW + at) * CHANNELS, mask=inside & ~behind, other=0.0)
+        tl.store(new + tap * CHANNELS, tl.where(behind, own, before), mask=inside)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def recur_kernel(  # type: ignore[no-untyped-def]
+    memories, windows, source, saves, counts, steps, queries, keys, products, values, write, left, kept, reads, layer,
+    LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILED: tl.constexpr,
+    EACH: tl.constexpr, TREE: tl.constexpr, SHELVES: tl.constexpr, SAVES: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """A block of a value head's columns, of one sequence: what its rows read."""
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    sequence = tl.program_id(1)
+    key_head = head % SHAPE[0] if TILED else head // (SHAPE[1] // SHAPE[0])
+    slot, count = tl.load(source + sequence), tl.load(counts + sequence)
+    at, inside = _tile(memories, slot, layer, head, block, LAYERS, SHAPE)
+    state = tl.load(at, mask=inside & (tl.zeros(at.shape, tl.int32) < count), other=0.0)
+    first = sequence * EACH
+    if OVERLAP:
+        gdc_wait()  # states were there before the kernel that is still running
+        gdc_launch_dependents()
+    if count > 0:
+        _follow(
+            state, count, first, steps + first, (keys, values, write, left, queries, products, saves), reads,
+            memories, windows, kept, slot, layer, head, key_head, block,
+            LAYERS, SHAPE, TAPS, TREE, SHELVES, True, SAVES,
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "first_row"])
+def commit_kernel(  # type: ignore[no-untyped-def]
+    memories, windows, source, destination, takens, paths, keys, values, write, left, kept, rows, first_row,
+    LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILED: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """A block of a value head's columns, of one layer of one sequence, behind the rows of a path."""
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    layer, sequence = tl.program_id(1), tl.program_id(2)
+    key_head = head % SHAPE[0] if TILED else head // (SHAPE[1] // SHAPE[0])
+    taken = tl.load(takens + sequence)
+    if taken > 0:
+        CHANNELS: tl.constexpr = 2 * SHAPE[0] * SHAPE[2] + SHAPE[1] * SHAPE[3]
+        slot, wanted = tl.load(source + sequence), tl.load(destination + sequence)
+        at, inside = _tile(memories, slot, layer, head, block, LAYERS, SHAPE)
+        state = tl.load(at, mask=inside, other=0.0)
+        earlier = layer.to(tl.int64) * rows  # what the layers before left
+        first, path = first_row + sequence * EACH, paths + sequence * _DEEP
+        brought = (
+            keys + earlier * (SHAPE[0] * SHAPE[2]), values + earlier * (SHAPE[1] * SHAPE[3]),
+            write + earlier * SHAPE[1], left + earlier * SHAPE[1], keys, keys, takens,
+        )
+        state = _follow(
+            state, taken, first, path, brought, keys, memories, windows, kept, slot, layer, head, key_head, block,
+            LAYERS, SHAPE, TAPS, True, 0, False, False,
+        )
+        at, inside = _tile(memories, wanted, layer, head, block, LAYERS, SHAPE)
+        tl.store(at, state, mask=inside)
+        _keep_window(
+            windows, kept + earlier * CHANNELS, slot, wanted, layer, first, path, taken - 1, LAYERS, SHAPE, TAPS, True
+        )
