@@ -150,7 +150,8 @@ class SequenceState:
 
     @property
     def waiting_rows(self) -> int:
-        return sum(len(taps) for _, taps in self.waiting)
+        """Positions whose taps wait: all behind the first of them, up to the end of the draft context."""
+        return self.draft_length - self.waiting[0][0] if self.waiting else 0
 
     def clear_ahead(self, rows: int) -> None:
         """Zeroes the slots of rows that were run but not kept: they may hold NaN, which even a mask lets through."""

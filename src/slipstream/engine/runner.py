@@ -179,6 +179,8 @@ def _by_variant(states: Sequence[SequenceState]) -> dict[str, list[int]]:
 
 def _rows(taps: Tensor, rows: Sequence[int]) -> Tensor:
     """These rows (ascending) of the taps; they nearly always follow each other, and a slice is much cheaper."""
+    if len(rows) == taps.shape[0]:
+        return taps
     if rows[-1] - rows[0] == len(rows) - 1:
         return taps[rows[0] : rows[-1] + 1]
     return taps[torch.tensor(rows)]

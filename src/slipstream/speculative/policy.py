@@ -19,6 +19,7 @@ __all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View
 
 _PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
 _PLAN_STEPS = 8
+_REST_STEPS = 32  # until plain decoding is looked at again before a probe is due: little can change without drafts
 _OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
 _BEYOND_PLAN = (1.0, 1.4)
 _FASTEST = 8.0
@@ -205,6 +206,7 @@ class Policy:
         """Takes in an offer's curves; `forgone` are the tokens that plain steps would have made in its time."""
         policy = offer.policy
         if offer.chain or offer.tree:
+            policy.shared.account.lose(forgone)
             if gained > forgone * policy.gate.margin:
                 policy.paid()
             draft = Draft.of(offer.chain, offer.tree)
@@ -228,7 +230,7 @@ class Policy:
 
         Asked once per step: the answer ages with the plan.
         """
-        rested = bool(self._rested_key) and self._plan_age < _PLAN_STEPS and self._rested_key == (self.costs, *policies)
+        rested = bool(self._rested_key) and self._plan_age < _REST_STEPS and self._rested_key == (self.costs, *policies)
         if not rested or any(policy.probe_due for policy in policies):
             self._rested_key = ()
             return False

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.speculative.account import Account
 from slipstream.speculative.calibration import Calibration, Outcome
 from slipstream.speculative.gains import Depths, Gains, Quotient
 from slipstream.types import Gate, Mode, Proposal, Verdict
@@ -30,6 +31,7 @@ class Memory:
     gains: Gains = field(default_factory=Gains)
     depths: Depths = field(default_factory=Depths)
     kept: Quotient = field(default_factory=lambda: Quotient(1.0, *_KEPT))  # of what verified drafts promised
+    account: Account = field(default_factory=Account)
 
 
 class SequencePolicy:
@@ -61,7 +63,7 @@ class SequencePolicy:
 
     @property
     def probe_due(self) -> bool:
-        return self.backing_off and self._wait <= 0
+        return self.backing_off and self._wait <= 0 and not self.shared.account.in_debt
 
     @property
     def probe_near(self) -> bool:
@@ -138,6 +140,7 @@ class SequencePolicy:
     def learn(self, proposal: Proposal, verdict: Verdict, truth: Sequence[int]) -> None:
         """Compares a verified proposal with what the target chose (`truth`: the verdict's tokens)."""
         self._shadow.clear()
+        self.shared.account.win(verdict.accepted)
         self._outcome(verdict.accepted)
         if not proposal.chances or verdict.failed:
             return
@@ -161,6 +164,7 @@ class SequencePolicy:
     def committed(self, tokens: Sequence[int]) -> None:
         """Every step's tokens: they bring the next probe nearer and judge the remembered chain."""
         self._wait -= len(tokens)
+        self.shared.account.write(len(tokens))
         if not self._shadow:
             return
         outcomes: list[Outcome] = []
