@@ -163,7 +163,7 @@ def products(stack: ExpertStack, x: Tensor, routing: Routing, gate: str | None, 
     return out.float()
 
 
-def compare_products(stack: ExpertStack, rule: RoutingRule, gate: str | None, rows: int) -> None:
+def assert_products_agree(stack: ExpertStack, rule: RoutingRule, gate: str | None, rows: int) -> None:
     routing = route(rule, some_logits(rule, rows, 3), rows, places(rows, (2,)))
     x = some_rows(max(rows, 16) if gate is not None else rows * rule.ranks, stack.inputs, 4)
     ours, twin = products(stack, x, routing, gate), products(stack, x, routing, gate, reference=True)
@@ -177,7 +177,7 @@ def compare_products(stack: ExpertStack, rule: RoutingRule, gate: str | None, ro
 @pytest.mark.parametrize("gate", ("silu", "gelu", None))
 @pytest.mark.parametrize("shape", ((80, 64), (96, 200)))
 def test_dense_products(gate: str | None, shape: tuple[int, int]) -> None:
-    compare_products(dense_stack(10, *shape, seed=1), RULES["gated"], gate, 5)
+    assert_products_agree(dense_stack(10, *shape, seed=1), RULES["gated"], gate, 5)
 
 
 @pytest.mark.parametrize("gate", ("silu", None))
@@ -185,7 +185,7 @@ def test_dense_products(gate: str | None, shape: tuple[int, int]) -> None:
 def test_products_of_blocks(kind: str, gate: str | None) -> None:
     rule = RoutingRule(3, 2, False, True, 1.0, 0.0)
     inputs = 256 if KINDS[kind].block == 256 else 96
-    compare_products(packed_stack(kind, 3, 1 if gate is None else 2, 64, inputs, 1), rule, gate, 3)
+    assert_products_agree(packed_stack(kind, 3, 1 if gate is None else 2, 64, inputs, 1), rule, gate, 3)
 
 
 @pytest.mark.parametrize("kind", ("dense", "Q4_0"))
