@@ -27,6 +27,8 @@ LONG = "All the words of a long prompt fill pages of the cache. " * 30
 ENGINE = EngineConfig(cache_tokens=4096, max_context=4096)  # 210 MiB of pool beside 100 to 130 of weights
 FAST = ModelSpec("fast", "smollm2", engine=ENGINE)
 PLAIN = ModelSpec("plain", "smollm2", "none", ENGINE)
+MODEL_BYTES = 110 * MIB  # what a loaded target takes at least; an allocator's leftovers come and go by 50
+TURNS = 4
 
 
 def run(router: Router, body: Callable[[Router], Coroutine[Any, Any, None]]) -> None:
@@ -102,16 +104,16 @@ def test_eviction_while_the_other_streams_frees_its_memory_afterwards() -> None:
             held = router.describe()[0].memory_bytes
         assert (await other).startswith("error") is False
         assert [info.state for info in router.describe()] == ["unloaded", "ready"]
-        levels = [private_bytes()]
-        for name in ("fast", "plain"):
+        levels = {"plain": [private_bytes()], "fast": list[int]()}
+        for name in ("fast", "plain") * TURNS:
             await ask(router, name, LONG, tokens=8)
-            levels.append(private_bytes())
-        # one model at a time, and the same one takes as much the second time as the first
-        assert max(levels) - before < held + 60 * MIB
-        assert levels[2] - levels[0] < 25 * MIB
+            levels[name].append(private_bytes())
+        # one model at a time; a copy kept at every turn would add TURNS times a model
+        assert max(levels["fast"]) - before < held + 100 * MIB
+        assert levels["plain"][-1] - levels["plain"][0] < TURNS * MODEL_BYTES // 2
         await router.close()
         give_memory_back()
-        assert private_bytes() - before < 60 * MIB
+        assert levels["plain"][-1] - private_bytes() > MODEL_BYTES // 2
 
     give_memory_back()
     run(Router([FAST, PLAIN], memory_budget=500 * MIB), body)
