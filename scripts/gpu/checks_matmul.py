@@ -51,9 +51,10 @@ LAUNCHES: dict[int, tuple[Launch, ...]] = {
          Launch(256, 16, 3), Launch(128, 8, 2, registers=128)),
 }  # fmt: skip
 DENSE_LAUNCHES: dict[int, tuple[Launch, ...]] = {
-    16: (Launch(64, 4, 4), Launch(64, 4, 6)),
-    32: (Launch(64, 4, 4), Launch(64, 4, 5)),
-    64: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(64, 4, 6), Launch(128, 8, 4)),
+    16: (Launch(64, 4, 4), Launch(64, 4, 6), Launch(128, 4, 4), Launch(128, 4, 6), Launch(128, 8, 5)),
+    32: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(128, 4, 4), Launch(128, 8, 5)),
+    64: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(64, 4, 6), Launch(128, 4, 3), Launch(128, 4, 4), Launch(128, 8, 3),
+         Launch(128, 8, 4), Launch(256, 8, 2), Launch(256, 8, 3)),
 }
 SPLITS = (1, 2, 4, 8)
 MOST_SPLITS = 16

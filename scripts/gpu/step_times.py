@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 if "--tiny" in sys.argv:
@@ -31,6 +31,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.engine.gpu.passes import GpuBlocks
 from slipstream.engine.gpu.state import Decoding, Wish
+from slipstream.engine.gpu.step import bucket
 from slipstream.kernels.gpu.growth import TREE
 from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
@@ -80,6 +81,13 @@ class Bench:
         """The median time of one step, several in a row between two events so that launches overlap as they do."""
         launch = self._launcher(batch, context, nodes, drafter)
         return statistics.median(self._timed(launch) for _ in range(rounds))
+
+    def verify_ms(self, batch: int, context: int, nodes: int, rounds: int = 30) -> float:
+        """The target's part of a drafting step, without what comes before and behind it."""
+        self._launcher(batch, context, nodes, True)()
+        step, _ = self.engine.loop.step(bucket(batch), bucket(nodes + 1), self.gpu_drafter, True)
+        run = self.backend.graphs.runner(("verify", step), dict(step.phases)["verify"])
+        return statistics.median(self._timed(run) for _ in range(rounds))
 
     def kernel_us(self, batch: int, context: int, nodes: int) -> dict[str, tuple[int, float]]:
         return kernel_times(self._launcher(batch, context, nodes, True), self.device)
@@ -194,6 +202,19 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return best
 
 
+def step_kinds(
+    options: argparse.Namespace, bench: Bench, batch: int, context: int
+) -> Iterator[tuple[str, float, bool]]:
+    """What a step does, its milliseconds, and whether a draft is among it."""
+    rounds = 2 if options.tiny else 30
+    yield "plain", bench.step_ms(batch, context, 0, False, rounds), False
+    yield "plain, context kept", bench.step_ms(batch, context, 0, True, rounds), False
+    for width in options.widths:
+        if batch * width <= 256:
+            yield f"draft + verify {width}", bench.step_ms(batch, context, width - 1, True, rounds), True
+            yield f"verify {width} alone", bench.verify_ms(batch, context, width - 1, rounds), False
+
+
 def print_kernels(options: argparse.Namespace, bench: Bench) -> None:
     """Microseconds a step by kernel, one column for each width."""
     batch, context = options.batches[0], options.contexts[0]
@@ -234,11 +255,8 @@ def main() -> None:
     lines: list[dict[str, object]] = []
     for context in options.contexts:
         for batch in options.batches:
-            kinds = [("plain", 0, False), ("plain, context kept", 0, True)]
-            kinds += [(f"draft + verify {width}", width - 1, True) for width in options.widths if batch * width <= 256]
-            for label, nodes, drafter in kinds:
-                ms = bench.step_ms(batch, context, nodes, drafter, 2 if options.tiny else 30)
-                floor = bench.floor_ms(bandwidth, batch, context, nodes > 0)
+            for label, ms, drafting in step_kinds(options, bench, batch, context):
+                floor = bench.floor_ms(bandwidth, batch, context, drafting)
                 lines.append({
                     "format": options.format, "batch": batch, "context": context, "step": label,
                     "ms": round(ms, 3), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.gpu.planner import Cohort
-from slipstream.engine.gpu.state import DecodeState, Decoding
+from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
 from slipstream.speculative.accept import accept
 from slipstream.speculative.sampling import RowSampler
+from slipstream.types import BASE_VARIANT
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 
@@ -223,6 +225,17 @@ def test_a_step_is_told_as_the_host_would_have_walked_it(gpu: None, tmp_path: Pa
         assert accepted > 0
 
 
+def tiny_sessions(llm: LLM, count: int) -> list[Session]:
+    """Sequences under the policy as they are before their first step."""
+    sessions = []
+    for number in range(count):
+        request = llm.request(prompt(4, number), mode="auto")
+        ticket = llm.engine.check(request)
+        sampler = RowSampler(request.sampling, 272, request.prompt_ids, True, None)
+        sessions.append(Session(ticket, sampler, llm.engine.proposer.speculation(ticket), llm.tokenizer))
+    return sessions
+
+
 @pytest.mark.parametrize("count", [1, 4, 6, 64])
 def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, count: int) -> None:
     """Few sequences learn from every step; of many each has its turn."""
@@ -230,18 +243,35 @@ def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, coun
         llm = gpu_llm(tmp_path)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
-        sessions = []
-        for number in range(count):
-            request = llm.request(prompt(4, number), mode="auto")
-            ticket = engine.check(request)
-            sampler = RowSampler(request.sampling, 272, request.prompt_ids, True, None)
-            sessions.append(Session(ticket, sampler, engine.proposer.speculation(ticket), llm.tokenizer))
-        cohort = Cohort.of(sessions)
+        cohort = Cohort.of(tiny_sessions(llm, count))
         turns = [engine.planner.pupils(cohort) for _ in range(3 * count)]
         if count <= 4:
             assert all(turn == set(range(count)) for turn in turns)
         else:
             assert max(map(len, turns)) == 4 and set().union(*turns) == set(range(count))
+
+
+def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = gpu_llm(tmp_path, cache_tokens=64 * PAGE_TOKENS)
+    engine = llm.engine
+    assert isinstance(engine, GpuEngine)
+    planner = engine.planner
+    monkeypatch.setattr(planner._gate, "drafts", lambda size: True)
+    made = Mock(side_effect=planner._made)
+    monkeypatch.setattr(planner, "_made", made)
+    sessions = tiny_sessions(llm, 12)
+    cohort, drafter = Cohort.of(sessions), engine._drafter(BASE_VARIANT)
+    first = planner.plan(cohort, drafter, alone=True)
+    assert made.call_count == 1 and all(wish.nodes for wish in first.wishes)
+    for gone in (3, 7):
+        left = cohort.without_others([session for session in cohort.sessions if session is not sessions[gone]])
+        assert left is not None
+        cohort = left
+        held = planner.plan(cohort, drafter, alone=True)
+        assert made.call_count == 1 and held.wishes[gone] is NOBODY
+        assert all(held.wishes[place] is first.wishes[place] for place in cohort.places)
+    planner.plan(Cohort.of(sessions[:6]), drafter, alone=True)
+    assert made.call_count == 2
 
 
 def test_random_operations_leak_nothing(gpu: None, tmp_path: Path) -> None:

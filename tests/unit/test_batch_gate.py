@@ -100,6 +100,15 @@ def test_the_first_look_of_a_short_run_counts_as_well(batch: int, world: World) 
     assert sum(rates) > 0.98 * sum(plain)
 
 
+@pytest.mark.parametrize("period", [6, 12])
+def test_long_steps_that_drafting_has_again_and_again_count(period: int) -> None:
+    def world(number: int) -> World:
+        return World(1.8, 1.5 + (1.0 * period if number % period == 0 else 0.0))
+
+    assert rate(Always(True), 64, 3000, world) < 0.75 * rate(Always(False), 64, 3000, world)
+    assert rate(BatchGate(), 64, 3000, world) > 0.97 * rate(Always(False), 64, 3000, world)
+
+
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("world", [World(2.9, 1.3), World(2.0, 1.5), World(5.0, 1.6)])
 def test_where_drafts_pay_they_are_used(batch: int, world: World) -> None:

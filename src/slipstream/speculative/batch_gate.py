@@ -19,7 +19,7 @@ _MEMORY = 64  # steps that are remembered
 _REFRESHED = 8  # steps after which a rate is worked out again
 _RECALLED = 2  # of them when a new look begins
 _HORIZON = 0.9998  # kept of times spent and lost, so that a long quiet spell does not pay for a wild one
-_OUTLIER = 2.0  # times what steps of as many rows usually take: the machine was elsewhere
+_OUTLIER = 2.0  # times what steps of as many rows usually take: the machine was elsewhere, unless there are several
 _GAIN = 1.01  # by which the other way must be quicker
 
 
@@ -47,7 +47,9 @@ class _Rate:
         total = 0.0
         for group in times.values():
             usual = median_low(group)
-            total += sum(taken if taken < _OUTLIER * usual else usual for taken in group)
+            ordinary = [taken for taken in group if taken < _OUTLIER * usual]
+            once = len(ordinary) == len(group) - 1
+            total += sum(ordinary) + usual if once else sum(group)
         self.step_seconds = total / len(self._steps)
         self.value = sum(tokens for _, tokens, _ in self._steps) / total
 

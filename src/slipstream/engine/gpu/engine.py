@@ -177,9 +177,9 @@ class GpuEngine(Engine):
         if self._aloft is None:
             self._device_view = {session: _standing(session) for session in cohort.sessions}
         captured = aloft.flight.captured or (self._aloft is not None and self._aloft.flight.captured)
-        if aloft.ahead and alone and not dropped:
+        if aloft.ahead and alone:
             self.planner.time(cohort, aloft.intent, aloft.flight.rows, committed, seconds, captured)
-            if not captured:
+            if not (captured or dropped):
                 branching = any(proposal.branching for proposal in proposals.values())
                 self.planner.cost(cohort, landing, branching, committed, seconds)
         return events

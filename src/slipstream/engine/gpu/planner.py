@@ -30,7 +30,7 @@ from slipstream.types import Decision, Proposal
 _ROWS = (2, 4, 8, 16, 32, 64)  # rows of one sequence that steps are captured for
 _FEW = 4  # sequences that are learnt from in a step
 _VERY_MANY = 32  # from so many on not even in every step
-_LONGEST_HELD = 16  # steps that a plan for many serves
+_LONGEST_HELD = 32  # steps that a plan for many serves
 _NEARLY = 0.9  # of the best rate is as good, if no graph has to be captured for it
 _SPARSE = 4  # columns for each sequence that is left are too many
 _TIMED_PLAIN_STEPS = 4  # one of so many plain steps in a row refreshes the cost table
@@ -107,6 +107,12 @@ class Intent:
             spread[place], reasons[place] = wish, decision
         return cls(spread, reasons, free)
 
+    def left_to(self, cohort: Cohort) -> Intent:
+        """The same for those who are still there."""
+        there = set(cohort.places)
+        wishes = [wish if place in there else NOBODY for place, wish in enumerate(self.wishes)]
+        return Intent(wishes, self.decisions, self.free)
+
     @classmethod
     def plain(cls, cohort: Cohort, reason: str) -> Intent:
         count = len(cohort.places)
@@ -139,7 +145,10 @@ class Planner:
         """
         count = len(cohort.places)
         if cohort is not self._cohort:
-            self._cohort, self._held = cohort, None
+            # of many sequences one ends at nearly every step: a new plan each time would take longer than the steps
+            known = self._cohort is not None and self._cohort.columns is cohort.columns
+            self._held = self._held.left_to(cohort) if known and self._held is not None else None
+            self._cohort = cohort
             self._plain = Intent.plain(cohort, "the whole batch is quicker without drafts" if cohort.governed else "")
         if not cohort.speculates:
             return self._plain
