@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import subprocess
 import sys
@@ -130,12 +129,13 @@ def stored(section: Section) -> Path:
 
 
 def store(section: Section, outcomes: list[Outcome]) -> None:
-    """Keeps a section's rows with the commit they belong to, so that sections can be run one at a time."""
+    """Keeps a section's rows with the commit and machine they belong to: sections can be run one at a time."""
     command = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     STORE.mkdir(parents=True, exist_ok=True)
     rows = [{"promise": o.promise, "seen": o.seen, "ok": o.ok} for o in outcomes]
-    stored(section).write_text(json.dumps({"commit": commit or "unknown", "rows": rows}))
+    origin = f"{commit or 'unknown'}, {cpu_name()}, {usable_cores()} cores"
+    stored(section).write_text(json.dumps({"origin": origin, "rows": rows}))
 
 
 def child(name: str, tokens: int) -> None:
@@ -151,25 +151,29 @@ def page() -> str:
         "",
         "Written by `make verify` (104 prompts, answers of up to 256 tokens) or, section by section, by",
         "`python -m tests.verify --only NAME [--tokens N]` with shorter answers: every row says how many tokens it",
-        "stands for and at which commit. A failed check says so. Absolute speeds are this machine's and mean little",
-        "elsewhere: read the ratios, which come from interleaved runs.",
+        "stands for, at which commit and where. A failed check says so. Absolute speeds are those of a machine and",
+        "mean little elsewhere: read the ratios, which come from interleaved runs.",
         "",
-        f"Machine: {cpu_name()}, {usable_cores()} usable cores, Python {platform.python_version()}.",
-        "",
-        "| section | check | seen | | commit |",
+        "| section | check | seen | | commit and machine |",
         "| --- | --- | --- | --- | --- |",
     ]
+    before = RESULTS.read_text().splitlines() if RESULTS.is_file() else []
     for section in SECTIONS:
-        if stored(section).is_file():
-            result = json.loads(stored(section).read_text())
-            for row in result["rows"]:
-                verdict = "ok" if row["ok"] else "**failed**"
-                lines.append(
-                    f"| {section.__name__} | {row['promise']} | {row['seen']} | {verdict} | {result['commit']} |"
-                )
-        else:
-            lines.append(f"| {section.__name__} | | | **not run** | |")
+        lines += _rows(section, before)
     return "\n".join([*lines, ""])
+
+
+def _rows(section: Section, before: list[str]) -> list[str]:
+    """A section's last results: those stored here, or else those the page has had."""
+    name = section.__name__
+    if stored(section).is_file():
+        result = json.loads(stored(section).read_text())
+        verdicts = {True: "ok", False: "**failed**"}
+        return [
+            f"| {name} | {row['promise']} | {row['seen']} | {verdicts[row['ok']]} | {result['origin']} |"
+            for row in result["rows"]
+        ]
+    return [line for line in before if line.startswith(f"| {name} | ")] or [f"| {name} | | | **not run** | |"]
 
 
 def main() -> None:
