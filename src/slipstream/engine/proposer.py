@@ -138,6 +138,20 @@ class Proposer:
                 session.speculation.distrust, slots[index] = False, 0
         return slots
 
+    def most_slots(self, sessions: Sequence[Session]) -> list[int]:
+        """As many positions for each sequence as it may draft, whatever its policy promises itself of them."""
+        slots = []
+        for session in sessions:
+            speculation, policy = session.speculation, session.speculation.policy
+            most = min(speculation.rows - 1, self.proposals) if policy is None else policy.deepest
+            depth = max(0, min(most, session.ticket.room - 1)) if policy is not None or speculation.drafts else 0
+            if speculation.distrust:
+                speculation.distrust, depth = False, 0
+            if policy is not None:
+                policy.planned(depth)
+            slots.append(depth)
+        return slots
+
     @property
     def proposals(self) -> int:
         return self._runner.drafter.proposals if self._runner.drafter is not None else 0

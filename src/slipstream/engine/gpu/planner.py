@@ -167,7 +167,7 @@ class Planner:
         sessions = cohort.sessions
         for session in sessions:
             _tell(session)
-        slots = self._proposer.slots(sessions)
+        slots = self._slots(sessions)
         if not free:
             slots = [0 if own.speculation.policy else depth for own, depth in zip(sessions, slots, strict=True)]
         rates = self._rates(cohort, slots)
@@ -179,6 +179,12 @@ class Planner:
         ]
         decisions = [_decision(*each) for each in zip(sessions, wishes, strict=True)]
         return Intent.of(cohort, wishes, decisions, free)
+
+    def _slots(self, sessions: Sequence[Session]) -> list[int]:
+        """How deep each drafts. One draft serves all columns, whoever wants it: of many sequences nobody is left out,
+        which would take a policy longer to decide than the step.
+        """
+        return self._proposer.slots(sessions) if len(sessions) <= _FEW else self._proposer.most_slots(sessions)
 
     def _widest_paying(self, rates: dict[int, float], batch: int, drafter: GpuDrafter | None) -> int:
         """The rows that promise most; nearly as much is enough of a step that need not be captured first."""
