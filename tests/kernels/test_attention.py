@@ -214,3 +214,17 @@ def test_more_rows_than_a_page_must_be_a_chain() -> None:
 def test_heads_must_be_a_power_of_two_and_not_too_wide(dim: int) -> None:
     with pytest.raises(IntegrityError, match=f"not {dim} and 16"):
         make_world("chain", [3], 1, dim=dim).attend()
+
+
+@pytest.mark.parametrize("power", [-90, -20, 20, 90])
+def test_values_of_any_size_are_summed_as_well(power: int) -> None:
+    world = make_world("tree", [122], 5, heads=12, kv_heads=3, unused=1, seed=4)
+    usual = world.attend().float()
+    world.values.mul_(2.0**power)
+    assert torch.equal(world.attend().float() * 2.0**-power, usual)
+
+
+def test_what_is_no_number_is_not_hidden() -> None:
+    world = make_world("chain", [60], 2, seed=3)
+    world.values.fill_(float("nan"))
+    assert world.attend().isnan().all()

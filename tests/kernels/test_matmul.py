@@ -209,9 +209,15 @@ def test_what_is_refused() -> None:
         make_gpu_matrix([stored("Q8_0", 128, 1024, seed=16)], scratch)
 
 
-def test_a_library_that_sums_alike_is_used() -> None:
+def test_a_library_that_sums_alike_is_used_for_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = some_rows(24, 64, seed=17)
     agrees = rows_agree(weight, torch.float32)
+    assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order
+    for outputs, inputs in ((24, 0), (0, 64)):
+        monkeypatch.setattr(matmul, "_FEW_OUTPUTS", outputs)
+        monkeypatch.setattr(matmul, "_FEW_INPUTS", inputs)
+        assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order
+    monkeypatch.setattr(matmul, "_FEW_INPUTS", 63)
     assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order is not agrees
 
 

@@ -36,13 +36,14 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's do
 class AttentionScratch:
     """Partial sums of one launch at a time; the same memory serves every layer."""
 
-    sums: Tensor  # fp32 [rows, kv heads, SLOTS, share, dim]: values weighted by 2 ** (score - peak)
-    stats: Tensor  # fp32 [rows, kv heads, SLOTS, share, 2]: the peak of the scores, the sum of the weights
+    sums: Tensor  # fp16 [rows, kv heads, SLOTS, share, dim]: values weighted by 2 ** (score - peak), in their unit
+    stats: Tensor  # fp32 [rows, kv heads, SLOTS, share, 3]: the scores' peak, the sum of weights, peak + log2(unit)
 
     @classmethod
     def empty(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> AttentionScratch:
         shape = rows, kv_heads, SLOTS, heads // kv_heads
-        return cls(torch.empty(*shape, dim, device=device), torch.empty(*shape, 2, device=device))
+        sums = torch.empty(*shape, dim, dtype=torch.float16, device=device)
+        return cls(sums, torch.empty(*shape, 3, device=device))
 
     @classmethod
     def sized(
@@ -51,7 +52,8 @@ class AttentionScratch:
         """For all layers of a model: none has more heads, or more numbers in all its heads, than these."""
         # where a sequence has more rows than a page, nothing is split
         slots = rows.rows * SLOTS if rows.each <= page_tokens else 0
-        return cls(torch.empty(slots * width, device=device), torch.empty(slots * heads * 2, device=device))
+        sums = torch.empty(slots * width, dtype=torch.float16, device=device)
+        return cls(sums, torch.empty(slots * heads * 3, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def paged_attention(
     fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
     # what was committed ends in or before the page that a step begins in; rows may go one page further
     work = fews + 2 * rows.each if tree else fews * (min(rows.each, 2) + 1)
-    last_pages_kernel[(work, kv_heads, rows.sequences)](
+    last_pages_kernel[(kv_heads, work, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
         scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, KEYS=keys_at_once, TILE=few,
         TILES=fews, SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,

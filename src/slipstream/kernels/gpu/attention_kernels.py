@@ -46,10 +46,15 @@ def _pages_of_slot(shared_pages, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr)
 def _store_part(  # type: ignore[no-untyped-def]
     sums, stats, at, peak, weight, total, used, DIM: tl.constexpr
 ):
+    """Stores what a slot came to; values in 16 bits, as multiples of a power of two that is their own."""
     d = tl.arange(0, DIM)
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None])
-    tl.store(stats + at * 2, peak, mask=used)
-    tl.store(stats + at * 2 + 1, weight, mask=used)
+    largest = tl.max(tl.abs(total), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(largest, 252)  # infinities stay what they are
+    shrink = (253 - exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(sums + at[:, None] * DIM + d[None, :], (total * shrink[:, None]).to(tl.float16), mask=used[:, None])
+    tl.store(stats + at * 3, peak, mask=used)
+    tl.store(stats + at * 3 + 1, weight, mask=used)
+    tl.store(stats + at * 3 + 2, peak + (exponent - 126).to(tl.float32), mask=used)
 
 
 @triton.jit
@@ -102,9 +107,6 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
@@ -120,6 +122,9 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     most_slots = tl.cdiv(tl.max(stop_page - first_page, 0), fewest)
     vector = row * KV_HEADS + kv_head
     at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+    if OVERLAP:
+        gdc_wait()  # for the queries: where rows stand, and the keys of these slots, were there before
+        gdc_launch_dependents()
     query = tl.load(queries + at, mask=used[:, None], other=0.0)
     for slot in range(tl.program_id(2), most_slots, tl.num_programs(2)):
         first = first_page + slot * each
@@ -167,7 +172,8 @@ def last_pages_kernel(  # type: ignore[no-untyped-def]
     """
     if OVERLAP:
         gdc_launch_dependents()
-    work, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # programs of the page behind, where a step seldom gets to, begin last
+    kv_head, work, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(base + sequence)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
@@ -230,6 +236,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, DIM)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     peak, weight, total = float("-inf"), 0.0, tl.zeros([DIM], tl.float32)
     for begin in range(0, slots + ends, AT_ONCE):
         slot = begin + tl.arange(0, AT_ONCE)
@@ -237,15 +244,16 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         there = slot < SLOTS
         at = ((row * KV_HEADS + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
         # read past the first cache, which does not hear of what other multiprocessors wrote
-        peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        peaks = tl.load(stats + at * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stats + at * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        units = tl.load(stats + at * 3 + 2, mask=there, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(
             sums + at[:, None] * DIM + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg"
-        )
+        ).to(tl.float32)
         new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        shrink, shares = tl.exp2(peak - new_peak), tl.exp2(peaks - new_peak)
-        weight = tl.fma(weight, shrink, tl.sum(weights * shares, 0))
-        total = tl.fma(total, tl.broadcast_to(shrink, [DIM]), tl.sum(totals * shares[:, None], 0))
+        shrink, sizes = tl.exp2(peak - new_peak), tl.exp2(units - new_peak)
+        weight = tl.fma(weight, shrink, tl.sum(weights * tl.exp2(peaks - new_peak), 0))
+        total = tl.fma(total, tl.broadcast_to(shrink, [DIM]), tl.sum(totals * sizes[:, None], 0))
         peak = new_peak
     tl.store(out + (row * KV_HEADS * SHARE + head) * DIM + d, (total / weight).to(tl.bfloat16))
 

@@ -82,15 +82,16 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """One row: a key head's query and key with their norms, or a value head's values and gates."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     part, row = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    if tl.load(places + row) < scratch_place:
-        sequence, own = row // EACH, row % EACH
-        depth = tl.load(positions + row) - tl.load(base + sequence) if TREE else own
-        slot = tl.load(source + sequence).to(tl.int64)
+    place = tl.load(places + row)
+    sequence, own = row // EACH, row % EACH
+    depth = tl.load(positions + row) - tl.load(base + sequence) if TREE else own
+    slot = tl.load(source + sequence).to(tl.int64)
+    if OVERLAP:
+        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_launch_dependents()
+    if place < scratch_place:
         window = windows + (slot * LAYERS + layer) * ((TAPS - 1) * CHANNELS)
         d = tl.arange(0, BLOCK)
         if part < KEY_HEADS:
@@ -131,18 +132,19 @@ def gate_kernel(  # type: ignore[no-untyped-def]
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """One head of a row: what it read, normed and weighed; zeros where a row does not count."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < VALUE_DIM
     counts = d * 0 + tl.load(places + row) < scratch_place
+    scale = tl.load(weight + d, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_launch_dependents()
     at = (row * VALUE_HEADS + head) * VALUE_DIM + d
     read = fresh(reads + at, inside & counts)
     z = fresh(gate + row * gate_stride + head * VALUE_DIM + d, inside & counts).to(tl.float32)
     shrink = tl.rsqrt(tl.sum(read * read, 0) / VALUE_DIM + eps)
-    normed = read * shrink * tl.load(weight + d, mask=inside, other=0.0)
+    normed = read * shrink * scale
     tl.store(out + at, (normed * (z * tl.sigmoid(z))).to(tl.bfloat16), mask=inside)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -82,6 +82,8 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
     first = split * each
     acc = dense_sums(weight_rows, x_ptr + row * x_stride, row, inputs, first, tl.minimum(first + each, steps), DEPTH,
                      EVEN, False, STAGES, EARLY, INTERPRETED)  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # any sooner, programs that only wait would take the places of this kernel's own
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT)
 
 

@@ -131,15 +131,15 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     VALUE_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
     """A program has a few heads of one row, which are all queries, all keys or all values."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     first, row = tl.program_id(0) * TOGETHER, tl.program_id(1)
     heads, inside = first + tl.arange(0, TOGETHER), (tl.arange(0, BLOCK) < DIM)[None, :]
     # where there are no values, they are the keys as they come
     parts = tl.where(first < PARTS, heads, heads - KV_HEADS)
     vectors, biases = qkv + row.to(tl.int64) * ROW + parts * DIM, bias + parts * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
+    if EARLY:
+        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_launch_dependents()
     if first < HEADS:
         x = _heads(vectors, biases, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
         at = (row * HEADS + heads)[:, None] * DIM + tl.arange(0, BLOCK)[None, :]

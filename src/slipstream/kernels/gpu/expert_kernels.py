@@ -83,10 +83,10 @@ def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr,
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
+    used = tl.load(places_ptr + row) < scratch_place
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    used = tl.load(places_ptr + row) < scratch_place
     logits = tl.load(own_logits + expert, mask=inside, other=0.0)
     shared = 1.0
     if GATED:

@@ -25,6 +25,8 @@ from slipstream.kernels.native.matrix import StoredTensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EARLY = not INTERPRETED  # programs start while the kernel before ends, and wait for it
+# With so few outputs, or inputs, a kernel of ours is quicker than cuBLAS: it begins while the one before it still runs
+_FEW_OUTPUTS, _FEW_INPUTS = 4096, 2048
 _MOST_ROWS = ROW_COUNTS[-1]
 _GATHER_WIDTH = 1024
 _EXPAND_ROWS = 16
@@ -97,7 +99,7 @@ class GpuMatrix(ABC):
 
 
 class GpuDense(GpuMatrix):
-    """bf16 weights. cuBLAS multiplies where it sums 16, 32 and 64 rows alike, a kernel of ours elsewhere."""
+    """bf16 weights. cuBLAS multiplies large ones where it sums 16, 32 and 64 rows alike, our kernel the others."""
 
     format = "bf16"
 
@@ -113,13 +115,18 @@ class GpuDense(GpuMatrix):
         self.scratch = scratch
         self._tickets = torch.zeros(-(-self.out_features // TILE_ROWS), dtype=torch.int32, device=weight.device)
         if fixed_order is None:
-            key = (self.out_features, self.in_features, result_dtype)
-            if key not in scratch.agreements:
-                scratch.agreements[key] = rows_agree(weight, result_dtype)
-            fixed_order = not scratch.agreements[key]
+            small = self.out_features <= _FEW_OUTPUTS or self.in_features <= _FEW_INPUTS
+            fixed_order = small or self._library_differs()
         self.fixed_order = fixed_order
         if fixed_order:
             scratch.reserve(partials=_partials(self._tickets.numel(), self.plan))
+
+    def _library_differs(self) -> bool:
+        """Whether cuBLAS sums a row of this shape in an order that depends on the others."""
+        key = (self.out_features, self.in_features, self.result_dtype)
+        if key not in self.scratch.agreements:
+            self.scratch.agreements[key] = rows_agree(self.weight, self.result_dtype)
+        return not self.scratch.agreements[key]
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         if self.fixed_order and rows.shape[0] <= _MOST_ROWS:

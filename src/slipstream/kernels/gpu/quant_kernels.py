@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gpu.dense_kernels import combined
 
@@ -199,6 +199,8 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
     acc = block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_ptr + row * x_stride, row, inputs, steps,
                      first, tl.minimum(first + each, rounds), BITS, HIGH, GROUP, ZERO, OFFSETS, UNROLL, EVEN, False,
                      STAGES, EARLY, INTERPRETED)  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT)
 
 
