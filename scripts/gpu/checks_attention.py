@@ -11,8 +11,9 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 
 if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -111,9 +112,9 @@ def plain_twins(world: World, page: int) -> World:
     return World(twin, world.queries, pools[0], pools[1])
 
 
-def check_values(device: torch.device, shapes: Sequence[Shape], page: int, contexts: Sequence[int]) -> list[str]:
+def check_values(device: torch.device, shape: Shape, page: int, contexts: Sequence[int]) -> list[str]:
     wrong = []
-    for shape, context, window in itertools.product(shapes, contexts, (0, page + 7)):
+    for context, window in itertools.product(contexts, (0, page + 7)):
         for kind, each in (("tree", page), ("chain", 4), ("chain", 4 * page), ("block", 16)):
             bases = [context] if each > page else [context, 3]
             world = make_world(shape, kind, bases, each, page, device)  # type: ignore[arg-type]
@@ -129,13 +130,13 @@ def check_values(device: torch.device, shapes: Sequence[Shape], page: int, conte
     return wrong
 
 
-def check_bits(device: torch.device, shapes: Sequence[Shape], page: int, sizes: Sequence[int]) -> list[str]:
+def check_bits(device: torch.device, shape: Shape, page: int, sizes: Sequence[int]) -> list[str]:
     """Rows of trees and chains against the same rows decoded plainly, also where the split of the pages changes."""
     wrong = []
     split_changes = ((attention.SLOTS - 2) * attention.LEAST_PAGES + 2) * page
     bases = (0, 5 * page - 3, 9 * page, split_changes - sizes[0] // 2)
-    for shape, base, each, window in itertools.product(shapes, bases, sizes, (0, 3 * page + 5)):
-        if (each != sizes[0] and (window or shape != shapes[0])) or (shape in WIDE[1:] and window):
+    for base, each, window in itertools.product(bases, sizes, (0, 3 * page + 5)):
+        if (each != sizes[0] and (window or shape != SHAPES[0])) or (shape in WIDE[1:] and window):
             continue  # every variant is compiled for itself, which takes longer than running it
         for kind, unused in (("tree", 0), ("tree", each - 1), ("chain", 0), ("chain", each - 1)):
             world = make_world(shape, kind, [base], each, page, device, branching=2, unused=unused)  # type: ignore[arg-type]
@@ -146,6 +147,14 @@ def check_bits(device: torch.device, shapes: Sequence[Shape], page: int, sizes: 
                 rows = (~alike).nonzero().flatten().tolist()
                 wrong.append(f"{shape.name} {kind} of {each} at {base}, window {window}: other bits in rows {rows[:8]}")
     return wrong
+
+
+def check_shape(shape: Shape, page: int = 64, contexts: Sequence[int] = (100, 1000, 4097),
+                sizes: Sequence[int] = (16, 32, 64)) -> list[str]:  # fmt: skip
+    torch.manual_seed(0)
+    random.seed(0)
+    device = torch.device("cpu" if shape in TINY else "cuda")
+    return check_values(device, shape, page, contexts) + check_bits(device, shape, page, sizes)
 
 
 def time_case(
@@ -173,14 +182,13 @@ CASES: tuple[tuple[Kind, int, int, int], ...] = (
 TINY_CASES: tuple[tuple[Kind, int, int, int], ...] = (("tree", 1, 4, 40), ("chain", 2, 1, 40), ("chain", 1, 40, 20))
 
 
-def time_table(device: torch.device, shapes: Sequence[Shape], page: int, tiny: bool) -> list[str]:
-    lines = [f"{'shape':<11} {'kind':<6} {'seqs':>4} {'each':>4} {'context':>7} {'us':>8} {'floor us':>9}"]
+def time_table(device: torch.device, shapes: Sequence[Shape], page: int, tiny: bool) -> Iterator[str]:
+    yield f"{'shape':<11} {'kind':<6} {'seqs':>4} {'each':>4} {'context':>7} {'us':>8} {'floor us':>9}"
     for shape, (kind, sequences, each, context) in itertools.product(shapes, TINY_CASES if tiny else CASES):
         if shape in WIDE and (sequences > 1 or each in (32, 512) or context > 8192):
             continue  # what all shapes have in common is seen with the others
         us, floor = time_case(shape, kind, sequences, each, context, page, device)
-        lines.append(f"{shape.name:<11} {kind:<6} {sequences:>4} {each:>4} {context:>7} {us:>8.2f} {floor:>9.2f}")
-    return lines
+        yield f"{shape.name:<11} {kind:<6} {sequences:>4} {each:>4} {context:>7} {us:>8.2f} {floor:>9.2f}"
 
 
 def tune(device: torch.device, shape: Shape, page: int, tiny: bool) -> list[str]:
@@ -201,19 +209,23 @@ def tune(device: torch.device, shape: Shape, page: int, tiny: bool) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
+    parser.add_argument("--only", choices=("checks", "times"))
     parser.add_argument("--tune", action="store_true", help="also time other splits of the pages")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    random.seed(0)
     device = torch.device("cpu" if args.tiny else "cuda")
     shapes, page = (TINY, 16) if args.tiny else ((*SHAPES, *WIDE), 64)
+    wrong: list[str] = []
     if args.tiny:
         attention.SLOTS, attention.LEAST_PAGES = 4, 1
-    wrong = check_values(device, shapes, page, (40,) if args.tiny else (100, 1000, 4097))
-    wrong += check_bits(device, shapes, page, (4,) if args.tiny else (16, 32, 64))
-    table = time_table(device, shapes, page, args.tiny)
-    print("\n".join(wrong) or "attention: all right, and every row has the bits it has alone")
-    print("\n".join(table))
+        wrong = [line for shape in shapes for line in check_shape(shape, page, (40,), (4,))]
+    elif args.only != "times":
+        with get_context("spawn").Pool(len(shapes)) as pool:  # compiling takes longest
+            wrong = [line for lines in pool.map(check_shape, shapes, chunksize=1) for line in lines]
+    if args.only != "times":
+        print("\n".join(wrong) or "attention: all right, and every row has the bits it has alone", flush=True)
+    if args.only != "checks":
+        for line in time_table(device, shapes, page, args.tiny):
+            print(line, flush=True)
     if args.tune:
         print("\n".join(tune(device, shapes[0], page, args.tiny)))
     sys.exit(bool(wrong))
