@@ -274,6 +274,26 @@ def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, mon
     assert made.call_count == 2
 
 
+def test_of_many_sequences_everybody_drafts_who_can(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = gpu_llm(tmp_path)
+    engine = llm.engine
+    assert isinstance(engine, GpuEngine)
+    monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: True)
+    monkeypatch.setattr(engine.proposer, "slots", Mock(side_effect=AssertionError("nobody is chosen among many")))
+    sessions = tiny_sessions(llm, 6)
+    for session in sessions:
+        assert session.speculation.policy is not None
+        session.speculation.policy._interval = session.speculation.policy._wait = 50  # its own draft would have to wait
+    sessions[2].speculation.distrust = True
+    sessions[4].ticket.generated = sessions[4].ticket.max_tokens - 1
+    cohort, drafter = Cohort.of(sessions), engine._drafter(BASE_VARIANT)
+    wishes = engine.planner.plan(cohort, drafter, alone=True).wishes
+    assert [wish.nodes > 0 for wish in wishes] == [True, True, False, True, False, True]
+    assert not sessions[2].speculation.distrust, "one step is enough"
+
+
 def test_random_operations_leak_nothing(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, check_integrity=False, cache_tokens=24 * PAGE_TOKENS)
