@@ -19,6 +19,7 @@ from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
+from slipstream.errors import IntegrityError
 from slipstream.speculative.accept import accept
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT
@@ -54,6 +55,23 @@ def test_every_mode_writes_the_plain_text_and_leaves_nothing_behind(gpu: None, t
         for mode in ("chain", "chain:5", "tree:16", "tree:24:seed", "auto"):
             assert texts(llm, mode) == plain, mode
         assert_idle(llm)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_an_engine_for_few_sequences_measures_no_more_than_it_has_room_for(
+    gpu: None, tmp_path: Path, most: int
+) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=most)
+        assert llm.measure_costs()
+        answers = {}
+        for mode in ("plain", "auto"):
+            requests = [llm.request(prompt(30, number), max_tokens=24, mode=mode) for number in (3, 4)]
+            answers[mode] = [answer.token_ids for answer in llm.run(requests)]
+        assert answers["auto"] == answers["plain"]
+        assert isinstance(llm.engine, GpuEngine)
+        with pytest.raises(IntegrityError, match="room for"):
+            llm.engine.loop.step(8, 1, None, False)
 
 
 def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ class GpuBackend:
         read = partial(expert_bytes, machine.target.decoder)
         bandwidth = self.read_bandwidth() if read(1) else 1.0
         costs = measure_costs(
-            machine.loop.step, blocks.gpu, self._most_rows, self.device, machine.progress,
-            lambda rows: read(rows) / bandwidth * 1e3,
+            machine.loop.step, blocks.gpu, self._most_rows, bucket(self._config.max_sequences), self.device,
+            machine.progress, lambda rows: read(rows) / bandwidth * 1e3,
         )
         machine.state.restore(kept)
         return costs

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.engine.gpu.step import DecodeStep
 from slipstream.kernels.gpu.experts import ExpertStack
+from slipstream.kernels.gpu.growth import MOST_ROWS
 from slipstream.kernels.gpu.rows import LEAST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.gemma4 import Gemma4Layer
@@ -26,23 +27,23 @@ StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Call
 
 @torch.inference_mode()
 def measure_costs(
-    step_of: StepMaker, drafter: GpuDrafter, most_rows: int, device: torch.device, progress: Progress | None,
-    experts_ms: Callable[[int], float] = lambda rows: 0.0,
+    step_of: StepMaker, drafter: GpuDrafter, most_rows: int, most_sequences: int, device: torch.device,
+    progress: Progress | None, experts_ms: Callable[[int], float] = lambda rows: 0.0,
 ) -> CostTable:
     """Steps without sequences: what they take is weights and launches; attention is learnt from real ones.
 
     Rows that are nobody's read no experts either, so what those take is added.
     """
-    widths = [rows for rows in _ROWS if rows <= most_rows]
+    widths = [rows for rows in _ROWS if rows <= min(most_rows, most_sequences * MOST_ROWS)]
     timed: dict[int, float] = {}
     for done, rows in enumerate(widths):
-        sequences = max(1, rows // 64)
+        sequences = max(1, rows // MOST_ROWS)
         _, run = step_of(sequences, rows // sequences, drafter, False)
         timed[rows] = _milliseconds(run, device)
         if progress is not None:
             progress("measuring step costs", done + 1, len(widths) + 1)
     # the widths that one sequence is likely to use are captured with it, not in the middle of an answer
-    drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in widths if rows <= 64}
+    drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in widths if rows <= MOST_ROWS}
     draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
     if progress is not None:
         progress("measuring step costs", 1, 1)

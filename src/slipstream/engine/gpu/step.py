@@ -12,6 +12,7 @@ from slipstream.cache.gpu_pools import GpuPools
 from slipstream.cache.gpu_states import device_tensors
 from slipstream.engine.gpu.report import Report
 from slipstream.engine.gpu.state import DecodeState
+from slipstream.errors import IntegrityError
 from slipstream.kernels.gpu.commit import ContextRows
 from slipstream.kernels.gpu.delta import DeviceStates, Replay
 from slipstream.kernels.gpu.growth import Branches, HeadScores, Wishes
@@ -38,6 +39,8 @@ class DecodeStep:
         self, kernels: GpuKernels, state: DecodeState, pools: GpuPools, target: GpuTarget, sequences: int, each: int,
         drafter: GpuDrafter | None, drafting: bool,
     ) -> None:
+        if sequences > len(state.length):  # kernels would read behind what the state has
+            raise IntegrityError(f"a step of {sequences} sequences is asked for, with room for {len(state.length)}")
         device, vocabulary = pools.device, target.vocab_size
         self._kernels = kernels
         self._pools = pools
