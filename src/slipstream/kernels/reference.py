@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels.rows import AttentionPattern, RowGroup
 
-# MKL sums fewer than four rows in another order than four or more; padding keeps one order for all.
-MIN_ATTENTION_ROWS = 4
+# MKL sums few rows in another order than many: up to 3 everywhere, with large heads on some processors up to 15. Padding
+# keeps one order for all.
+MIN_ATTENTION_ROWS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,7 +95,7 @@ def _tail_scores(grouped: Tensor, own_keys: Tensor) -> Tensor:
     """Scores of every row against its own keys: [pages, kv heads, rows * share, page tokens]."""
     pages, kv_heads, rows, page_tokens, dim = own_keys.shape
     share = grouped.shape[1] // rows
-    queries = _at_least_four(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
+    queries = _enough(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
     flat = torch.bmm(
         queries.reshape(-1, queries.shape[3], dim), own_keys.reshape(-1, page_tokens, dim).transpose(1, 2)
     )
@@ -105,13 +106,13 @@ def _tail_sums(weights: Tensor, own_values: Tensor) -> Tensor:
     """Weighted sums of every row's own values: [pages, kv heads, rows * share, dim]."""
     pages, kv_heads, rows, page_tokens, dim = own_values.shape
     share = weights.shape[2] // rows
-    padded = _at_least_four(weights.reshape(pages, kv_heads, rows, share, page_tokens))
+    padded = _enough(weights.reshape(pages, kv_heads, rows, share, page_tokens))
     flat = torch.bmm(padded.reshape(-1, padded.shape[3], page_tokens), own_values.reshape(-1, page_tokens, dim))
     return flat.view(*padded.shape[:4], dim)[:, :, :, :share].reshape(pages, kv_heads, -1, dim)
 
 
-def _at_least_four(rows: Tensor) -> Tensor:
-    """Repeats the last of few query heads: with fewer than four rows MKL would sum in another order."""
+def _enough(rows: Tensor) -> Tensor:
+    """Repeats the last of few query heads, so that MKL sums in the order it has for many rows."""
     missing = MIN_ATTENTION_ROWS - rows.shape[3]
     return rows if missing <= 0 else torch.cat((rows, rows[:, :, :, -1:].expand(-1, -1, -1, missing, -1)), dim=3)
 
