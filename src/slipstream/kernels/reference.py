@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from slipstream.kernels.rows import AttentionPattern, RowGroup
 
-# MKL sums few rows in another order than many: up to 3 everywhere, with large heads on some processors up to 15. Padding
-# keeps one order for all.
+# MKL sums few rows in another order than many: up to 3 everywhere, with large heads on some processors up to 15.
+# Padding keeps one order for all.
 MIN_ATTENTION_ROWS = 16
 
 
