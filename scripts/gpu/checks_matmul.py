@@ -54,7 +54,7 @@ DENSE_LAUNCHES: dict[int, tuple[Launch, ...]] = {
     16: (Launch(64, 4, 4), Launch(64, 4, 6), Launch(128, 4, 4), Launch(128, 4, 6), Launch(128, 8, 5)),
     32: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(128, 4, 4), Launch(128, 8, 5)),
     64: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(64, 4, 6), Launch(128, 4, 3), Launch(128, 4, 4), Launch(128, 8, 3),
-         Launch(128, 8, 4), Launch(256, 8, 2), Launch(256, 8, 3)),
+         Launch(128, 8, 4)),
 }
 SPLITS = (1, 2, 4, 8)
 MOST_SPLITS = 16
