@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,23 +28,18 @@ class NativeBuild(build_ext):
     """One shared library out of sources that need different instruction sets."""
 
     def build_extension(self, ext: Extension) -> None:
-        objects: list[str] = []
-
-        def compile_sources(names: tuple[str, ...], isa: str, flags: list[str]) -> None:
-            sources = [str(FOLDER / name) for name in names]
-            folder = os.path.join(self.build_temp, isa)
-            objects.extend(
-                self.compiler.compile(
-                    sources, folder, extra_postargs=[*FLAGS, *flags], depends=ext.depends,
-                    macros=[("SLIP_ISA", isa)],
-                )
+        def compile_source(name: str, isa: str, flags: list[str]) -> list[str]:
+            return self.compiler.compile(
+                [str(FOLDER / name)], os.path.join(self.build_temp, isa), extra_postargs=[*FLAGS, *flags],
+                depends=ext.depends, macros=[("SLIP_ISA", isa)],
             )
 
         # the linker keeps the first of several copies of an inline function, so the plainest machine's come first
-        compile_sources(COMMON, "common", [])
-        for isa, flags in ISA_FLAGS.items():
-            compile_sources(KERNELS, isa, flags)
-        compile_sources(("amx.cpp",), "amx", AMX_FLAGS)
+        jobs: list[tuple[str, str, list[str]]] = [(name, "common", []) for name in COMMON]
+        jobs += [(name, isa, flags) for isa, flags in ISA_FLAGS.items() for name in KERNELS]
+        jobs.append(("amx.cpp", "amx", AMX_FLAGS))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [made for one in pool.map(compile_source, *zip(*jobs, strict=True)) for made in one]
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
         )

@@ -19,6 +19,9 @@ ALLOWED_SKIPS = {
 # Set before torch is imported. The tests' models are tiny: more threads than this only fight each other.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
 
+# Runs every n-th of the chosen tests: for runs in slow surroundings, where a sample of the same cases has to do.
+SHARE_VARIABLE = "SLIPSTREAM_TEST_SHARE"
+
 _NOT_ALLOWED = pytest.StashKey[list[str]]()
 
 
@@ -52,6 +55,7 @@ class _SkipWatch:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = items[:: int(os.environ.get(SHARE_VARIABLE, "1"))]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,4 +1,4 @@
-"""Runs the two halves of the test suite at the same time: whole programs and whole models, and all the others.
+"""Runs the two halves of the test suite at the same time: whole programs, and all the others.
 
     python -m tests.side_by_side [pytest options]
 
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-HALVES = (["tests/e2e", "tests/models"], ["tests/unit", "tests/kernels"])
+HALVES = (["tests/e2e"], ["tests/unit", "tests/kernels", "tests/models"])
 # Threads of OpenMP spin while they wait, which takes the core away from the other half.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 NOTHING_TO_RUN = 5  # pytest's exit code where a selection leaves a half without tests

@@ -28,7 +28,7 @@ ENGINE = EngineConfig(cache_tokens=4096, max_context=4096)  # 210 MiB of pool be
 FAST = ModelSpec("fast", "smollm2", engine=ENGINE)
 PLAIN = ModelSpec("plain", "smollm2", "none", ENGINE)
 MODEL_BYTES = 110 * MIB  # what a loaded target takes at least; an allocator's leftovers come and go by 50
-TURNS = 4
+TURNS = 2
 
 
 def run(router: Router, body: Callable[[Router], Coroutine[Any, Any, None]]) -> None:

@@ -269,7 +269,7 @@ def test_7_causal_block_where_the_drafter_is_bidirectional(monkeypatch: pytest.M
 
 
 def test_9_sums_that_depend_on_the_row_count(torch_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = checks.eval_prompts(3)
+    prompts = checks.eval_prompts(2)
     assert checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
     for layer in torch_llm.engine._runner.target.layers:
         monkeypatch.setattr(layer, "down", _uneven(layer.down))

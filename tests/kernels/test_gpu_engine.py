@@ -324,7 +324,7 @@ def test_the_interpreter_runs_the_same_rows(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         logits = []
         for kernels in ("reference", "triton"):
-            llm = gpu_llm(tmp_path, kernels)
+            llm = gpu_llm(tmp_path, kernels, prefill_chunk=16)
             engine = llm.engine
             state = SequenceState(engine._table, PAGE_TOKENS, engine._pools, drafting=True)
             state.start(prompt(4, 3), [])
