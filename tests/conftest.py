@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,7 @@ ALLOWED_SKIPS = {
 # Set before torch is imported. The tests' models are tiny: more threads than this only fight each other.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
 
-# Runs every n-th of the chosen tests: for runs in slow surroundings, where a sample of the same cases has to do.
+# Runs every n-th case of each test: for runs in slow surroundings, where a sample has to do.
 SHARE_VARIABLE = "SLIPSTREAM_TEST_SHARE"
 
 _NOT_ALLOWED = pytest.StashKey[list[str]]()
@@ -54,8 +55,21 @@ class _SkipWatch:
             self.found.append(f"{report.nodeid}: skipped ({reason})")
 
 
+def _sample(items: list[pytest.Item], share: int) -> list[pytest.Item]:
+    """The first and then every `share`-th case of each test, counted for each library of kernels by itself."""
+    cases: Counter[tuple[str, int]] = Counter()
+    kept = []
+    for item in items:
+        chosen = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        test = item.nodeid.partition("[")[0], id(chosen.get("library"))
+        if cases[test] % share == 0:
+            kept.append(item)
+        cases[test] += 1
+    return kept
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = items[:: int(os.environ.get(SHARE_VARIABLE, "1"))]
+    items[:] = _sample(items, int(os.environ.get(SHARE_VARIABLE, "1")))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
