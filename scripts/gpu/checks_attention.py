@@ -57,7 +57,8 @@ class World:
         out = torch.full((count, heads * dim), float("nan"), dtype=torch.bfloat16, device=self.keys.device)
         scratch = self.scratch()
         paged_attention(self.queries, self.keys[0], self.values[0], self.rows, dim**-0.5, window, out, scratch)
-        return out, torch.cat((scratch.sums, scratch.stats), dim=-1).view(torch.int32)
+        kv_heads = self.keys.shape[2]
+        return out, scratch.by_row(self.rows.sequences, kv_heads, heads // kv_heads, dim).view(torch.int32)
 
 
 def make_world(

@@ -34,11 +34,12 @@ class World:
         """The result, and the bits of the partial sums: rounding the result to bf16 would hide most differences."""
         count, heads, dim = self.queries.shape
         out = torch.full((count, heads * dim), float("nan"), dtype=torch.bfloat16)
-        scratch = AttentionScratch.empty(count, heads, self.keys.shape[1], dim, CPU)
+        kv_heads = self.keys.shape[1]
+        scratch = AttentionScratch.empty(count, heads, kv_heads, dim, CPU)
         scratch.sums.fill_(float("nan"))
         scratch.stats.fill_(float("nan"))
         paged_attention(self.queries, self.keys, self.values, self.rows, dim**-0.5, window, out, scratch)
-        return out, torch.cat((scratch.sums, scratch.stats), dim=-1).view(torch.int32)
+        return out, scratch.by_row(self.rows.sequences, kv_heads, heads // kv_heads, dim).view(torch.int32)
 
     def expected(self, window: int = 0) -> Tensor:
         count, heads, dim = self.queries.shape
@@ -159,6 +160,19 @@ def test_pages_in_pieces(kind: Kind, base: int, window: int, half_pages: None) -
         for row in (0, 4):
             alone, alone_parts = plain_twin(world, 0, row, seed=row).attend_in_parts(window)
             assert torch.equal(parts[row], alone_parts[0]) and torch.equal(found[row], alone[0]), f"row {row}"
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain", "block"])
+@pytest.mark.parametrize(("base", "window"), [(23, 0), (103, 45)])
+def test_groups_smaller_than_pages(kind: Kind, base: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "GROUP", 8)
+    world = make_world(kind, [base, base + 9], 9 if kind == "tree" else 14, seed=base)
+    found, parts = world.attend_in_parts(window)
+    assert_close(found, world.expected(window))
+    for row in (0, 4, 8) if kind != "block" else ():
+        alone, alone_parts = plain_twin(world, 1, row, seed=row).attend_in_parts(window)
+        own = world.rows.each + row
+        assert torch.equal(parts[own], alone_parts[0]) and torch.equal(found[own], alone[0]), f"row {row}"
 
 
 def test_a_prefill_in_pieces(half_pages: None) -> None:

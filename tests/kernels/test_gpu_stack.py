@@ -34,7 +34,9 @@ from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.gpu.passes import GpuBlocks, Passes
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.runner import RowWork
+from slipstream.errors import ConfigError
 from slipstream.formats.weights import open_weights
+from slipstream.kernels.gpu.attention import DEEPEST_ROW
 from slipstream.kernels.gpu.kernels import gpu_kernels
 from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.kernels.rows import RowPlaces
@@ -262,6 +264,13 @@ def test_draft_blocks_are_the_cpus(kind: str, tmp_path: Path) -> None:
     assert int(known.sum()) == (85 if kind == "few words" else FOLDER_VOCAB)
     assert float(logits[:, ~known].max() if kind == "few words" else -1e30) < -1e29
     assert float(far_apart(logits[:, known], expected[:, known]).max()) < 0.05
+
+
+def test_blocks_deeper_than_attention_follows_are_refused(tmp_path: Path) -> None:
+    target = save_model(tiny_target("qwen3").to(torch.bfloat16), tmp_path / "target")
+    deep = tiny_drafter(3, block_size=DEEPEST_ROW + 2).to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="proposes 33 tokens"):
+        OnDevice.load(target, draft=save_model(deep, tmp_path / "draft"))
 
 
 def test_pools_of_layers_that_differ_move_together() -> None:

@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from slipstream.errors import ConfigError
+from slipstream.kernels.gpu.attention import DEEPEST_ROW
 from slipstream.kernels.gpu.delta import DeviceStates
 from slipstream.kernels.gpu.kernels import GpuKernels
 from slipstream.kernels.gpu.rows import DeviceRows
@@ -91,6 +93,11 @@ class GpuDrafter:
         device: torch.device,
     ) -> None:
         config = drafter.config
+        if config.proposals > DEEPEST_ROW:
+            raise ConfigError(
+                f"this drafter proposes {config.proposals} tokens at a time, and a GPU takes at most {DEEPEST_ROW}",
+                "use --device cpu, or a drafter with smaller blocks",
+            )
         self.drafter = drafter
         self.block_size = config.block_size
         self.first_slot = config.first_slot

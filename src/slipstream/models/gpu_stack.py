@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.attention import AttentionScratch
+from slipstream.kernels.gpu.attention import AttentionScratch, padded_heads
 from slipstream.kernels.gpu.delta import DeviceStates
 from slipstream.kernels.gpu.experts import Mixture
 from slipstream.kernels.gpu.kernels import GpuKernels
@@ -39,8 +39,10 @@ class GpuStack:
         read = [part.norms for parts in self._layers for part in parts if part.norms is not None]
         self._most_lines = max(norms.numel() // norm.numel() for norms in read)
         attending = [layer.shape for layer in layers if not isinstance(layer, DeltaNetLayer)]
-        self._most_heads = max((shape.heads for shape in attending), default=0)
-        self._widest = max((shape.heads * shape.head_dim for shape in attending), default=0)
+        heads = [padded_heads(shape.heads, shape.kv_heads) for shape in attending]
+        self._most_heads = max(heads, default=0)
+        widths = (count * shape.head_dim for count, shape in zip(heads, attending, strict=True))
+        self._widest = max(widths, default=0)
 
     def run(
         self, residual: Tensor, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int] = (),

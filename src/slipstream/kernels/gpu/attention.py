@@ -1,12 +1,12 @@
 """Attention of rows over paged keys and values, in three launches, with the same bits for a row in any company.
 
-The pages a row sees are dealt out to SLOTS partial sums by the row's own position: the last two pages have a slot each,
-the pages before them are split evenly over the others. All keys of the evenly split pages are older than the step, so
-all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. Where a tree
-branches is always within the last two pages: the second launch sums these up, a tree's keys gathered through a row's
-ancestors in the order of their positions. A page that a row does not see changes no bit of its sums, so rows of one
-program may have different pages. The third launch adds up a row's slots. Each launch begins while the one before it is
-still running, and waits only for what it needs.
+The keys a row sees are dealt out to SLOTS partial sums by the row's own position: the last two groups of GROUP keys
+have a slot each, the pages before them are split evenly over the others. No key of these pages is one where trees
+branch, so all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. The
+second launch sums up the last two groups, a tree's keys gathered through a row's ancestors in the order of their
+positions. A key that a row does not see changes no bit of its sums, so rows of one program may see different ones. The
+third launch adds up a row's slots. Each launch begins while the one before it is still running, and waits only for
+what it needs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.gpu.attention_kernels import combine_kernel, last_pages_kernel, prefill_kernel, shared_kernel
+from slipstream.kernels.gpu.attention_kernels import combine_kernel, last_groups_kernel, prefill_kernel, shared_kernel
 from slipstream.kernels.gpu.rows import DeviceRows
 
 SLOTS = 32  # partial sums of a row
-LEAST_PAGES = 2  # pages of a slot that rows share: fewer would write more partial sums than they save
+LEAST_PAGES = 3  # pages of a slot that rows share: fewer would write more partial sums than they save
+GROUP = 32  # keys of a slot that is a row's own
+DEEPEST_ROW = GROUP  # how far behind its anchor a tree's row may be, for its path to lie within its last two groups
 LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch: what a warp multiplies
 PROGRAMS = 264  # of the first launch: two for each multiprocessor of an H200 are at work at a time
 AT_ONCE = 16  # slots whose loads are on the way together when they are added up
@@ -36,24 +39,32 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's do
 class AttentionScratch:
     """Partial sums of one launch at a time; the same memory serves every layer."""
 
-    sums: Tensor  # fp16 [rows, kv heads, SLOTS, share, dim]: values weighted by 2 ** (score - peak), in their unit
-    stats: Tensor  # fp32 [rows, kv heads, SLOTS, share, 3]: the scores' peak, the sum of weights, peak + log2(unit)
+    # [sequences, kv heads, SLOTS, rows of a sequence, query heads of a kv head (a power of two of them), ...]
+    sums: Tensor  # fp16 [..., dim]: values weighted by 2 ** (score - peak), in their unit
+    stats: Tensor  # fp32 [..., 3]: the scores' peak, the sum of weights, peak + log2(unit)
 
     @classmethod
     def empty(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> AttentionScratch:
-        shape = rows, kv_heads, SLOTS, heads // kv_heads
-        sums = torch.empty(*shape, dim, dtype=torch.float16, device=device)
-        return cls(sums, torch.empty(*shape, 3, device=device))
+        lanes = rows * SLOTS * padded_heads(heads, kv_heads)
+        sums = torch.empty(lanes * dim, dtype=torch.float16, device=device)
+        return cls(sums, torch.empty(lanes * 3, device=device))
 
     @classmethod
     def sized(
         cls, rows: DeviceRows, page_tokens: int, heads: int, width: int, device: torch.device
     ) -> AttentionScratch:
-        """For all layers of a model: none has more heads, or more numbers in all its heads, than these."""
+        """For all layers of a model: none has more padded heads, or more numbers in all of them, than these."""
         # where a sequence has more rows than a page, nothing is split
         slots = rows.rows * SLOTS if rows.each <= page_tokens else 0
         sums = torch.empty(slots * width, dtype=torch.float16, device=device)
         return cls(sums, torch.empty(slots * heads * 3, device=device))
+
+    def by_row(self, sequences: int, kv_heads: int, share: int, dim: int) -> Tensor:
+        """What a launch has left, [rows, kv heads, SLOTS, share, dim + 3]; slots that a row does not use are zeros."""
+        lanes = sequences, kv_heads, SLOTS, -1, triton.next_power_of_2(share)
+        parts = torch.cat((self.sums.view(*lanes, dim), self.stats.view(*lanes, 3)), dim=-1)
+        used = self.stats.view(*lanes, 3)[..., 1:2] > 0.0
+        return parts.where(used, 0.0)[..., :share, :].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,13 @@ class Tiling:
     prefill_lanes: int
 
 
+def padded_heads(heads: int, kv_heads: int) -> int:
+    """Query heads, if every kv head had a power of two of them."""
+    return kv_heads * triton.next_power_of_2(heads // kv_heads)
+
+
 TILINGS = {
-    128: Tiling(64, 64, 3, 4, 4, 1, 128),
+    128: Tiling(64, 64, 3, 4, 2, 1, 128),
     256: Tiling(64, 32, 3, 8, 4, 1, 128),
     512: Tiling(32, 32, 2, 8, 8, 2, 64),
 }  # by the largest head
@@ -100,29 +116,30 @@ def paged_attention(
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
     tiling = _tiling(dim)
-    keys_at_once = min(tiling.keys, page)
+    keys_at_once, group = min(tiling.keys, page), min(GROUP, page)
     tile = max(tiling.lanes // share_padded, 1)
     tiles = triton.cdiv(rows.each, tile)
     programs = min(max(PROGRAMS // (kv_heads * tiles * rows.sequences), 1), SLOTS - 2)
     overlap = can_overlap(queries.device)
     scale *= math.log2(math.e)
+    pools = [_read_in_turns(pool, keys_at_once) for pool in (keys, values)]
     sizes = {
         "EACH": rows.each, "EACH_PADDED": triton.next_power_of_2(rows.each), "KV_HEADS": kv_heads, "SHARE": share,
-        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "PAGE_BITS": page.bit_length() - 1, "WINDOW": window,
-        "BLOCK": rows.kind == "block",
+        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "PAGE_BITS": page.bit_length() - 1,
+        "GROUP_BITS": group.bit_length() - 1, "WINDOW": window, "BLOCK": rows.kind == "block",
     }
     shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
-        queries, keys, values, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
+        queries, *pools, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
         rows.pages.shape[1], KEYS=keys_at_once, TILE=tile, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES, OVERLAP=overlap,
         INTERPRETED=_INTERPRETED, **sizes, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=overlap,
     )
     few = max(LAST_LANES // share_padded, 1)
     fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
-    # what was committed ends in or before the page that a step begins in; rows may go one page further
-    work = fews + 2 * rows.each if tree else fews * (min(rows.each, 2) + 1)
-    last_pages_kernel[(kv_heads, work, rows.sequences)](
+    groups = (group - 1 + rows.each - 1) // group + 1  # that rows may stand in
+    work = fews + 2 * rows.each if tree else fews * (1 + groups)
+    last_groups_kernel[(kv_heads, work, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
-        scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, KEYS=keys_at_once, TILE=few,
+        scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, TILE=few,
         TILES=fews, SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,
         num_warps=tiling.last_warps, num_stages=1, launch_pdl=overlap,
     )
@@ -149,12 +166,19 @@ def _prefill(
     share_padded = triton.next_power_of_2(share)
     tiling = _tiling(dim)
     tile = max(tiling.prefill_lanes // share_padded, 1)
+    keys_at_once = min(tiling.keys, page)
+    pools = [_read_in_turns(pool, keys_at_once) for pool in (keys, values)]
     prefill_kernel[(triton.cdiv(rows.each, tile), kv_heads, rows.sequences)](
-        queries, keys, values, rows.positions, rows.earliest, rows.pages, out, scale * math.log2(math.e),
+        queries, *pools, rows.positions, rows.earliest, rows.pages, out, scale * math.log2(math.e),
         rows.pages.shape[1], EACH=rows.each, KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim,
-        PAGE=page, WINDOW=window, KEYS=min(tiling.keys, page), TILE=tile, INTERPRETED=_INTERPRETED, num_warps=8,
+        PAGE=page, WINDOW=window, KEYS=keys_at_once, TILE=tile, INTERPRETED=_INTERPRETED, num_warps=8,
         num_stages=tiling.stages,
     )
+
+
+def _read_in_turns(pool: Tensor, count: int) -> TensorDescriptor:
+    """A pool as the memory unit copies it, `count` vectors at a time: programs need no registers for addresses."""
+    return TensorDescriptor.from_tensor(pool.view(-1, pool.shape[-1]), [count, pool.shape[-1]])
 
 
 def _tiling(dim: int) -> Tiling:

@@ -29,17 +29,32 @@ def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _split(low, until, PAGE_BITS: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How a row's pages are dealt out: its first page, the one behind its shared slots, and the pages of such a slot.
+def _shared_until(until, GROUP_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the last two groups of a row's keys begin."""
+    return tl.maximum((until - 1 >> GROUP_BITS) - 1, 0) << GROUP_BITS
+
+
+@triton.jit
+def _split(low, until, PAGE_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, SLOTS: tl.constexpr,  # type: ignore[no-untyped-def]
+           LEAST_PAGES: tl.constexpr):  # fmt: skip
+    """How the pages before a row's last two groups are dealt out: its first, the one behind them, the pages of a slot.
     """
     first_page = low >> PAGE_BITS
-    stop_page = tl.maximum((until - 1 >> PAGE_BITS) - 1, first_page)
+    stop_page = tl.maximum(_shared_until(until, GROUP_BITS) + (1 << PAGE_BITS) - 1 >> PAGE_BITS, first_page)
     return first_page, stop_page, _pages_of_slot(stop_page - first_page, SLOTS, LEAST_PAGES)
 
 
 @triton.jit
 def _pages_of_slot(shared_pages, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.maximum((shared_pages + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
+
+
+@triton.jit
+def _slot_begin(  # type: ignore[no-untyped-def]
+    sequence, kv_head, slot, EACH: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_PADDED: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Where a slot's partial sums begin: those of all rows of a sequence lie together, as a program has them."""
+    return ((sequence * KV_HEADS + kv_head) * SLOTS + slot) * (EACH * SHARE_PADDED)
 
 
 @triton.jit
@@ -58,10 +73,10 @@ def _store_part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold_page(  # type: ignore[no-untyped-def]
+def _fold_keys(  # type: ignore[no-untyped-def]
     query, key, value, seen, scale, peak, weight, total, INTERPRETED: tl.constexpr
 ):
-    """Adds a page's keys to the sums of every lane. A lane that sees none of them keeps its sums to the bit."""
+    """Adds some keys to the sums of every lane. A lane that sees none of them keeps its sums to the bit."""
     if INTERPRETED:
         query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     scores = tl.where(seen, tl.dot(query, tl.trans(key)) * scale, float("-inf"))
@@ -80,21 +95,20 @@ def _fold_page(  # type: ignore[no-untyped-def]
 @triton.jit
 def _fold_pages(  # type: ignore[no-untyped-def]
     query, keys, values, own_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Folds pages begin..end of a sequence, so many keys at a time; a lane sees key positions low..until of them."""
     PIECES: tl.constexpr = PAGE // KEYS
     token = tl.arange(0, KEYS)
-    within = token[:, None] * DIM + tl.arange(0, DIM)[None, :]
     held = tl.load(own_pages + tl.where(begin < end, begin, 0))
     for piece in range(begin * PIECES, end * PIECES):
-        at = (held.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + piece % PIECES * (KEYS * DIM)
+        at = (held * KV_HEADS + kv_head) * PAGE + piece % PIECES * KEYS
         # looked up one step ahead: a load that waits for a load would keep the compiler from fetching keys early
         held = tl.load(own_pages + tl.minimum((piece + 1) // PIECES, end - 1))
-        key, value = tl.load(keys + at + within), tl.load(values + at + within)
+        key, value = keys.load([at, 0]), values.load([at, 0])
         position = piece * KEYS + token
         seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
-        peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
+        peak, weight, total = _fold_keys(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
     return peak, weight, total
 
 
@@ -102,9 +116,9 @@ def _fold_pages(  # type: ignore[no-untyped-def]
 def shared_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, earliest, pages, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr,
+    GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
     tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
@@ -116,16 +130,17 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(positions + row)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, stop_page, each = _split(low, until, PAGE_BITS, SLOTS, LEAST_PAGES)
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, LEAST_PAGES)
     # rows need not fill as many slots as this; one division for all of them is quicker than one for each
     fewest = _pages_of_slot(tl.min(stop_page - first_page, 0), SLOTS, LEAST_PAGES)
-    most_slots = tl.cdiv(tl.max(stop_page - first_page, 0), fewest)
-    vector = row * KV_HEADS + kv_head
-    at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+    most_slots = tl.minimum(tl.cdiv(tl.max(stop_page - first_page, 0), fewest), SLOTS - 2)
+    at = ((row * KV_HEADS + kv_head) * SHARE + member)[:, None] * DIM + d[None, :]
     if OVERLAP:
         gdc_wait()  # for the queries: where rows stand, and the keys of these slots, were there before
         gdc_launch_dependents()
     query = tl.load(queries + at, mask=used[:, None], other=0.0)
+    shared_until = _shared_until(until, GROUP_BITS)
+    first_lane = tile * (TILE * SHARE_PADDED)
     for slot in range(tl.program_id(2), most_slots, tl.num_programs(2)):
         first = first_page + slot * each
         here = used & (first < stop_page)
@@ -136,9 +151,14 @@ def shared_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
         peak, weight, total = _fold_pages(
             query, keys, values, pages + sequence * most_pages, begin, end, tl.maximum(low, first * PAGE),
-            tl.where(here, stop * PAGE, 0), scale, kv_head, peak, weight, total, KV_HEADS, DIM, PAGE, KEYS, INTERPRETED,
+            tl.where(here, tl.minimum(stop * PAGE, shared_until), 0), scale, kv_head, peak, weight, total,
+            KV_HEADS, PAGE, KEYS, INTERPRETED,
         )
-        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
+        # Rows that have no such slot store nothings that nobody reads: what the mask would need to know of them are
+        # registers, and with fewer of them there is room for the next launch beside this one.
+        begin = _slot_begin(sequence, kv_head, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS) + first_lane
+        known = lane < EACH * SHARE_PADDED - first_lane
+        _store_part(sums, stats, begin + lane, peak, weight, total, known, DIM)
 
 
 @triton.jit
@@ -146,7 +166,7 @@ def _found(  # type: ignore[no-untyped-def]
     own_pages, most_pages, path, position, reached, page, committed, kv_head, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Which of the pool's vectors are the keys of the positions of one of a row's pages."""
+    """Which of the pool's vectors are the keys of positions within one of a row's pages."""
     held = (tl.load(own_pages + page) * KV_HEADS + kv_head) * PAGE
     if not TREE:
         return held + (position & (PAGE - 1))
@@ -160,58 +180,58 @@ def _found(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def last_pages_kernel(  # type: ignore[no-untyped-def]
+def last_groups_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, positions, base, earliest, pages, paths, sums, stats, scale, most_pages,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, DEPTH: tl.constexpr,
-    WINDOW: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, SLOTS: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """A program sums up one page for those of a few rows whose last page or last but one it is. From the page on in
+    """A program sums up one group for those of a few rows whose last group or last but one it is. From the group on in
     which a tree's step began every row has keys of its own, and a program takes one row.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    # programs of the page behind, where a step seldom gets to, begin last
+    # programs of the groups behind, where a step seldom gets to, begin last
     kv_head, work, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(base + sequence)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
-    page = (committed >> PAGE_BITS) - 1 + work // TILES
+    group = (committed >> GROUP_BITS) - 1 + work // TILES
     row = work % TILES * TILE + lane // SHARE_PADDED
     used = (row < EACH) & (member < SHARE)
     own = tl.maximum(work - TILES, 0)
     if TREE:
-        page = (committed >> PAGE_BITS) + tl.where(work < TILES, -1, own // EACH)
+        group = (committed >> GROUP_BITS) + tl.where(work < TILES, -1, own // EACH)
         row = tl.where(work < TILES, row, own % EACH)
         used = tl.where(work < TILES, used, lane < SHARE)
-    row = sequence * EACH + tl.minimum(row, EACH - 1)
-    vector = row * KV_HEADS + kv_head
+    own_row = tl.minimum(row, EACH - 1)
+    row = sequence * EACH + own_row
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    slot = SLOTS - 1 + page - (until - 1 >> PAGE_BITS)
-    here = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (page >= (low >> PAGE_BITS))
+    slot = SLOTS - 1 + group - (until - 1 >> GROUP_BITS)
+    here = used & (slot >= SLOTS - 2) & (slot < SLOTS) & (group >= (low >> GROUP_BITS))
     stop = tl.max(tl.where(here, until, 0), 0)
     if stop > 0:
-        at = (vector * SHARE + member)[:, None] * DIM + d[None, :]
+        at = ((row * KV_HEADS + kv_head) * SHARE + member)[:, None] * DIM + d[None, :]
         query = tl.load(queries + at, mask=here[:, None], other=0.0)
         path = paths + (sequence * EACH + own % EACH) * DEPTH
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
         weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
         total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
-        for piece in tl.static_range(PAGE // KEYS):
-            position = page * PAGE + piece * KEYS + tl.arange(0, KEYS)
-            reached = position < stop
-            found = _found(
-                pages + sequence * most_pages, most_pages, path, position, reached, page, committed, kv_head,
-                KV_HEADS, PAGE, PAGE_BITS, TREE,
-            )
-            found = found.to(tl.int64)[:, None] * DIM + d[None, :]
-            key = tl.load(keys + found, mask=reached[:, None], other=0.0)
-            value = tl.load(values + found, mask=reached[:, None], other=0.0)
-            seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
-            peak, weight, total = _fold_page(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
-        _store_part(sums, stats, (vector * SLOTS + slot) * SHARE + member, peak, weight, total, here, DIM)
+        position = (group << GROUP_BITS) + tl.arange(0, 1 << GROUP_BITS)
+        reached = position < stop
+        found = _found(
+            pages + sequence * most_pages, most_pages, path, position, reached, group << GROUP_BITS >> PAGE_BITS,
+            committed, kv_head, KV_HEADS, PAGE, PAGE_BITS, TREE,
+        )
+        found = found.to(tl.int64)[:, None] * DIM + d[None, :]
+        key = tl.load(keys + found, mask=reached[:, None], other=0.0)
+        value = tl.load(values + found, mask=reached[:, None], other=0.0)
+        seen = (position[None, :] >= low[:, None]) & (position[None, :] < until[:, None])
+        peak, weight, total = _fold_keys(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
+        begin = _slot_begin(sequence, kv_head, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS)
+        _store_part(sums, stats, begin + own_row * SHARE_PADDED + member, peak, weight, total, here, DIM)
     # Who waits for this launch waits for its first program, and so for the first launch too. The others must not: while
     # they stay, there is no room for those that have not begun.
     if OVERLAP and (work == 0) & (kv_head == 0) & (sequence == 0):
@@ -222,17 +242,18 @@ def last_pages_kernel(  # type: ignore[no-untyped-def]
 def combine_kernel(  # type: ignore[no-untyped-def]
     positions, earliest, sums, stats, out,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr,
+    GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Adds up the slots of a row's head."""
     head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, stop_page, each = _split(low, until, PAGE_BITS, SLOTS, LEAST_PAGES)
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, LEAST_PAGES)
     slots = tl.cdiv(stop_page - first_page, each)
-    ends = tl.minimum((until - 1 >> PAGE_BITS) - first_page, 1) + 1  # how many of the last two pages the row sees
+    ends = tl.minimum((until - 1 >> GROUP_BITS) - (low >> GROUP_BITS), 1) + 1  # of the last two groups the row sees
     d = tl.arange(0, DIM)
     if OVERLAP:
         gdc_wait()
@@ -242,7 +263,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         slot = begin + tl.arange(0, AT_ONCE)
         slot = tl.where(slot < slots, slot, slot - slots + SLOTS - ends)
         there = slot < SLOTS
-        at = ((row * KV_HEADS + head // SHARE) * SLOTS + slot) * SHARE + head % SHARE
+        at = _slot_begin(sequence, head // SHARE, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS)
+        at += row % EACH * SHARE_PADDED + head % SHARE
         # read past the first cache, which does not hear of what other multiprocessors wrote
         peaks = tl.load(stats + at * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
         weights = tl.load(stats + at * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
@@ -280,6 +302,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     begin, end = tl.min(low, 0) // PAGE, (tl.max(until, 0) + PAGE - 1) // PAGE
     peak, weight, total = _fold_pages(
         query, keys, values, pages + sequence * most_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
-        KV_HEADS, DIM, PAGE, KEYS, INTERPRETED,
+        KV_HEADS, PAGE, KEYS, INTERPRETED,
     )
     tl.store(out + at, (total / weight[:, None]).to(tl.bfloat16), mask=used[:, None])
