@@ -74,6 +74,8 @@ def make_world(
     paths: list[list[int]] = [[0]]
     for row in range(1, each):
         parent = row - 1 if kind != "tree" else random.randrange(max(0, row - branching), row)
+        if kind == "tree" and len(paths[parent]) > attention.DEEPEST_ROW:
+            parent = 0  # no drafter proposes more at a time
         paths.append([0] if row >= each - unused else [*paths[parent], row])
     depth = torch.tensor([len(path) - 1 for path in paths], device=device)
     padded = torch.tensor([path + [0] * (rows.paths.shape[1] - len(path)) for path in paths if len(path) <= 64])

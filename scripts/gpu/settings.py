@@ -31,6 +31,7 @@ import step_times
 import torch
 from shapes import FAMILIES, QWEN3_8B, TINY, tiny_family
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 _SETTING = re.compile(r"(\w+)\.(\w+)(?:\[(\w+)\]\.(\w+))?=(.+)")
 Times = dict[str, float]
@@ -124,7 +125,7 @@ def main() -> None:
         try:
             with changed(settings):
                 times, taps = work.measure()
-        except RuntimeError as problem:  # a launch that needs more than a multiprocessor has must not end the others
+        except (RuntimeError, OutOfResources) as problem:  # a launch that needs more than a multiprocessor has must not end the others
             print(f"{settings}: {str(problem)[:150]}", flush=True)
             continue
         usual = usual or (times, taps)
