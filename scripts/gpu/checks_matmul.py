@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,6 +119,9 @@ def check_matrix(name: str, outputs: int, inputs: int, scratch: Scratch) -> Iter
         found = error(results[count, 0], expected[:count])
         if not found < SUM_ERROR:
             yield f"{label}: error {found:.1e} at {count} rows"
+    parts = matrix.in_parts(rows)
+    if parts.dim() == 3 and not torch.equal(reduce(torch.add, parts), results[64, 0]):
+        yield f"{label}: the product in parts is another one"
     with_nan = rows.clone()
     with_nan[16:] = torch.nan
     if not torch.equal(matrix(with_nan)[:16], results[16, 0]):

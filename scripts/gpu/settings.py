@@ -125,7 +125,8 @@ def main() -> None:
         try:
             with changed(settings):
                 times, taps = work.measure()
-        except (RuntimeError, OutOfResources) as problem:  # a launch that needs more than a multiprocessor has must not end the others
+        except (RuntimeError, OutOfResources) as problem:
+            # a launch that needs more than a multiprocessor has must not end the others
             print(f"{settings}: {str(problem)[:150]}", flush=True)
             continue
         usual = usual or (times, taps)

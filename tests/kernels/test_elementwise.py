@@ -28,10 +28,12 @@ def assert_alike(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 100])
-@pytest.mark.parametrize("parts", ["", "delta", "delta bias", "delta tap", "tap"])
+@pytest.mark.parametrize("parts", ["", "delta", "delta bias", "delta tap", "tap", "delta in parts"])
 def test_add_norm(width: int, parts: str) -> None:
     rows = 3
     delta = random(rows, width, seed=1) if "delta" in parts else None
+    if "in parts" in parts:
+        delta = random(3, rows, width, seed=1, dtype=torch.float32).mul(4).round()  # sums that bf16 holds
     bias = random(width, seed=2, dtype=torch.float32) if "bias" in parts else None
     weight = random(width, seed=3, dtype=torch.float32)
 

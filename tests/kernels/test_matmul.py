@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import reduce
 
 import gguf
 import numpy as np
@@ -122,6 +123,15 @@ def test_tiles_and_row_counts_do_not_change_a_row() -> None:
         out = poisoned(count, 128)
         matrix.multiply_blocks(others, out, launch)
         assert torch.equal(out[:16], alone)
+
+
+def test_parts_add_up_to_the_product() -> None:
+    matrix = quantised(stored("Q4_K", 72, 1024, seed=5))
+    rows = some_rows(64, 1024, seed=6)
+    parts = matrix.in_parts(rows)
+    assert parts.shape == (matrix.plan.split, 64, 72) and matrix.plan.split > 1
+    assert torch.equal(reduce(torch.add, parts), matrix(rows))
+    assert torch.equal(matrix.in_parts(rows[:16]), matrix(rows[:16]))
 
 
 @pytest.mark.parametrize("shape", ((72, 1024), (576, 576), (40, 200)))

@@ -30,4 +30,4 @@ class GpuDeltaNet:
         kernels.delta.recur(rows, states, layer.state)
         weighed = normed.new_empty(gate.shape)
         kernels.delta.gate(gate, layer.head_norm, layer.shape.rms_eps, rows, states, weighed)
-        return kernels.multiply(layer.output, weighed)
+        return kernels.multiply_in_parts(layer.output, weighed)

@@ -64,7 +64,8 @@ class DevicePass:
 class Delta:
     """What is added to the stream: experts' answers, or rows in bf16 and their bias, normed first if there is a norm.
 
-    Then there may be other rows beside them, each of both normed by itself before, and a scale of the whole stream.
+    With a norm there may be other rows beside them, each of both normed by itself before, and a scale of the whole
+    stream; without one, the rows may be a product in parts.
     """
 
     rows: Tensor | Mixture
@@ -94,9 +95,9 @@ def layer_parts(
         return [Recurrence(kernels, layer, device), Feeder(kernels, layer)]
     if type(layer) not in _PLAIN:
         raise ConfigError("this model has layers that do not run on a GPU yet", "use --device cpu")
-    mixer, feeder = Attention(kernels, layer, pool, rotary), Feeder(kernels, layer)
     if layer.attention_conv is None or layer.mlp_conv is None:
-        return [mixer, feeder]
+        return [Attention(kernels, layer, pool, rotary), Feeder(kernels, layer)]
+    mixer, feeder = Attention(kernels, layer, pool, rotary, in_parts=False), Feeder(kernels, layer, in_parts=False)
     return [
         Convolved(kernels, mixer, layer.attention_conv, device), Convolved(kernels, feeder, layer.mlp_conv, device),
     ]
@@ -122,7 +123,10 @@ def _gate_of(layer: TransformerLayer) -> _Gate | None:
 class Attention:
     """Attention over pages, perhaps gated; Gemma's are normed behind it and not scaled within."""
 
-    def __init__(self, kernels: GpuKernels, layer: TransformerLayer, pool: int, rotary: RotaryPair) -> None:
+    def __init__(
+        self, kernels: GpuKernels, layer: TransformerLayer, pool: int, rotary: RotaryPair, in_parts: bool = True
+    ) -> None:
+        """`in_parts`: who reads the result can add up the parts of a product; Gemma's norms cannot."""
         self.norms: Tensor | None = layer.input_norm
         self._kernels = kernels
         self._layer = layer
@@ -131,6 +135,7 @@ class Attention:
         self._gate = _gate_of(layer)
         self._is_gemma = isinstance(layer, Gemma4Layer)
         self._scale = 1.0 if self._is_gemma else layer.shape.head_dim**-0.5
+        self._last_product = kernels.multiply_in_parts if in_parts and not self._is_gemma else kernels.multiply
 
     def __call__(self, normed: Tensor, step: DevicePass) -> Delta:
         layer, shape, kernels, rows = self._layer, self._layer.shape, self._kernels, step.rows
@@ -150,7 +155,7 @@ class Attention:
             found, mixed = mixed, torch.empty_like(mixed)
             kernels.gate_mul(found, product[:, -gate.columns :], gate.bias, mixed, gate.kind)
         norm = layer.post_norm if self._is_gemma else None
-        return Delta(kernels.multiply(layer.output, mixed), layer.output_bias, norm)
+        return Delta(self._last_product(layer.output, mixed), layer.output_bias, norm)
 
 
 class Recurrence:
@@ -168,9 +173,10 @@ class Recurrence:
 class Feeder:
     """The MLP of a layer, or the experts in its place."""
 
-    def __init__(self, kernels: GpuKernels, layer: TransformerLayer) -> None:
+    def __init__(self, kernels: GpuKernels, layer: TransformerLayer, in_parts: bool = True) -> None:
         self.norms: Tensor | None = layer.post_norm
         self._kernels = kernels
+        self._last_product = kernels.multiply_in_parts if in_parts else kernels.multiply
         self._layer = layer
         moe = layer.moe if isinstance(layer, MoeLayer) else None
         self._moe = GpuMoe(kernels, moe) if moe is not None else None
@@ -182,7 +188,7 @@ class Feeder:
         gate_up = kernels.multiply(layer.gate_up, normed)
         inner = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         kernels.silu_mul(gate_up, layer.gate_up_bias, inner)
-        return Delta(kernels.multiply(layer.down, inner), layer.down_bias)
+        return Delta(self._last_product(layer.down, inner), layer.down_bias)
 
 
 class GemmaFeeder:

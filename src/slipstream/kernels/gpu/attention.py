@@ -26,7 +26,7 @@ from slipstream.kernels.gpu.attention_kernels import combine_kernel, last_groups
 from slipstream.kernels.gpu.rows import DeviceRows
 
 SLOTS = 32  # partial sums of a row
-LEAST_PAGES = 3  # pages of a slot that rows share: fewer would write more partial sums than they save
+FEW_SLOTS, LEAST_PAGES = 4, 4  # more than so many slots are shared only where each has at least so many pages
 GROUP = 32  # keys of a slot that is a row's own
 DEEPEST_ROW = GROUP  # how far behind its anchor a tree's row may be, for its path to lie within its last two groups
 LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch: what a warp multiplies
@@ -128,10 +128,11 @@ def paged_attention(
         "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "PAGE_BITS": page.bit_length() - 1,
         "GROUP_BITS": group.bit_length() - 1, "WINDOW": window, "BLOCK": rows.kind == "block",
     }
+    dealing = {"SLOTS": SLOTS, "FEW_SLOTS": FEW_SLOTS, "LEAST_PAGES": LEAST_PAGES}
     shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
         queries, *pools, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
-        rows.pages.shape[1], KEYS=keys_at_once, TILE=tile, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES, OVERLAP=overlap,
-        INTERPRETED=_INTERPRETED, **sizes, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=overlap,
+        rows.pages.shape[1], KEYS=keys_at_once, TILE=tile, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,
+        **dealing, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=overlap,
     )
     few = max(LAST_LANES // share_padded, 1)
     fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
@@ -144,8 +145,8 @@ def paged_attention(
         num_warps=tiling.last_warps, num_stages=1, launch_pdl=overlap,
     )
     combine_kernel[(heads, rows.rows)](
-        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, SLOTS=SLOTS, LEAST_PAGES=LEAST_PAGES,
-        AT_ONCE=AT_ONCE, OVERLAP=overlap, **sizes, num_warps=tiling.combine_warps, launch_pdl=overlap,
+        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, AT_ONCE=AT_ONCE, OVERLAP=overlap,
+        **sizes, **dealing, num_warps=tiling.combine_warps, launch_pdl=overlap,
     )
 
 

@@ -36,17 +36,21 @@ def _shared_until(until, GROUP_BITS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _split(low, until, PAGE_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, SLOTS: tl.constexpr,  # type: ignore[no-untyped-def]
-           LEAST_PAGES: tl.constexpr):  # fmt: skip
+           FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # fmt: skip
     """How the pages before a row's last two groups are dealt out: its first, the one behind them, the pages of a slot.
     """
     first_page = low >> PAGE_BITS
     stop_page = tl.maximum(_shared_until(until, GROUP_BITS) + (1 << PAGE_BITS) - 1 >> PAGE_BITS, first_page)
-    return first_page, stop_page, _pages_of_slot(stop_page - first_page, SLOTS, LEAST_PAGES)
+    return first_page, stop_page, _pages_of_slot(stop_page - first_page, SLOTS, FEW_SLOTS, LEAST_PAGES)
 
 
 @triton.jit
-def _pages_of_slot(shared_pages, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.maximum((shared_pages + SLOTS - 3) // (SLOTS - 2), LEAST_PAGES)
+def _pages_of_slot(  # type: ignore[no-untyped-def]
+    shared_pages, SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr
+):
+    """With more pages there are never fewer."""
+    few = tl.minimum(tl.cdiv(shared_pages, FEW_SLOTS), LEAST_PAGES)
+    return tl.maximum(tl.maximum(tl.cdiv(shared_pages, SLOTS - 2), few), 1)
 
 
 @triton.jit
@@ -118,7 +122,8 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr,
     GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
-    SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
     tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
@@ -130,9 +135,9 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(positions + row)
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, LEAST_PAGES)
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, FEW_SLOTS, LEAST_PAGES)
     # rows need not fill as many slots as this; one division for all of them is quicker than one for each
-    fewest = _pages_of_slot(tl.min(stop_page - first_page, 0), SLOTS, LEAST_PAGES)
+    fewest = _pages_of_slot(tl.min(stop_page - first_page, 0), SLOTS, FEW_SLOTS, LEAST_PAGES)
     most_slots = tl.minimum(tl.cdiv(tl.max(stop_page - first_page, 0), fewest), SLOTS - 2)
     at = ((row * KV_HEADS + kv_head) * SHARE + member)[:, None] * DIM + d[None, :]
     if OVERLAP:
@@ -243,15 +248,15 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     positions, earliest, sums, stats, out,
     EACH: tl.constexpr, EACH_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr,
     SHARE_PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGE_BITS: tl.constexpr,
-    GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr,
+    LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Adds up the slots of a row's head."""
     head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
-    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, LEAST_PAGES)
+    first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, FEW_SLOTS, LEAST_PAGES)
     slots = tl.cdiv(stop_page - first_page, each)
     ends = tl.minimum((until - 1 >> GROUP_BITS) - (low >> GROUP_BITS), 1) + 1  # of the last two groups the row sees
     d = tl.arange(0, DIM)

@@ -9,14 +9,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs,  # type: ignore[no-untyped-def]
-             ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
-    """Stores a tile's sums; of the programs that share a tile, the last to come adds up all parts in their order."""
+             ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr):  # fmt: skip
+    """Stores a tile's sums; of the programs that share a tile, the last to come adds up all parts in their order.
+
+    With IN_PARTS each stores its own part, [parts, rows, outputs], and who reads them adds them up.
+    """
     local = tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
     output = tile * TILE + local
     out = out_ptr + row[None, :] * out_stride + output[:, None]
     inside = (output < outputs)[:, None]
-    if SPLIT == 1:
+    if IN_PARTS:
+        tl.store(out + split * ROWS * out_stride, acc * unit, mask=inside)
+    elif SPLIT == 1:
         tl.store(out, (acc * unit).to(out_ptr.dtype.element_ty), mask=inside)
     else:
         place = partial_ptr + (tile * SPLIT) * TILE * ROWS + local[:, None] * ROWS + row[None, :]
@@ -84,7 +89,7 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
                      EVEN, False, STAGES, EARLY, INTERPRETED)  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # any sooner, programs that only wait would take the places of this kernel's own
-    combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT)
+    combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT, False)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def store_normed(  # type: ignore[no-untyped-def]
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
     residual, delta, bias, weight, out, tap, tap_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAP: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAP: tl.constexpr, EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -48,8 +48,13 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()  # weights were there before the kernel that is still running
         gdc_launch_dependents()
     x = tl.load(residual + row * WIDTH + column, mask=inside, other=0.0)
-    if HAS_DELTA:
+    if PARTS > 0:
         change = tl.load(delta + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            other = part * tl.num_programs(0) + row
+            change += tl.load(delta + other * WIDTH + column, mask=inside, other=0.0)
+        if PARTS > 1:
+            change = change.to(tl.bfloat16).to(tl.float32)  # as if the product had been summed up where it was made
         if HAS_BIAS:
             change += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         x += change
@@ -64,12 +69,13 @@ def add_norm(
     """residual += delta (+ bias); out = rms_norm(residual) * weight; the new residual also goes to `tap`.
 
     residual fp32 [rows, width], delta and out bf16, weight fp32; tap is a bf16 view whose rows may be further apart.
+    delta may also be a product in parts, fp32 [parts, rows, width].
     """
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
     _add_norm_kernel[(rows,)](
         residual, or_any(delta, out), or_any(bias, weight), weight, out, or_any(tap, out),
-        0 if tap is None else tap.stride(0), eps, WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None,
+        0 if tap is None else tap.stride(0), eps, WIDTH=width, BLOCK=block, PARTS=_parts(delta),
         HAS_BIAS=bias is not None, HAS_TAP=tap is not None, EARLY=EARLY, num_warps=warps_for(block), launch_pdl=EARLY,
     )
 
@@ -79,10 +85,14 @@ def add_norm_reference(
     bias: Tensor | None = None,
 ) -> None:
     if delta is not None:
-        residual += bias_added(delta, bias)
+        residual += bias_added(delta if delta.dim() == 2 else delta.sum(0).to(torch.bfloat16), bias)
     if tap is not None:
         tap.copy_(residual)
     out.copy_(rms_norm(residual, weight.to(residual.dtype), eps))
+
+
+def _parts(delta: Tensor | None) -> int:
+    return 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
 
 
 @triton.jit

@@ -38,6 +38,7 @@ class GpuKernels:
 
     choice: Kernels
     multiply: Product
+    multiply_in_parts: Product
     embed: Product
     add_norm: Launch
     rotary_write: Launch
@@ -68,7 +69,7 @@ class GpuKernels:
 def gpu_kernels(choice: Kernels) -> GpuKernels:
     if choice == "reference":
         return GpuKernels(
-            choice, matmul_reference, _embed_reference, elementwise.add_norm_reference,
+            choice, matmul_reference, matmul_reference, _embed_reference, elementwise.add_norm_reference,
             elementwise.rotary_write_reference,
             elementwise.silu_mul_reference, elementwise.context_write_reference, layout.block_rows_reference,
             attention.paged_attention_reference, sampling.choose_reference, sampling.top_candidates_reference,
@@ -81,8 +82,8 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
             delta_reference.REFERENCE,
         )
     return GpuKernels(
-        choice, _multiply, _embed, elementwise.add_norm, elementwise.rotary_write, elementwise.silu_mul,
-        elementwise.context_write,
+        choice, _multiply, _multiply_in_parts, _embed, elementwise.add_norm, elementwise.rotary_write,
+        elementwise.silu_mul, elementwise.context_write,
         layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates,
         heads.score_heads, growth.grow,
         commit.accept, commit.compact,
@@ -95,6 +96,10 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
 
 def _multiply(matrix: GpuMatrix, rows: Tensor, out: Tensor | None = None) -> Tensor:
     return matrix(rows, out)
+
+
+def _multiply_in_parts(matrix: GpuMatrix, rows: Tensor) -> Tensor:
+    return matrix.in_parts(rows)
 
 
 def _embed(table: GpuMatrix, tokens: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from slipstream.kernels.native.matrix import StoredTensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EARLY = not INTERPRETED  # programs start while the kernel before ends, and wait for it
 # With so few outputs, or inputs, a kernel of ours is quicker than cuBLAS: it begins while the one before it still runs
-_FEW_OUTPUTS, _FEW_INPUTS = 4096, 2048
+_FEW_OUTPUTS, _FEW_INPUTS = 6144, 2048
 _MOST_ROWS = ROW_COUNTS[-1]
 _GATHER_WIDTH = 1024
 _EXPAND_ROWS = 16
@@ -84,6 +84,11 @@ class GpuMatrix(ABC):
             out = torch.empty(count, self.out_features, dtype=self.result_dtype, device=rows.device)
         self.multiply(rows, out)
         return out
+
+    def in_parts(self, rows: Tensor) -> Tensor:
+        """The product, or fp32 parts [parts, n, out] whose sum it is where adding them up is better left to who reads.
+        """
+        return self(rows)
 
     @abstractmethod
     def multiply(self, rows: Tensor, out: Tensor) -> None:
@@ -180,6 +185,16 @@ class GpuQuantised(GpuMatrix):
         self._expanded_rows = min(self.out_features, max(1, _EXPANDED_WEIGHTS // self.in_features))
         scratch.reserve(_partials(planes.tiles, self.plan), self._expanded_rows * self.in_features)
 
+    def in_parts(self, rows: Tensor) -> Tensor:
+        # The last program of a tile adds up 64 rows longer than the readers of 64 rows would; with 16 there are few of
+        # those, and they are slower.
+        planes, split = self.planes, self.plan.split
+        if rows.shape[0] != _MOST_ROWS or split == 1:
+            return self(rows)
+        parts = torch.empty(split, _MOST_ROWS, self.out_features, dtype=torch.float32, device=rows.device)
+        self.multiply_blocks(rows, parts, plans.quant_launch(planes.kind, planes.tiles, split, _MOST_ROWS))
+        return parts
+
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         count, start = rows.shape[0], 0
         if count > _BLOCK_ROWS or count % ROW_COUNTS[0]:
@@ -192,15 +207,15 @@ class GpuQuantised(GpuMatrix):
             start += size
 
     def multiply_blocks(self, rows: Tensor, out: Tensor, launch: Launch) -> None:
-        """The launch decides its speed only."""
+        """Into `out` [n, out] or, left in parts, [parts, n, out]; the launch decides its speed only."""
         planes, plan = self.planes, self.plan
         quant_matmul_kernel[(triton.cdiv(planes.outputs, launch.tile), plan.split)](
-            *self._stored, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(0),
+            *self._stored, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(-2),
             planes.outputs, planes.inputs, planes.steps, planes.unit, **self._constants, ROWS=rows.shape[0],
             TILE=launch.tile, SPLIT=plan.split, UNROLL=plan.depth,
-            EVEN=planes.inputs == planes.steps * planes.kind.step, STAGES=launch.stages, EARLY=EARLY,
-            INTERPRETED=INTERPRETED, num_warps=launch.warps, maxnreg=launch.registers,
-            launch_pdl=EARLY,
+            EVEN=planes.inputs == planes.steps * planes.kind.step, STAGES=launch.stages,
+            IN_PARTS=out.dim() == 3, EARLY=EARLY, INTERPRETED=INTERPRETED, num_warps=launch.warps,
+            maxnreg=launch.registers, launch_pdl=EARLY,
         )  # fmt: skip
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:

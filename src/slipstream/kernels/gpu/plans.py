@@ -15,7 +15,7 @@ _MOST_SPLITS = 16
 _WANTED_BYTE_PROGRAMS = 256  # about two for each of 132 multiprocessors
 _WANTED_NIBBLE_PROGRAMS = 384
 _MULTIPROCESSORS = 132  # of an H200
-_WANTED_DENSE_PROGRAMS = 128  # nearly all multiprocessors; more would only add partial sums
+_WANTED_DENSE_PROGRAMS = 96  # most of the multiprocessors; more would only add partial sums
 _LEAST_INPUTS = 256  # of one program
 
 

@@ -187,8 +187,8 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
                         x_stride, out_stride, outputs, inputs, steps, unit,
                         BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
                         OFFSETS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-                        INTERPRETED: tl.constexpr):  # fmt: skip
+                        UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, IN_PARTS: tl.constexpr,
+                        EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """out[row, output] = sum of x[row, k] * weight[output, k]."""
     tile, split = tl.program_id(0), tl.program_id(1)
     output = tile * TILE + tl.arange(0, TILE)
@@ -201,7 +201,7 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
                      STAGES, EARLY, INTERPRETED)  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT)
+    combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs, ROWS, TILE, SPLIT, IN_PARTS)
 
 
 @triton.jit
