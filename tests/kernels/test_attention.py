@@ -175,6 +175,22 @@ def test_groups_smaller_than_pages(kind: Kind, base: int, window: int, monkeypat
         assert torch.equal(parts[own], alone_parts[0]) and torch.equal(found[own], alone[0]), f"row {row}"
 
 
+@pytest.mark.parametrize("base", [60, 92, 124])
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_rows_where_slots_grow(kind: Kind, base: int, half_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one program whose slots have different numbers of pages, and slots between them that no row has."""
+    monkeypatch.setattr(attention, "SLOTS", 32)
+    monkeypatch.setattr(attention, "LEAST_PAGES", 4)
+    wide = replace(attention.TILINGS[128], lanes=32)
+    monkeypatch.setattr(attention, "TILINGS", {**attention.TILINGS, 128: wide})
+    world = make_world(kind, [base], 7, seed=base)
+    found, parts = world.attend_in_parts()
+    assert_close(found, world.expected())
+    for row in (0, 6):
+        alone, alone_parts = plain_twin(world, 0, row, seed=row).attend_in_parts()
+        assert torch.equal(parts[row], alone_parts[0]) and torch.equal(found[row], alone[0]), f"row {row}"
+
+
 def test_a_prefill_in_pieces(half_pages: None) -> None:
     world = make_world("chain", [50], 37, heads=6, kv_heads=2, seed=2)
     assert_close(world.attend(24), world.expected(24))

@@ -26,7 +26,7 @@ from slipstream.kernels.gpu.attention_kernels import combine_kernel, last_groups
 from slipstream.kernels.gpu.rows import DeviceRows
 
 SLOTS = 32  # partial sums of a row
-FEW_SLOTS, LEAST_PAGES = 4, 4  # more than so many slots are shared only where each has at least so many pages
+FEW_SLOTS, LEAST_PAGES = 2, 4  # more than so many slots are shared only where each has at least so many pages
 GROUP = 32  # keys of a slot that is a row's own
 DEEPEST_ROW = GROUP  # how far behind its anchor a tree's row may be, for its path to lie within its last two groups
 LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch: what a warp multiplies

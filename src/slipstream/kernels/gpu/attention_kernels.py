@@ -150,7 +150,8 @@ def shared_kernel(  # type: ignore[no-untyped-def]
         first = first_page + slot * each
         here = used & (first < stop_page)
         stop = tl.minimum(first + each, stop_page)
-        begin, end = tl.min(tl.where(here, first, 1 << 30), 0), tl.max(tl.where(here, stop, 0), 0)
+        # where no row has such a slot, `begin` is behind every page, and pages are still few enough to count in pieces
+        begin, end = tl.min(tl.where(here, first, 1 << 26), 0), tl.max(tl.where(here, stop, 0), 0)
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
         weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
         total = tl.zeros([TILE * SHARE_PADDED, DIM], tl.float32)
