@@ -16,6 +16,7 @@ from slipstream.engine import devices
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.gpu.planner import Cohort
 from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
+from slipstream.engine.gpu.step import bucket
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
@@ -83,6 +84,19 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
             assert answer.stats.accepted > 0
             assert answer.stats.tau > 1.2
             assert len(answer.step_sizes) < 40
+
+
+def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=32)
+        engine = llm.engine
+        assert isinstance(engine, GpuEngine)
+        drafter = engine._drafter(BASE_VARIANT)
+        assert drafter is not None and drafter.proposals < 15
+        whole = bucket(drafter.proposals + 1)
+        for sequences, each, rows in ((1, 1, 16), (32, 1, 32), (32, 2, 64), (4, 16, 4 * whole)):
+            step, _ = engine.loop.step(sequences, each, drafter, each > 1)
+            assert len(step._context.gather) == rows, (sequences, each)
 
 
 def test_sequences_that_may_draft_do_not_keep_prompts_waiting(gpu: None, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ class DecodeStep:
         self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
         slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
-        self._context = ContextRows.empty(sequences, bucket(slots + 1, -(-LEAST_ROWS // sequences)), device)
+        longest = min(slots + 1, each)  # of a path
+        self._context = ContextRows.empty(sequences, bucket(longest, -(-LEAST_ROWS // sequences)), device)
         heads = drafter.heads if drafter is not None and drafting else None
         count = (drafter.candidate_limit if drafter is not None else 0) or CANDIDATES
         self._branches = Branches.empty(sequences, slots, count, heads is not None, device)
