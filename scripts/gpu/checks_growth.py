@@ -19,7 +19,7 @@ from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
-from slipstream.kernels.gpu.commit import ContextRows, Outcome
+from slipstream.kernels.gpu.commit import ContextRows, HeldTaps, Outcome
 from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.growth_reference import grow_reference
 from slipstream.kernels.gpu.heads import Gate, HeadWeights, Trust, score_heads, score_heads_reference
@@ -159,6 +159,25 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
     ]
 
 
+def check_hold(device: torch.device, sequences: int, turns: int, width: int) -> list[str]:
+    """Taps of as many steps as there are turns, and where each step left them."""
+    results = []
+    for hold in (commit.hold, commit.hold_reference):
+        torch.manual_seed(3)
+        held = HeldTaps.empty(sequences, turns, width, SCRATCH, device)
+        held.taps.fill_(float("nan"))
+        context = ContextRows.empty(sequences, 2, device)
+        base = torch.randint(0, 5000, (sequences,), device=device).int()
+        for turn in range(turns):
+            for part, given in ((context.gather, torch.randperm(sequences)), (context.places, torch.arange(sequences))):
+                part[::2] = given.int().to(device) + (turn if part is context.places else 0)
+            context.positions[::2] = base + turn
+            hold(torch.randn(sequences, width, device=device).bfloat16(), context, held)
+        results.append((held.taps, held.positions, held.places))
+    alike = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    return [] if alike else [f"hold {sequences} rows, {turns} turns, {width} numbers: differ"]
+
+
 def check(device: torch.device, sequences: int, sizes: Sequence[tuple[int, int, int, bool]]) -> list[str]:
     """What is wrong, as sentences; a size is rows per sequence, slots, candidates, and whether there are heads."""
     wrong = []
@@ -168,6 +187,8 @@ def check(device: torch.device, sequences: int, sizes: Sequence[tuple[int, int, 
         wrong += check_growth(step, name) + check_commit(step, name, 2, 2, 64)
         step.scores[1, slots - 1, 0] = float("nan")
         wrong += check_growth(step, f"{name}, a NaN")
+    for width in (20480, 2880) if device.type == "cuda" else (40,):
+        wrong += check_hold(device, sequences, 8, width)
     return wrong
 
 

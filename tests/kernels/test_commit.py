@@ -9,11 +9,14 @@ pytest.importorskip("triton")
 
 from slipstream.kernels.gpu.commit import (
     ContextRows,
+    HeldTaps,
     Outcome,
     accept,
     accept_reference,
     compact,
     compact_reference,
+    hold,
+    hold_reference,
 )
 from slipstream.kernels.gpu.growth import Grown
 from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
@@ -108,6 +111,29 @@ def test_the_hosts_path_is_kept(seed: int, each: int, kernel: bool) -> None:
         assert context.positions[own_context].tolist() == [base + at for at in range(taken)] + [base] * unused
         places = rows.places[first : first + taken].tolist()
         assert context.places[own_context].tolist() == places + [SCRATCH] * unused
+
+
+@KERNELS
+def test_taps_of_several_steps_are_held(kernel: bool) -> None:
+    sequences, width, turns, places = 3, 40, 4, 100
+    held = HeldTaps.empty(sequences, turns, width, SCRATCH, DEVICE)
+    assert held.places.tolist() == [SCRATCH] * 12
+    context = ContextRows.empty(sequences, 2, DEVICE)
+    expected = {}
+    for turn in range(turns - 1):
+        taps = torch.randn(5, width, generator=torch.Generator().manual_seed(turn)).bfloat16()
+        for sequence, (row, base) in enumerate(((4, 7), (0, 10), (2, 21))):
+            at = 2 * sequence
+            context.gather[at], context.positions[at], context.places[at] = row, base + turn, places + turn
+            expected[(base + turn) % turns * sequences + sequence] = taps[row], base + turn, places + turn
+        (hold if kernel else hold_reference)(taps.to(DEVICE), context, held)
+    for slot in range(turns * sequences):
+        if slot not in expected:
+            assert int(held.places[slot]) == SCRATCH
+            continue
+        numbers, position, place = expected[slot]
+        assert torch.equal(held.taps[slot].cpu(), numbers)
+        assert (int(held.positions[slot]), int(held.places[slot])) == (position, place)
 
 
 @KERNELS

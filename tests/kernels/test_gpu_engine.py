@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
+from slipstream.engine.gpu import step as step_module
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.gpu.planner import Cohort
 from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
@@ -21,6 +24,7 @@ from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
 from slipstream.errors import IntegrityError
+from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT
@@ -94,9 +98,48 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
         drafter = engine._drafter(BASE_VARIANT)
         assert drafter is not None and drafter.proposals < 15
         whole = bucket(drafter.proposals + 1)
-        for sequences, each, rows in ((1, 1, 16), (32, 1, 32), (32, 2, 64), (4, 16, 4 * whole)):
-            step, _ = engine.loop.step(sequences, each, drafter, each > 1)
-            assert len(step._context.gather) == rows, (sequences, each)
+        for sequences, each, rows in ((1, 16, 16), (32, 2, 64), (4, 16, 4 * whole)):
+            step, _ = engine.loop.step(sequences, each, drafter, True)
+            assert step.held is None and len(step._context.gather) == rows, (sequences, each)
+        for sequences, turns in ((1, 16), (32, 8)):
+            step, _ = engine.loop.step(sequences, 1, drafter, False)
+            assert step.held is not None and step.held.turns == turns
+            assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)
+
+
+def test_context_that_steps_hold_back_is_there_when_it_is_read(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against an engine that writes it at every step: the same texts, the same drafts accepted, the same context."""
+    written = []
+    usual = GpuContext.write
+    monkeypatch.setattr(GpuContext, "write", lambda *given: (written.append(given[1].shape[0]), usual(*given)))
+
+    def run(turns: int) -> tuple[list[object], Tensor, int]:
+        monkeypatch.setattr(step_module, "_MOST_HELD_TURNS", turns)
+        llm = gpu_llm(tmp_path, max_sequences=2, cache_tokens=12 * PAGE_TOKENS)
+        engine = llm.engine
+        assert isinstance(engine, GpuEngine)
+        asked = itertools.count()
+        monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: next(asked) % 23 in (5, 6, 20))
+        monkeypatch.setattr(engine.planner._gate, "better", lambda size: False)
+        # the third finds the first's beginning in the cache, all come and go while others decode
+        prompts = [prompt(40, 7), prompt(70, 2), prompt(40, 7) + prompt(30, 4), prompt(100, 5)]
+        lengths = 30, 47, 38, 25
+        settings = {"mode": "auto", "ignore_eos": True}
+        requests = [llm.request(ids, max_tokens=n, **settings) for ids, n in zip(prompts, lengths, strict=True)]
+        del written[:]
+        answers = llm.run(requests)
+        engine.loop.settle()
+        pools = engine.loop._steps[next(iter(engine.loop._steps))]._pools
+        told = [(answer.token_ids, answer.step_sizes, answer.stats.accepted) for answer in answers]
+        return list(told), torch.stack((pools.draft_keys, pools.draft_values))[:, :, :-1].float(), len(written)
+
+    with keep_threads():
+        (told, context, often), (expected, at_once, always) = run(16), run(1)
+    assert told == expected and sum(accepted for *_, accepted in expected) > 5  # type: ignore[misc]
+    torch.testing.assert_close(context, at_once, rtol=2**-7, atol=1e-3)
+    assert always - often > 30
 
 
 def test_sequences_that_may_draft_do_not_keep_prompts_waiting(gpu: None, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def knowing(texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
 
     def know(step: DecodeStep) -> None:
         draft(step)
-        drafter = step._drafter
+        drafter = step.drafter
         assert drafter is not None
         lengths, anchors = step._block.base.tolist(), step._wishes.anchors.tolist()
         for column, (length, anchor) in enumerate(zip(lengths, anchors, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class GpuPools:
         states: StatePool | None = None,
     ) -> None:
         self.states = states
+        self.settle: Callable[[], None] = lambda: None  # has what is still to be written as draft context written
         self.pages = pages
         self.page_tokens = page_tokens
         self.scratch_place = pages * page_tokens
@@ -54,6 +55,7 @@ class GpuPools:
         return [*self._target_tensors, *drafts]
 
     def copy_page(self, source: int, destination: int) -> None:
+        self.settle()
         for pool in self._all:
             pool[:, destination] = pool[:, source]
 
@@ -71,6 +73,7 @@ class GpuPools:
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that may hold NaN, and the scratch page with them."""
+        self.settle()
         ids = torch.tensor([*pages, self.pages], device=self.device)
         for pool in self._all:
             pool[:, ids] = 0.0

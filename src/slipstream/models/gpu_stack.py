@@ -108,6 +108,7 @@ class GpuContext:
         self._tap_norms = tap_norms
         self._layer_norms = layer_norms
         self._projections = projections
+        self.width = fc.in_features  # of the taps of a row
 
     def write(self, taps: Tensor, positions: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Pools are [layers, pages, heads, page tokens, dim]; rows that do not count have a scratch place."""

@@ -99,6 +99,7 @@ class GpuBackend:
         most = bucket(self._config.max_sequences)
         state = DecodeState(most, most_pages, pages, self.device, slots)
         loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
+        pools.settle = loop.settle
         self._machine = _Machine(gpu_target, pools, passes, state, loop, positions, draft_window, progress)
         blocks = self.in_blocks(draft) if draft is not None else None
         engine = GpuEngine(
@@ -146,6 +147,7 @@ class GpuBackend:
         assert isinstance(blocks, GpuBlocks), "only speculation asks for costs"
         # steps move sequences on: nobody's are loaded meanwhile
         machine = self._built
+        machine.loop.settle()
         kept = machine.state.snapshot()
         machine.state.clear()
         read = partial(expert_bytes, machine.target.decoder)

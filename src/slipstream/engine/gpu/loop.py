@@ -39,6 +39,8 @@ class DecodeLoop:
         self._steps: dict[tuple[Hashable, ...], DecodeStep] = {}
         self._copies: dict[tuple[int, int], cycle[ReportCopy]] = {}
         self._loaded: tuple[Hashable, ...] = ()
+        self._holding: DecodeStep | None = None  # whose taps are not all written yet
+        self._turns = 0  # that it has held
 
     def forget_batch(self) -> None:
         """What the device believes of its sequences is no longer true; the next launch loads them again."""
@@ -46,6 +48,7 @@ class DecodeLoop:
 
     def forget_drafter(self, drafter: GpuDrafter) -> None:
         """A variant goes, and with it the steps that hold its weights."""
+        self.settle()
         self._graphs.forget(lambda key: isinstance(key, tuple) and len(key) > 3 and key[3] is drafter)
         self._steps = {key: step for key, step in self._steps.items() if key[3] is not drafter}
 
@@ -55,14 +58,43 @@ class DecodeLoop:
     ) -> Flight:
         """Starts a step for the batch; `describe` is asked only if the device does not know these sequences yet."""
         if self._loaded != batch:
+            self.settle()
             self._state.load(describe())
             self._loaded = batch
         rows = 1 + max(wish.nodes for wish in wishes)
         known = len(self._steps)
         step, run = self.step(bucket(len(batch)), bucket(rows), drafter, rows > 1)
+        if step is not self._holding:
+            self.settle()
         self._state.wish(wishes)
-        run()
+        self._run(step, run)
         return Flight(len(batch), step.each, self._bring(step), len(self._steps) > known)
+
+    def _run(self, step: DecodeStep, run: Callable[[], None]) -> None:
+        if step.held is None:
+            run()
+            return
+        if self._holding is None:
+            step.hold_nothing()  # whoever ran this step for its own sake has left something there
+            self._holding = step
+        run()
+        self._turns += 1
+        if self._turns == step.held.turns:
+            self.settle()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Writes the draft context that steps have held back.
+
+        Asked for by whoever reads or writes draft context another way. A page that changes hands meanwhile needs
+        nobody's care: its next owner's context is written after what is held for the last one.
+        """
+        step, self._holding, self._turns = self._holding, None, 0
+        if step is not None:
+            self._write_held(step)()
+
+    def _write_held(self, step: DecodeStep) -> Callable[[], None]:
+        return self._graphs.runner(("held", step.sequences, step.each, step.drafter), step.write_held)
 
     def has(self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool) -> bool:
         """Whether a step of a shape can run without being captured first."""
@@ -81,6 +113,8 @@ class DecodeLoop:
         kept = self._state.snapshot()
         self._state.clear()
         run = self._graphs.runner(key, step.launch)
+        if step.held is not None:
+            self._write_held(step)
         self._state.restore(kept)
         return step, run
 

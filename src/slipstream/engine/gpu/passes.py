@@ -76,6 +76,7 @@ class Passes:
 
     def draft(self, drafter: GpuDrafter, jobs: Sequence[DraftJob], variant: object) -> tuple[Tensor, Tensor]:
         """Hidden rows and logits of the jobs' blocks."""
+        self.pools.settle()
         sequences, size = bucket(len(jobs)), drafter.block_size
         key = ("draft", variant, sequences)
         found = self._pass(key, "block", sequences, size)
@@ -94,6 +95,7 @@ class Passes:
 
     def write_context(self, drafter: GpuDrafter, taps: Tensor, places: RowPlaces) -> None:
         """Draft context for taps of committed rows."""
+        self.pools.settle()
         count = taps.shape[0]
         padded = bucket(count, LEAST_ROWS)
         positions = np.zeros(padded, np.int32)

@@ -13,7 +13,7 @@ from slipstream.cache.gpu_states import device_tensors
 from slipstream.engine.gpu.report import Report
 from slipstream.engine.gpu.state import DecodeState
 from slipstream.errors import IntegrityError
-from slipstream.kernels.gpu.commit import ContextRows
+from slipstream.kernels.gpu.commit import ContextRows, HeldTaps
 from slipstream.kernels.gpu.delta import DeviceStates, Replay
 from slipstream.kernels.gpu.growth import Branches, HeadScores, Wishes
 from slipstream.kernels.gpu.kernels import GpuKernels
@@ -22,6 +22,7 @@ from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
 CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
+_MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 256  # of steps that propose nothing, until their context is written
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -32,7 +33,9 @@ def bucket(count: int, least: int = 1) -> int:
 class DecodeStep:
     """The launches for `sequences` sequences with `each` rows.
 
-    With a drafter, kept rows become draft context; `drafting` says whether it proposes anything in this step.
+    With a drafter, kept rows become draft context; `drafting` says whether it proposes anything in this step. If it
+    does not, nobody reads the context soon, and the taps of several steps are `held` to be written together: the
+    drafter's weights are read once for all of them.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class DecodeStep:
         self._kernels = kernels
         self._pools = pools
         self._target = target
-        self._drafter = drafter
+        self.drafter = drafter
         self._drafting = drafting
         self.sequences = sequences
         self.each = each
@@ -57,8 +60,10 @@ class DecodeStep:
         self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
         slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
+        self.held = self._make_held() if drafter is not None and not drafting and each == 1 else None
         longest = min(slots + 1, each)  # of a path
-        self._context = ContextRows.empty(sequences, bucket(longest, -(-LEAST_ROWS // sequences)), device)
+        padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
+        self._context = ContextRows.empty(sequences, padded, device)
         heads = drafter.heads if drafter is not None and drafting else None
         count = (drafter.candidate_limit if drafter is not None else 0) or CANDIDATES
         self._branches = Branches.empty(sequences, slots, count, heads is not None, device)
@@ -76,6 +81,14 @@ class DecodeStep:
             self._block = _over(state, DeviceRows.empty("block", sequences, block, 1, device, pools.scratch_place))
             self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, count, device)
 
+    def _make_held(self) -> HeldTaps | None:
+        assert self.drafter is not None
+        turns, pools = min(_MOST_HELD_TURNS, _MOST_HELD_ROWS // self.sequences), self._pools
+        if turns <= 1:
+            return None
+        width = self.drafter.context.width
+        return HeldTaps.empty(self.sequences, turns, width, pools.scratch_place, pools.device)
+
     def _make_states(self) -> DeviceStates | None:
         """The recurrent side of the rows; a row alone writes the state behind it at once, or nothing comes of it."""
         tensors = device_tensors(self._pools.states)
@@ -90,7 +103,8 @@ class DecodeStep:
         drafted = [("draft", self._draft)] if self._drafting else []
         if self._head_scores is not None:
             drafted.append(("heads", self._ask_heads))
-        written = [("context write", self._write_context)] if self._drafter is not None else []
+        write = self._write_context if self.held is None else self._hold_taps
+        written = [("context write", write)] if self.drafter is not None else []
         return [*drafted, ("tree", self._grow), ("verify", self._verify), ("accept", self._accept), *written]
 
     def launch(self) -> None:
@@ -100,7 +114,7 @@ class DecodeStep:
 
     def _draft(self) -> None:
         """One block per sequence behind its anchor, and the likeliest tokens of each slot."""
-        drafter, pools = self._drafter, self._pools
+        drafter, pools = self.drafter, self._pools
         assert drafter is not None
         drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
         self._hidden, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
@@ -112,7 +126,7 @@ class DecodeStep:
 
     def _ask_heads(self) -> None:
         """What the drafter's heads say of each candidate behind each candidate before it."""
-        drafter = self._drafter
+        drafter = self.drafter
         assert drafter is not None and drafter.heads is not None
         first = drafter.first_slot
         hidden = self._hidden[: self._block.rows].view(self.sequences, drafter.block_size, -1)
@@ -123,7 +137,7 @@ class DecodeStep:
 
     def _grow(self) -> None:
         """The chain or tree each sequence wishes for, as rows."""
-        first = self._drafter.first_slot if self._drafter is not None else 0
+        first = self.drafter.first_slot if self.drafter is not None else 0
         self._kernels.grow(
             self._candidates[:, first:], self._scores[:, first:], self._wishes, self._head_scores, self._rows,
             self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
@@ -131,7 +145,7 @@ class DecodeStep:
 
     def _verify(self) -> None:
         """The target's own token after every row; the taps are kept."""
-        tapped = self._drafter.taps if self._drafter is not None else ()
+        tapped = self.drafter.taps if self.drafter is not None else ()
         hidden, self._taps = self._target.run(self._rows, self._pools, tapped, self._states)
         used = slice(0, self._rows.rows)
         self._kernels.choose(
@@ -163,11 +177,26 @@ class DecodeStep:
     def _write_context(self) -> None:
         """The taps of the path become draft context."""
         pools, context = self._pools, self._context
-        assert self._drafter is not None and self._taps is not None
-        self._drafter.context.write(
+        assert self.drafter is not None and self._taps is not None
+        self.drafter.context.write(
             self._taps.index_select(0, context.gather), context.positions, context.places, pools.draft_keys,
             pools.draft_values,
         )
+
+    def _hold_taps(self) -> None:
+        assert self._taps is not None
+        self._kernels.hold(self._taps, self._context, self.held)
+
+    def write_held(self) -> None:
+        """What was held becomes draft context, and nothing is held any more."""
+        pools, held = self._pools, self.held
+        assert self.drafter is not None and held is not None
+        self.drafter.context.write(held.taps, held.positions, held.places, pools.draft_keys, pools.draft_values)
+        self.hold_nothing()
+
+    def hold_nothing(self) -> None:
+        assert self.held is not None
+        self.held.places.fill_(self._pools.scratch_place)
 
 
 def _over(state: DecodeState, rows: DeviceRows) -> DeviceRows:

@@ -20,6 +20,7 @@ from slipstream.kernels.ranking import NO_BEST
 _DEEP = tl.constexpr(MAX_DEPTH)
 _NO_BEST = tl.constexpr(NO_BEST)
 _PIECE = 16  # rows of a path that a program moves at a time
+_TAPS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,23 @@ class ContextRows:
             return torch.zeros(sequences * block, dtype=torch.int32, device=device)
 
         return cls(block, numbers(), numbers(), numbers())
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTaps:
+    """Taps of the last `turns` steps with one row per sequence, until they become draft context all at once."""
+
+    turns: int
+    taps: Tensor  # bf16 [turns * sequences, width]
+    positions: Tensor  # int32 [turns * sequences]
+    places: Tensor  # int32, in the scratch page where nothing is held
+
+    @classmethod
+    def empty(cls, sequences: int, turns: int, width: int, scratch_place: int, device: torch.device) -> HeldTaps:
+        rows = turns * sequences
+        taps = torch.zeros(rows, width, dtype=torch.bfloat16, device=device)
+        places = torch.full((rows,), scratch_place, dtype=torch.int32, device=device)
+        return cls(turns, taps, torch.zeros_like(places), places)
 
 
 @triton.jit
@@ -122,6 +140,43 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             tl.store(keys + new, key, mask=mask)
             tl.store(values + new, value, mask=mask)
+
+
+@triton.jit
+def _hold_kernel(  # type: ignore[no-untyped-def]
+    taps, gather, positions, places, block, held_taps, held_positions, held_places,
+    WIDTH: tl.constexpr, TURNS: tl.constexpr, PIECE: tl.constexpr,
+):
+    piece, sequence = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(gather + sequence * block), tl.load(positions + sequence * block)
+    slot = position % TURNS * tl.num_programs(1) + sequence
+    column = piece * PIECE + tl.arange(0, PIECE)
+    numbers = tl.load(taps + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)
+    tl.store(held_taps + slot.to(tl.int64) * WIDTH + column, numbers, mask=column < WIDTH)
+    if piece == 0:
+        tl.store(held_positions + slot, position)
+        tl.store(held_places + slot, tl.load(places + sequence * block))
+
+
+def hold(taps: Tensor, context: ContextRows, held: HeldTaps) -> None:
+    """Keeps the taps [rows, width] of each sequence's first row of `context`, in a slot that its position decides: of
+    as many steps in a row as there are turns, each has its own.
+    """
+    width = taps.shape[1]
+    sequences = len(context.gather) // context.block
+    _hold_kernel[(triton.cdiv(width, _TAPS_AT_ONCE), sequences)](
+        taps, context.gather, context.positions, context.places, context.block, held.taps, held.positions, held.places,
+        WIDTH=width, TURNS=held.turns, PIECE=_TAPS_AT_ONCE, num_warps=4,
+    )
+
+
+def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps) -> None:
+    """`hold` in plain torch."""
+    first = slice(None, None, context.block)
+    rows, positions = context.gather[first].long(), context.positions[first]
+    sequences = len(rows)
+    slots = positions.long() % held.turns * sequences + torch.arange(sequences, device=taps.device)
+    held.taps[slots], held.positions[slots], held.places[slots] = taps[rows], positions, context.places[first]
 
 
 def accept(

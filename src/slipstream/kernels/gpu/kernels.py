@@ -52,6 +52,7 @@ class GpuKernels:
     grow: Launch
     accept: Launch
     compact: Launch
+    hold: Launch
     join_norm: Launch
     norm_parts: Launch
     gate_mul: Launch
@@ -74,7 +75,7 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
             elementwise.silu_mul_reference, elementwise.context_write_reference, layout.block_rows_reference,
             attention.paged_attention_reference, sampling.choose_reference, sampling.top_candidates_reference,
             heads.score_heads_reference,
-            growth_reference.grow_reference, commit.accept_reference, commit.compact_reference,
+            growth_reference.grow_reference, commit.accept_reference, commit.compact_reference, commit.hold_reference,
             blending.join_norm_reference, blending.norm_parts_reference, blending.gate_mul_reference,
             blending.convolve_reference, blending.bend_reference,
             experts.score_reference, experts.route_reference, experts.expert_gate_up_reference,
@@ -86,7 +87,7 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
         elementwise.silu_mul, elementwise.context_write,
         layout.block_rows, attention.paged_attention, sampling.choose, sampling.top_candidates,
         heads.score_heads, growth.grow,
-        commit.accept, commit.compact,
+        commit.accept, commit.compact, commit.hold,
         blending.join_norm, blending.norm_parts, blending.gate_mul, blending.convolve, blending.bend,
         experts.score, experts.route, experts.expert_gate_up, experts.expert_down, experts.combine,
         experts.combine_norm,
