@@ -172,7 +172,10 @@ def check_hold(device: torch.device, sequences: int, turns: int, width: int) -> 
             for part, given in ((context.gather, torch.randperm(sequences)), (context.places, torch.arange(sequences))):
                 part[::2] = given.int().to(device) + (turn if part is context.places else 0)
             context.positions[::2] = base + turn
-            hold(torch.randn(sequences, width, device=device).bfloat16(), context, held)
+            context.places[0] = SCRATCH
+            taps = torch.randn(sequences, width, device=device).bfloat16()
+            taps[context.gather[0]] = float("nan")
+            hold(taps, context, held, SCRATCH)
         results.append((held.taps, held.positions, held.places))
     alike = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     return [] if alike else [f"hold {sequences} rows, {turns} turns, {width} numbers: differ"]

@@ -123,10 +123,12 @@ def test_taps_of_several_steps_are_held(kernel: bool) -> None:
     for turn in range(turns - 1):
         taps = torch.randn(5, width, generator=torch.Generator().manual_seed(turn)).bfloat16()
         for sequence, (row, base) in enumerate(((4, 7), (0, 10), (2, 21))):
-            at = 2 * sequence
-            context.gather[at], context.positions[at], context.places[at] = row, base + turn, places + turn
-            expected[(base + turn) % turns * sequences + sequence] = taps[row], base + turn, places + turn
-        (hold if kernel else hold_reference)(taps.to(DEVICE), context, held)
+            at, place, numbers = 2 * sequence, places + turn, taps[row].clone()
+            if sequence == turn:  # this one is not kept
+                taps[row], place, numbers = torch.nan, SCRATCH, torch.zeros_like(numbers)
+            context.gather[at], context.positions[at], context.places[at] = row, base + turn, place
+            expected[(base + turn) % turns * sequences + sequence] = numbers, base + turn, place
+        (hold if kernel else hold_reference)(taps.to(DEVICE), context, held, SCRATCH)
     for slot in range(turns * sequences):
         if slot not in expected:
             assert int(held.places[slot]) == SCRATCH

@@ -185,7 +185,7 @@ class DecodeStep:
 
     def _hold_taps(self) -> None:
         assert self._taps is not None
-        self._kernels.hold(self._taps, self._context, self.held)
+        self._kernels.hold(self._taps, self._context, self.held, self._pools.scratch_place)
 
     def write_held(self) -> None:
         """What was held becomes draft context, and nothing is held any more."""

@@ -144,21 +144,24 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hold_kernel(  # type: ignore[no-untyped-def]
-    taps, gather, positions, places, block, held_taps, held_positions, held_places,
+    taps, gather, positions, places, block, held_taps, held_positions, held_places, scratch_place,
     WIDTH: tl.constexpr, TURNS: tl.constexpr, PIECE: tl.constexpr,
 ):
     piece, sequence = tl.program_id(0), tl.program_id(1)
     row, position = tl.load(gather + sequence * block), tl.load(positions + sequence * block)
+    place = tl.load(places + sequence * block)
     slot = position % TURNS * tl.num_programs(1) + sequence
     column = piece * PIECE + tl.arange(0, PIECE)
     numbers = tl.load(taps + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)
+    # of a row that is not kept, which may be no numbers, zeros: what is in a slot is written again and again
+    numbers = tl.where(place == scratch_place, 0.0, numbers.to(tl.float32)).to(tl.bfloat16)
     tl.store(held_taps + slot.to(tl.int64) * WIDTH + column, numbers, mask=column < WIDTH)
     if piece == 0:
         tl.store(held_positions + slot, position)
-        tl.store(held_places + slot, tl.load(places + sequence * block))
+        tl.store(held_places + slot, place)
 
 
-def hold(taps: Tensor, context: ContextRows, held: HeldTaps) -> None:
+def hold(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_place: int) -> None:
     """Keeps the taps [rows, width] of each sequence's first row of `context`, in a slot that its position decides: of
     as many steps in a row as there are turns, each has its own.
     """
@@ -166,17 +169,18 @@ def hold(taps: Tensor, context: ContextRows, held: HeldTaps) -> None:
     sequences = len(context.gather) // context.block
     _hold_kernel[(triton.cdiv(width, _TAPS_AT_ONCE), sequences)](
         taps, context.gather, context.positions, context.places, context.block, held.taps, held.positions, held.places,
-        WIDTH=width, TURNS=held.turns, PIECE=_TAPS_AT_ONCE, num_warps=4,
+        scratch_place, WIDTH=width, TURNS=held.turns, PIECE=_TAPS_AT_ONCE, num_warps=4,
     )
 
 
-def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps) -> None:
+def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_place: int) -> None:
     """`hold` in plain torch."""
     first = slice(None, None, context.block)
-    rows, positions = context.gather[first].long(), context.positions[first]
+    rows, positions, places = context.gather[first].long(), context.positions[first], context.places[first]
     sequences = len(rows)
+    kept = taps[rows].where((places != scratch_place)[:, None], 0.0)
     slots = positions.long() % held.turns * sequences + torch.arange(sequences, device=taps.device)
-    held.taps[slots], held.positions[slots], held.places[slots] = taps[rows], positions, context.places[first]
+    held.taps[slots], held.positions[slots], held.places[slots] = kept, positions, places
 
 
 def accept(
