@@ -17,13 +17,14 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
 from slipstream.engine.gpu import step as step_module
 from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.planner import Cohort
+from slipstream.engine.gpu.planner import Cohort, Intent
 from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
 from slipstream.errors import IntegrityError
+from slipstream.models.gpu_models import GpuDrafter
 from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.sampling import RowSampler
@@ -120,13 +121,17 @@ def test_context_that_steps_hold_back_is_there_when_it_is_read(
         llm = gpu_llm(tmp_path, max_sequences=2, cache_tokens=12 * PAGE_TOKENS)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
-        asked = itertools.count()
-        monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: next(asked) % 23 in (5, 6, 20))
-        monkeypatch.setattr(engine.planner._gate, "better", lambda size: False)
+        steps, plan = itertools.count(), engine.planner.plan
+
+        def now_and_then(cohort: Cohort, drafter: GpuDrafter | None, alone: bool) -> Intent:
+            intent = plan(cohort, drafter, alone)
+            return intent if next(steps) % 30 in (5, 6, 28) else Intent.plain(cohort, "")
+
+        monkeypatch.setattr(engine.planner, "plan", now_and_then)
         # the third finds the first's beginning in the cache, all come and go while others decode
         prompts = [prompt(40, 7), prompt(70, 2), prompt(40, 7) + prompt(30, 4), prompt(100, 5)]
         lengths = 30, 47, 38, 25
-        settings = {"mode": "auto", "ignore_eos": True}
+        settings = {"mode": "tree:8", "gate": "off", "ignore_eos": True}
         requests = [llm.request(ids, max_tokens=n, **settings) for ids, n in zip(prompts, lengths, strict=True)]
         del written[:]
         answers = llm.run(requests)
