@@ -94,7 +94,7 @@ class DecodeLoop:
             self._write_held(step)()
 
     def _write_held(self, step: DecodeStep) -> Callable[[], None]:
-        return self._graphs.runner(("held", step.sequences, step.each, step.drafter), step.write_held)
+        return self._graphs.runner(("held", step, step.each, step.drafter), step.write_held)
 
     def has(self, sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool) -> bool:
         """Whether a step of a shape can run without being captured first."""
