@@ -31,7 +31,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.engine.gpu.passes import GpuBlocks
 from slipstream.engine.gpu.state import Decoding, Wish
-from slipstream.engine.gpu.step import bucket
+from slipstream.engine.gpu.step import MOST_HELD_TURNS, bucket
 from slipstream.kernels.gpu.growth import TREE
 from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
@@ -80,7 +80,7 @@ class Bench:
     def step_ms(self, batch: int, context: int, nodes: int, drafter: bool = True, rounds: int = 30) -> float:
         """The median time of one step, several in a row between two events so that launches overlap as they do."""
         launch = self._launcher(batch, context, nodes, drafter)
-        steps = 16 if drafter and not nodes else 4  # context that is held is written in one step of 16
+        steps = MOST_HELD_TURNS if drafter and not nodes else 4  # so that context is written as often as it is
         return statistics.median(self._timed(launch, steps) for _ in range(rounds))
 
     def verify_ms(self, batch: int, context: int, nodes: int, rounds: int = 30) -> float:

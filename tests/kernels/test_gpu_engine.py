@@ -117,7 +117,7 @@ def test_context_that_steps_hold_back_is_there_when_it_is_read(
     monkeypatch.setattr(GpuContext, "write", lambda *given: (written.append(given[1].shape[0]), usual(*given)))
 
     def run(turns: int) -> tuple[list[object], Tensor, int]:
-        monkeypatch.setattr(step_module, "_MOST_HELD_TURNS", turns)
+        monkeypatch.setattr(step_module, "MOST_HELD_TURNS", turns)
         llm = gpu_llm(tmp_path, max_sequences=2, cache_tokens=12 * PAGE_TOKENS)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
