@@ -58,24 +58,36 @@ FAMILIES: dict[str, DecoderConfig] = {
 }
 
 
-def tiny_family(name: str) -> DecoderConfig:
-    """A family with its parts, small enough for a CPU that runs torch's kernels."""
+def few_layers(name: str) -> DecoderConfig:
+    """A family with one layer of every kind it has, each as large as it is."""
     whole = FAMILIES[name]
     if isinstance(whole, LagunaConfig):
         return replace(
-            whole, hidden_size=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512,
-            rope=RopeConfig(5e5, 8, width=16), layer_heads=(4, 6, 6, 6), sliding=whole.sliding[:4], window=128,
-            sliding_rope=RopeConfig(1e4, 16), sparse=whole.sparse[:4],
-            moe=replace(whole.moe, hidden_size=64, experts=12, active=3, intermediate_size=32, shared_size=32),
+            whole, layers=4, layer_heads=whole.layer_heads[:4], sliding=whole.sliding[:4], sparse=whole.sparse[:4]
         )
     assert isinstance(whole, Qwen35Config)
-    moe = whole.moe
-    if moe is not None:
-        moe = replace(moe, hidden_size=64, experts=12, active=3, intermediate_size=32, shared_size=32)
-    return replace(
-        whole, hidden_size=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512,
-        rope=RopeConfig(1e7, 4, width=16), recurrent=whole.recurrent[:4], delta=DeltaShape(3, 2, 4, 16, 16, 4), moe=moe,
+    return replace(whole, layers=4, recurrent=whole.recurrent[:4], delta=replace(whole.delta, layers=3))
+
+
+def tiny_family(name: str) -> DecoderConfig:
+    """A family with its parts, small enough for a CPU that runs torch's kernels."""
+    few = replace(
+        few_layers(name), hidden_size=64, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512
     )
+    if isinstance(few, LagunaConfig):
+        return replace(
+            few, rope=RopeConfig(5e5, 8, width=16), layer_heads=(4, 6, 6, 6), window=128,
+            sliding_rope=RopeConfig(1e4, 16), moe=_tiny_experts(few.moe),
+        )
+    assert isinstance(few, Qwen35Config)
+    return replace(
+        few, rope=RopeConfig(1e7, 4, width=16), delta=DeltaShape(3, 2, 4, 16, 16, 4),
+        moe=_tiny_experts(few.moe) if few.moe is not None else None,
+    )
+
+
+def _tiny_experts(moe: MoeShape) -> MoeShape:
+    return replace(moe, hidden_size=64, experts=12, active=3, intermediate_size=32, shared_size=32)
 
 
 def drafter_config(target: DecoderConfig, layers: int = 5, block: int = 16) -> DFlashConfig:

@@ -1,0 +1,177 @@
+"""Compiles the kernels of whole decoding steps for an H200 that need not be there, and says what each takes of it.
+
+    python scripts/gpu/compiles.py                     every shape in bf16 and Q4_K
+    python scripts/gpu/compiles.py --shapes Qwen3-8B --formats Q8_0,Q6_K
+
+Steps are laid out on the CPU with a few layers of the real width; every launch is compiled and none is made. Registers
+and shared memory decide how many programs a multiprocessor works on at a time; what spills is written and read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import family_steps
+import step_times
+import torch
+from shapes import FAMILIES, QWEN3_8B, RandomMatrices, few_layers
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from slipstream.engine.gpu.backend import GpuBackend
+from slipstream.kernels.gpu import attention, delta, matmul
+from slipstream.models.gpu_models import GpuDrafter
+
+HOPPER = GPUTarget("cuda", 90, 32)
+VOCABULARY = 8192  # the size of a head changes no kernel
+BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step, and rows of each
+CHUNK = 256  # of a prompt
+MOST_SHARED = 227 * 1024  # bytes of a program on an H200
+Usage = tuple[int, int]  # registers of a thread, bytes that it spills
+
+
+class NoGpu:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one set of constants."""
+
+    name: str
+    step: str
+    kernel: Any
+
+    def usage(self, folder: Path) -> Usage:
+        path = folder / "kernel.cubin"
+        path.write_bytes(self.kernel.asm["cubin"])
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+        registers, spilled = (re.findall(rf"{what}:(\d+)", told) for what in ("REG", "LOCAL"))
+        return max(map(int, registers)), max(map(int, spilled))
+
+
+class Compiler:
+    """Stands where launches are made, and remembers what would have been launched."""
+
+    def __init__(self) -> None:
+        self.step = ""
+        self.found: dict[int, Compiled] = {}
+        self._run = JITFunction.run
+
+    def install(self) -> None:
+        driver.set_active(NoGpu())  # type: ignore[no-untyped-call]
+        compiler = self
+
+        def compile_only(kernel: JITFunction[Any], *given: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+            made = compiler._run(kernel, *given, grid=grid, warmup=True, **settings)
+            compiler.found.setdefault(id(made), Compiled(kernel.__name__, compiler.step, made))
+            return made
+
+        JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
+        attention.can_overlap = delta.can_overlap = lambda device: True  # type: ignore[attr-defined]
+        # which products are cuBLAS's is found out on a GPU: all of them are compiled, and none is computed
+        matmul.rows_agree = lambda weight, result_dtype: False
+        matmul.library_product = lambda rows, weight, out: None
+        RandomMatrices._dense = _unwritten  # type: ignore[method-assign]
+
+
+def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:
+    """Nobody reads such weights, so that they take no memory either."""
+    return torch.empty(outputs, inputs, dtype=torch.bfloat16)
+
+
+def dense_pair(kind: str) -> tuple[GpuBackend, GpuDrafter]:
+    shape = replace(QWEN3_8B, layers=2, vocab_size=VOCABULARY)
+    options = Namespace(contexts=[1024], batches=list(BATCHES), tiny=False, no_graphs=True, format=kind)
+    bench = step_times.Bench(options, shape, torch.device("cpu"))
+    return bench.backend, bench.gpu_drafter
+
+
+def family_pair(name: str, kind: str) -> tuple[GpuBackend, GpuDrafter]:
+    bench = family_steps.Bench(replace(few_layers(name), vocab_size=VOCABULARY), kind, 1024, torch.device("cpu"), False)
+    return bench.backend, bench.drafter
+
+
+@torch.inference_mode()
+def compile_steps(backend: GpuBackend, drafter: GpuDrafter, compiler: Compiler, label: str, most: int) -> None:
+    """Plain steps with draft context and without, drafting ones, and a chunk of a prompt."""
+    for sequences, widths in BATCHES.items():
+        for each in widths if sequences <= most else ():
+            for used in (None, drafter) if each == 1 else (drafter,):
+                compiler.step = f"{label}, {sequences} x {each} rows" + (", context kept" if each == 1 and used else "")
+                step = backend._make_step(sequences, each, used, each > 1)
+                step.launch()
+                if step.held is not None:
+                    step.write_held()
+    compiler.step = f"{label}, prompt"
+    passes = backend._built.passes
+    chunk = passes._pass(("compiled",), "chain", 1, CHUNK)
+    states = passes._make_states(chunk.rows) if passes._tensors is not None else None
+    hidden, _ = passes.target.run(chunk.rows, passes.pools, drafter.taps, states)
+    passes.target.logits(hidden[:16])
+
+
+def report(found: list[Compiled]) -> None:
+    """A line for every kernel with what the hungriest of its versions takes."""
+    by_name: dict[str, list[tuple[Usage, Compiled]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for each in found:
+            by_name.setdefault(each.name, []).append((each.usage(Path(folder)), each))
+    print("| kernel | versions | warps | registers | spilled bytes | shared KiB | in a step of |\n|" + " --- |" * 7)
+    for name, versions in sorted(by_name.items()):
+        (registers, spilled), most = max(versions, key=lambda version: (version[0][1], version[0][0]))
+        metadata = most.kernel.metadata
+        print(
+            f"| {name} | {len(versions)} | {metadata.num_warps} | {registers} | {spilled} | "
+            f"{metadata.shared / 1024:.0f} | {most.step} |"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(("Qwen3-8B", *FAMILIES)))
+    parser.add_argument("--formats", default="bf16,Q4_K")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    compiler = Compiler()
+    compiler.install()
+    for shape in options.shapes.split(","):
+        for kind in options.formats.split(","):
+            dense = shape == "Qwen3-8B"
+            backend, drafter = dense_pair(kind) if dense else family_pair(shape, kind)
+            compile_steps(backend, drafter, compiler, f"{shape} {kind}", max(BATCHES) if dense else 1)
+            took = time.perf_counter() - began
+            print(f"{shape} {kind}: {len(compiler.found)} kernels after {took:.0f} s", flush=True)
+    found = list(compiler.found.values())
+    report(found)
+    too_large = [f"{each.name} ({each.step})" for each in found if each.kernel.metadata.shared > MOST_SHARED]
+    print(f"{len(found)} kernels compile; with more shared memory than there is: {', '.join(too_large) or 'none'}")
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
