@@ -1,7 +1,7 @@
 """The promises a GPU must keep, judged from what the scripts in scripts/gpu measured on one.
 
 On a machine with a GPU the sections run the scripts; elsewhere they judge the numbers that lie in build/verify/gpu, and
-say so where there are none.
+where there are none the page keeps what it says.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ import torch
 
 from tests.verify_report import Report
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS, NUMBERS = ROOT / "scripts" / "gpu", ROOT / "build" / "verify" / "gpu"
-STEPS = {
-    "steps_bf16": ["--reference"],
-    "steps_Q8_0": ["--format", "Q8_0"],
-    "steps_Q4_K": ["--format", "Q4_K"],
-    "steps_contexts": ["--contexts", "1024,8192,32768", "--widths", "16"],
-    "steps_batches": ["--batches", "1,4,16,64"],
-}
+RUN_ALL = Path(__file__).parents[1] / "scripts" / "gpu" / "run_all.py"
+sys.path.insert(0, str(RUN_ALL.parent))
+from run_all import NUMBERS, STEPS, command_of  # noqa: E402  (what is run there is judged here)
+
 MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}  # a plain step, one with draft and 16 rows
 NARROW = "draft + verify 16"
 MOST_WIDE = 1.1  # times the verify of 16 rows, for a tree of 64
@@ -32,24 +27,23 @@ MOST_RATIO = 1.5  # of the floor, for targets whose layers are not all alike
 Line = dict[str, Any]
 
 
+def gpu_checks(report: Report) -> None:
+    """Every kernel at real sizes against torch: right, and a row's bits its own."""
+    for line in measured(report, "checks") or ():
+        report.add(f"`python scripts/gpu/{line['check']}.py --only checks`", line["said"], line["ok"])
+
+
 def gpu_steps(report: Report) -> None:
-    _origin(report)
-    for name, arguments in STEPS.items():
-        lines = measured(name, ["step_times.py", *arguments])
-        command = f"`python scripts/gpu/step_times.py {' '.join(arguments)}`"
-        if not lines:
-            report.add(command, "no GPU here, and no numbers of one in build/verify/gpu", False)
+    found = {name: measured(report, name) for name in STEPS}
+    for name, lines in found.items():
+        command = f"`{command_of(name)}`"
+        if lines is None:
+            if report.outcomes:  # else none of them has been, and the page keeps what it says
+                report.add(command, "not measured", False)
         elif name in ("steps_contexts", "steps_batches"):
             _table(report, command, lines)
         else:
             _steps(report, command, lines)
-
-
-def _origin(report: Report) -> None:
-    """Numbers that were brought here say where they come from: build/verify/gpu/origin.txt."""
-    path = NUMBERS / "origin.txt"
-    if path.is_file() and not torch.cuda.is_available():
-        report.add("the numbers below were measured elsewhere", path.read_text().strip(), True)
 
 
 def _steps(report: Report, command: str, lines: list[Line]) -> None:
@@ -79,12 +73,8 @@ def _table(report: Report, command: str, lines: list[Line]) -> None:
 
 def gpu_families(report: Report) -> None:
     """Hybrid and mixture targets with random weights; of a mixture only the experts that rows touch count."""
-    _origin(report)
-    command = "`python scripts/gpu/family_steps.py`"
-    lines = measured("families", ["family_steps.py"])
-    if not lines:
-        report.add(command, "no GPU here, and no numbers of one in build/verify/gpu", False)
-    for line in lines:
+    command = f"`{command_of('families')}`"
+    for line in measured(report, "families") or ():
         judged = line["format"] == "bf16" and line["step"] in ("plain", "verify chain 16")
         bound = f"at most {MOST_RATIO}" if judged else "no bound"
         text = f"{line['ms']:.2f} ms, floor {line['floor_ms']:.2f} ms, {line['ratio']:.2f} of it ({bound})"
@@ -95,14 +85,9 @@ def gpu_families(report: Report) -> None:
 
 
 def gpu_pair(report: Report) -> None:
-    """The shipped pair: needs the target's file, which the scripts take as an argument."""
-    path = NUMBERS / "real_pair.json"
-    command = "`python scripts/gpu/real_pair.py TARGET DRAFTER --out build/verify/gpu/real_pair.json`"
-    if not path.is_file():
-        report.add(command, "no numbers in build/verify/gpu", False)
-        return
-    _origin(report)
-    found: dict[str, list[Line]] = json.loads(path.read_text())
+    """The shipped target with one of its drafters."""
+    command = f"`{command_of('real_pair')}`"
+    found: dict[str, list[Line]] = measured(report, "real_pair") or {}
     for line in [*found.get("modes", ()), *found.get("native", ())]:
         same, of = map(int, line["same_texts"].split("/"))
         text = (
@@ -122,14 +107,16 @@ def gpu_pair(report: Report) -> None:
         report.add(f"waits of the host, {line['mode']}", text, waits + others <= steps)
 
 
-def measured(name: str, command: list[str]) -> list[Line]:
-    """A script's numbers: fresh ones where there is a GPU, else those that were brought from one."""
-    path = NUMBERS / f"{name}.json"
+def measured(report: Report, name: str) -> Any:
+    """A script's numbers: fresh ones where there is a GPU, else those that were brought from one, None without any."""
+    path, origin = NUMBERS / f"{name}.json", NUMBERS / "origin.txt"
     if torch.cuda.is_available():
-        NUMBERS.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, *command, "--out", str(path)], cwd=SCRIPTS, check=True)
-    lines: list[Line] = json.loads(path.read_text()) if path.is_file() else []
-    return lines
+        subprocess.run([sys.executable, str(RUN_ALL), "--only", name], check=True)
+    elif not path.is_file():
+        return None
+    elif origin.is_file() and not report.outcomes:
+        report.add("the numbers below were measured elsewhere", origin.read_text().strip(), True)
+    return json.loads(path.read_text())
 
 
-TIMED = (gpu_steps, gpu_families, gpu_pair)
+TIMED = (gpu_checks, gpu_steps, gpu_families, gpu_pair)

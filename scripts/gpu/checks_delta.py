@@ -16,7 +16,7 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
+from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
 from slipstream.cache.gpu_states import GpuStateTensors
@@ -242,7 +242,8 @@ def time_commits(name: str, shape: DeltaShape, device: torch.device, taken: Sequ
 
 
 def main() -> None:
-    tiny, device = tiny_or_gpu(__doc__)
+    asked = Asked.read(__doc__)
+    tiny, device = asked.tiny, asked.device
     shapes = TINY_SHAPES if tiny else SHAPES
     kinds = [("plain", 1), ("chain", 4), ("tree", 4)] if tiny else [
         ("plain", 1), ("chain", 16), ("tree", 16), ("chain", 64), ("tree", 64), ("chain", 512),
@@ -250,12 +251,15 @@ def main() -> None:
     wrong, table = [], [f"{'shape':<16} {'rows':<12} {' '.join(f'{part:>8}' for part in PARTS)} {'floor us':>9}"]
     with torch.inference_mode():
         for name, shape in shapes.items():
-            for count in (4,) if tiny else (5, 16, 64):
+            for count in () if not asked.checks else (4,) if tiny else (5, 16, 64):
                 wrong += [f"{name}: {sentence}" for sentence in check(shape, device, count)]
-            table += [time_layer(name, shape, device, *kind) for kind in kinds]
-            table += time_commits(name, shape, device, (2,) if tiny else (1, 4, 16))
-    print("\n".join(wrong) or "delta: all right, and the same bits on every way")
-    print("\n".join(table))
+            if asked.times:
+                table += [time_layer(name, shape, device, *kind) for kind in kinds]
+                table += time_commits(name, shape, device, (2,) if tiny else (1, 4, 16))
+    if asked.checks:
+        print("\n".join(wrong) or "delta: all right, and the same bits on every way")
+    if asked.times:
+        print("\n".join(table))
     sys.exit(bool(wrong))
 
 

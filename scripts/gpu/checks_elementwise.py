@@ -244,22 +244,36 @@ def time_table(device: torch.device, shapes: Sequence[Shape], counts: Sequence[i
     return lines
 
 
-def tiny_or_gpu(description: str | None) -> tuple[bool, torch.device]:
-    """Reads the one option of a check: small shapes under the interpreter, or the real ones on a GPU."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
-    tiny = parser.parse_args().tiny
-    torch.manual_seed(0)
-    return tiny, torch.device("cpu" if tiny else "cuda")
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a script is to do: small shapes under the interpreter or the real ones on a GPU, checks, times or both."""
+
+    tiny: bool
+    device: torch.device
+    checks: bool
+    times: bool
+
+    @classmethod
+    def read(cls, description: str | None) -> Asked:
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU under Triton's interpreter")
+        parser.add_argument("--only", choices=("checks", "times"))
+        options = parser.parse_args()
+        torch.manual_seed(0)
+        device = torch.device("cpu" if options.tiny else "cuda")
+        return cls(options.tiny, device, options.only != "times", options.only != "checks")
 
 
 def main() -> None:
-    tiny, device = tiny_or_gpu(__doc__)
+    asked = Asked.read(__doc__)
+    tiny, device = asked.tiny, asked.device
     shapes = TINY_SHAPES if tiny else (*SHAPES, *WIDE_SHAPES)
-    wrong = check(device, shapes, (2, 3) if tiny else (1, 16, 32, 64, 512))
-    table = time_table(device, shapes, (2,) if tiny else (16, 64, 512))
-    print("\n".join(wrong) or "elementwise: all right, and every row for itself")
-    print("\n".join(table))
+    wrong = []
+    if asked.checks:
+        wrong = check(device, shapes, (2, 3) if tiny else (1, 16, 32, 64, 512))
+        print("\n".join(wrong) or "elementwise: all right, and every row for itself")
+    if asked.times:
+        print("\n".join(time_table(device, shapes, (2,) if tiny else (16, 64, 512))))
     sys.exit(bool(wrong))
 
 

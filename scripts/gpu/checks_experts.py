@@ -304,6 +304,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--out", type=Path, help="also write the times as JSON")
     parser.add_argument("--formats", default="bf16,Q4_K,Q8_0,Q6_K")
     parser.add_argument("--shapes", default="")
     parser.add_argument("--rows", default=",".join(map(str, ROW_COUNTS)))
@@ -334,8 +335,8 @@ def main() -> int:
                 print(times[-1], flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    if folder := os.environ.get("OUT"):
-        (Path(folder) / "expert_times.json").write_text(json.dumps(times, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(times, indent=1))
     print(f"\n{'case':32} {'rows':>4} {'launch':12} {'variant':12} {'us':>9} {'experts':>8} {'GB/s':>6}")
     for line in times:
         print(f"{line['case']!s:32} {line['rows']!s:>4} {line['launch']!s:12} {line['variant']!s:12} "

@@ -15,7 +15,7 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
+from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
@@ -28,6 +28,7 @@ from slipstream.speculative.calibration import Calibration
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
 SHAPES = ("chain", "tree", "seeded")
+HEADS = ("vanilla", "gated", "selector")
 
 
 @dataclass
@@ -244,11 +245,11 @@ def random_heads(
     return HeadCase(weights, floats(sequences, slots, hidden).bfloat16(), tokens, anchors, 0.8 * ones, out)
 
 
-def check_heads(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> tuple[list[str], list[str]]:
-    """What is wrong, as sentences, and a table of times; a size is random_heads' from the number of sequences on."""
-    wrong, lines = [], [f"{'heads':<10} {'sequences':>9} {'slots':>5} {'K':>3} {'rank':>5} {'us':>8}"]
+def check_heads(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> list[str]:
+    """What is wrong, as sentences; a size is random_heads' from the number of sequences on."""
+    wrong = []
     for size in sizes:
-        for kind in ("vanilla", "gated", "selector"):
+        for kind in HEADS:
             case = random_heads(device, kind, *size)
             found, expected = case.found(), case.found(reference=True)
             alone = case.alone(size[0] - 1).found()
@@ -257,13 +258,21 @@ def check_heads(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> tuple
                     wrong.append(f"heads {kind} {size}: {name} are off by {(one - other).abs().max()}")
                 if kind == "vanilla" and not torch.equal(one[-1:], own):
                     wrong.append(f"heads {kind} {size}: {name} change among others")
+    return wrong
+
+
+def head_table(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> list[str]:
+    lines = [f"{'heads':<10} {'sequences':>9} {'slots':>5} {'K':>3} {'rank':>5} {'us':>8}"]
+    for size in sizes:
+        for kind in HEADS:
+            case = random_heads(device, kind, *size)
 
             def launch(case: HeadCase = case) -> None:
                 score_heads(*case.parts())
 
             us = median_us([launch] * 10)
             lines.append(f"{kind:<10} {size[0]:>9} {size[1]:>5} {size[2]:>3} {size[5]:>5} {us:>8.2f}")
-    return wrong, lines
+    return lines
 
 
 def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, bool]], layers: int) -> list[str]:
@@ -297,22 +306,23 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
 
 
 def main() -> None:
-    tiny, device = tiny_or_gpu(__doc__)
-    if tiny:
-        wrong = check(device, 3, [(8, 3, 4, False), (4, 2, 3, True)])
-        table = time_table(device, [(1, 4, 2, 2, False)], 2)
+    asked = Asked.read(__doc__)
+    device = asked.device
+    if asked.tiny:
+        seeds, layers, steps, timed = 3, 2, [(8, 3, 4, False), (4, 2, 3, True)], [(1, 4, 2, 2, False)]
         sizes = [(2, 2, 3, 50, 40, 12)]
     else:
-        real = [(16, 15, 16, False), (64, 15, 16, False), (32, 7, 5, False), (16, 15, 1, False), (4, 3, 8, False)]
-        wrong = check(device, 70, [*real, (16, 15, 16, True), (64, 15, 64, True)])
+        seeds, layers = 70, 36
+        steps = [(16, 15, 16, False), (64, 15, 16, False), (32, 7, 5, False), (16, 15, 1, False), (4, 3, 8, False)]
+        steps += [(16, 15, 16, True), (64, 15, 64, True)]
         timed = [(1, 16, 15, 16, False), (1, 64, 15, 16, False), (16, 16, 15, 16, False), (1, 64, 15, 64, True)]
-        table = time_table(device, timed, 36)
         sizes = [(1, 15, 16, 151936, 4096, 256), (16, 7, 16, 151936, 4096, 256), (1, 7, 64, 49152, 576, 256)]
-    wrong_heads, head_table = check_heads(device, sizes)
-    wrong += wrong_heads
-    print("\n".join(wrong) or "growth, heads and commit: all right")
-    print("\n".join(head_table))
-    print("\n".join(table))
+    wrong = []
+    if asked.checks:
+        wrong = [*check(device, seeds, steps), *check_heads(device, sizes)]
+        print("\n".join(wrong) or "growth, heads and commit: all right")
+    if asked.times:
+        print("\n".join([*head_table(device, sizes), *time_table(device, timed, layers)]))
     sys.exit(bool(wrong))
 
 

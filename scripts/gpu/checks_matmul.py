@@ -371,6 +371,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=("checks", "times"))
+    parser.add_argument("--out", type=Path, help="also write the times as JSON")
     parser.add_argument("--formats", default=",".join(("cuBLAS", "in order", *KINDS)))
     parser.add_argument("--rows", default="16,32,64")
     parser.add_argument("--processes", type=int, default=12)
@@ -392,8 +393,8 @@ def main() -> int:
         for name in names:
             for shape, size in shapes.items():
                 times += time_shape(name, shape, size, rows_counts, Scratch(DEVICE))
-        if folder := os.environ.get("OUT"):
-            (Path(folder) / "matmul_times.json").write_text(json.dumps(times, indent=1))
+        if options.out is not None:
+            options.out.write_text(json.dumps(times, indent=1))
         print_times(times)
         print_totals(times, QWEN3_8B_LAYERS)
     print(f"{options.formats}: {time.perf_counter() - start:.0f} s in all; {len(faults)} faults {faults}")

@@ -14,7 +14,7 @@ if "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from checks_elementwise import COPY_GB_S, median_us, tiny_or_gpu
+from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
 from slipstream.kernels.gpu import sampling
@@ -188,15 +188,18 @@ def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
 
 
 def main() -> None:
-    tiny, device = tiny_or_gpu(__doc__)
+    asked = Asked.read(__doc__)
+    tiny, device = asked.tiny, asked.device
     vocabularies = {"tiny": 4200} if tiny else VOCABULARIES
-    wrong = check(device, vocabularies, 1 if tiny else 4, (2,) if tiny else (1, 16, 64))
-    table = time_table(device, vocabularies, (1,) if tiny else (16, 64))
-    print("\n".join(wrong) or "sampling: all right, and every row for itself")
-    largest, rows = max(vocabularies.values()), 1 if tiny else 16
-    print("\n".join(tuning_table(device, largest, rows)))
-    print("\n".join(parts_table(device, largest, rows)))
-    print("\n".join(table))
+    wrong = []
+    if asked.checks:
+        wrong = check(device, vocabularies, 1 if tiny else 4, (2,) if tiny else (1, 16, 64))
+        print("\n".join(wrong) or "sampling: all right, and every row for itself")
+    if asked.times:
+        largest, rows = max(vocabularies.values()), 1 if tiny else 16
+        print("\n".join(tuning_table(device, largest, rows)))
+        print("\n".join(parts_table(device, largest, rows)))
+        print("\n".join(time_table(device, vocabularies, (1,) if tiny else (16, 64))))
     sys.exit(bool(wrong))
 
 
