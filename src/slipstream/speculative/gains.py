@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # nodes the curves are kept at
 _PLACES = {size: place for place, size in enumerate(SIZES)}
-_HEADSTART = 8  # curves that what other sequences have shown counts as: an answer's first words are the hardest
-# Share of the newest curve once the average has settled. A bad spell that is taken for the rule ends the drafts that
-# would show that it is none, so the average is slow.
-_SLOWEST = 0.08
+_SLOWEST = 0.15  # share of the newest curve once the average has settled
 _LARGEST_CORRECTION = 50.0
 _TINY = 1e-9
 _QUOTIENT_KEEP, _QUOTIENT_PRIOR = 0.95, 20.0
@@ -40,7 +37,8 @@ class Gains:
         self.chain: tuple[float, ...] = source.chain if source else ()
         self.tree: tuple[float, ...] = source.tree if source else ()
         self._correction = 1.0  # that the curves have not had yet
-        self._curves: int = min(_HEADSTART, source._curves) if source else 0
+        # what was seen elsewhere counts as few curves, so that a sequence soon goes by its own
+        self._curves: int = min(2, source._curves) if source else 0
 
     @property
     def known(self) -> bool:

@@ -61,7 +61,7 @@ def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float
             times = step.branched if branching else step.straight
             forgone = (spent + times[width] - step.straight[0]) * step.plain_rate
             best = max(best, (1.0 + gains.expected(width, slots, branching)) / (1.0 + forgone))
-    return best / view.policy.gate.margin
+    return best / view.policy.margin
 
 
 def _grow(
@@ -77,7 +77,7 @@ def _grow(
         wanted = min(width, policy.max_nodes) if wide else min(width, depth)
         tokens += gains.expected(wanted, depth, wide)
         nodes += wanted
-        margin = max(margin, policy.gate.margin)
+        margin = max(margin, policy.margin)
         rate = tokens / (spent[count - 1] + times[nodes])
         if rate / margin > best[0]:
             best = (rate / margin, count, rate)

@@ -13,6 +13,7 @@ from slipstream.speculative.gains import Depths, Gains, Quotient
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64
+_DOUBT = 1.04  # times plain decoding's speed that drafting must promise: near break-even promises rather fail
 _LONGEST_WAIT, _SHORTEST_WAIT = 8, 0.25  # times the gate's probe
 _HOPELESS_GAIN = 0.15  # accepted tokens to expect of three drafted ones
 _HOPELESS_FACTOR = 4  # probes grow rare faster where there is no hope
@@ -38,6 +39,7 @@ class SequencePolicy:
 
     def __init__(self, mode: Mode, gate: Gate, proposals: int, shared: Memory) -> None:
         self.gate = gate
+        self.margin = gate.margin * _DOUBT
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
