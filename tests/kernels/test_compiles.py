@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("triton")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "compiles.py"
 SHAPES = "Qwen3-8B,Qwen3.6-35B-A3B"
 # of every part of a step one: rows, products, attention, experts, recurrent layers, choice, commit
