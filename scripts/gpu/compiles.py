@@ -33,14 +33,14 @@ from triton.runtime import JITFunction, driver
 
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.kernels.gpu import attention, delta, matmul
+from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.gpu_models import GpuDrafter
 
 HOPPER = GPUTarget("cuda", 90, 32)
-VOCABULARY = 8192  # the size of a head changes no kernel
 BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step, and rows of each
 CHUNK = 256  # of a prompt
 MOST_SHARED = 227 * 1024  # bytes of a program on an H200
-Usage = tuple[int, int]  # registers of a thread, bytes that it spills
+Usage = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes that its program shares
 
 
 class NoGpu:
@@ -71,7 +71,7 @@ class Compiled:
             [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
         registers, spilled = (re.findall(rf"{what}:(\d+)", told) for what in ("REG", "LOCAL"))
-        return max(map(int, registers)), max(map(int, spilled))
+        return max(map(int, registers)), max(map(int, spilled)), self.kernel.metadata.shared
 
 
 class Compiler:
@@ -105,14 +105,14 @@ def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:
 
 
 def dense_pair(kind: str) -> tuple[GpuBackend, GpuDrafter]:
-    shape = replace(QWEN3_8B, layers=2, vocab_size=VOCABULARY)
+    shape = replace(QWEN3_8B, layers=2)
     options = Namespace(contexts=[1024], batches=list(BATCHES), tiny=False, no_graphs=True, format=kind)
     bench = step_times.Bench(options, shape, torch.device("cpu"))
     return bench.backend, bench.gpu_drafter
 
 
 def family_pair(name: str, kind: str) -> tuple[GpuBackend, GpuDrafter]:
-    bench = family_steps.Bench(replace(few_layers(name), vocab_size=VOCABULARY), kind, 1024, torch.device("cpu"), False)
+    bench = family_steps.Bench(few_layers(name), kind, 1024, torch.device("cpu"), False)
     return bench.backend, bench.drafter
 
 
@@ -136,19 +136,15 @@ def compile_steps(backend: GpuBackend, drafter: GpuDrafter, compiler: Compiler, 
 
 
 def report(found: list[Compiled]) -> None:
-    """A line for every kernel with what the hungriest of its versions takes."""
-    by_name: dict[str, list[tuple[Usage, Compiled]]] = {}
+    """A line for every kernel with the most that any of its versions takes."""
+    by_name: dict[str, list[Usage]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for each in found:
-            by_name.setdefault(each.name, []).append((each.usage(Path(folder)), each))
-    print("| kernel | versions | warps | registers | spilled bytes | shared KiB | in a step of |\n|" + " --- |" * 7)
+            by_name.setdefault(each.name, []).append(each.usage(Path(folder)))
+    print("| kernel | versions | registers | spilled bytes | shared KiB |\n|" + " --- |" * 5)
     for name, versions in sorted(by_name.items()):
-        (registers, spilled), most = max(versions, key=lambda version: (version[0][1], version[0][0]))
-        metadata = most.kernel.metadata
-        print(
-            f"| {name} | {len(versions)} | {metadata.num_warps} | {registers} | {spilled} | "
-            f"{metadata.shared / 1024:.0f} | {most.step} |"
-        )
+        registers, spilled, shared = map(max, zip(*versions, strict=True))
+        print(f"| {name} | {len(versions)} | {registers} | {spilled} | {shared / 1024:.0f} |")
 
 
 def main() -> int:
@@ -156,11 +152,14 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(("Qwen3-8B", *FAMILIES)))
     parser.add_argument("--formats", default="bf16,Q4_K")
     options = parser.parse_args()
+    shapes, formats = options.shapes.split(","), options.formats.split(",")
+    if unknown := {*shapes, *formats} - {"Qwen3-8B", *FAMILIES, "bf16", *KINDS}:
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
     began = time.perf_counter()
     compiler = Compiler()
     compiler.install()
-    for shape in options.shapes.split(","):
-        for kind in options.formats.split(","):
+    for shape in shapes:
+        for kind in formats:
             dense = shape == "Qwen3-8B"
             backend, drafter = dense_pair(kind) if dense else family_pair(shape, kind)
             compile_steps(backend, drafter, compiler, f"{shape} {kind}", max(BATCHES) if dense else 1)

@@ -22,9 +22,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
 NUMBERS = SCRIPTS.parents[1] / "build" / "verify" / "gpu"
-ONLY_CHECKS = ("--only", "checks")
 CHECKS = {
-    f"checks_{part}": [f"checks_{part}.py", *ONLY_CHECKS]
+    f"checks_{part}": [f"checks_{part}.py", "--only", "checks"]
     for part in ("attention", "growth", "matmul", "elementwise", "sampling", "delta", "experts")
 }
 STEPS = {
@@ -36,7 +35,6 @@ STEPS = {
 }
 PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "modes,batches,syncs,theirs"]}
 TIMED = {**PAIR, **STEPS, "families": ["family_steps.py"]}  # the most telling first
-ONLY_ON_GPUS = {"--reference", "--parts", PAIR["real_pair"][-1]}
 TINY_PAIR = ["--device", "cpu", "--limit", "1", "--tokens", "8", "--batches", "2", "--parts", "modes,batches"]
 SIDE_BY_SIDE = 4  # some checks start several processes themselves
 LIMIT_S = 420.0
@@ -75,7 +73,7 @@ class Jobs:
     def run(self, name: str, arguments: Iterable[str], writes: bool) -> None:
         if self._tiny:
             small = TINY_PAIR if name in PAIR else ["--tiny"]
-            arguments = [*(argument for argument in arguments if argument not in ONLY_ON_GPUS), *small]
+            arguments = [*(argument for argument in arguments if argument != "--reference"), *small]
         command = [sys.executable, *(self._files.get(argument, argument) for argument in arguments)]
         if writes:
             command += ["--out", str((self._out / f"{name}.json").resolve())]

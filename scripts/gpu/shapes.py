@@ -59,7 +59,7 @@ FAMILIES: dict[str, DecoderConfig] = {
 
 
 def few_layers(name: str) -> DecoderConfig:
-    """A family with one layer of every kind it has, each as large as it is."""
+    """A family with a few layers, some of every kind it has, each as large as it is."""
     whole = FAMILIES[name]
     if isinstance(whole, LagunaConfig):
         return replace(
