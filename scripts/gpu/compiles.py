@@ -38,7 +38,6 @@ from slipstream.models.gpu_models import GpuDrafter
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step, and rows of each
-CHUNK = 256  # of a prompt
 MOST_SHARED = 227 * 1024  # bytes of a program on an H200
 Usage = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes that its program shares
 
@@ -129,10 +128,10 @@ def compile_steps(backend: GpuBackend, drafter: GpuDrafter, compiler: Compiler, 
                     step.write_held()
     compiler.step = f"{label}, prompt"
     passes = backend._built.passes
-    chunk = passes._pass(("compiled",), "chain", 1, CHUNK)
-    states = passes._make_states(chunk.rows) if passes._tensors is not None else None
-    hidden, _ = passes.target.run(chunk.rows, passes.pools, drafter.taps, states)
-    passes.target.logits(hidden[:16])
+    chunk, run = passes.chunk_pass(drafter)
+    run()
+    assert chunk.hidden is not None
+    passes.target.logits(chunk.hidden[:16])
 
 
 def report(found: list[Compiled]) -> None:

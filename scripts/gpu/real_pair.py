@@ -128,11 +128,15 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
 
 
 class StepClock:
-    """Times engine steps that only decode: all of it, and the part in which the host waited for the device."""
+    """Times engine steps that only decode: all of it, and the part in which the host waited for the device.
+
+    Of the others it knows what they took together.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.engine
         self._waited = 0.0
+        self.prompts = 0.0  # seconds of steps with prompts among them
         self.steps: list[tuple[float, float, int, bool]] = []  # seconds, of them waited, tokens, whether drafted
 
     def run(self, requests: Sequence[Any]) -> None:
@@ -161,6 +165,8 @@ class StepClock:
         if only_decodes and events:
             drafted = any(event.step is not None and event.step.proposal.nodes for event in events)
             self.steps.append((took, self._waited, sum(len(event.tokens) for event in events), drafted))
+        elif not only_decodes:
+            self.prompts += took
 
     def _clocked(self, call: Callable[..., None]) -> Callable[..., None]:
         def clocked(*given: object) -> None:
@@ -190,6 +196,7 @@ def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
                 "over_plain": round(speeds[mode] / speeds["plain"], 3), "step_ms": round(1e3 * median(whole), 3),
                 "host_ms": round(1e3 * median(host), 3), "host_us_per_sequence": round(1e6 * median(host) / batch, 1),
                 "longest_ms": round(1e3 * max(whole), 1), "steps": len(whole), "drafted_steps": sum(drafted),
+                "prompts_ms": round(1e3 * clock.prompts, 1),
             })
             print(rows[-1], flush=True)
     llm.close()

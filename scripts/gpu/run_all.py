@@ -33,7 +33,7 @@ STEPS = {
     "steps_contexts": ["step_times.py", "--contexts", "1024,8192,32768", "--widths", "16"],
     "steps_batches": ["step_times.py", "--batches", "1,4,16,64"],
 }
-PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "modes,batches,syncs,theirs"]}
+PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "batches,modes,syncs,theirs"]}
 TIMED = {**PAIR, **STEPS, "families": ["family_steps.py"]}  # the most telling first
 TINY_PAIR = ["--device", "cpu", "--limit", "1", "--tokens", "8", "--batches", "2", "--parts", "modes,batches"]
 SIDE_BY_SIDE = 4  # some checks start several processes themselves

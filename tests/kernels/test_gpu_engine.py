@@ -93,7 +93,7 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
 
 def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
-        llm = gpu_llm(tmp_path, max_sequences=32)
+        llm = gpu_llm(tmp_path, max_sequences=128)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
         drafter = engine._drafter(BASE_VARIANT)
@@ -102,7 +102,7 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
         for sequences, each, rows in ((1, 16, 16), (32, 2, 64), (4, 16, 4 * whole)):
             step, _ = engine.loop.step(sequences, each, drafter, True)
             assert step.held is None and len(step._context.gather) == rows, (sequences, each)
-        for sequences, turns in ((1, 16), (32, 8)):
+        for sequences, turns in ((1, 16), (32, 16), (128, 8)):
             step, _ = engine.loop.step(sequences, 1, drafter, False)
             assert step.held is not None and step.held.turns == turns
             assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)

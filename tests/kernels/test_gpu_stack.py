@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -79,6 +78,16 @@ FAMILIES = [
 ]
 
 
+class _Tapped(GpuBlocks):
+    """In a drafter's place: keeps the taps that would become its context."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.gpu: Any = Mock(taps=tuple(layers), context=Mock(write=self._keep))
+
+    def _keep(self, taps: Tensor, *_: Tensor) -> None:
+        self.last = taps.clone()
+
+
 @dataclass
 class OnDevice:
     """A target as a GPU has it, with pools of its own and a runner around it; perhaps a drafter for it."""
@@ -87,6 +96,7 @@ class OnDevice:
     runner: GpuRunner
     pools: GpuPools
     blocks: GpuBlocks | None
+    tapped: _Tapped | None
 
     @classmethod
     def load(
@@ -105,12 +115,12 @@ class OnDevice:
         pools = GpuPools(PAGES, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), draft_shape, DEVICE, states)
         target = GpuTarget(gpu_kernels(kernels), model, POSITIONS, DEVICE)
         passes = Passes(target, pools, PAGES, 16, Graphs(DEVICE, False))
-        tapped: Any = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(target_layer_ids=tuple(taps))))
         blocks = None
         if drafter is not None:
             gpu_drafter = GpuDrafter(gpu_kernels(kernels), drafter, model, 0, POSITIONS, DEVICE)
             blocks = GpuBlocks(passes, gpu_drafter, 0)
-        return cls(model, GpuRunner(passes, tapped if taps else None), pools, blocks)
+        tapped = _Tapped(taps) if taps else None
+        return cls(model, GpuRunner(passes, tapped), pools, blocks, tapped)
 
     @torch.inference_mode()
     def rows(self, ids: Sequence[int], chunk: int) -> tuple[Tensor, Tensor]:
@@ -123,8 +133,8 @@ class OnDevice:
             state.reserve(state.length + len(known))
             result = self.runner.forward([RowWork(state, state.length, known, len(known))])
             logits.append(result.logits[0])
-            if result.taps is not None:
-                taps.append(result.taps[: len(known)])
+            if self.tapped is not None:
+                taps.append(self.tapped.last[: len(known)])
             state.commit(range(len(known)), [], len(known) if taps else 0)
         state.release()
         return torch.cat(logits), torch.cat(taps) if taps else torch.empty(0)

@@ -121,13 +121,18 @@ class GpuBackend:
         """Captures what one sequence needs, so that a first request does not wait for compilers."""
         machine = self._built
         drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
-        shapes: list[tuple[int, GpuDrafter | None, bool]] = [(1, None, False)]
+        captures: list[Callable[[], object]] = [
+            partial(machine.passes.chunk_pass, None), partial(machine.loop.step, 1, 1, None, False)
+        ]
         if drafter is not None:
-            shapes += [(1, drafter, False), (LEAST_ROWS, drafter, True)]
-        for done, (each, own, drafting) in enumerate(shapes):
-            machine.loop.step(1, each, own, drafting)
+            captures += [
+                partial(machine.passes.chunk_pass, drafter), partial(machine.loop.step, 1, 1, drafter, False),
+                partial(machine.loop.step, 1, LEAST_ROWS, drafter, True),
+            ]
+        for done, capture in enumerate(captures):
+            capture()
             if machine.progress is not None:
-                machine.progress("capturing graphs", done + 1, len(shapes))
+                machine.progress("capturing graphs", done + 1, len(captures))
 
     def in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
         machine = self._built

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -23,17 +25,64 @@ from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
 _WIDTHS = (1, 4, 16, 32, 64)
+_STAGES = 4  # passes that the host may be ahead of the device
+_ALIGNED = 4  # numbers: kernels read 16 bytes at a time where a tensor begins at such a border
+
+
+class _Staged:
+    """Numbers that the host lays out and the device fetches in its own time, all of them with one copy."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        parts = rows.tokens, rows.positions, rows.places, rows.base, rows.pages
+        sizes = [-(-part.numel() // _ALIGNED) * _ALIGNED for part in parts]
+        device, pinned = rows.tokens.device, rows.tokens.is_cuda
+        self._there = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        shapes = [part.shape for part in parts]
+
+        def views(flat: Tensor) -> list[Tensor]:
+            return [
+                part[: math.prod(shape)].view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)
+            ]
+
+        tokens, positions, places, base, pages = views(self._there)
+        places.copy_(rows.places)
+        self.rows = replace(rows, tokens=tokens, positions=positions, places=places, base=base, pages=pages)
+        here = [torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
+        self._stages = cycle([
+            (flat.copy_(self._there), [view.numpy() for view in views(flat)], torch.cuda.Event() if pinned else None)
+            for flat in here
+        ])
+        self._filled: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def fill(self) -> list[NDArray[np.int32]]:
+        """Where to write tokens, positions, places, base and pages, or some of them."""
+        flat, parts, fetched = next(self._stages)
+        if fetched is not None:
+            fetched.synchronize()
+        self._filled = flat, fetched
+        return parts
+
+    def send(self) -> None:
+        assert self._filled is not None
+        flat, fetched = self._filled
+        self._there.copy_(flat, non_blocking=True)
+        if fetched is not None:
+            fetched.record()
 
 
 @dataclass(slots=True)
 class _Pass:
     """Rows where a graph reads them, and what it leaves behind."""
 
-    rows: DeviceRows
+    staged: _Staged
     anchors: Tensor
     states: DeviceStates | None = None  # of a recurrent target
     hidden: Tensor | None = None
     other: Tensor | None = None  # a target's taps, a drafter's logits
+
+    @property
+    def rows(self) -> DeviceRows:
+        return self.staged.rows
 
 
 class Passes:
@@ -50,25 +99,46 @@ class Passes:
         self._passes: dict[tuple[object, ...], _Pass] = {}
         self._tensors = device_tensors(pools.states)
 
-    def verify(self, works: Sequence[RowWork], tap_layers: Sequence[int]) -> tuple[list[Tensor], Tensor | None, int]:
-        """Hidden rows of each work item, all taps, and how many rows each item has among them.
+    def chunk(self, work: RowWork, drafter: GpuDrafter | None) -> Tensor:
+        """Hidden rows of known tokens, until the next pass; with a drafter they are its context too.
 
-        Known tokens go one sequence at a time, proposals all together.
+        Nobody looks at that before the sequence moves on, so it need not wait for what comes of the rows.
         """
-        kind: Kind = "tree" if works[0].proposal is not None else "chain"
+        if drafter is not None:
+            self.pools.settle()
+        found, run = self.chunk_pass(drafter)
+        self._lay_out(found, [work])
+        run()
+        assert found.hidden is not None
+        return found.hidden[: work.rows]
+
+    def chunk_pass(self, drafter: GpuDrafter | None) -> tuple[_Pass, Callable[[], None]]:
+        """The rows of a chunk and what runs them, captured now if it has not been yet."""
+        key = ("chunk", drafter)
+        found, pools = self._pass(key, "chain", 1, self._chunk), self.pools
+
+        def launches() -> None:
+            rows, tapped = found.rows, drafter.taps if drafter is not None else ()
+            found.hidden, taps = self.target.run(rows, pools, tapped, found.states)
+            if drafter is not None:
+                assert taps is not None
+                drafter.context.write(taps, rows.positions, rows.places, pools.draft_keys, pools.draft_values)
+
+        return found, self.graphs.runner(key, launches)
+
+    def verify(self, works: Sequence[RowWork], tap_layers: Sequence[int]) -> tuple[list[Tensor], Tensor | None, int]:
+        """Hidden rows of each proposal, all taps, and how many rows each has among them."""
         sequences = bucket(len(works))
         most = max(work.rows for work in works)
-        each = self._chunk if kind == "chain" else next(width for width in _WIDTHS if width >= most)
-        found = self._pass(("verify", kind, sequences, each, tuple(tap_layers)), kind, sequences, each)
-        self._lay_out(found.rows, works)
-        if self._tensors is not None:
-            found.states = found.states or self._make_states(found.rows)
-            self._continue_states(found.states, found.rows, works)
+        each = next(width for width in _WIDTHS if width >= most)
+        key = ("verify", sequences, each, tuple(tap_layers))
+        found = self._pass(key, "tree", sequences, each)
+        self._lay_out(found, works)
 
         def launches() -> None:
             found.hidden, found.other = self.target.run(found.rows, self.pools, tap_layers, found.states)
 
-        self.graphs.runner(("verify", kind, sequences, each, tuple(tap_layers)), launches)()
+        self.graphs.runner(key, launches)()
         assert found.hidden is not None
         hidden = [found.hidden[i * each : i * each + work.rows] for i, work in enumerate(works)]
         # the next pass writes over what a graph leaves behind
@@ -82,7 +152,9 @@ class Passes:
         found = self._pass(key, "block", sequences, size)
         anchors = np.zeros(sequences, np.int32)
         anchors[: len(jobs)] = [job.state.tokens[job.state.length] for job in jobs]
-        self._put_sequences(found.rows, [job.state for job in jobs])
+        *_, base, pages = found.staged.fill()
+        self._put_sequences(base, pages, [(job.state, job.state.length) for job in jobs])
+        found.staged.send()
         found.anchors.copy_(torch.from_numpy(anchors))
 
         def launches() -> None:
@@ -108,24 +180,29 @@ class Passes:
             self.pools.draft_values,
         )
 
-    def forget(self, variant: object) -> None:
+    def forget(self, variant: object, drafter: GpuDrafter) -> None:
         """A variant goes, and with it what was kept for it."""
-        for key in [key for key in self._passes if key[:2] == ("draft", variant)]:
+        def theirs(key: object) -> bool:
+            return isinstance(key, tuple) and key[:2] in (("draft", variant), ("chunk", drafter))
+
+        for key in [key for key in self._passes if theirs(key)]:
             del self._passes[key]
-        self.graphs.forget(lambda key: isinstance(key, tuple) and key[:2] == ("draft", variant))
+        self.graphs.forget(theirs)
 
     def _pass(self, key: tuple[object, ...], kind: Kind, sequences: int, each: int) -> _Pass:
         found = self._passes.get(key)
         if found is None:
             place = self.pools.scratch_place
             rows = DeviceRows.empty(kind, sequences, each, self._most_pages, self.pools.device, place)
-            found = self._passes[key] = _Pass(rows, torch.zeros_like(rows.base))
+            found = self._passes[key] = _Pass(_Staged(rows), torch.zeros_like(rows.base))
+            if self._tensors is not None and kind != "block":
+                found.states = self._make_states(found.rows)
         return found
 
-    def _lay_out(self, rows: DeviceRows, works: Sequence[RowWork]) -> None:
-        tokens, positions = np.zeros(rows.rows, np.int32), np.zeros(rows.rows, np.int32)
-        places = np.full(rows.rows, self.pools.scratch_place, np.int32)
-        paths = np.zeros((rows.rows, MAX_DEPTH), np.int32)
+    def _lay_out(self, found: _Pass, works: Sequence[RowWork]) -> None:
+        rows = found.rows
+        tokens, positions, places, base, pages = found.staged.fill()
+        tokens[:], positions[:], places[:] = 0, 0, self.pools.scratch_place
         for index, work in enumerate(works):
             first = index * rows.each
             span = slice(first, first + work.rows)
@@ -133,20 +210,17 @@ class Passes:
             positions[span] = work.positions
             places[span] = self._places(work.state, work.start, work.rows)
             positions[first + work.rows : first + rows.each] = work.start
-            if work.proposal is not None:
-                for row, parent in enumerate(work.proposal.parents):
-                    depth = work.proposal.depths[row]
-                    paths[first + row] = paths[first + max(parent, 0)]
-                    paths[first + row, depth] = row
-        for own, given in ((rows.tokens, tokens), (rows.positions, positions), (rows.places, places)):
-            own[: rows.rows].copy_(torch.from_numpy(given))
-        rows.paths.copy_(torch.from_numpy(paths))
-        self._put_sequences(rows, [work.state for work in works], [work.start for work in works])
+        self._put_sequences(base, pages, [(work.state, work.start) for work in works])
+        found.staged.send()
+        if rows.kind == "tree":
+            rows.paths.copy_(torch.from_numpy(_paths(works, rows)))
+        if found.states is not None:
+            self._continue_states(found.states, rows, works)
 
     def _make_states(self, rows: DeviceRows) -> DeviceStates:
         """A chunk's states are written as it passes; those behind proposals when it is clear which rows stay."""
         assert self._tensors is not None
-        saves = torch.zeros_like(rows.positions) if rows.kind == "chain" else None
+        saves = torch.full_like(rows.positions, -1) if rows.kind == "chain" else None
         return self._tensors.over(rows, torch.zeros_like(rows.base), self.pools.scratch_place, saves)
 
     def _continue_states(self, states: DeviceStates, rows: DeviceRows, works: Sequence[RowWork]) -> None:
@@ -169,15 +243,12 @@ class Passes:
             states.saves.copy_(torch.from_numpy(saves))
 
     def _put_sequences(
-        self, rows: DeviceRows, states: Sequence[SequenceState], starts: Sequence[int] | None = None
+        self, base: NDArray[np.int32], pages: NDArray[np.int32], works: Sequence[tuple[SequenceState, int]]
     ) -> None:
-        base = np.zeros(rows.sequences, np.int32)
-        pages = np.full(rows.pages.shape, self.pools.pages, np.int32)
-        for index, state in enumerate(states):
-            base[index] = state.length if starts is None else starts[index]
+        base[:], pages[:] = 0, self.pools.pages
+        for index, (state, start) in enumerate(works):
+            base[index] = start
             pages[index, : len(state.pages)] = state.pages
-        rows.base.copy_(torch.from_numpy(base))
-        rows.pages.copy_(torch.from_numpy(pages))
 
     def _places(self, state: SequenceState, start: int, count: int) -> NDArray[np.int32]:
         slots = np.arange(start, start + count)
@@ -208,8 +279,20 @@ class GpuBlocks(BlockDrafter):
 
     def forget(self) -> None:
         """Gives back what graphs keep for this drafter."""
-        self._passes.forget(self)
+        self._passes.forget(self, self.gpu)
 
     def write_context(self, taps: Tensor, places: RowPlaces) -> None:
         """Stores the draft context of committed rows at their positions."""
         self._passes.write_context(self.gpu, taps, places)
+
+
+def _paths(works: Sequence[RowWork], rows: DeviceRows) -> NDArray[np.int32]:
+    """Every row's ancestors by their depth."""
+    paths = np.zeros((rows.rows, MAX_DEPTH), np.int32)
+    for index, work in enumerate(works):
+        assert work.proposal is not None
+        first = index * rows.each
+        for row, parent in enumerate(work.proposal.parents):
+            paths[first + row] = paths[first + max(parent, 0)]
+            paths[first + row, work.proposal.depths[row]] = row
+    return paths

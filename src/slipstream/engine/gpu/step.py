@@ -22,7 +22,7 @@ from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
 CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
-MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 256  # of steps that propose nothing, until their context is written
+MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written
 
 
 def bucket(count: int, least: int = 1) -> int:
