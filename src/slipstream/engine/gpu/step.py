@@ -194,6 +194,7 @@ class DecodeStep:
         self.drafter.context.write(held.taps, held.positions, held.places, pools.draft_keys, pools.draft_values)
         self.hold_nothing()
 
+    @torch.inference_mode()
     def hold_nothing(self) -> None:
         assert self.held is not None
         self.held.places.fill_(self._pools.scratch_place)
