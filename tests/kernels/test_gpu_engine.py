@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from slipstream.models.gpu_models import GpuDrafter
 from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.sampling import RowSampler
-from slipstream.types import BASE_VARIANT
+from slipstream.types import BASE_VARIANT, SamplingParams
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 
@@ -106,6 +106,32 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
             step, _ = engine.loop.step(sequences, 1, drafter, False)
             assert step.held is not None and step.held.turns == turns
             assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)
+
+
+def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None, tmp_path: Path) -> None:
+    """And their candidates are those of whole blocks."""
+    with keep_threads(), torch.inference_mode():
+        llm = gpu_llm(tmp_path, max_sequences=8)
+        engine = llm.engine
+        assert isinstance(engine, GpuEngine)
+        drafter = engine._drafter(BASE_VARIANT)
+        assert drafter is not None
+        engine._pools.draft_keys.normal_()  # type: ignore[attr-defined]
+        engine._pools.draft_values.normal_()  # type: ignore[attr-defined]
+        steps = [engine.loop.step(4, each, drafter, True)[0] for each in (4, 16)]
+        sequences = [Decoding(9 + 5 * number, 65 + number, [number], SamplingParams(), True) for number in range(4)]
+        engine.loop._state.load(sequences)
+        asked = Mock(side_effect=drafter.logits)
+        with patch.object(drafter, "logits", asked):
+            for step in steps:
+                assert step._draft is not None
+                step._draft.run()
+        assert [call.args[0].shape[0] for call in asked.call_args_list] == [16, 4 * drafter.block_size]
+        few, whole = (step._candidates for step in steps)
+        assert (few.shape[1], whole.shape[1]) == (3, drafter.proposals)
+        assert torch.equal(few.tokens, whole.tokens[:, :3])
+        torch.testing.assert_close(few.scores, whole.scores[:, :3])
+        assert len({tuple(tokens) for tokens in few.tokens.flatten(0, 1).tolist()}) == 12, "every slot has its own"
 
 
 def test_context_that_steps_hold_back_is_there_when_it_is_read(

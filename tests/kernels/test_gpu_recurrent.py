@@ -14,8 +14,8 @@ import torch
 
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
+from slipstream.engine.gpu.drafts import BlockDraft
 from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.step import DecodeStep
 from slipstream.engine.llm import LLM
 from tests.families import open_pair, random_prompts, replaying, write_family_pair
 from tests.kernels.test_gpu_engine import DEVICE
@@ -46,23 +46,22 @@ def gpu_llm(pair: tuple[Path, Path], **settings: Any) -> LLM:
 @contextmanager
 def knowing(texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
     """Drafts of device steps are right as far as they like to be."""
-    rng, draft = random.Random(seed), DecodeStep._draft
+    rng, run = random.Random(seed), BlockDraft.run
 
-    def know(step: DecodeStep) -> None:
-        draft(step)
-        drafter = step.drafter
-        assert drafter is not None
-        lengths, anchors = step._block.base.tolist(), step._wishes.anchors.tolist()
+    def know(draft: BlockDraft) -> None:
+        run(draft)
+        tokens, scores = draft.candidates.tokens, draft.candidates.scores
+        lengths, anchors = draft._rows.base.tolist(), draft._wishes.anchors.tolist()
         for column, (length, anchor) in enumerate(zip(lengths, anchors, strict=True)):
             text = next((text for text in texts if length < len(text) and text[length] == anchor), None)
-            right = text[length + 1 :][: rng.randint(0, drafter.proposals)] if text is not None else ()
+            right = text[length + 1 :][: rng.randint(0, tokens.shape[1])] if text is not None else ()
             # steep, so that a tree of few nodes reaches its full depth along the first rank
-            step._scores[column] = torch.log(0.8 * 0.25 ** torch.arange(step._scores.shape[-1]))
+            scores[column] = torch.log(0.8 * 0.25 ** torch.arange(scores.shape[-1]))
             for slot, token in enumerate(right):
                 rank = 0 if rng.random() < 0.7 else rng.randrange(3)
-                step._candidates[column, drafter.first_slot + slot, rank] = token
+                tokens[column, slot, rank] = token
 
-    with patch.object(DecodeStep, "_draft", know):
+    with patch.object(BlockDraft, "run", know):
         yield
 
 

@@ -325,16 +325,20 @@ class Oracle:
         self._rng = random.Random(len(text))
         self._right = cycle((5, 0, 1, 3))
 
-    def __call__(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> Tensor:
+        """Hidden rows that say which they are."""
         count = rows.tokens.shape[0]
-        logits = torch.zeros(count, self._vocabulary, device=DEVICE)
+        logits = self._logits = torch.zeros(count, self._vocabulary, device=DEVICE)
         right = next(self._right)
         for row in range(rows.each):
             position = int(rows.base[0]) + row  # of what a row proposes
             if row <= right and position < len(self._text):
                 logits[row, self._text[position]] = 6.0
             logits[row, self._rng.randrange(self._vocabulary)] += 4.0
-        return torch.zeros(count, 64, dtype=torch.bfloat16, device=DEVICE), logits
+        return torch.arange(count, dtype=torch.bfloat16, device=DEVICE)[:, None].expand(-1, 64)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[hidden[:, 0].long()]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +365,8 @@ def test_speculation_on_the_device_never_changes_the_text(
             requests = [llm.request(ids, mode=mode, temperature=heat, **settings) for ids, heat in prompts]
             assert [answer.token_ids for answer in llm.run(requests)] == plain, mode
             for (ids, heat), text in zip(prompts, plain, strict=True):
-                with patch.object(llm.engine._runner.drafter.gpu, "run", Oracle([*ids, *text], FOLDER_VOCAB)):
+                drafter, oracle = llm.engine._runner.drafter.gpu, Oracle([*ids, *text], FOLDER_VOCAB)
+                with patch.object(drafter, "run", oracle.run), patch.object(drafter, "logits", oracle.logits):
                     answer = llm.run([llm.request(ids, mode=mode, temperature=heat, **settings)])[0]
                 assert answer.token_ids == text, mode
                 accepted += [size - 1 for size in answer.step_sizes]

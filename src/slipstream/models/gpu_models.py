@@ -102,6 +102,8 @@ class GpuDrafter:
         self.block_size = config.block_size
         self.first_slot = config.first_slot
         self.proposals = config.proposals
+        self.width = config.hidden_size
+        self.vocab_size = target.config.vocab_size
         self.taps = config.target_layer_ids
         self._kernels = kernels
         self._window = window
@@ -129,16 +131,16 @@ class GpuDrafter:
         """Blocks of masks behind the anchors."""
         self._kernels.block_rows(rows, anchors, self.drafter.config.mask_token_id, self._window, page_tokens)
 
-    def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden rows of the blocks and their logits."""
+    def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> Tensor:
+        """Hidden rows of the blocks."""
         residual = embedded(self._kernels, self._embed, rows.tokens, self._scale)
         pools = _DraftPools(list(zip(keys, values, strict=True)))
-        hidden, _ = self._stack.run(residual, rows, pools)
-        return hidden, self._shaped(logits(self._kernels, self._head, hidden))
+        return self._stack.run(residual, rows, pools)[0]
 
-    def _shaped(self, found: Tensor) -> Tensor:
-        """The drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """With the drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
         config, cap = self.drafter.config, self.drafter.softcap
+        found = logits(self._kernels, self._head, hidden)
         if config.output_multiplier != 1.0 or cap > 0:
             self._kernels.bend(found, config.output_multiplier, cap)
         if self._known is None:

@@ -159,7 +159,8 @@ class Passes:
 
         def launches() -> None:
             drafter.lay_out(found.rows, found.anchors, self.pools.page_tokens)
-            found.hidden, found.other = drafter.run(found.rows, self.pools.draft_keys, self.pools.draft_values)
+            found.hidden = drafter.run(found.rows, self.pools.draft_keys, self.pools.draft_values)
+            found.other = drafter.logits(found.hidden)
 
         self.graphs.runner(key, launches)()
         assert found.hidden is not None and found.other is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.cache.gpu_pools import GpuPools
 from slipstream.cache.gpu_states import device_tensors
+from slipstream.engine.gpu.drafts import CANDIDATES, BlockDraft, Candidates
 from slipstream.engine.gpu.report import Report
 from slipstream.engine.gpu.state import DecodeState
 from slipstream.errors import IntegrityError
@@ -21,7 +22,6 @@ from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
-CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
 MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written
 
 
@@ -49,7 +49,6 @@ class DecodeStep:
         self._pools = pools
         self._target = target
         self.drafter = drafter
-        self._drafting = drafting
         self.sequences = sequences
         self.each = each
         self._settings = Settings(*(getattr(state.settings, each.name)[:sequences] for each in fields(Settings)))
@@ -59,27 +58,22 @@ class DecodeStep:
         self._rows = _over(state, replace(rows, tokens=self.report.tokens))
         self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
-        slots, block = (drafter.proposals, drafter.block_size) if drafter is not None else (1, 1)
         self.held = self._make_held() if drafter is not None and not drafting and each == 1 else None
-        longest = min(slots + 1, each)  # of a path
+        longest = min(drafter.proposals + 1, each) if drafter is not None else 1  # of a path
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)
-        heads = drafter.heads if drafter is not None and drafting else None
-        count = (drafter.candidate_limit if drafter is not None else 0) or CANDIDATES
-        self._branches = Branches.empty(sequences, slots, count, heads is not None, device)
-        self._head_scores: HeadScores | None = None
-        if heads is not None:
-            anything = torch.zeros(sequences, device=device)  # who asks for confidence goes the general way
-            self._head_scores = HeadScores.empty(sequences, slots, count, heads.trust is not None, anything)
-        # what no draft has filled: a step that proposes nothing grows from it
-        self._candidates = torch.zeros(sequences, block, count, dtype=torch.int32, device=device)
-        self._scores = torch.full((sequences, block, count), -torch.inf, device=device)
+        self._draft: BlockDraft | None = None
+        if drafter is not None and drafting:
+            block = DeviceRows.empty("block", sequences, drafter.block_size, 1, device, pools.scratch_place)
+            self._draft = BlockDraft(
+                kernels, drafter, _over(state, block), max(1, each - 1), pools, self._settings, self._wishes
+            )
+        nothing = Candidates.empty(sequences, 1, CANDIDATES, device)
+        self._candidates = self._draft.candidates if self._draft is not None else nothing
+        self._branches = Branches.empty(*self._candidates.shape, self._head_scores is not None, device)
         self._taps: Tensor | None = None  # of the rows that were verified last
         self._source, self._destination = state.slots[:, :sequences]
         self._states = self._make_states()
-        if drafter is not None and drafting:
-            self._block = _over(state, DeviceRows.empty("block", sequences, block, 1, device, pools.scratch_place))
-            self._draft_ranking = RankingScratch.empty(self._block.rows, vocabulary, count, device)
 
     def _make_held(self) -> HeldTaps | None:
         assert self.drafter is not None
@@ -98,11 +92,15 @@ class DecodeStep:
         return tensors.over(self._rows, self._source, self._pools.scratch_place, saves)
 
     @property
+    def _head_scores(self) -> HeadScores | None:
+        return self._draft.head_scores if self._draft is not None else None
+
+    @property
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """What the step consists of, in order, each under the name a profile gives it."""
-        drafted = [("draft", self._draft)] if self._drafting else []
-        if self._head_scores is not None:
-            drafted.append(("heads", self._ask_heads))
+        drafted = [("draft", self._draft.run)] if self._draft is not None else []
+        if self._draft is not None and self._head_scores is not None:
+            drafted.append(("heads", self._draft.ask_heads))
         write = self._write_context if self.held is None else self._hold_taps
         written = [("context write", write)] if self.drafter is not None else []
         return [*drafted, ("tree", self._grow), ("verify", self._verify), ("accept", self._accept), *written]
@@ -112,34 +110,10 @@ class DecodeStep:
         for _, phase in self.phases:
             phase()
 
-    def _draft(self) -> None:
-        """One block per sequence behind its anchor, and the likeliest tokens of each slot."""
-        drafter, pools = self.drafter, self._pools
-        assert drafter is not None
-        drafter.lay_out(self._block, self._wishes.anchors, pools.page_tokens)
-        self._hidden, logits = drafter.run(self._block, pools.draft_keys, pools.draft_values)
-        used = slice(0, self._block.rows)
-        self._kernels.top_candidates(
-            logits[used], self._block.positions[used], self._settings, drafter.block_size,
-            1 - drafter.first_slot, self._candidates.flatten(0, 1), self._scores.flatten(0, 1), self._draft_ranking,
-        )
-
-    def _ask_heads(self) -> None:
-        """What the drafter's heads say of each candidate behind each candidate before it."""
-        drafter = self.drafter
-        assert drafter is not None and drafter.heads is not None
-        first = drafter.first_slot
-        hidden = self._hidden[: self._block.rows].view(self.sequences, drafter.block_size, -1)
-        self._kernels.score_heads(
-            drafter.heads, hidden[:, first:], self._candidates[:, first:], self._wishes.anchors,
-            self._settings.temperature, self._head_scores,
-        )
-
     def _grow(self) -> None:
         """The chain or tree each sequence wishes for, as rows."""
-        first = self.drafter.first_slot if self.drafter is not None else 0
         self._kernels.grow(
-            self._candidates[:, first:], self._scores[:, first:], self._wishes, self._head_scores, self._rows,
+            self._candidates.tokens, self._candidates.scores, self._wishes, self._head_scores, self._rows,
             self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
         )
 
@@ -160,7 +134,7 @@ class DecodeStep:
             self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, self._context,
             pools.scratch_place,
         )
-        if self._drafting:
+        if self._draft is not None:
             for keys, values in pools.groups:
                 self._kernels.compact(keys, values, self._rows, self._outcome)
         if self._states is not None:
