@@ -155,7 +155,7 @@ def _completion(text: str, mode: Mode, step_ms: float) -> FakeCompletion:
     for size in sizes:
         step = _step(ids, position, size, mode, step_ms)
         proposal, accepted = step.proposal, step.verdict.accepted
-        stats.record_step(proposal.nodes, max(proposal.depths), accepted, size)
+        stats.record_step(proposal.nodes, proposal.depth, accepted, size)
         stats.policy.record(step.decision, size)
         stats.decode_ms += step_ms
         steps.append(step)

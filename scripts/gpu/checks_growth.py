@@ -61,8 +61,7 @@ class Step:
     def poison(self) -> None:
         for part in self.outputs().values():
             part.fill_(-99)
-        self.grown.chances.fill_(float("nan"))
-        for part in (self.branches.chances, self.branches.worths):
+        for part in (self.grown.chances, self.grown.survivals, self.branches.chances, self.branches.worths):
             part.fill_(float("nan"))
 
 
@@ -107,7 +106,7 @@ def check_growth(step: Step, name: str) -> list[str]:
     step.poison()
     step.grow()
     found = {part: value.clone() for part, value in step.outputs().items()}
-    chances = step.grown.chances.clone()
+    chances, survivals = step.grown.chances.clone(), step.grown.survivals.clone()
     step.poison()
     step.grow_on_host()
     wrong = [
@@ -116,6 +115,8 @@ def check_growth(step: Step, name: str) -> list[str]:
     ]
     if not torch.allclose(chances, step.grown.chances, rtol=1e-5):
         wrong.append(f"grow {name}: chances differ")
+    if not torch.allclose(survivals, step.grown.survivals, rtol=1e-5):
+        wrong.append(f"grow {name}: survivals differ")
     return wrong
 
 

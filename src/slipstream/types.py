@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from slipstream.errors import RequestError
@@ -240,13 +241,22 @@ class Proposal:
         return self.parents != tuple(range(-1, len(self.parents) - 1))
 
     @property
-    def depths(self) -> list[int]:
-        if not self.branching:
-            return list(range(len(self.parents)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+    def depths(self) -> tuple[int, ...]:
+        return _depths(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest row."""
+        return max(_depths(self.parents))
+
+
+# small trees come in few shapes, and are asked about for every sequence in every step
+@lru_cache(maxsize=4096)
+def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return tuple(depths)
 
 
 @dataclass(frozen=True, slots=True)

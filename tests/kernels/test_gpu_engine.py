@@ -274,14 +274,16 @@ def test_variants_of_the_drafter_come_and_go(gpu: None, tmp_path: Path) -> None:
         assert [answer.stats.draft_lora for answer in answers] == ["base", "other", "other"]
         alone = llm.run([llm.request(prompt(40, 7), **settings, draft_lora="other")])[0]
         assert alone.stats.accepted == answers[1].stats.accepted != answers[0].stats.accepted
-        steps = len(llm.engine.loop._steps)
+        steps, passes = len(llm.engine.loop._steps), llm.engine._runner._passes._passes
+        other = ("chunk", llm.engine._drafter("other"))
+        assert other in passes, "its prompts have context of their own"
         llm.remove_draft_lora("other")
-        assert len(llm.engine.loop._steps) < steps
+        assert len(llm.engine.loop._steps) < steps and other not in passes
         assert_idle(llm)
 
 
 def test_who_ends_leaves_the_others_to_go_on(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight answers of different lengths: the batch is laid out anew only when most of its columns are empty."""
+    """Eight answers of different lengths: the batch is laid out anew only when half of its columns are empty."""
     lengths = (6, 9, 12, 15, 18, 21, 24, 27)
     loads: list[int] = []
     load = DecodeState.load
@@ -301,8 +303,9 @@ def test_who_ends_leaves_the_others_to_go_on(gpu: None, tmp_path: Path, monkeypa
             loads.clear()
             together = llm.run([llm.request(prompt(9, 3), **each) for each in settings])
             assert [answer.token_ids for answer in together] == alone
-            first, *later = [size for size in loads if size]
-            assert first == 8 and later in ([1], [2])
+            sizes = [size for size in loads if size]
+            assert sizes[0] == 8 and 2 <= len(sizes) <= 4
+            assert all(2 * fewer <= columns for columns, fewer in itertools.pairwise(sizes)), sizes
         assert_idle(llm)
 
 
@@ -342,19 +345,19 @@ def tiny_sessions(llm: LLM, count: int) -> list[Session]:
     return sessions
 
 
-@pytest.mark.parametrize("count", [1, 4, 6, 64])
+@pytest.mark.parametrize("count", [1, 2, 4, 6, 64])
 def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, count: int) -> None:
-    """Few sequences learn from every step; of many each has its turn."""
+    """One or two sequences learn from every step; of more each has its turn."""
     with keep_threads():
         llm = gpu_llm(tmp_path)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
         cohort = Cohort.of(tiny_sessions(llm, count))
         turns = [engine.planner.pupils(cohort) for _ in range(3 * count)]
-        if count <= 4:
+        if count <= 2:
             assert all(turn == set(range(count)) for turn in turns)
         else:
-            assert max(map(len, turns)) == 4 and set().union(*turns) == set(range(count))
+            assert max(map(len, turns)) == 2 and set().union(*turns) == set(range(count))
 
 
 def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_a_step_that_nobody_times_does_not_stop_a_look() -> None:
     """The first drafted step of a size captures its graph, which says nothing about drafting."""
     gate, world = BatchGate(), World(4.0, 1.2)
     told = 0
-    for _ in range(60):
+    for _ in range(90):
         drafting = gate.drafts(8)
         told += drafting
         if told != 1 or not drafting:

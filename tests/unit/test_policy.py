@@ -100,6 +100,26 @@ def test_chosen_chain_is_the_best_of_all_combinations(speedup: float) -> None:
         assert worth == pytest.approx(brute_force(owner.costs, offers, spent, price), abs=1e-3)
 
 
+def test_what_was_verified_unasked_is_remembered_as_if_it_had_been_chosen() -> None:
+    """Where rows are fixed before the draft: the whole step's time is shared out, whoever is looked at."""
+    shape = StepShape(8, 8 + 8 * 15, 100, False, True)
+    pays, loses = policy(free=True), policy(free=True)
+    for owner, chance in ((pays, 0.8), (loses, 0.02)):
+        looked_at = [sequence(owner) for _ in range(2)]
+        for own in looked_at:
+            own.planned(15)
+            own.back_off(0.5)
+        for _ in range(20):
+            owner.verified([offer(own, chance, tree=chain(chance)) for own in looked_at], shape, 8)
+        assert all(own.gains.expected(15, 15, branching=True) == pytest.approx(sum(chain(chance))) for own in looked_at)
+        assert all(own.backing_off == (owner is loses) for own in looked_at)
+        plain_ms, ms = owner.costs.step_ms(shape._replace(rows=8, branching=False)), owner.costs.step_ms(shape)
+        forgone = (owner.costs.draft_ms(8, 15, 100) + ms - plain_ms) / plain_ms  # of each, as all drafted as many
+        assert forgone < sum(chain(0.8)) and forgone > sum(chain(0.02))
+        owner.progress(80, 10.0)
+        assert owner.row_price(100, sampled=False) > 0.0
+
+
 def test_time_is_priced_by_the_speed_seen_so_far() -> None:
     nodes = []
     for speedup in (0.5, 1.0, 1.5, 2.5):

@@ -233,7 +233,7 @@ def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
     alone, chain = Proposal((5,), (-1,)), Proposal((5, 6, 7), (-1, 0, 1))
     tree, star = Proposal((5, 6, 7, 8, 9), (-1, 0, 1, 1, 3)), Proposal((5, 6, 7), (-1, 0, 0))
     assert [p.branching for p in (alone, chain, tree, star)] == [False, False, True, True]
-    assert [p.depths for p in (alone, chain, tree, star)] == [[0], [0, 1, 2], [0, 1, 2, 2, 3], [0, 1, 1]]
+    assert [p.depths for p in (alone, chain, tree, star)] == [(0,), (0, 1, 2), (0, 1, 2, 2, 3), (0, 1, 1)]
     assert [p.nodes for p in (alone, chain, tree, star)] == [0, 2, 4, 2]
 
 

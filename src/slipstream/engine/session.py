@@ -117,7 +117,7 @@ class Session:
         proposal = step.proposal
         nodes, stats = len(proposal.tokens) - 1, self.stats
         if nodes:
-            stats.record_step(nodes, max(proposal.depths), min(step.verdict.accepted, committed), committed)
+            stats.record_step(nodes, proposal.depth, min(step.verdict.accepted, committed), committed)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)

@@ -239,7 +239,7 @@ class DraftMarks:
 def _step_numbers(step: StepRecord) -> dict[str, object]:
     return {
         "drafted": step.proposal.nodes,
-        "depth": max(step.proposal.depths),
+        "depth": step.proposal.depth,
         "accepted": step.verdict.accepted,
         "committed": len(step.verdict.tokens),
         **step.decision.to_json(),

@@ -158,6 +158,26 @@ class Policy:
                 offer.policy.shared.depths.blend(worths)
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
 
+    def verified(self, offers: Sequence[Offer], shape: StepShape, drafting: int) -> None:
+        """In place of `choose` where rows were fixed before the draft: all nodes of these offers were verified.
+
+        `shape` is the whole step, in which so many sequences were `drafting`; those not among the offers are taken
+        to have promised as much.
+        """
+        plain_ms, ms = self.costs.step_ms(shape._replace(rows=shape.batch, branching=False)), self.costs.step_ms(shape)
+        spent_ms = self.costs.draft_ms(drafting, max(len(offer.chain) for offer in offers), shape.context)
+        self._choices += 1
+        self._plain_rate = shape.batch / plain_ms
+        gained = [sum(offer.tree or offer.chain) for offer in offers]
+        if self._planned_rate:
+            tokens = shape.batch + drafting * sum(gained) / len(offers)
+            self._beyond_plan.add(tokens, self._planned_rate * (spent_ms + ms))
+        per_block = spent_ms / drafting
+        per_node = max(0.0, ms - plain_ms) / max(1, shape.rows - shape.batch)
+        for offer, tokens in zip(offers, gained, strict=True):
+            nodes = len(offer.tree or offer.chain)
+            self._remember(offer, tokens, (per_block + nodes * per_node) * self._plain_rate)
+
     def row_price(self, context: int, sampled: bool) -> float:
         """Tokens that the time of one more row yields elsewhere: a node less likely than that is not worth it."""
         plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))

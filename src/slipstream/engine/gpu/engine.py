@@ -13,7 +13,7 @@ from slipstream.engine.engine import Engine, Outcome
 from slipstream.engine.gpu.landing import Landing
 from slipstream.engine.gpu.loop import DecodeLoop, Flight
 from slipstream.engine.gpu.passes import GpuBlocks
-from slipstream.engine.gpu.planner import Cohort, Intent, Planner
+from slipstream.engine.gpu.planner import Cohort, Intent, Planner, TimedStep
 from slipstream.engine.gpu.state import Decoding
 from slipstream.engine.proposer import Plan
 from slipstream.engine.runner import ForwardResult
@@ -162,12 +162,9 @@ class GpuEngine(Engine):
         seconds, self._landed_at = now - max(aloft.launched, self._landed_at), now
         pupils = self.planner.pupils(cohort) if landing.drafted else set()
         outcomes = [self._told(aloft, landing, place, seconds, place in pupils) for place in here]
-        proposals = {
-            place: outcome.step.proposal for place, outcome in zip(here, outcomes, strict=True)
-            if place in pupils and outcome.step is not None
-        }
-        self.planner.learn(cohort, proposals)
-        committed = sum(len(outcome.tokens) for outcome in outcomes)
+        if pupils:
+            self.planner.learn(cohort, landing, aloft.intent, pupils.intersection(here))
+        counts = [len(outcome.tokens) for outcome in outcomes]
         events = self._settle(outcomes)
         # whose results were dropped stands further on the device than here, which only matters if he comes back
         gone = set(cohort.places).difference(here) if len(here) < len(cohort.places) else ()
@@ -178,10 +175,10 @@ class GpuEngine(Engine):
             self._device_view = {session: _standing(session) for session in cohort.sessions}
         captured = aloft.flight.captured or (self._aloft is not None and self._aloft.flight.captured)
         if aloft.ahead and alone:
-            self.planner.time(cohort, aloft.intent, aloft.flight.rows, committed, seconds, captured)
+            step = TimedStep(aloft.flight.rows, here, counts, seconds, bool(self.scheduler.waiting))
+            self.planner.time(cohort, aloft.intent, step, captured)
             if not (captured or dropped):
-                branching = any(proposal.branching for proposal in proposals.values())
-                self.planner.cost(cohort, landing, branching, committed, seconds)
+                self.planner.cost(cohort, landing, aloft.intent, sum(counts), seconds)
         return events
 
     def _told(self, aloft: _Aloft, landing: Landing, place: int, seconds: float, learns: bool) -> Outcome:
@@ -189,13 +186,14 @@ class GpuEngine(Engine):
         session, decision = aloft.cohort.columns[place], aloft.intent.decisions[place]
         if session.finish_reason is not None:
             return Outcome(session, [])
-        proposal, verdict, spent = landing.proposals[place], landing.verdicts[place], (0.0, seconds)
+        (verdict, tokens), spent = landing.outcome(place), (0.0, seconds)
+        proposal = landing.proposal(place, learns)
         session.ticket.state.land(max(1, len(verdict.path)))
         try:
             if place in landing.failed:
                 plan = Plan(proposal, decision)
                 return self._decode_outcome(0, session, plan, _NO_LOGITS, landing.chosen(place), spent)
-            outcome = self._taken(session, proposal, decision, verdict, landing.tokens[place], spent)
+            outcome = self._taken(session, proposal, decision, verdict, tokens, spent)
             policy = session.speculation.policy
             if learns and policy is not None and proposal.nodes:
                 policy.learn(proposal, verdict, verdict.tokens)

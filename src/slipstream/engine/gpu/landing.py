@@ -26,6 +26,7 @@ class ReportCopy:
         self.tokens: _Whole = report.tokens[: sequences * each].view(shape).numpy()
         self.parents: _Whole = report.parents.view(shape).numpy()
         self.chances: NDArray[np.float32] = report.chances.view(shape).numpy()
+        self.survivals: NDArray[np.float32] = report.survivals.view(shape).numpy()
         self.chosen: _Whole = report.chosen.view(shape).numpy()
         self.counts: _Whole = report.counts.numpy()
         self.broken: _Whole = report.broken.numpy()
@@ -46,32 +47,59 @@ class ReportCopy:
 
 
 class Landing:
-    """What a step did for each of its sequences, by their places in the batch."""
+    """What a step did for each of its sequences, by their places in the batch.
+
+    It is good until its copy is used again; whatever few ask for is not unpacked for all.
+    """
 
     def __init__(self, copy: ReportCopy, sequences: int) -> None:
         here, each = slice(0, sequences), copy.each
+        self._copy = copy
         self.nodes: list[int] = copy.counts[here].tolist()
         self.drafted = max(self.nodes) > 0
         self.failed: list[int] = copy.failed[here].nonzero()[0].tolist()  # whose target gave no number after some row
         self.broken: list[int] = copy.broken[here].nonzero()[0].tolist()  # whose drafter gave none
         self._chosen: list[list[int]] = copy.chosen[here].tolist() if self.failed else []
-        self.proposals: list[Proposal] = list(map(_alone, copy.tokens[here, 0].tolist()))
+        self.taken: list[int] = copy.taken[here].tolist()  # rows that stay, and so the tokens that come
         if not self.drafted:
-            kept: list[int] = copy.kept[here, 0].tolist()
-            self.verdicts = list(map(_bonus, kept))
-            self.tokens = [[token] for token in map(_own, kept)]
+            self._anchors: list[int] = copy.tokens[here, 0].tolist()
+            self._next: list[int] = copy.kept[here, 0].tolist()
             return
-        rows = [
-            part[here, :each].tolist() for part in (copy.tokens, copy.parents, copy.chances, copy.path, copy.kept)
-        ]
-        self.verdicts, self.tokens = [], []
-        taken: list[int] = copy.taken[here].tolist()
-        for place, (tokens, parents, chances, path, own) in enumerate(zip(*rows, strict=True)):
-            used, end = self.nodes[place] + 1, taken[place]
-            if used > 1:
-                self.proposals[place] = Proposal(tuple(tokens[:used]), tuple(parents[:used]), tuple(chances[:used]))
-            self.verdicts.append(_bonus(own[0]) if end == 1 else Verdict(tuple(path[:end]), tuple(own[:end])))
-            self.tokens.append([*map(_drafted, own[: max(0, end - 1)]), *map(_own, own[max(0, end - 1) : end])])
+        self._tokens: list[list[int]] = copy.tokens[here, :each].tolist()
+        self._parents: list[list[int]] = copy.parents[here, :each].tolist()
+        self._path: list[list[int]] = copy.path[here, :each].tolist()
+        self._kept: list[list[int]] = copy.kept[here, :each].tolist()
+
+    def proposal(self, place: int, learns: bool) -> Proposal:
+        """What was verified; the drafter's own probabilities are for who learns from them."""
+        used = self.nodes[place] + 1
+        if not self.drafted:
+            return _alone(self._anchors[place])
+        tokens = self._tokens[place]
+        if used <= 1:
+            return _alone(tokens[0])
+        chances = tuple(self._copy.chances[place, :used].tolist()) if learns else ()
+        return Proposal(tuple(tokens[:used]), tuple(self._parents[place][:used]), chances)
+
+    def outcome(self, place: int) -> tuple[Verdict, list[TokenOut]]:
+        """The path that stays, and the tokens it leads to."""
+        if not self.drafted:
+            token = self._next[place]
+            return _bonus(token), [_own(token)]
+        own, end = self._kept[place], self.taken[place]
+        if end == 1:
+            return _bonus(own[0]), [_own(own[0])]
+        verdict = Verdict(tuple(self._path[place][:end]), tuple(own[:end]))
+        last = max(0, end - 1)
+        return verdict, [*map(_drafted, own[:last]), *map(_own, own[last:end])]
+
+    def parents(self, place: int) -> list[int]:
+        return self._parents[place][: self.nodes[place] + 1]
+
+    def survivals(self, place: int) -> list[float]:
+        """How likely every row was to be kept, as far as the calibration knew."""
+        survivals: list[float] = self._copy.survivals[place, : self.nodes[place] + 1].tolist()
+        return survivals
 
     def chosen(self, place: int) -> list[int]:
         """The target's choice after every row, of a sequence that has failed: its verdict here says nothing."""

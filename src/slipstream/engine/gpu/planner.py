@@ -1,12 +1,12 @@
 """What each sequence proposes in a device step, decided before its draft is there: the host does not wait for it.
 
-Few sequences are planned for and learnt from at every step. Many are so for a sample: the host's time per sequence is
-what large batches are slow by, and of sixty outcomes a few say nearly as much as all.
+A plan serves several steps, and two sequences are learnt from in a step, by turns: the host's time is what batches are
+slow by where a step takes a millisecond, and of sixty outcomes a few say nearly as much as all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,19 +20,21 @@ from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
 from slipstream.kernels.gpu.rows import LEAST_ROWS
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.batch_gate import BatchGate
-from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.costs import StepShape
 from slipstream.speculative.gains import assumed
 from slipstream.speculative.gates import EmaGate
+from slipstream.speculative.pace import Pace
 from slipstream.speculative.policy import Offer
-from slipstream.types import Decision, Proposal
+from slipstream.types import Decision
 
 _ROWS = (2, 4, 8, 16, 32, 64)  # rows of one sequence that steps are captured for
-_FEW = 4  # sequences that are learnt from in a step
-_VERY_MANY = 32  # from so many on not even in every step
-_LONGEST_HELD = 32  # steps that a plan for many serves
+_FEW = 4  # sequences that the policy chooses among
+_PUPILS = 2  # sequences that are learnt from in a step
+_VERY_MANY = 64  # from so many on not even in every step
+_SHORTEST_HELD, _LONGEST_HELD = 2, 32  # steps that a plan for few and one for many serves
 _NEARLY = 0.9  # of the best rate is as good, if no graph has to be captured for it
-_SPARSE = 4  # columns for each sequence that is left are too many
+_SPARSE = 2  # columns for each sequence that is left are too many
+_LEAST_VERIFY = 0.5  # of a step is never the draft's
 _TIMED_PLAIN_STEPS = 4  # one of so many plain steps in a row refreshes the cost table
 
 
@@ -97,6 +99,7 @@ class Intent:
     wishes: Sequence[Wish]
     decisions: Sequence[Decision]
     free: bool  # to draft, as far as the batch's gate is concerned
+    branching: bool  # whether anybody wishes for more than a chain
 
     @classmethod
     def of(cls, cohort: Cohort, wishes: Sequence[Wish], decisions: Sequence[Decision], free: bool) -> Intent:
@@ -105,18 +108,29 @@ class Intent:
         spread, reasons = [NOBODY] * count, [Decision()] * count
         for place, wish, decision in zip(cohort.places, wishes, decisions, strict=True):
             spread[place], reasons[place] = wish, decision
-        return cls(spread, reasons, free)
+        return cls(spread, reasons, free, any(wish.nodes > 1 and wish.shape != CHAIN for wish in wishes))
 
     def left_to(self, cohort: Cohort) -> Intent:
         """The same for those who are still there."""
         there = set(cohort.places)
         wishes = [wish if place in there else NOBODY for place, wish in enumerate(self.wishes)]
-        return Intent(wishes, self.decisions, self.free)
+        return Intent(wishes, self.decisions, self.free, self.branching)
 
     @classmethod
     def plain(cls, cohort: Cohort, reason: str) -> Intent:
         count = len(cohort.places)
         return cls.of(cohort, [Wish()] * count, [Decision("plain", reason)] * count, free=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """What a step gave those who were still there, and how long it took."""
+
+    rows: int  # of each sequence
+    places: Sequence[int]
+    tokens: Sequence[int]  # of each of them
+    seconds: float
+    crowded: bool  # whether anybody waits for a column
 
 
 class Planner:
@@ -127,6 +141,8 @@ class Planner:
         self._loop = loop
         self._most_rows = most_rows
         self._gate = BatchGate()
+        self._paces: dict[int, Pace] = {}
+        self._paced: tuple[Session, ...] = ()
         self._cohort: Cohort | None = None
         self._plain: Intent
         self._held: Intent | None = None
@@ -158,7 +174,8 @@ class Planner:
             return self._plain
         self._age += 1
         held = self._held
-        if held is None or held.free != free or self._age >= min(_LONGEST_HELD, count // 2) or count <= _FEW:
+        longest = min(_LONGEST_HELD, max(_SHORTEST_HELD, count // 2))
+        if held is None or held.free != free or self._age >= longest:
             held = self._held = self._made(cohort, drafter, free)
             self._age = 0
         return held
@@ -224,39 +241,53 @@ class Planner:
     def pupils(self, cohort: Cohort) -> set[int]:
         """The places of those whose policies learn from this step; where there are many they take turns."""
         governed = cohort.governed
-        if len(governed) <= _FEW:
+        if len(governed) <= _PUPILS:
             return set(governed)
         self._turn += 1
-        if self._turn % (1 + len(governed) // _VERY_MANY):
+        lesson, break_time = divmod(self._turn, 1 + len(governed) // _VERY_MANY)
+        if break_time:
             return set()
-        first = self._turn * _FEW
-        return {governed[(first + turn) % len(governed)] for turn in range(_FEW)}
+        first = lesson * _PUPILS
+        return {governed[(first + turn) % len(governed)] for turn in range(_PUPILS)}
 
-    def learn(self, cohort: Cohort, proposals: dict[int, Proposal]) -> None:
-        """Tells the policy what was drafted (by place), as if it had been asked after the draft."""
+    def learn(self, cohort: Cohort, landing: Landing, intent: Intent, places: Iterable[int]) -> None:
+        """Tells the policy what was drafted for the sequences at these places."""
         offers = []
-        for place, proposal in proposals.items():
+        for place in places:
             session = cohort.columns[place]
             policy = session.speculation.policy
-            if policy is not None:
-                chain, tree = survivals(proposal, policy.calibration)
-                offers.append(Offer(policy, session.ticket.state.length, not session.greedy, tree, chain))
-        if any(offer.chain for offer in offers):
-            rest = len(cohort.sessions) - len(offers)
-            self._proposer.policy.choose(
-                offers, fixed_rows=rest, fixed_context=cohort.context, fixed_sampled=cohort.sampled
-            )
+            if policy is not None and landing.nodes[place] > 0:
+                parents, tree = landing.parents(place), landing.survivals(place)
+                chain = first_children(parents, tree)
+                offers.append(Offer(policy, session.ticket.state.length, not session.greedy, tree[1:], chain))
+        if offers:
+            drafting = sum(landing.nodes[place] > 0 for place in cohort.places)
+            self._proposer.policy.verified(offers, _shape(cohort, landing, intent), drafting)
 
-    def time(
-        self, cohort: Cohort, intent: Intent, rows: int, committed: int, seconds: float, captured: bool
-    ) -> None:
-        """Tells the batch's gate what a step of `rows` for each came to, the host's part included."""
-        if cohort.governed and captured:
-            self._gate.pay(len(cohort.columns), seconds)
-        elif cohort.governed:
-            self._gate.observe(len(cohort.columns), intent.free, rows, committed / len(cohort.places), seconds)
+    def time(self, cohort: Cohort, intent: Intent, step: TimedStep, captured: bool) -> None:
+        """Tells the batch's gate what a step came to, the host's part included."""
+        size = len(cohort.columns)
+        if not cohort.governed:
+            return
+        if captured:
+            self._gate.pay(size, step.seconds)
+            return
+        tokens = sum(step.tokens) / len(cohort.places)
+        if intent.free and size > 1:
+            share = self._pace(cohort).slowest_share(step.places, step.tokens)
+            # while others wait for a column, whoever is done early makes room
+            tokens *= 1.0 if step.crowded else share
+        self._gate.observe(size, intent.free, step.rows, tokens, step.seconds)
 
-    def cost(self, cohort: Cohort, landing: Landing, branching: bool, committed: int, seconds: float) -> None:
+    def _pace(self, cohort: Cohort) -> Pace:
+        """How the sequences of a batch differ; what is known of one says something about the next of its size."""
+        pace = self._paces.setdefault(bucket(len(cohort.columns)), Pace())
+        if self._paced is not cohort.columns:
+            self._paced = cohort.columns
+            pace.restart(len(cohort.columns))
+        return pace
+
+    def cost(self, cohort: Cohort, landing: Landing, intent: Intent, committed: int, seconds: float) -> None:
         """Refreshes the cost table and the gates that go by it."""
         if not (cohort.governed or cohort.ema_gates):
             return
@@ -264,17 +295,27 @@ class Planner:
         self._plain_steps = 0 if landing.drafted else self._plain_steps + 1
         if self._plain_steps % _TIMED_PLAIN_STEPS:
             return
-        policy, count, ms = self._proposer.policy, len(cohort.sessions), seconds * 1e3
-        rows = count + sum(landing.nodes[place] for place in cohort.places)
-        shape = StepShape(count, rows, cohort.context, cohort.sampled, branching)
-        policy.costs.observe_step(shape, ms)
+        policy, ms = self._proposer.policy, seconds * 1e3
+        shape = _shape(cohort, landing, intent)
+        # a draft has a price of its own
+        drafting = sum(landing.nodes[place] > 0 for place in cohort.places)
+        draft_ms = policy.costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
+        policy.costs.observe_step(shape, max(_LEAST_VERIFY * ms, ms - draft_ms))
         if cohort.governed:
             policy.progress(committed, ms)
         if landing.drafted and cohort.ema_gates:
-            plain_ms = policy.costs.step_ms(shape._replace(rows=count, branching=False))
+            plain_ms = policy.costs.step_ms(shape._replace(rows=shape.batch, branching=False))
             for place, gate in cohort.ema_gates:
                 if landing.nodes[place]:
-                    gate.observe(len(landing.tokens[place]), ms, plain_ms)
+                    gate.observe(landing.taken[place], ms, plain_ms)
+
+
+
+def _shape(cohort: Cohort, landing: Landing, intent: Intent) -> StepShape:
+    """The step as its costs are known by."""
+    count = len(cohort.places)
+    rows = count + sum(landing.nodes[place] for place in cohort.places)
+    return StepShape(count, rows, cohort.context, cohort.sampled, intent.branching and rows > count)
 
 
 def _tell(session: Session) -> None:
@@ -313,16 +354,11 @@ def _decision(session: Session, wish: Wish) -> Decision:
     return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}")
 
 
-def survivals(proposal: Proposal, calibration: Calibration) -> tuple[list[float], list[float]]:
-    """How likely each node of the likeliest chain, and each node of the whole tree, is to be kept."""
-    alive = [1.0]
-    chain_end, chain = 0, []
-    depths = proposal.depths
-    for row in range(1, len(proposal.tokens)):
-        parent = proposal.parents[row]
-        alive.append(alive[parent] * calibration.chance(proposal.chances[row], depths[row]))
-        # of siblings the likeliest comes first
-        if parent == chain_end:
-            chain_end = row
-            chain.append(alive[row])
-    return chain, alive[1:]
+def first_children(parents: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The values of the likeliest chain in a tree: of siblings the likeliest comes first."""
+    end, chain = 0, []
+    for row, parent in enumerate(parents):
+        if parent == end and row:
+            end = row
+            chain.append(values[row])
+    return chain

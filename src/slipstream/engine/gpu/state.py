@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -56,7 +56,10 @@ class DecodeState:
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
         self.settings = Settings.empty(most_sequences, device)
-        self.wishes = Wishes.empty(most_sequences, device)
+        # side by side, so that one copy brings all three
+        self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
+        nodes, depth, shape = self._wanted
+        self.wishes = replace(Wishes.empty(most_sequences, device), nodes=nodes, depth=depth, shape=shape)
         self._stages = cycle([self._stage() for _ in range(_STAGES)])
         self._loads = cycle([list(map(self._pinned_twin, self._sequence_tensors())) for _ in range(_STAGES)])
         self._wished: Sequence[Wish] | None = None
@@ -97,26 +100,30 @@ class DecodeState:
     def wish(self, wishes: Sequence[Wish]) -> None:
         """What the sequences propose from the next step on; costs nothing where nothing has changed.
 
-        Calibrations learn all the time: to have them sent again, give the wishes as a new object.
+        Calibrations learn all the time: to have one sent again, give its wish as a new object.
         """
         if wishes is self._wished:
             return
         known, self._wished = self._wished, wishes
-        calibrated = any(wish.calibration is not None for wish in wishes)
-        if known == wishes and not calibrated:
+        changed: Sequence[Wish] = wishes
+        if known is not None and len(known) == len(wishes):
+            changed = [new for old, new in zip(known, wishes, strict=True) if new is not old]
+        if known == wishes and all(wish.calibration is None for wish in changed):
             return
         numbers, lines = next(self._stages)
-        own, count = self.wishes, len(wishes)
-        columns = numbers.numpy()
+        count, columns = len(wishes), numbers.numpy()
         columns[0], columns[1:] = NOBODY.nodes, 0
         columns[:, :count] = (
             [wish.nodes for wish in wishes], [wish.depth for wish in wishes], [wish.shape for wish in wishes],
         )
-        for tensor, stage in zip((own.nodes, own.depth, own.shape), numbers, strict=True):
-            tensor.copy_(stage, non_blocking=True)
-        for line, wish in zip(lines.numpy(), wishes, strict=False):
-            write_calibration(line, wish.calibration.table() if wish.calibration is not None else None)
-        own.calibration[:count].copy_(lines[:count], non_blocking=True)
+        self._wanted.copy_(numbers, non_blocking=True)
+        if all(wish is NOBODY for wish in changed):
+            return  # who leaves leaves the others' calibrations where they are
+        start, step = lines.data_ptr(), 8 * CALIBRATION_WORDS
+        for column, wish in enumerate(wishes):
+            table = wish.calibration.table() if wish.calibration is not None else None
+            write_calibration(start + column * step, table)
+        self.wishes.calibration[:count].copy_(lines[:count], non_blocking=True)
 
     def clear(self) -> None:
         """No sequence at all: what runs now (a warm-up) touches the scratch page only."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
@@ -24,11 +24,12 @@ CHAIN, TREE, SEEDED_TREE = range(3)
 MOST_ROWS = 64
 
 # a calibration as one line of doubles: its kind, bounds, weights and sizes, then these
-_KIND, _CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 0, 8, 24, 32, 40, 48, 144
+_CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 8, 24, 32, 40, 48, 144
 _TRUST_AT, _SAY_AT, _OWN_AT, _SHARED_AT = (tl.constexpr(at) for at in (_TRUST, _SAY, _OWN, _SHARED))
 _CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
 CALIBRATION_WORDS = 240
 _WORDS = tl.constexpr(CALIBRATION_WORDS)
+_TAKEN_AS_THEY_ARE = bytes(8)  # the kind of a line that changes no claim
 _MOST_CLAIMS, _MOST_DEPTHS, _MOST_TRUSTS, _MOST_BINS = 16, 8, 8, 96
 
 # in place of how many candidates a branch has
@@ -87,6 +88,7 @@ class Grown:
 
     parents: Tensor  # int32 [rows], -1 for the anchor and rows that are not used
     chances: Tensor  # fp32 [rows], the drafter's own probability of each token given its parent
+    survivals: Tensor  # fp32 [rows], how likely each is to be kept as far as the calibration knows, 1 for the anchor
     counts: Tensor  # int32 [sequences], nodes behind the anchor; -1: the sequence is not there
     broken: Tensor  # int32 [sequences], 1 where the drafter's numbers are none; such a sequence has no nodes
 
@@ -96,8 +98,9 @@ class Grown:
             return torch.zeros(count, dtype=dtype, device=rows.tokens.device)
 
         whole = torch.int32
-        return cls(numbers(rows.rows, whole), numbers(rows.rows, torch.float32), numbers(rows.sequences, whole),
-                   numbers(rows.sequences, whole))
+        each, real = (rows.rows, rows.sequences), torch.float32
+        return cls(numbers(each[0], whole), numbers(each[0], real), numbers(each[0], real), numbers(each[1], whole),
+                   numbers(each[1], whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,33 +125,40 @@ class Branches:
 
 def calibration_line(table: CalibrationTable | None) -> Tensor:
     """A calibration as the kernels read it, on the host; None takes claims as they are."""
-    line = np.zeros(CALIBRATION_WORDS)
-    write_calibration(line, table)
-    return torch.from_numpy(line)
+    line = torch.zeros(CALIBRATION_WORDS, dtype=torch.float64)
+    write_calibration(line.data_ptr(), table)
+    return line
 
 
-def write_calibration(line: NDArray[np.float64], table: CalibrationTable | None) -> None:
-    """`calibration_line` into memory that is there already, which must be contiguous."""
+def write_calibration(start: int, table: CalibrationTable | None) -> None:
+    """`calibration_line` to an address; asked for in every drafting step, so it goes straight to the memory."""
     if table is None:
-        line[_KIND] = 0
+        ctypes.memmove(start, _TAKEN_AS_THEY_ARE, 8)
         return
-    bins = 2 * (table.claims + 1) * (table.depths + 1)
-    assert table.claims <= _MOST_CLAIMS and table.depths <= _MOST_DEPTHS and bins <= _MOST_BINS
-    assert table.trusts <= _MOST_TRUSTS
-    start = line.ctypes.data
-    line[:7] = (
-        1 if table.shared is None else 2, table.least, table.most, table.claim_weight, table.parent_weight,
-        table.depths, table.trusts,
+    claims, depths, trusts, shared = table.claims, table.depths, table.trusts, table.shared
+    bins = 2 * (claims + 1) * (depths + 1)
+    assert claims <= _MOST_CLAIMS and depths <= _MOST_DEPTHS and bins <= _MOST_BINS and trusts <= _MOST_TRUSTS
+    head = _line_head(
+        1 if shared is None else 2, table.least, table.most, table.claim_weight, table.parent_weight, depths, trusts
     )
-    line[_CLAIMS:_TRUST] = float("inf")  # edges that nothing reaches
-    parts = [
-        (_CLAIMS, table.claim_edges, table.claims), (_DEPTHS, table.depth_edges, table.depths),
-        (_TRUST, table.trust, table.trusts), (_OWN, table.own, bins),
-    ]
-    if table.shared is not None:
-        parts += [(_SAY, table.say, table.trusts), (_SHARED, table.shared, bins)]
-    for at, address, count in parts:
-        ctypes.memmove(start + 8 * at, address, 8 * count)
+    move = ctypes.memmove
+    move(start, head, 8 * _TRUST)
+    move(start + 8 * _CLAIMS, table.claim_edges, 8 * claims)
+    move(start + 8 * _DEPTHS, table.depth_edges, 8 * depths)
+    move(start + 8 * _TRUST, table.trust, 8 * trusts)
+    move(start + 8 * _OWN, table.own, 8 * bins)
+    if shared is not None:
+        move(start + 8 * _SAY, table.say, 8 * trusts)
+        move(start + 8 * _SHARED, shared, 8 * bins)
+
+
+@cache
+def _line_head(*numbers: float) -> bytes:
+    """The first numbers of a line, and edges that nothing reaches."""
+    head = np.full(_TRUST, np.inf)
+    head[:_CLAIMS] = 0.0
+    head[: len(numbers)] = numbers
+    return head.tobytes()
 
 
 @triton.jit
@@ -230,7 +240,7 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
 def _grow(  # type: ignore[no-untyped-def]
     row, worths, origins, counts, limit, deepest, shape, floor, candidates, BEFORE: tl.constexpr
 ):
-    """Adds nodes until there are enough; returns each row's parent, its place in the branches, nodes, and a fault.
+    """Adds nodes until there are enough; returns rows' parents, places in the branches, survivals; nodes, and a fault.
 
     The open candidate of a row is packed as (order of its offer, branch, rank, row).
     """
@@ -282,14 +292,14 @@ def _grow(  # type: ignore[no-untyped-def]
         best = tl.max(waiting)
         leading = (step < lead) & opened
         going = (step < limit) & (broken == 0) & (leading | ((shape != 0) & (best >= floor) & (best >= 0.0)))
-    return parent, place, step, broken
+    return parent, place, survival, step, broken
 
 
 @triton.jit
 def _grow_kernel(  # type: ignore[no-untyped-def]
     tokens, sequence_stride, slot_stride, anchors, nodes, depth, shape, floor,
     branch_chances, worths, origins, counts, base, pages, most_pages, scratch_place, page_tokens,
-    row_tokens, row_positions, row_places, row_paths, parents, chances, node_counts, broken_flags,
+    row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags,
     slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """One sequence: the nodes, then its rows. Rows that are not used look like row 0."""
@@ -305,7 +315,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     wanted = tl.load(nodes + sequence)
     limit = tl.where(unknown, 0, tl.minimum(wanted, ROWS - 1))
     deepest = tl.minimum(tl.load(depth + sequence), slots)
-    parent, place, count, broken = _grow(
+    parent, place, survival, count, broken = _grow(
         row, worths + own_branches, origins + own_branches, counts, limit, deepest, tl.load(shape + sequence),
         tl.load(floor + sequence).to(tl.float64), candidates, BEFORE,
     )
@@ -325,6 +335,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     tl.store(parents + out, tl.where(used, parent, -1))
     chance = tl.load(branch_chances + own_branches + place, mask=used, other=0.0).to(tl.float32)
     tl.store(chances + out, tl.where(row == 0, 1.0, chance))
+    tl.store(survivals + out, tl.where(row == 0, 1.0, tl.where(used, survival.to(tl.float32), 0.0)))
     tl.store(node_counts + sequence, count)
     tl.store(broken_flags + sequence, broken.to(tl.int32))
     tl.debug_barrier()  # parents are read by other threads, and paths were cleared by others
@@ -359,6 +370,6 @@ def grow(
         tokens, tokens.stride(0), tokens.stride(1), wishes.anchors, wishes.nodes, wishes.depth, wishes.shape,
         wishes.floor, branches.chances, branches.worths, branches.origins, branches.counts, rows.base, rows.pages,
         rows.pages.shape[1], scratch_place, page_tokens, rows.tokens, rows.positions, rows.places, rows.paths,
-        grown.parents, grown.chances, grown.counts, grown.broken, slots, candidates, before, rows.each,
-        triton.next_power_of_2(slots), num_warps=1, enable_fp_fusion=False,
+        grown.parents, grown.chances, grown.survivals, grown.counts, grown.broken, slots, candidates, before,
+        rows.each, triton.next_power_of_2(slots), num_warps=1, enable_fp_fusion=False,
     )

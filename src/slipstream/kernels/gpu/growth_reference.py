@@ -98,7 +98,7 @@ class _Tree:
         self._order = 0
         self.broken = False
         self.parents, self.depths, self.origins = [-1], [0], [0]
-        self.chances, self._survivals = [1.0], [1.0]
+        self.chances, self.survivals = [1.0], [1.0]
 
     def grow(self, nodes: int, depth: int, shape: int, floor: float) -> None:
         lines: list[int] = []
@@ -109,11 +109,11 @@ class _Tree:
                 if self._possible(row, line) <= 0:
                     break
                 lines.append(line)
-                self._add(row, line, 0, self._survivals[row] * self._worths[row][line][0])
+                self._add(row, line, 0, self.survivals[row] * self._worths[row][line][0])
         if shape == CHAIN:
             return
         for row, line in enumerate(lines):
-            self._offer(row, line, 1, self._survivals[row + 1])
+            self._offer(row, line, 1, self.survivals[row + 1])
         if shape == TREE or lines:
             self._open_below(len(lines), depth)
         while self._open and len(self.parents) <= nodes and -self._open[0][0] >= floor and not self.broken:
@@ -136,12 +136,12 @@ class _Tree:
         self.depths.append(slot + 1)
         self.origins.append(self._origins[slot][line][rank])
         self.chances.append(self._chances[slot][line][rank])
-        self._survivals.append(survival)
+        self.survivals.append(survival)
 
     def _offer(self, parent: int, line: int, rank: int, ceiling: float) -> None:
         slot = self.depths[parent]
         if rank < self._counts[slot][line]:
-            own = self._survivals[parent] * self._worths[slot][line][rank]
+            own = self.survivals[parent] * self._worths[slot][line][rank]
             insort(self._open, (-min(own, ceiling), self._order, parent, line, rank))
             self._order += 1
 
@@ -149,7 +149,7 @@ class _Tree:
         if self.depths[row] < depth:
             line = self._line(row)
             if self._possible(row, line) > 0:
-                self._offer(row, line, 0, self._survivals[row])
+                self._offer(row, line, 0, self.survivals[row])
 
 
 def _write(
@@ -160,7 +160,8 @@ def _write(
     own = slice(first, first + rows.each)
     rows.tokens[own], rows.positions[own], rows.places[own] = anchor, base, scratch_place
     grown.parents[own], grown.chances[own], grown.counts[sequence] = -1, 0.0, count - 1
-    grown.chances[first] = 1.0
+    grown.survivals[own] = 0.0
+    grown.chances[first] = grown.survivals[first] = 1.0
     for row in range(count):
         at, depth = first + row, tree.depths[row]
         if row:
@@ -170,4 +171,6 @@ def _write(
         rows.positions[at] = base + depth
         page, offset = divmod(base + row, page_tokens)
         rows.places[at] = rows.pages[sequence, page] * page_tokens + offset
-        grown.parents[at], grown.chances[at] = tree.parents[row], tree.chances[row]
+        grown.parents[at], grown.chances[at], grown.survivals[at] = (
+            tree.parents[row], tree.chances[row], tree.survivals[row],
+        )
