@@ -18,7 +18,7 @@ from tests.verify_report import Report
 
 RUN_ALL = Path(__file__).parents[1] / "scripts" / "gpu" / "run_all.py"
 sys.path.insert(0, str(RUN_ALL.parent))
-from run_all import NUMBERS, STEPS, command_of  # noqa: E402  (what is run there is judged here)
+from run_all import NUMBERS, command_of  # noqa: E402  (what is run there is judged here)
 
 MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}  # a plain step, one with draft and 16 rows
 NARROW = "draft + verify 16"
@@ -34,21 +34,30 @@ def gpu_checks(report: Report) -> None:
 
 
 def gpu_steps(report: Report) -> None:
-    found = {name: measured(report, name) for name in STEPS}
-    if not any(found.values()):
+    _steps(report, "steps_bf16")
+
+
+def gpu_q8_0(report: Report) -> None:
+    _steps(report, "steps_Q8_0")
+
+
+def gpu_q4_k(report: Report) -> None:
+    _steps(report, "steps_Q4_K")
+
+
+def gpu_contexts(report: Report) -> None:
+    _table(report, "steps_contexts")
+
+
+def gpu_batches(report: Report) -> None:
+    _table(report, "steps_batches")
+
+
+def _steps(report: Report, name: str) -> None:
+    lines: list[Line] | None = measured(report, name)
+    if not lines:
         return
-    for name, lines in found.items():
-        command = f"`{command_of(name)}`"
-        if lines is None:
-            report.add(command, "not measured", False)
-        elif name in ("steps_contexts", "steps_batches"):
-            _table(report, command, lines)
-        else:
-            _steps(report, command, lines)
-
-
-def _steps(report: Report, command: str, lines: list[Line]) -> None:
-    kind = lines[0]["format"]
+    command, kind = f"`{command_of(name)}`", lines[0]["format"]
     found = {line["step"]: line for line in lines}
     for step, most in zip(("plain", NARROW), MOST_MS[kind], strict=True):
         line = found[step]
@@ -66,8 +75,9 @@ def _steps(report: Report, command: str, lines: list[Line]) -> None:
             report.add(f"{theirs}, random weights of the same shape", text, times >= 7 or ours != NARROW)
 
 
-def _table(report: Report, command: str, lines: list[Line]) -> None:
-    for line in lines:
+def _table(report: Report, name: str) -> None:
+    command = f"`{command_of(name)}`"
+    for line in measured(report, name) or ():
         text = f"{line['ms']} ms, floor {line['floor_ms']} ms, {line['ratio']} of it"
         report.add(f"{line['step']}, batch {line['batch']}, context {line['context']}: {command}", text, True)
 
@@ -121,4 +131,4 @@ def measured(report: Report, name: str) -> Any:
     return json.loads(path.read_text())
 
 
-TIMED = (gpu_checks, gpu_steps, gpu_families, gpu_pair)
+TIMED = (gpu_checks, gpu_steps, gpu_q8_0, gpu_q4_k, gpu_contexts, gpu_batches, gpu_families, gpu_pair)
