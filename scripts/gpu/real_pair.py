@@ -104,6 +104,7 @@ def warm_up(llm: LLM, names: Sequence[str]) -> None:
 
 def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
     llm = load(options, dtype, max(options.batches))
+    llm.prepare_batches()
     rows: list[Row] = []
     for batch, chosen in prompts_by_batch(llm, options):
         speeds = {}
@@ -180,6 +181,7 @@ class StepClock:
 def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
     """Where a step's time goes at every size of batch; where the host takes longer than it waits, it is what counts."""
     llm = load(options, dtype, max(options.batches))
+    llm.prepare_batches()
     rows: list[Row] = []
     for batch, chosen in prompts_by_batch(llm, options):
         speeds: dict[str, float] = {}

@@ -16,6 +16,7 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
 from slipstream.engine.gpu import step as step_module
+from slipstream.engine.gpu.backend import batch_shapes
 from slipstream.engine.gpu.engine import GpuEngine
 from slipstream.engine.gpu.planner import Cohort, Intent
 from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
@@ -78,6 +79,34 @@ def test_an_engine_for_few_sequences_measures_no_more_than_it_has_room_for(
         assert isinstance(llm.engine, GpuEngine)
         with pytest.raises(IntegrityError, match="room for"):
             llm.engine.loop.step(8, 1, None, False)
+
+
+def test_a_server_captures_every_size_of_batch_before_it_serves(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert batch_shapes(1, 256) == []
+    assert batch_shapes(2, 64) == [(2, 1, False), (2, 1, True), (2, 32, True)]
+    wide = [shape for shape in batch_shapes(64, 256) if shape[1] > 1]
+    assert wide == [
+        (2, 32, True), (4, 16, True), (4, 64, True), (8, 8, True), (8, 32, True), (16, 4, True), (16, 16, True),
+        (32, 2, True), (32, 8, True), (64, 4, True),
+    ]
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=6)
+        backend, loop = llm._gpu, llm.engine.loop  # type: ignore[attr-defined]
+        assert backend is not None and not loop._steps
+        llm.prepare_batches()
+        assert not loop._steps, "without graphs there is nothing to capture"
+        monkeypatch.setattr(backend.graphs, "enabled", True)
+        monkeypatch.setattr(backend.graphs, "_capture", lambda launches: launches)
+        llm.prepare_batches()
+        assert {(sequences, each) for _, sequences, each, _, _ in loop._steps} == {
+            (sequences, each) for sequences, each, _ in batch_shapes(8, 256)
+        }
+        known = len(loop._steps)
+        requests = [llm.request(prompt(20, number), max_tokens=12, mode="tree:4", gate="off") for number in range(6)]
+        assert all(answer.stats.accepted for answer in llm.run(requests))
+        assert len(loop._steps) <= known + 2  # with 4 rows of each, and of fewer columns in the end
 
 
 def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:

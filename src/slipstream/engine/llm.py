@@ -166,6 +166,11 @@ class LLM:
         """The step costs the policy decides with; measured now if no request has needed them yet."""
         return self._engine.proposer.policy.costs.to_json()
 
+    def prepare_batches(self) -> None:
+        """Does now what several requests at once would first have to wait for on a GPU; nothing on a CPU."""
+        if self._gpu is not None:
+            self._gpu.capture_batches()
+
     @property
     def engine(self) -> Engine:
         return self._engine

@@ -118,6 +118,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
             )
         if llm.has_draft:
             llm.measure_costs()
+        llm.prepare_batches()
         give_memory_back()
         grown = max(0, private_bytes() - before) if quiet and undisturbed() else 0
         memory = max(needs.weight_bytes, grown) + needs.cache_tokens * needs.token_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,6 +52,7 @@ class _Machine:
     passes: Passes
     state: DecodeState
     loop: DecodeLoop
+    drafter: GpuDrafter | None  # the base of all variants
     positions: int  # that rotary tables reach
     draft_window: int
     progress: Progress | None
@@ -100,8 +101,9 @@ class GpuBackend:
         state = DecodeState(most, most_pages, pages, self.device, slots)
         loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
         pools.settle = loop.settle
-        self._machine = _Machine(gpu_target, pools, passes, state, loop, positions, draft_window, progress)
+        self._machine = _Machine(gpu_target, pools, passes, state, loop, None, positions, draft_window, progress)
         blocks = self.in_blocks(draft) if draft is not None else None
+        self._machine.drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
         engine = GpuEngine(
             GpuRunner(passes, blocks), pools, PageTable(pages), tokenizer, self._config, max_context, draft_key,
             False, partial(self._measure_costs, blocks),
@@ -109,7 +111,7 @@ class GpuBackend:
         engine.install(loop, self._most_rows)
         if self.graphs.enabled:
             self.scratch.seal()  # graphs keep its addresses
-            self._warm_up(blocks)
+            self._warm_up()
         return engine
 
     @property
@@ -117,10 +119,10 @@ class GpuBackend:
         return EXACT_ROWS if self._config.exact else MOST_STEP_ROWS
 
     @torch.inference_mode()
-    def _warm_up(self, blocks: BlockDrafter | None) -> None:
+    def _warm_up(self) -> None:
         """Captures what one sequence needs, so that a first request does not wait for compilers."""
         machine = self._built
-        drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
+        drafter = machine.drafter
         captures: list[Callable[[], object]] = [
             partial(machine.passes.chunk_pass, None), partial(machine.loop.step, 1, 1, None, False)
         ]
@@ -129,10 +131,30 @@ class GpuBackend:
                 partial(machine.passes.chunk_pass, drafter), partial(machine.loop.step, 1, 1, drafter, False),
                 partial(machine.loop.step, 1, LEAST_ROWS, drafter, True),
             ]
+        self._capture(captures)
+
+    @torch.inference_mode()
+    def capture_batches(self) -> None:
+        """Captures what several sequences need, which otherwise happens when they first run together and have to wait.
+
+        Not for recurrent targets: every shape keeps a log of its rows' inputs, and all of them at once are too much.
+        """
+        machine = self._built
+        if not self.graphs.enabled or machine.pools.states is not None:
+            return
+        drafter = machine.drafter if machine.drafter is not None and machine.drafter.on_device else None
+        self._capture([
+            partial(machine.loop.step, sequences, each, drafter if kept else None, each > 1)
+            for sequences, each, kept in batch_shapes(bucket(self._config.max_sequences), self._most_rows)
+            if drafter is not None or not kept
+        ])
+
+    def _capture(self, captures: Sequence[Callable[[], object]]) -> None:
+        progress = self._built.progress
         for done, capture in enumerate(captures):
             capture()
-            if machine.progress is not None:
-                machine.progress("capturing graphs", done + 1, len(captures))
+            if progress is not None:
+                progress("capturing graphs", done + 1, len(captures))
 
     def in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
         machine = self._built
@@ -230,6 +252,16 @@ class GpuBackend:
         if self._machine is None:
             raise ConfigError("the engine is not built yet")
         return self._machine
+
+
+def batch_shapes(most_sequences: int, most_rows: int) -> list[tuple[int, int, bool]]:
+    """Sequences, rows of each and whether a drafter's context is kept, of the steps that batches are likely to need."""
+    shapes = []
+    for sequences in (2**power for power in range(1, most_sequences.bit_length())):
+        wide = {rows // sequences for rows in (EXACT_ROWS, most_rows)}
+        drafting = [(sequences, each, True) for each in sorted(wide) if 1 < each <= MOST_ROWS]
+        shapes += [(sequences, 1, False), (sequences, 1, True), *drafting]
+    return shapes
 
 
 def _token_bytes(shapes: tuple[PoolShape, PoolShape | None]) -> int:
