@@ -137,10 +137,13 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
             assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)
 
 
-def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(
+    gpu: None, tmp_path: Path, kernels: str
+) -> None:
     """And their candidates are those of whole blocks."""
     with keep_threads(), torch.inference_mode():
-        llm = gpu_llm(tmp_path, max_sequences=8)
+        llm = gpu_llm(tmp_path, kernels, max_sequences=8)
         engine = llm.engine
         assert isinstance(engine, GpuEngine)
         drafter = engine._drafter(BASE_VARIANT)

@@ -121,7 +121,7 @@ def test_every_cut_of_a_growth_is_a_tree_of_the_most_probable_prefixes() -> None
         assert proposal.nodes == nodes and proposal.tokens[0] == ANCHOR and proposal.parents[0] == -1
         assert all(parent < row for row, parent in enumerate(proposal.parents))
         assert proposal == grow_tree(drafts, ANCHOR, nodes, 5).proposal()
-        assert proposal.depths == growth.depths[: nodes + 1]
+        assert proposal.depths == tuple(growth.depths[: nodes + 1])
     assert growth.proposal().nodes == 30
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 _SLOWEST = 4  # one of so many sequences counts
+_LEAST = 0.7  # of the mean counts at least: where the others gain far more, the slowest have to bear it
 _MEMORY = 64.0  # steps, after which what was seen counts half
 _FULL = 0.75  # of the columns are taken: then the sequences are as different as they come
 _PRIOR = 16.0  # steps that the sequences before are worth
@@ -48,7 +49,7 @@ class Pace:
             share += (self._before - share) * _PRIOR / (_PRIOR + self._steps)
         if _FULL * len(self._sums) <= len(own):
             self._share = share  # who is left in the end is no example
-        return share
+        return max(_LEAST, share)
 
     def _real(self, own: Sequence[float], mean: float) -> float:
         """What part of the differences between these averages is more than luck."""

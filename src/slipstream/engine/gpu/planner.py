@@ -273,7 +273,7 @@ class Planner:
             self._gate.pay(size, step.seconds)
             return
         tokens = sum(step.tokens) / len(cohort.places)
-        if intent.free and size > 1:
+        if intent.free and size > _FEW:  # of few the policy has chosen who drafts
             share = self._pace(cohort).slowest_share(step.places, step.tokens)
             # while others wait for a column, whoever is done early makes room
             tokens *= 1.0 if step.crowded else share
