@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median_low
 
-_FIRST = 32.0, -28.0  # steps until the very first look, for which something may have to be captured; fewer for one
+_FIRST = 4, 32  # steps until the very first look: before it nobody knows what plain decoding yields; of many sequences
 _LOOK = 6.0, 16.0  # steps of a look at the other way, and how many more for one sequence, whose steps differ most
 _REVISIT = 128  # steps between two looks at least
 _PATIENCE = 8  # steps until a look whose first step is not told goes on: that one was not worth timing
@@ -86,7 +86,7 @@ class _Record:
     def due(self, batch: int) -> bool:
         """Whether the other way is to be looked at now, and the look paid for."""
         own, other = self.rate(self.drafting), self.rate(not self.drafting)
-        if not own.known or self.since < (_REVISIT if self.looks else _for_batch(_FIRST, batch)):
+        if not own.known or self.since < (_REVISIT if self.looks else _first_look(batch)):
             return False
         if not other.known:
             return True
@@ -160,6 +160,12 @@ class BatchGate:
         return self._records.setdefault((batch - 1).bit_length(), _Record())
 
 
+def _first_look(batch: int) -> int:
+    """Steps before it: what many sequences need has to be captured, which a batch that is soon gone is not worth."""
+    few, many = _FIRST
+    return min(many, max(few, 2 * batch - few))
+
+
 def _for_batch(sizes: tuple[float, float], batch: int) -> float:
-    """What many sequences need, and more of it, or less, the fewer there are."""
+    """What many sequences need, and more of it the fewer there are."""
     return sizes[0] + sizes[1] / batch
