@@ -18,18 +18,20 @@ from slipstream.engine import devices
 from slipstream.engine.gpu import step as step_module
 from slipstream.engine.gpu.backend import batch_shapes
 from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.planner import Cohort, Intent
-from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding
+from slipstream.engine.gpu.planner import Cohort, Intent, TimedStep
+from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding, Wish
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
 from slipstream.errors import IntegrityError
+from slipstream.kernels.gpu.growth import TREE, calibration_line
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
+from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.sampling import RowSampler
-from slipstream.types import BASE_VARIANT, SamplingParams
+from slipstream.types import BASE_VARIANT, Decision, SamplingParams
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 
@@ -118,6 +120,65 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
             assert answer.stats.accepted > 0
             assert answer.stats.tau > 1.2
             assert len(answer.step_sizes) < 40
+
+
+def first_drafts(llm: LLM, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """What is drafted behind prompts, whose context has come from nothing but their chunks."""
+    found = []
+    for number, ids in enumerate(prompts):
+        request = llm.request(list(ids), max_tokens=12, mode="chain", gate="off", cache_prompt=False)
+        llm.engine.add(request)
+        events = []
+        while llm.engine.has_work:
+            events += llm.engine.step()
+        found.append(next(event.step.proposal.tokens for event in events if event.step is not None))
+        assert len(found) == number + 1
+    return found
+
+
+def test_prompts_bring_the_draft_context_that_they_bring_on_a_cpu(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it texts would be right, and drafts as good as random."""
+    prompts = [prompt(length, length) for length in (5, 23, 40, 64, 65, 90, 130, 150)]
+    with keep_threads():
+        right = first_drafts(tiny_llm(tmp_path, weight_format="bf16", device="cpu", prefill_chunk=64), prompts)
+
+        def agreed(drafts: list[tuple[int, ...]]) -> float:
+            pairs = [pair for own, other in zip(drafts, right, strict=True) for pair in zip(own, other, strict=True)]
+            return sum(a == b for a, b in pairs) / len(pairs)
+
+        assert agreed(first_drafts(gpu_llm(tmp_path), prompts)) > 0.9
+        monkeypatch.setattr(GpuContext, "write", lambda *given: None)
+        assert agreed(first_drafts(gpu_llm(tmp_path), prompts)) < 0.7, "this test would not see it"
+
+
+def test_wishes_bring_their_calibrations_and_leave_those_of_others_alone() -> None:
+    state = DecodeState(4, 2, 9, DEVICE)
+    own = [Calibration(Calibration()) for _ in range(3)]
+
+    def lines() -> list[list[float]]:
+        return [calibration_line(each.table()).tolist() for each in own]
+
+    def sent() -> list[list[float]]:
+        return state.wishes.calibration[:3].tolist()
+
+    state.load([Decoding(5, 1, [0], SamplingParams(), True)] * 3)
+    wishes = [Wish(3, 3, TREE, each) for each in own]
+    state.wish(wishes)
+    assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NOBODY.nodes]
+    before = lines()
+    for each in own:
+        each.observe(0.6, 1, hit=True)
+    assert lines() != before
+    state.wish([wishes[0], NOBODY, wishes[2]])
+    assert sent() == before and state.wishes.nodes.tolist() == [3, NOBODY.nodes, 3, NOBODY.nodes]
+    state.wish([Wish(7, 3, TREE, each) for each in own])
+    assert sent() == lines() and state.wishes.nodes.tolist() == [7, 7, 7, NOBODY.nodes]
+    state.wish([Wish(7, 3, TREE)] * 3)
+    assert [line[0] for line in sent()] == [0.0] * 3, "claims are taken as they are"
+    state.clear()
+    assert state.wishes.nodes.tolist() == [NOBODY.nodes] * 4
 
 
 def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_path: Path) -> None:
@@ -433,6 +494,48 @@ def test_of_many_sequences_everybody_drafts_who_can(
     wishes = engine.planner.plan(cohort, drafter, alone=True).wishes
     assert [wish.nodes > 0 for wish in wishes] == [True, True, False, True, False, True]
     assert not sessions[2].speculation.distrust, "one step is enough"
+
+
+def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=64 * PAGE_TOKENS)
+        engine = llm.engine
+        assert isinstance(engine, GpuEngine)
+        monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: True)
+        policy = engine.proposer.policy
+        told = Mock(side_effect=policy.verified)
+        monkeypatch.setattr(policy, "verified", told)
+        llm.run([llm.request(prompt(20, number), max_tokens=24, mode="auto") for number in range(6)])
+        assert told.call_count > 3
+        for call in told.call_args_list:
+            offers, shape, drafting = call.args
+            assert 1 <= len(offers) <= 2 and len(offers) <= drafting <= shape.batch <= 6
+            assert shape.rows >= shape.batch + drafting
+            for offer in offers:
+                assert list(offer.tree) == sorted(offer.tree, reverse=True) and 0.0 < offer.tree[0] <= 1.0
+                assert offer.chain and set(offer.chain) <= set(offer.tree)
+        assert all(memory.gains.known for memory in policy._memories.values())
+
+
+@pytest.mark.parametrize(("count", "crowded", "heeded"), [(8, False, True), (8, True, False), (4, False, False)])
+def test_the_slowest_of_many_count_unless_somebody_waits(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, crowded: bool, heeded: bool
+) -> None:
+    llm = gpu_llm(tmp_path)
+    engine = llm.engine
+    assert isinstance(engine, GpuEngine)
+    told = Mock()
+    monkeypatch.setattr(engine.planner._gate, "observe", told)
+    cohort = Cohort.of(tiny_sessions(llm, count))
+    drafts, plain = (Intent.of(cohort, [Wish()] * count, [Decision()] * count, free) for free in (True, False))
+    tokens = [1] * (count // 4) + [4] * (count - count // 4)
+    for _ in range(30):
+        engine.planner.time(cohort, drafts, TimedStep(4, range(count), tokens, 0.002, crowded), captured=False)
+    size, drafting, rows, counted, seconds = told.call_args.args
+    assert (size, drafting, rows, seconds) == (count, True, 4, 0.002)
+    assert counted == pytest.approx(0.7 * 3.25 if heeded else 3.25)
+    engine.planner.time(cohort, plain, TimedStep(1, range(count), [1] * count, 0.001, crowded), captured=False)
+    assert told.call_args.args == (count, False, 1, 1.0, 0.001)
 
 
 def test_random_operations_leak_nothing(gpu: None, tmp_path: Path) -> None:
