@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -16,6 +15,7 @@ from slipstream.cache.gpu_pools import GpuPools
 from slipstream.cache.gpu_states import LoggedRows, device_tensors, save_chunk
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.gpu.graphs import Graphs
+from slipstream.engine.gpu.report import parts, room
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.runner import RowWork
 from slipstream.kernels.gpu.delta import DeviceStates
@@ -26,41 +26,33 @@ from slipstream.speculative.draft import BlockDrafter, DraftJob
 
 _WIDTHS = (1, 4, 16, 32, 64)
 _STAGES = 4  # passes that the host may be ahead of the device
-_ALIGNED = 4  # numbers: kernels read 16 bytes at a time where a tensor begins at such a border
 
 
 class _Staged:
     """Numbers that the host lays out and the device fetches in its own time, all of them with one copy."""
 
     def __init__(self, rows: DeviceRows) -> None:
-        parts = rows.tokens, rows.positions, rows.places, rows.base, rows.pages
-        sizes = [-(-part.numel() // _ALIGNED) * _ALIGNED for part in parts]
-        device, pinned = rows.tokens.device, rows.tokens.is_cuda
-        self._there = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        shapes = [part.shape for part in parts]
-
-        def views(flat: Tensor) -> list[Tensor]:
-            return [
-                part[: math.prod(shape)].view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)
-            ]
-
-        tokens, positions, places, base, pages = views(self._there)
+        shapes = [part.shape for part in (rows.tokens, rows.positions, rows.places, rows.base, rows.pages)]
+        pinned, size = rows.tokens.is_cuda, room(shapes)
+        self._there = torch.zeros(size, dtype=torch.int32, device=rows.tokens.device)
+        tokens, positions, places, base, pages = parts(self._there, shapes)
         places.copy_(rows.places)
         self.rows = replace(rows, tokens=tokens, positions=positions, places=places, base=base, pages=pages)
-        here = [torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
+        here = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
         self._stages = cycle([
-            (flat.copy_(self._there), [view.numpy() for view in views(flat)], torch.cuda.Event() if pinned else None)
+            (flat.copy_(self._there), [part.numpy() for part in parts(flat, shapes)],
+             torch.cuda.Event() if pinned else None)
             for flat in here
         ])
         self._filled: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def fill(self) -> list[NDArray[np.int32]]:
         """Where to write tokens, positions, places, base and pages, or some of them."""
-        flat, parts, fetched = next(self._stages)
+        flat, numbers, fetched = next(self._stages)
         if fetched is not None:
             fetched.synchronize()
         self._filled = flat, fetched
-        return parts
+        return numbers
 
     def send(self) -> None:
         assert self._filled is not None

@@ -261,8 +261,7 @@ class Planner:
                 chain = first_children(parents, tree)
                 offers.append(Offer(policy, session.ticket.state.length, not session.greedy, tree[1:], chain))
         if offers:
-            drafting = sum(landing.nodes[place] > 0 for place in cohort.places)
-            self._proposer.policy.verified(offers, _shape(cohort, landing, intent), drafting)
+            self._proposer.policy.verified(offers, _shape(cohort, landing, intent), _drafting(cohort, landing))
 
     def time(self, cohort: Cohort, intent: Intent, step: TimedStep, captured: bool) -> None:
         """Tells the batch's gate what a step came to, the host's part included."""
@@ -298,7 +297,7 @@ class Planner:
         policy, ms = self._proposer.policy, seconds * 1e3
         shape = _shape(cohort, landing, intent)
         # a draft has a price of its own
-        drafting = sum(landing.nodes[place] > 0 for place in cohort.places)
+        drafting = _drafting(cohort, landing)
         draft_ms = policy.costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
         policy.costs.observe_step(shape, max(_LEAST_VERIFY * ms, ms - draft_ms))
         if cohort.governed:
@@ -309,6 +308,10 @@ class Planner:
                 if landing.nodes[place]:
                     gate.observe(landing.taken[place], ms, plain_ms)
 
+
+def _drafting(cohort: Cohort, landing: Landing) -> int:
+    """For how many sequences something was drafted."""
+    return sum(landing.nodes[place] > 0 for place in cohort.places)
 
 
 def _shape(cohort: Cohort, landing: Landing, intent: Intent) -> StepShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ from slipstream.kernels.gpu.rows import LEAST_ROWS, MAX_DEPTH
 _ALIGNED = 4  # numbers: kernels read and write 16 bytes at a time where a part begins at such a border
 
 
+def room(shapes: Sequence[Sequence[int]]) -> int:
+    """Numbers that tensors of these shapes take side by side."""
+    return sum(map(_padded, shapes))
+
+
+def parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of these shapes in one stretch of memory."""
+    pieces = flat.split(list(map(_padded, shapes)))
+    return [piece[: math.prod(shape)].view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _padded(shape: Sequence[int]) -> int:
+    return -(-math.prod(shape) // _ALIGNED) * _ALIGNED
+
+
 class Report:
     """The tensors of a step that the host reads, or their copy on the host (which is pinned)."""
 
@@ -23,14 +39,12 @@ class Report:
             (max(rows, LEAST_ROWS),), (rows,), (rows,), (rows,), (rows,), (sequences,), (sequences,), (sequences,),
             (sequences,), (sequences, MAX_DEPTH), (sequences, MAX_DEPTH),
         )
-        sizes = [-(-math.prod(shape) // _ALIGNED) * _ALIGNED for shape in shapes]
         self.each = each
-        self.flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
-        parts = self.flat.split(sizes)
+        self.flat = torch.zeros(room(shapes), dtype=torch.int32, device=device, pin_memory=pinned)
         (
             self.tokens, self.parents, chances, survivals, self.chosen, self.counts, self.broken, self.taken,
             self.failed, self.path, self.kept,
-        ) = (part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
+        ) = parts(self.flat, shapes)
         self.chances: Tensor = chances.view(torch.float32)
         self.survivals: Tensor = survivals.view(torch.float32)
 

@@ -66,7 +66,7 @@ class DecodeStep:
         if drafter is not None and drafting:
             block = DeviceRows.empty("block", sequences, drafter.block_size, 1, device, pools.scratch_place)
             self._draft = BlockDraft(
-                kernels, drafter, _over(state, block), max(1, each - 1), pools, self._settings, self._wishes
+                kernels, drafter, _over(state, block), each - 1, pools, self._settings, self._wishes
             )
         nothing = Candidates.empty(sequences, 1, CANDIDATES, device)
         self._candidates = self._draft.candidates if self._draft is not None else nothing
