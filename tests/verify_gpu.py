@@ -110,8 +110,12 @@ def gpu_pair(report: Report) -> None:
         text = f"{line['tokens_per_s']} tok/s, {line['ms_per_step']} ms a step, tau {line['tau']}"
         report.add(f"the same weights, {line['set']}, {line['who']}", text, True)
     for line in found.get("batches", ()):
-        text = f"plain {line['plain']} tok/s, auto {line['auto']}: {line['auto_over_plain']} (at least 0.98)"
-        report.add(f"throughput of {line['batch']} sequences at once", text, line["auto_over_plain"] >= 0.98)
+        ratio, rounds = line["auto_over_plain"], line["of_rounds"]
+        text = (
+            f"plain {line['plain']} tok/s, auto {line['auto']}: {ratio} (at least 0.98), medians of {len(rounds)} "
+            f"rounds, in single ones {min(rounds)} to {max(rounds)}"
+        )
+        report.add(f"throughput of {line['batch']} sequences at once", text, ratio >= 0.98)
     for line in found.get("syncs", ()):
         waits, others, steps = line["events_waited_for"], line["other_syncs"], line["steps"]
         text = f"{waits} waits for results and {others} others in {steps} steps"

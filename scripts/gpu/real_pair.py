@@ -31,6 +31,7 @@ from slipstream.engine.llm import LLM, Completion
 
 SETS = ("humaneval", "gsm8k", "mt-bench")
 MODES = ("plain", "chain", "tree:16", "tree:64", "auto")
+ROUNDS = 7  # of a batch, each way: single ones differ by several percent
 THEIR_PROMPTS, THEIR_TOKENS = 2, 96  # of each set: they are slow, and their steps all alike
 Row = dict[str, object]
 
@@ -107,21 +108,20 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
     llm.prepare_batches()
     rows: list[Row] = []
     for batch, chosen in prompts_by_batch(llm, options):
-        speeds = {}
-        for mode in ("plain", "auto"):
-            def requests(mode: str = mode, chosen: Sequence[list[int]] = chosen) -> list[Any]:
-                return [llm.request(ids, **{**settings(mode, options.tokens), "ignore_eos": True}) for ids in chosen]
-
-            llm.run(requests())  # captures what it needs
-            took = []
-            for _ in range(2):
+        speeds: dict[str, list[float]] = {"plain": [], "auto": []}
+        for turn in range(1 + ROUNDS):  # by turns, so that whatever slows the machine down slows both
+            for mode, seen in speeds.items():
+                asked = {**settings(mode, options.tokens), "ignore_eos": True}
+                requests = [llm.request(ids, **asked) for ids in chosen]
                 began = time.perf_counter()
-                answers = llm.run(requests())
-                took.append(time.perf_counter() - began)
-            speeds[mode] = sum(len(answer.token_ids) for answer in answers) / min(took)
+                tokens = sum(len(answer.token_ids) for answer in llm.run(requests))
+                if turn:  # the first captures what it needs
+                    seen.append(tokens / (time.perf_counter() - began))
+        plain, auto = (median(speeds[mode]) for mode in ("plain", "auto"))
+        each = [free / own for own, free in zip(speeds["plain"], speeds["auto"], strict=True)]
         rows.append({
-            "weights": dtype, "batch": batch, "plain": round(speeds["plain"], 1), "auto": round(speeds["auto"], 1),
-            "auto_over_plain": round(speeds["auto"] / speeds["plain"], 3),
+            "weights": dtype, "batch": batch, "plain": round(plain, 1), "auto": round(auto, 1),
+            "auto_over_plain": round(auto / plain, 3), "of_rounds": [round(ratio, 3) for ratio in each],
         })
         print(rows[-1], flush=True)
     llm.close()
