@@ -122,9 +122,10 @@ class Bench:
         """The engine's own step; proposals are tokens drawn at random, likelier ones first."""
         step = self.backend._make_step(1, rows, self.drafter if rows > 1 else None, rows > 1)
         if rows > 1:
-            step._candidates.random_(0, self.shape.vocab_size)
-            ranks = torch.arange(step._scores.shape[-1], device=self.device)
-            step._scores.copy_((-0.2 - 0.5 * ranks).expand_as(step._scores))
+            found = step._candidates
+            found.tokens.random_(0, self.shape.vocab_size)
+            ranks = torch.arange(found.scores.shape[-1], device=self.device)
+            found.scores.copy_((-0.2 - 0.5 * ranks).expand_as(found.scores))
         return step
 
     @torch.inference_mode()

@@ -90,8 +90,9 @@ def test_a_server_captures_every_size_of_batch_before_it_serves(
     assert batch_shapes(2, 64) == [(2, 1, False), (2, 1, True), (2, 32, True)]
     wide = [shape for shape in batch_shapes(64, 256) if shape[1] > 1]
     assert wide == [
-        (2, 32, True), (4, 16, True), (4, 64, True), (8, 8, True), (8, 32, True), (16, 4, True), (16, 16, True),
-        (32, 2, True), (32, 8, True), (64, 4, True),
+        (2, 32, True), (2, 64, True), (4, 16, True), (4, 32, True), (4, 64, True), (8, 8, True), (8, 16, True),
+        (8, 32, True), (16, 4, True), (16, 8, True), (16, 16, True), (32, 2, True), (32, 4, True), (32, 8, True),
+        (64, 2, True), (64, 4, True),
     ]
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=6)

@@ -258,7 +258,7 @@ def batch_shapes(most_sequences: int, most_rows: int) -> list[tuple[int, int, bo
     """Sequences, rows of each and whether a drafter's context is kept, of the steps that batches are likely to need."""
     shapes = []
     for sequences in (2**power for power in range(1, most_sequences.bit_length())):
-        wide = {rows // sequences for rows in (EXACT_ROWS, most_rows)}
+        wide = {rows // sequences for rows in (EXACT_ROWS, 2 * EXACT_ROWS, most_rows) if rows <= most_rows}
         drafting = [(sequences, each, True) for each in sorted(wide) if 1 < each <= MOST_ROWS]
         shapes += [(sequences, 1, False), (sequences, 1, True), *drafting]
     return shapes
