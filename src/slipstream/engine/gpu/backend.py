@@ -21,7 +21,7 @@ from slipstream.engine.gpu.loop import DecodeLoop
 from slipstream.engine.gpu.passes import GpuBlocks, Passes
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.gpu.state import DecodeState
-from slipstream.engine.gpu.step import DecodeStep, bucket
+from slipstream.engine.gpu.step import DecodeStep, bucket, drafted_widths
 from slipstream.engine.memory import StateRoom, available_bytes
 from slipstream.errors import ConfigError
 from slipstream.formats.weights import WeightFile
@@ -255,11 +255,10 @@ class GpuBackend:
 
 
 def batch_shapes(most_sequences: int, most_rows: int) -> list[tuple[int, int, bool]]:
-    """Sequences, rows of each and whether a drafter's context is kept, of the steps that batches are likely to need."""
+    """Sequences, rows of each and whether a drafter's context is kept, of the steps that batches need."""
     shapes = []
     for sequences in (2**power for power in range(1, most_sequences.bit_length())):
-        wide = {rows // sequences for rows in (EXACT_ROWS, 2 * EXACT_ROWS, most_rows) if rows <= most_rows}
-        drafting = [(sequences, each, True) for each in sorted(wide) if 1 < each <= MOST_ROWS]
+        drafting = [(sequences, each, True) for each in drafted_widths(sequences, most_rows)]
         shapes += [(sequences, 1, False), (sequences, 1, True), *drafting]
     return shapes
 

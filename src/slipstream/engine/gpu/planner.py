@@ -13,11 +13,10 @@ from functools import cached_property
 from slipstream.engine.gpu.landing import Landing
 from slipstream.engine.gpu.loop import DecodeLoop
 from slipstream.engine.gpu.state import NOBODY, Wish
-from slipstream.engine.gpu.step import bucket
+from slipstream.engine.gpu.step import bucket, drafted_widths
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
 from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
-from slipstream.kernels.gpu.rows import LEAST_ROWS
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape
@@ -27,7 +26,6 @@ from slipstream.speculative.pace import Pace
 from slipstream.speculative.policy import Offer
 from slipstream.types import Decision
 
-_ROWS = (2, 4, 8, 16, 32, 64)  # rows of one sequence that steps are captured for
 _FEW = 4  # sequences that the policy chooses among
 _PUPILS = 2  # sequences that are learnt from in a step
 _VERY_MANY = 64  # from so many on not even in every step
@@ -223,12 +221,7 @@ class Planner:
             return rates
         costs, context = self._proposer.policy.costs, cohort.context
         draft_ms = costs.draft_ms(len(drafting), max(depth for _, depth in drafting), context)
-        batch = bucket(len(cohort.columns))
-        for rows in _ROWS:
-            if rows * batch > self._most_rows:
-                break
-            if rows * batch < LEAST_ROWS:
-                continue  # padded to as many anyway
+        for rows in drafted_widths(bucket(len(cohort.columns)), self._most_rows):
             tokens = float(len(sessions))
             for policy, depth in drafting:
                 gains = policy.gains if policy.gains.known else assumed(policy.proposals)

@@ -22,12 +22,19 @@ from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.sampling import RankingScratch, Settings
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
+_WIDTHS = (2, 4, 8, 16, 32, 64)
 MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written
 
 
 def bucket(count: int, least: int = 1) -> int:
     """The power of two that a graph serves this many with."""
     return max(least, 1 << (count - 1).bit_length())
+
+
+def drafted_widths(sequences: int, most_rows: int) -> list[int]:
+    """Rows of each sequence that drafting steps have, where a step may have `most_rows` in all."""
+    # fewer rows are padded anyway
+    return [each for each in _WIDTHS if LEAST_ROWS <= sequences * each <= most_rows]
 
 
 class DecodeStep:
