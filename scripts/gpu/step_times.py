@@ -179,10 +179,9 @@ def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str,
                 (short, few), (long, many) = took
                 rounds.append((long - short) * 1e3 / max(1, many - few))
             ms = statistics.median(rounds[1:])  # the first is a warm-up
-            print(label, *(f"{each:.1f}" for each in rounds), flush=True)
             lines.append({
                 "format": "bf16", "batch": 1, "context": options.contexts[0], "step": label, "ms": round(ms, 3),
-                "floor_ms": "", "ratio": "",
+                "floor_ms": "", "ratio": "", "rounds": [round(each, 1) for each in rounds[1:]],
             })
             print(lines[-1], flush=True)
     return lines

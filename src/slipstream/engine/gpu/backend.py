@@ -39,6 +39,7 @@ from slipstream.speculative.draft import BlockDrafter
 from slipstream.text.tokenizer import Tokenizer
 
 _POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded; graphs and scratch need the rest
+_LEFT_FREE = 2**30  # bytes, that captures which could wait do not take
 MOST_STEP_ROWS = 256  # of one device step over all sequences
 EXACT_ROWS = 64  # up to here a row has the same bits in any company
 
@@ -137,7 +138,8 @@ class GpuBackend:
     def capture_batches(self) -> None:
         """Captures what several sequences need, which otherwise happens when they first run together and have to wait.
 
-        Not for recurrent targets: every shape keeps a log of its rows' inputs, and all of them at once are too much.
+        What finds no room is left for then. Nothing for recurrent targets: every shape keeps a log of its rows' inputs,
+        and all of them at once are too much.
         """
         machine = self._built
         if not self.graphs.enabled or machine.pools.states is not None:
@@ -147,11 +149,13 @@ class GpuBackend:
             partial(machine.loop.step, sequences, each, drafter if kept else None, each > 1)
             for sequences, each, kept in batch_shapes(bucket(self._config.max_sequences), self._most_rows)
             if drafter is not None or not kept
-        ])
+        ], _LEFT_FREE)
 
-    def _capture(self, captures: Sequence[Callable[[], object]]) -> None:
+    def _capture(self, captures: Sequence[Callable[[], object]], left_free: int = 0) -> None:
         progress = self._built.progress
         for done, capture in enumerate(captures):
+            if left_free and self._free_bytes() < left_free:
+                return
             capture()
             if progress is not None:
                 progress("capturing graphs", done + 1, len(captures))
@@ -195,8 +199,7 @@ class GpuBackend:
         """Pages for the pools: what was asked for, or a share of what the weights have left free."""
         config = self._config
         token_bytes = _token_bytes(shapes) + states.token_bytes
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_bytes()
-        share = int((free or 2**30) * _POOL_SHARE)
+        share = int(self._free_bytes() * _POOL_SHARE)
         if states.reserved_bytes > share:
             raise ConfigError(
                 f"the recurrent states of all sequences need {states.reserved_bytes >> 20} MiB, "
@@ -211,6 +214,11 @@ class GpuBackend:
         # a sequence may stand a few steps behind its last token
         wanted = config.cache_tokens or config.max_sequences * (max_context + 4 * MOST_ROWS)
         return max(1, min(wanted, room) // PAGE_TOKENS)
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return available_bytes() or 2**30
 
     @property
     def label(self) -> str:
