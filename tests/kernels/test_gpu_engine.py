@@ -98,7 +98,7 @@ def test_a_server_captures_every_size_of_batch_before_it_serves(
         assert not loop._steps, "without graphs there is nothing to capture"
         monkeypatch.setattr(backend.graphs, "enabled", True)
         monkeypatch.setattr(backend.graphs, "_capture", lambda launches: launches)
-        free = iter([2**40, 2**40, 0])
+        free = itertools.chain([2**40, 2**40], itertools.repeat(0))
         with monkeypatch.context() as full:
             full.setattr(backend, "_free_bytes", lambda: next(free))
             llm.prepare_batches()
