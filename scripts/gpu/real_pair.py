@@ -26,7 +26,6 @@ import torch
 from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig
 from slipstream.engine.gpu.landing import ReportCopy
-from slipstream.engine.gpu.step import DecodeStep
 from slipstream.engine.llm import LLM, Completion
 
 SETS = ("humaneval", "gsm8k", "mt-bench")
@@ -141,21 +140,15 @@ class StepClock:
         self.steps: list[tuple[float, float, int, bool]] = []  # seconds, of them waited, tokens, whether drafted
 
     def run(self, requests: Sequence[Any]) -> None:
-        wait, step = ReportCopy.wait, self._engine.loop.step
+        wait = ReportCopy.wait
         ReportCopy.wait = self._clocked(wait)  # type: ignore[method-assign]
-        if self._engine.loop._device.type == "cpu":
-            def clocked_step(*shape: Any) -> tuple[DecodeStep, Callable[..., None]]:
-                made, run = step(*shape)
-                return made, self._clocked(run)  # there the device is this very thread
-
-            self._engine.loop.step = clocked_step
         try:
             for request in requests:
                 self._engine.add(request)
             while self._engine.has_work:
                 self._step()
         finally:
-            ReportCopy.wait, self._engine.loop.step = wait, step  # type: ignore[method-assign]
+            ReportCopy.wait = wait  # type: ignore[method-assign]
 
     def _step(self) -> None:
         line = self._engine.scheduler
@@ -297,6 +290,8 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.device == "cpu" and (only_there := {"hosts", "syncs"} & set(options.parts.split(","))):
+        parser.error(f"{' and '.join(sorted(only_there))}: there are no device steps on a CPU, leave it out of --parts")
     found: dict[str, list[Row]] = {}
     for part in options.parts.split(","):
         began = time.perf_counter()

@@ -154,7 +154,7 @@ class GpuBackend:
     def _capture(self, captures: Sequence[Callable[[], object]], left_free: int = 0) -> None:
         progress = self._built.progress
         for done, capture in enumerate(captures):
-            if not left_free or self._free_bytes() >= left_free:
+            if self._free_bytes() >= left_free:
                 capture()
             if progress is not None:
                 progress("capturing graphs", done + 1, len(captures))

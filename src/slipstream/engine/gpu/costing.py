@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from slipstream.engine.gpu.step import DecodeStep
+from slipstream.engine.gpu.step import DecodeStep, drafted_widths
 from slipstream.kernels.gpu.experts import ExpertStack
 from slipstream.kernels.gpu.growth import MOST_ROWS
 from slipstream.kernels.gpu.rows import LEAST_ROWS
@@ -43,7 +43,9 @@ def measure_costs(
         if progress is not None:
             progress("measuring step costs", done + 1, len(widths) + 1)
     # the widths that one sequence is likely to use are captured with it, not in the middle of an answer
-    drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in widths if rows <= MOST_ROWS}
+    drafted = {
+        rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in drafted_widths(1, most_rows)
+    }
     draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
     if progress is not None:
         progress("measuring step costs", 1, 1)

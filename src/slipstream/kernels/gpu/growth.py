@@ -94,13 +94,14 @@ class Grown:
 
     @classmethod
     def empty(cls, rows: DeviceRows) -> Grown:
-        def numbers(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=rows.tokens.device)
+        def whole(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=rows.tokens.device)
 
-        whole = torch.int32
-        each, real = (rows.rows, rows.sequences), torch.float32
-        return cls(numbers(each[0], whole), numbers(each[0], real), numbers(each[0], real), numbers(each[1], whole),
-                   numbers(each[1], whole))
+        def real(count: int) -> Tensor:
+            return torch.zeros(count, device=rows.tokens.device)
+
+        count, sequences = rows.rows, rows.sequences
+        return cls(whole(count), real(count), real(count), whole(sequences), whole(sequences))
 
 
 @dataclass(frozen=True, slots=True)
