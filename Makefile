@@ -2,7 +2,10 @@
 # make demo    the default pair, plain and speculative, with both speeds
 # make test    lint and the test suite
 # make verify  every claim at full size; writes docs/results.md
+# make audit   known vulnerabilities of the tested packages, and their list as build/sbom.cdx.json
+# make lock    requirements.lock anew, after constraints.txt has changed
 #
+# make setup LOCKED=1 installs only files whose hashes stand in requirements.lock, and torch.
 # On Linux PyPI's torch is the CUDA build (gigabytes). For the CPU build:
 #   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -14,7 +17,7 @@ STAMP := $(VENV)/.installed
 # What is never imported need not be compiled, which is most of it.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 
-.PHONY: setup demo test lint verify clean
+.PHONY: setup demo test lint verify audit lock clean
 
 setup: $(STAMP)
 
@@ -23,6 +26,7 @@ NATIVE := setup.py $(wildcard src/slipstream/kernels/native/*.cpp src/slipstream
 # dflash is only the tests' oracle and pins packages its model code never imports, hence --no-deps.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(LOCKED),$(PIP_INSTALL) --no-deps --require-hashes -r requirements.lock)
 	$(PIP_INSTALL) -e '.[test]'
 	$(PIP_INSTALL) --no-deps dflash
 	touch $@
@@ -39,6 +43,19 @@ test: setup
 
 verify: setup
 	$(BIN)/python -m tests.verify
+
+# The two tools have packages of their own, which must not mix with the ones they look at.
+TOOLS := build/audit
+$(TOOLS)/bin/pip-audit:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --disable-pip-version-check --quiet pip-audit==2.10.1 cyclonedx-bom==7.5.0
+
+audit: $(TOOLS)/bin/pip-audit
+	$(TOOLS)/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --of JSON -o build/sbom.cdx.json
+	$(TOOLS)/bin/pip-audit --requirement requirements.lock --disable-pip --no-deps --progress-spinner off
+
+lock: setup
+	$(BIN)/python scripts/lock.py
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,10 +29,30 @@ def test_every_dependency_is_pinned() -> None:
 def test_nothing_is_installed_without_the_pins() -> None:
     makefile = (ROOT / "Makefile").read_text()
     installs = [line for line in makefile.splitlines() if re.search(r"pip.* install", line)]
-    assert installs and all("-c constraints.txt" in line for line in installs)
+    ours = [line for line in installs if "$(TOOLS)" not in line]  # the audit's tools have pins of their own
+    assert ours and all("-c constraints.txt" in line for line in ours)
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "verify", "clean"])
+def test_every_runtime_dependency_has_both_bounds_and_the_pins_lie_between() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wanted in map(Requirement, project["dependencies"]):
+        assert {spec.operator for spec in wanted.specifier} == {">=", "<"}, wanted
+        assert pins()[wanted.name.lower().replace("_", "-")] in wanted.specifier, wanted
+
+
+def test_the_lock_has_the_pinned_versions_with_their_hashes() -> None:
+    entries = re.split(r"\n(?=\w)", re.sub(r"^#.*\n", "", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE))
+    locked = {}
+    for entry in entries:
+        name, version = re.match(r"([\w.-]+)==([\w.]+)", entry).groups()  # type: ignore[union-attr]
+        locked[name.lower().replace("_", "-")] = version
+        assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}(?= |\n|$)", entry)) >= 1, entry
+    # torch's build depends on the machine; llama.cpp's package is only compared with
+    left_out = {"torch", "xllamacpp"}
+    assert locked == {name: version for name, version in pins().items() if name not in left_out}, "run make lock"
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "verify", "audit", "lock", "clean"])
 def test_targets_exist(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
@@ -51,4 +72,6 @@ def test_setup_is_done_once(tmp_path: Path) -> None:
 def test_ci_runs_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
-    assert "set -euo pipefail" in script.read_text() and "make test" in script.read_text()
+    said = script.read_text()
+    assert "set -euo pipefail" in said and "make test" in said
+    assert "make setup LOCKED=1" in said and "make audit" in said
