@@ -109,7 +109,10 @@ class Server:
         """A raw connection that has asked for a stream and read nothing yet."""
         data = json.dumps(body).encode()
         raw = socket.create_connection(self.address, timeout=60)
-        head = [f"POST {path} HTTP/1.1", "Host: test", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+        head = [
+            f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        ]
         raw.sendall("\r\n".join([*head, "", ""]).encode() + data)
         return raw
 

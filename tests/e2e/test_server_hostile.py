@@ -93,7 +93,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(server: Server) -> No
     # without an announced length the limit holds as well, and the server stops reading there
     raw = socket.create_connection(server.address, timeout=30)
     raw.sendall(
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
         "Transfer-Encoding: chunked\r\n\r\n".encode()
     )
     sent, answer = 0, b""
@@ -257,7 +257,7 @@ def test_a_slow_reader_stalls_nobody(server: Server) -> None:
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.connect(server.address)
     raw.sendall(
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n".encode() + data
     )
     # it reads nothing, and still everybody else is answered, and its own answer comes to its end

@@ -1,0 +1,187 @@
+"""The worst body known for every endpoint: what an attacker would send at the size limit, and what a user might.
+
+`table(size)` builds them for any limit. A body that is refused costs almost nothing once the limits of JSON values
+hold; the accepted ones cost whatever the endpoint does with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MODEL = "smollm2"
+_LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """One body. `refused` is the status it must get; None leaves that open (a valid body may be too long)."""
+
+    method: str
+    path: str
+    name: str
+    body: bytes
+    refused: int | None = 400
+    prompt: bool = False  # a valid long text: its cost is that of preparing prompts, not that of reading bodies
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.path} {self.name}"
+
+
+def fill(head: str, item: str, tail: str, size: int, separator: str = ",") -> bytes:
+    """`head`, as many items as fit into `size` bytes, `tail`."""
+    each = len(item.encode()) + len(separator)
+    count = max(1, (size - len(head.encode()) - len(tail.encode())) // each)
+    return (head + separator.join([item] * count) + tail).encode()
+
+
+def numbered(head: str, item: str, tail: str, size: int) -> bytes:
+    """Like `fill`, with a different number in the place of `%d` of every item."""
+    count = (size - len(head) - len(tail)) // (len(item) + 6)
+    return (head + ",".join(item % (1_000_000 + index) for index in range(count)) + tail).encode()
+
+
+def long_text(size: int) -> str:
+    return (_LETTERS * (size // len(_LETTERS) + 1))[:size]
+
+
+def table(size: int) -> list[Worst]:
+    """Every endpoint's bodies of `size` bytes or a little less."""
+    found = [*_chat(size), *_completions(size), *_messages(size), *_responses(size), *_text(size), *_control(size)]
+    for path in ("/health", "/props", "/slots", "/metrics", "/v1/models", f"/v1/models/{MODEL}", "/v1/draft-lora"):
+        found.append(Worst("GET", path, "a body nothing reads", b"{" * size, None))
+    assert all(len(worst.body) <= size for worst in found)
+    return found
+
+
+def _anywhere(path: str, size: int) -> Iterator[Worst]:
+    """What any path that takes JSON meets."""
+    yield Worst("POST", path, "empty objects", fill("[", "{}", "]", size))
+    yield Worst("POST", path, "nested empty lists", fill("[", "[[]]", "]", size))
+    yield Worst("POST", path, "objects of one key", fill("[", '{"":0}', "]", size))
+    yield Worst("POST", path, "unknown fields", numbered("{", '"%d":0', "}", size))
+    yield Worst("POST", path, "floats", fill("[", "1.5", "]", size))
+    yield Worst("POST", path, "short strings", fill("[", '"ab"', "]", size))
+    yield Worst("POST", path, "half surrogates", fill('{"model":"', r"\ud83d", '"}', size, ""))
+    yield Worst("POST", path, "brackets", b"[" * size)
+    yield Worst("POST", path, "quotes", b'"' * size)
+    yield Worst("POST", path, "backslashes", b'"' + b"\\" * (size - 1))
+    yield Worst("POST", path, "a long unknown field", b'{"' + b"k" * (size - 6) + b'":0}')
+
+
+def _chat(size: int) -> Iterator[Worst]:
+    path = "/v1/chat/completions"
+    head = f'{{"model":"{MODEL}","max_tokens":2,"messages":'
+
+    def worst(name: str, body: bytes, refused: int | None = 400, prompt: bool = False) -> Worst:
+        return Worst("POST", path, name, body, refused, prompt)
+
+    user = '[{"role":"user","content":"a"}]'
+    yield from _anywhere(path, size)
+    yield worst("empty parts", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size))
+    yield worst("wrong parts", fill(f'{head}[{{"role":"user","content":[', '{"type":"image"}', "]}]}", size))
+    yield worst("empty tool calls", fill(f'{head}[{{"role":"assistant","tool_calls":[', "{}", "]}]}", size))
+    yield worst("wrong messages", fill(f"{head}[", '{"role":"x"}', "]}", size))
+    yield worst("numbers as messages", fill(f"{head}[", "0", "]}", size))
+    yield worst("empty stops", fill(f'{head}{user},"stop":[', '""', "]}", size))
+    yield worst("wrong biases", numbered(f'{head}{user},"logit_bias":{{', '"x%d":0', "}}", size))
+    yield worst("much metadata", numbered(f'{head}{user},"metadata":{{', '"%d":0', "}}", size))
+    yield worst("empty tools", fill(f'{head}{user},"tools":[', "{}", "]}", size))
+    yield worst("a long tag", (head + '[{"role":"' + "r" * (size - 200) + '","content":"a"}]}').encode())
+    yield worst("template settings", numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size), None)
+    yield worst("a schema of enums", fill(
+        f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
+        '"ab"', "]}}}}", size), None)
+    yield worst("tool parameters", numbered(
+        f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
+        '"properties":{', '"p%d":{}', "}}}}]}", size), None)
+    yield worst("many valid parts", fill(
+        f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None)
+    yield worst("many valid messages", fill(f"{head}[", '{"role":"user","content":""}', "]}", size), None)
+    yield worst("a long text", (head + json.dumps([{"role": "user", "content": long_text(size - 200)}]) + "}").encode(),
+                None, True)
+    yield worst("escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None, True)
+    yield worst("one wide letter", (head + '[{"role":"user","content":"\U0001f600' + "a" * (size - 200) + '"}]}')
+                .encode(), None, True)
+
+
+def _completions(size: int) -> Iterator[Worst]:
+    path = "/v1/completions"
+    head = f'{{"model":"{MODEL}","max_tokens":2,"prompt":'
+
+    def worst(name: str, body: bytes, refused: int | None = 400, prompt: bool = False) -> Worst:
+        return Worst("POST", path, name, body, refused, prompt)
+
+    yield from _anywhere(path, size)
+    yield worst("negative tokens", fill(f"{head}[", "-1", "]}", size))
+    yield worst("booleans as tokens", fill(f"{head}[", "true", "]}", size))
+    yield worst("a wrong last token", fill(f"{head}[", "257", ',"a"]}', size))
+    yield worst("empty prompts", fill(f"{head}[", '""', "]}", size))
+    yield worst("empty lists of tokens", fill(f"{head}[", "[]", "]}", size))
+    yield worst("lists of one token", fill(f"{head}[", "[0]", "]}", size))
+    yield worst("tokens", fill(f"{head}[", "257", "]}", size), None, True)
+    yield worst("a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
+
+
+def _messages(size: int) -> Iterator[Worst]:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        limit = '"max_tokens":2,' if path == "/v1/messages" else ""
+        head = f'{{"model":"{MODEL}",{limit}"messages":'
+        user = '[{"role":"user","content":"a"}]'
+        yield from _anywhere(path, size)
+        for name, body in (
+            ("empty blocks", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size)),
+            ("wrong messages", fill(f"{head}[", '{"role":"x"}', "]}", size)),
+            ("empty system blocks", fill(f'{head}{user},"system":[', "{}", "]}", size)),
+            ("empty tools", fill(f'{head}{user},"tools":[', "{}", "]}", size)),
+        ):
+            yield Worst("POST", path, name, body)
+        for name, body, prompt in (
+            ("tool input", numbered(
+                f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
+                '"%d":0', "}}]}]}", size), True),
+            ("many valid blocks", fill(
+                f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size), True),
+            ("many valid messages", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), True),
+            ("a long text", (head + json.dumps([{"role": "user", "content": long_text(size - 200)}]) + "}").encode(),
+             True),
+        ):
+            yield Worst("POST", path, name, body, None, prompt)
+
+
+def _responses(size: int) -> Iterator[Worst]:
+    path = "/v1/responses"
+    head = f'{{"model":"{MODEL}","max_output_tokens":2,"input":'
+    yield from _anywhere(path, size)
+    for name, body in (
+        ("empty items", fill(f"{head}[", "{}", "]}", size)),
+        ("empty parts", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size)),
+        ("empty reasoning", fill(f'{head}[{{"type":"reasoning","content":[', "{}", "]}]}", size)),
+        ("wrong includes", fill(f'{head}"a","include":[', '""', "]}", size)),
+        ("much metadata", numbered(f'{head}"a","metadata":{{', '"%d":0', "}}", size)),
+    ):
+        yield Worst("POST", path, name, body)
+    yield Worst("POST", path, "logprobs sent back", fill(
+        f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size))
+    yield Worst("POST", path, "many valid items", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), None)
+    yield Worst("POST", path, "a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
+
+
+def _text(size: int) -> Iterator[Worst]:
+    yield from _anywhere("/tokenize", size)
+    yield Worst("POST", "/tokenize", "a long text", json.dumps({"content": long_text(size - 200)}).encode(), None, True)
+    yield Worst("POST", "/tokenize", "a long text with pieces", json.dumps(
+        {"with_pieces": True, "content": long_text(size - 200)}).encode(), None, True)
+    yield from _anywhere("/detokenize", size)
+    yield Worst("POST", "/detokenize", "wrong tokens", fill('{"tokens":[', '""', "]}", size))
+    yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size), None, True)
+
+
+def _control(size: int) -> Iterator[Worst]:
+    yield from _anywhere("/v1/draft-lora", size)
+    yield Worst("POST", "/v1/draft-lora", "a long path", b'{"path":"' + b"a/" * (size // 2 - 20) + b'"}')
+    for path in ("/models/reload", f"/models/{MODEL}/load", "/models/nothing/unload"):
+        yield Worst("POST", path, "a body nothing reads", fill("[", "{}", "]", size))
+    yield Worst("DELETE", "/v1/draft-lora/nothing", "a body nothing reads", b"{" * size, 403)
