@@ -10,7 +10,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slipstream.server.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES
+from slipstream.server.openai_schemas import MAX_ITEMS
+
 MODEL = "smollm2"
+# Just within the limits of JSON values, where everything that follows the count is still to be done.
+VALUES, STRUCTURE = MAX_JSON_VALUES - 100, MAX_JSON_STRUCTURE - 100
 _LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
 
 
@@ -30,16 +35,17 @@ class Worst:
         return f"{self.method} {self.path} {self.name}"
 
 
-def fill(head: str, item: str, tail: str, size: int, separator: str = ",") -> bytes:
-    """`head`, as many items as fit into `size` bytes, `tail`."""
+def fill(head: str, item: str, tail: str, size: int, separator: str = ",", most: int = 1 << 30) -> bytes:
+    """`head`, as many items as fit into `size` bytes (or `most`, and blanks for the rest), `tail`."""
     each = len(item.encode()) + len(separator)
-    count = max(1, (size - len(head.encode()) - len(tail.encode())) // each)
-    return (head + separator.join([item] * count) + tail).encode()
+    count = min(most, max(1, (size - len(head.encode()) - len(tail.encode())) // each))
+    body = (head + separator.join([item] * count) + tail).encode()
+    return body if most == 1 << 30 else body.ljust(size)
 
 
-def numbered(head: str, item: str, tail: str, size: int) -> bytes:
+def numbered(head: str, item: str, tail: str, size: int, most: int = 1 << 30) -> bytes:
     """Like `fill`, with a different number in the place of `%d` of every item."""
-    count = (size - len(head) - len(tail)) // (len(item) + 6)
+    count = min(most, (size - len(head) - len(tail)) // (len(item) + 6))
     return (head + ",".join(item % (1_000_000 + index) for index in range(count)) + tail).encode()
 
 
@@ -52,7 +58,7 @@ def table(size: int) -> list[Worst]:
     found = [*_chat(size), *_completions(size), *_messages(size), *_responses(size), *_text(size), *_control(size)]
     for path in ("/health", "/props", "/slots", "/metrics", "/v1/models", f"/v1/models/{MODEL}", "/v1/draft-lora"):
         found.append(Worst("GET", path, "a body nothing reads", b"{" * size, None))
-    assert all(len(worst.body) <= size for worst in found)
+    assert all(len(worst.body) <= size for worst in found), max(found, key=lambda worst: len(worst.body)).label
     return found
 
 
@@ -61,7 +67,12 @@ def _anywhere(path: str, size: int) -> Iterator[Worst]:
     yield Worst("POST", path, "empty objects", fill("[", "{}", "]", size))
     yield Worst("POST", path, "nested empty lists", fill("[", "[[]]", "]", size))
     yield Worst("POST", path, "objects of one key", fill("[", '{"":0}', "]", size))
+    yield Worst("POST", path, "objects within the limit", fill("[", '{"":0}', "]", size, most=STRUCTURE // 2))
+    yield Worst("POST", path, "lists within the limit", fill("[", "[[]]", "]", size, most=STRUCTURE // 2))
     yield Worst("POST", path, "unknown fields", numbered("{", '"%d":0', "}", size))
+    yield Worst("POST", path, "unknown fields within the limit", numbered("{", '"%d":0', "}", size, STRUCTURE))
+    yield Worst("POST", path, "strings within the limit", numbered("[", '"%d"', "]", size, VALUES))
+    yield Worst("POST", path, "floats within the limit", numbered("[", '%d.5', "]", size, VALUES))
     yield Worst("POST", path, "floats", fill("[", "1.5", "]", size))
     yield Worst("POST", path, "short strings", fill("[", '"ab"', "]", size))
     yield Worst("POST", path, "half surrogates", fill('{"model":"', r"\ud83d", '"}', size, ""))
@@ -83,6 +94,8 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("empty parts", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size))
     yield worst("wrong parts", fill(f'{head}[{{"role":"user","content":[', '{"type":"image"}', "]}]}", size))
     yield worst("empty tool calls", fill(f'{head}[{{"role":"assistant","tool_calls":[', "{}", "]}]}", size))
+    yield worst("empty parts within the limit",
+                fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size, most=STRUCTURE))
     yield worst("wrong messages", fill(f"{head}[", '{"role":"x"}', "]}", size))
     yield worst("numbers as messages", fill(f"{head}[", "0", "]}", size))
     yield worst("empty stops", fill(f'{head}{user},"stop":[', '""', "]}", size))
@@ -91,12 +104,24 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("empty tools", fill(f'{head}{user},"tools":[', "{}", "]}", size))
     yield worst("a long tag", (head + '[{"role":"' + "r" * (size - 200) + '","content":"a"}]}').encode())
     yield worst("template settings", numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size), None)
+    yield worst("template settings within the limit",
+                numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size, STRUCTURE), None)
+    yield worst("a schema of enums within the limit", numbered(
+        f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
+        '"%d"', "]}}}}", size, VALUES), None)
     yield worst("a schema of enums", fill(
         f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
         '"ab"', "]}}}}", size), None)
     yield worst("tool parameters", numbered(
         f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
         '"properties":{', '"p%d":{}', "}}}}]}", size), None)
+    yield worst("tool parameters within the limit", numbered(
+        f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
+        '"properties":{', '"p%d":{}', "}}}}]}", size, STRUCTURE // 2), None)
+    yield worst("valid parts within the limit", _turns(head, '{"type":"text","text":"abc"}', size), None)
+    yield worst("a wrong part after valid ones", _turns(head, '{"type":"text","text":"abc"}', size, ",{}"))
+    yield worst("valid messages within the limit",
+                fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS), None)
     yield worst("many valid parts", fill(
         f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None)
     yield worst("many valid messages", fill(f"{head}[", '{"role":"user","content":""}', "]}", size), None)
@@ -105,6 +130,13 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None, True)
     yield worst("one wide letter", (head + '[{"role":"user","content":"\U0001f600' + "a" * (size - 200) + '"}]}')
                 .encode(), None, True)
+
+
+def _turns(head: str, part: str, size: int, last: str = "") -> bytes:
+    """Two messages with as many parts as there may be in a body."""
+    parts = ",".join([part] * min(MAX_ITEMS - 1, STRUCTURE // 6 - 10))
+    turn = f'{{"role":"user","content":[{parts}%s]}}'
+    return f"{head}[{turn % ''},{turn % last}]}}".encode().ljust(size)
 
 
 def _completions(size: int) -> Iterator[Worst]:
@@ -121,7 +153,9 @@ def _completions(size: int) -> Iterator[Worst]:
     yield worst("empty prompts", fill(f"{head}[", '""', "]}", size))
     yield worst("empty lists of tokens", fill(f"{head}[", "[]", "]}", size))
     yield worst("lists of one token", fill(f"{head}[", "[0]", "]}", size))
-    yield worst("tokens", fill(f"{head}[", "257", "]}", size), None, True)
+    yield worst("a wrong last token within the limit", fill(f"{head}[", "257", ',"a"]}', size, most=VALUES))
+    yield worst("tokens within the limit", fill(f"{head}[", "257", "]}", size, most=VALUES), None, True)
+    yield worst("tokens", fill(f"{head}[", "257", "]}", size))
     yield worst("a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
 
 
@@ -142,6 +176,12 @@ def _messages(size: int) -> Iterator[Worst]:
             ("tool input", numbered(
                 f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
                 '"%d":0', "}}]}]}", size), True),
+            ("tool input within the limit", numbered(
+                f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
+                '"%d":0', "}}]}]}", size, STRUCTURE - 100), True),
+            ("valid blocks within the limit", _turns(head, '{"type":"text","text":"a"}', size), True),
+            ("valid messages within the limit",
+             fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), True),
             ("many valid blocks", fill(
                 f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size), True),
             ("many valid messages", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), True),
@@ -165,6 +205,11 @@ def _responses(size: int) -> Iterator[Worst]:
         yield Worst("POST", path, name, body)
     yield Worst("POST", path, "logprobs sent back", fill(
         f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size))
+    yield Worst("POST", path, "logprobs within the limit", fill(
+        f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size,
+        most=MAX_ITEMS), None)
+    yield Worst("POST", path, "valid items within the limit",
+                fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), None)
     yield Worst("POST", path, "many valid items", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), None)
     yield Worst("POST", path, "a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
 
@@ -176,7 +221,8 @@ def _text(size: int) -> Iterator[Worst]:
         {"with_pieces": True, "content": long_text(size - 200)}).encode(), None, True)
     yield from _anywhere("/detokenize", size)
     yield Worst("POST", "/detokenize", "wrong tokens", fill('{"tokens":[', '""', "]}", size))
-    yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size), None, True)
+    yield Worst("POST", "/detokenize", "a wrong last token", fill('{"tokens":[', "257", ',-1]}', size, most=VALUES))
+    yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size, most=VALUES), None, True)
 
 
 def _control(size: int) -> Iterator[Worst]:
