@@ -16,6 +16,7 @@ from slipstream.server.openai_schemas import MAX_ITEMS
 MODEL = "smollm2"
 # Just within the limits of JSON values, where everything that follows the count is still to be done.
 VALUES, STRUCTURE = MAX_JSON_VALUES - 100, MAX_JSON_STRUCTURE - 100
+PROMPTS, CONSTRAINTS = "prompts", "constraints"
 _LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
 
 
@@ -28,7 +29,9 @@ class Worst:
     name: str
     body: bytes
     refused: int | None = 400
-    prompt: bool = False  # a valid long text: its cost is that of preparing prompts, not that of reading bodies
+    bounded_by: str = "the door"  # what bounds its cost: else preparing prompts, or compiling constraints
+
+    general: bool = False  # the same for every path, and stopped before any of them sees it
 
     @property
     def label(self) -> str:
@@ -64,30 +67,35 @@ def table(size: int) -> list[Worst]:
 
 def _anywhere(path: str, size: int) -> Iterator[Worst]:
     """What any path that takes JSON meets."""
-    yield Worst("POST", path, "empty objects", fill("[", "{}", "]", size))
-    yield Worst("POST", path, "nested empty lists", fill("[", "[[]]", "]", size))
-    yield Worst("POST", path, "objects of one key", fill("[", '{"":0}', "]", size))
-    yield Worst("POST", path, "objects within the limit", fill("[", '{"":0}', "]", size, most=STRUCTURE // 2))
-    yield Worst("POST", path, "lists within the limit", fill("[", "[[]]", "]", size, most=STRUCTURE // 2))
-    yield Worst("POST", path, "unknown fields", numbered("{", '"%d":0', "}", size))
-    yield Worst("POST", path, "unknown fields within the limit", numbered("{", '"%d":0', "}", size, STRUCTURE))
-    yield Worst("POST", path, "strings within the limit", numbered("[", '"%d"', "]", size, VALUES))
-    yield Worst("POST", path, "floats within the limit", numbered("[", '%d.5', "]", size, VALUES))
-    yield Worst("POST", path, "floats", fill("[", "1.5", "]", size))
-    yield Worst("POST", path, "short strings", fill("[", '"ab"', "]", size))
-    yield Worst("POST", path, "half surrogates", fill('{"model":"', r"\ud83d", '"}', size, ""))
-    yield Worst("POST", path, "brackets", b"[" * size)
-    yield Worst("POST", path, "quotes", b'"' * size)
-    yield Worst("POST", path, "backslashes", b'"' + b"\\" * (size - 1))
-    yield Worst("POST", path, "a long unknown field", b'{"' + b"k" * (size - 6) + b'":0}')
+    for name, body in _general(size):
+        yield Worst("POST", path, name, body, general=True)
+
+
+def _general(size: int) -> Iterator[tuple[str, bytes]]:
+    yield "empty objects", fill("[", "{}", "]", size)
+    yield "nested empty lists", fill("[", "[[]]", "]", size)
+    yield "objects of one key", fill("[", '{"":0}', "]", size)
+    yield "objects within the limit", fill("[", '{"":0}', "]", size, most=STRUCTURE // 2)
+    yield "lists within the limit", fill("[", "[[]]", "]", size, most=STRUCTURE // 2)
+    yield "unknown fields", numbered("{", '"%d":0', "}", size)
+    yield "unknown fields within the limit", numbered("{", '"%d":0', "}", size, STRUCTURE)
+    yield "strings within the limit", numbered("[", '"%d"', "]", size, VALUES)
+    yield "floats within the limit", numbered("[", '%d.5', "]", size, VALUES)
+    yield "floats", fill("[", "1.5", "]", size)
+    yield "short strings", fill("[", '"ab"', "]", size)
+    yield "half surrogates", fill('{"model":"', r"\ud83d", '"}', size, "")
+    yield "brackets", b"[" * size
+    yield "quotes", b'"' * size
+    yield "backslashes", b'"' + b"\\" * (size - 1)
+    yield "a long unknown field", b'{"' + b"k" * (size - 6) + b'":0}'
 
 
 def _chat(size: int) -> Iterator[Worst]:
     path = "/v1/chat/completions"
     head = f'{{"model":"{MODEL}","max_tokens":2,"messages":'
 
-    def worst(name: str, body: bytes, refused: int | None = 400, prompt: bool = False) -> Worst:
-        return Worst("POST", path, name, body, refused, prompt)
+    def worst(name: str, body: bytes, refused: int | None = 400, bounded_by: str = "the door") -> Worst:
+        return Worst("POST", path, name, body, refused, bounded_by)
 
     user = '[{"role":"user","content":"a"}]'
     yield from _anywhere(path, size)
@@ -108,7 +116,7 @@ def _chat(size: int) -> Iterator[Worst]:
                 numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size, STRUCTURE), None)
     yield worst("a schema of enums within the limit", numbered(
         f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
-        '"%d"', "]}}}}", size, VALUES), None)
+        '"%d"', "]}}}}", size, VALUES), None, CONSTRAINTS)
     yield worst("a schema of enums", fill(
         f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
         '"ab"', "]}}}}", size), None)
@@ -117,19 +125,20 @@ def _chat(size: int) -> Iterator[Worst]:
         '"properties":{', '"p%d":{}', "}}}}]}", size), None)
     yield worst("tool parameters within the limit", numbered(
         f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
-        '"properties":{', '"p%d":{}', "}}}}]}", size, STRUCTURE // 2), None)
-    yield worst("valid parts within the limit", _turns(head, '{"type":"text","text":"abc"}', size), None)
+        '"properties":{', '"p%d":{}', "}}}}]}", size, STRUCTURE // 2), None, CONSTRAINTS)
+    yield worst("valid parts within the limit", _turns(head, '{"type":"text","text":"abc"}', size), None, PROMPTS)
     yield worst("a wrong part after valid ones", _turns(head, '{"type":"text","text":"abc"}', size, ",{}"))
     yield worst("valid messages within the limit",
-                fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS), None)
+                fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS), None, PROMPTS)
     yield worst("many valid parts", fill(
         f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None)
     yield worst("many valid messages", fill(f"{head}[", '{"role":"user","content":""}', "]}", size), None)
     yield worst("a long text", (head + json.dumps([{"role": "user", "content": long_text(size - 200)}]) + "}").encode(),
-                None, True)
-    yield worst("escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None, True)
+                None, PROMPTS)
+    yield worst("escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None,
+                PROMPTS)
     yield worst("one wide letter", (head + '[{"role":"user","content":"\U0001f600' + "a" * (size - 200) + '"}]}')
-                .encode(), None, True)
+                .encode(), None, PROMPTS)
 
 
 def _turns(head: str, part: str, size: int, last: str = "") -> bytes:
@@ -143,8 +152,8 @@ def _completions(size: int) -> Iterator[Worst]:
     path = "/v1/completions"
     head = f'{{"model":"{MODEL}","max_tokens":2,"prompt":'
 
-    def worst(name: str, body: bytes, refused: int | None = 400, prompt: bool = False) -> Worst:
-        return Worst("POST", path, name, body, refused, prompt)
+    def worst(name: str, body: bytes, refused: int | None = 400, bounded_by: str = "the door") -> Worst:
+        return Worst("POST", path, name, body, refused, bounded_by)
 
     yield from _anywhere(path, size)
     yield worst("negative tokens", fill(f"{head}[", "-1", "]}", size))
@@ -154,9 +163,9 @@ def _completions(size: int) -> Iterator[Worst]:
     yield worst("empty lists of tokens", fill(f"{head}[", "[]", "]}", size))
     yield worst("lists of one token", fill(f"{head}[", "[0]", "]}", size))
     yield worst("a wrong last token within the limit", fill(f"{head}[", "257", ',"a"]}', size, most=VALUES))
-    yield worst("tokens within the limit", fill(f"{head}[", "257", "]}", size, most=VALUES), None, True)
+    yield worst("tokens within the limit", fill(f"{head}[", "257", "]}", size, most=VALUES), None, PROMPTS)
     yield worst("tokens", fill(f"{head}[", "257", "]}", size))
-    yield worst("a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
+    yield worst("a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, PROMPTS)
 
 
 def _messages(size: int) -> Iterator[Worst]:
@@ -172,23 +181,22 @@ def _messages(size: int) -> Iterator[Worst]:
             ("empty tools", fill(f'{head}{user},"tools":[', "{}", "]}", size)),
         ):
             yield Worst("POST", path, name, body)
-        for name, body, prompt in (
+        for name, body in (
             ("tool input", numbered(
                 f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
-                '"%d":0', "}}]}]}", size), True),
+                '"%d":0', "}}]}]}", size)),
             ("tool input within the limit", numbered(
                 f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
-                '"%d":0', "}}]}]}", size, STRUCTURE - 100), True),
-            ("valid blocks within the limit", _turns(head, '{"type":"text","text":"a"}', size), True),
+                '"%d":0', "}}]}]}", size, STRUCTURE - 100)),
+            ("valid blocks within the limit", _turns(head, '{"type":"text","text":"a"}', size)),
             ("valid messages within the limit",
-             fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), True),
+             fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS)),
             ("many valid blocks", fill(
-                f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size), True),
-            ("many valid messages", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), True),
-            ("a long text", (head + json.dumps([{"role": "user", "content": long_text(size - 200)}]) + "}").encode(),
-             True),
+                f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size)),
+            ("many valid messages", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size)),
+            ("a long text", (head + json.dumps([{"role": "user", "content": long_text(size - 200)}]) + "}").encode()),
         ):
-            yield Worst("POST", path, name, body, None, prompt)
+            yield Worst("POST", path, name, body, None, PROMPTS)
 
 
 def _responses(size: int) -> Iterator[Worst]:
@@ -209,20 +217,21 @@ def _responses(size: int) -> Iterator[Worst]:
         f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size,
         most=MAX_ITEMS), None)
     yield Worst("POST", path, "valid items within the limit",
-                fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), None)
+                fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), None, PROMPTS)
     yield Worst("POST", path, "many valid items", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), None)
-    yield Worst("POST", path, "a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, True)
+    yield Worst("POST", path, "a long text", (head + json.dumps(long_text(size - 200)) + "}").encode(), None, PROMPTS)
 
 
 def _text(size: int) -> Iterator[Worst]:
     yield from _anywhere("/tokenize", size)
-    yield Worst("POST", "/tokenize", "a long text", json.dumps({"content": long_text(size - 200)}).encode(), None, True)
-    yield Worst("POST", "/tokenize", "a long text with pieces", json.dumps(
-        {"with_pieces": True, "content": long_text(size - 200)}).encode(), None, True)
+    text = long_text(size - 200)
+    yield Worst("POST", "/tokenize", "a long text", json.dumps({"content": text}).encode(), None, PROMPTS)
+    yield Worst("POST", "/tokenize", "a long text with pieces",
+                json.dumps({"with_pieces": True, "content": text}).encode(), None, PROMPTS)
     yield from _anywhere("/detokenize", size)
     yield Worst("POST", "/detokenize", "wrong tokens", fill('{"tokens":[', '""', "]}", size))
     yield Worst("POST", "/detokenize", "a wrong last token", fill('{"tokens":[', "257", ',-1]}', size, most=VALUES))
-    yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size, most=VALUES), None, True)
+    yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size, most=VALUES), None, PROMPTS)
 
 
 def _control(size: int) -> Iterator[Worst]:

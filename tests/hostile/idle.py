@@ -21,16 +21,16 @@ HEALTH_LIMIT_S = 1.0
 LOG_LIMIT_BYTES = 1 << 20
 SILENCE_LIMIT_MS = 250.0
 _EACH_PROCESS = 2500
-# Keeps so many connections open until its input ends; what the server closes is opened again.
+# Keeps so many connections open until its input ends; what the server closes is opened again, about 200 in a second.
 _HOLDER = """
-import resource, select, socket, sys
+import resource, select, socket, sys, time
 host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 held, poll = {}, select.poll()
 poll.register(0, select.POLLIN | select.POLLHUP)
 said = False
 while True:
-    while len(held) < count:
+    for _ in range(min(20, count - len(held)) if said else count):
         one = socket.socket()
         one.settimeout(10)
         try:
@@ -43,7 +43,8 @@ while True:
     if not said:
         said = True
         print(len(held), flush=True)
-    for number, _ in poll.poll(200):
+    time.sleep(0.1)
+    for number, _ in poll.poll(0):
         if number == 0:
             sys.exit()
         poll.unregister(number)
@@ -117,8 +118,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("connections", nargs="?", type=int, default=10_000)
     options.add_argument("--seconds", type=float, default=30.0)
+    options.add_argument("--files", type=int, help="how many files the server may open")
     said = options.parse_args()
-    with serve() as server:
+    with serve(files=said.files) as server:
         print(beside_idle(server, said.connections, said.seconds).row(), flush=True)
 
 

@@ -75,6 +75,7 @@ class Neighbour:
         """Until so many further pieces came."""
         wanted, deadline = len(self._times) + more, time.monotonic() + seconds
         while len(self._times) < wanted:
+            assert self._server.process.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the neighbour's stream is silent"
             time.sleep(0.005)
 
@@ -87,7 +88,10 @@ class Neighbour:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            with contextlib.closing(self._server.open_stream("/v1/chat/completions", _ASK)) as raw:
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(self._server.open_stream("/v1/chat/completions", _ASK)) as raw,
+            ):
                 while not self._ended.is_set():
                     piece = raw.recv(1 << 16)
                     if piece:
@@ -140,8 +144,9 @@ def main() -> None:
     options.add_argument("part", nargs="?", default="")
     options.add_argument("--size", type=int, default=4 << 20)
     options.add_argument("--at-once", type=int, default=1)
+    options.add_argument("--by", default="the door", help="what bounds their cost")
     said = options.parse_args()
-    bodies = [worst for worst in table(said.size) if said.part in worst.label]
+    bodies = [worst for worst in table(said.size) if said.part in worst.label and worst.bounded_by == said.by]
     with serve("--max-body", str(said.size)) as server:
         for seen in measure(server, bodies, said.at_once):
             print(seen.row(), flush=True)

@@ -14,9 +14,10 @@ from fastapi import FastAPI, Request
 from slipstream.cli import serve
 from slipstream.errors import BusyError, ConfigError, RequestError
 from slipstream.server import sse
+from slipstream.server.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES, ParsedRoute, check_json
 from slipstream.server.errors_http import ApiError, ClientGone, anthropic_body, as_api_error, install, openai_body
 from slipstream.server.jobs import Answer, Delta, Job
-from slipstream.server.limits import Gatekeeper, check_json
+from slipstream.server.limits import Gatekeeper
 from slipstream.server.metrics import Metrics
 from slipstream.server.openai_schemas import Speculative
 from slipstream.server.openai_shared import DraftMarks, timings, usage, with_seeds
@@ -49,7 +50,7 @@ async def exchange(app: Any, incoming: Messages, path: str = "/x", headers: dict
     async def send(message: Any) -> None:
         sent.append(message)
 
-    given = {"content-type": "application/json", **(headers or {})}
+    given = {"content-type": "application/json", "host": "localhost:8080", **(headers or {})}
     scope = {
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(name.encode(), value.encode()) for name, value in given.items()], "http_version": "1.1",

@@ -63,8 +63,7 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             "model": None if resident is None else resident.name,
         }
         if resident is not None:
-            # on the engine's own thread: its costs change with every step, and the first description of all measures
-            # the machine's bandwidth, which a step at the same time would falsify
+            # on the engine's own thread: its costs change with every step
             body |= await asyncio.to_thread(resident.worker.ask, partial(_describe, resident))
             report = state.metrics.canaries.reports().get(resident.name)
             body["canary"] = None if report is None else report.to_json()
