@@ -64,7 +64,8 @@ def refusal(server: Server, path: str, body: object, **headers: str) -> tuple[in
         (b'{"model": "\\ud800"}', "surrogate"),
         (b'{"model": ' + b"9" * 5000 + b"}", "not JSON"),
         (b"[" * 200 + b"]" * 200, "deeper"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "deeper"),
+        (b'{"a":' * 30_000 + b"1" + b"}" * 30_000, "deeper"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "more than 65536"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

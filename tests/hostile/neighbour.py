@@ -113,21 +113,21 @@ def reset_peak(pid: int) -> int:
 
 def beside(server: Server, neighbour: Neighbour, worst: Worst, at_once: int = 1) -> Seen:
     """Sends a body, or the same several times at once, while the neighbour streams."""
-    pid = server.process.pid
+    pid, body = server.process.pid, worst.body
     before = reset_peak(pid)
     neighbour.wait_for(3)
     began = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
-        statuses = tuple(pool.map(lambda _: _status(server, worst), range(at_once)))
+        statuses = tuple(pool.map(lambda _: _status(server, worst, body), range(at_once)))
     ended = time.monotonic()
     neighbour.wait_for(3)
-    growth = (memory_bytes(pid, "VmHWM") - before) / (at_once * len(worst.body))
+    growth = (memory_bytes(pid, "VmHWM") - before) / (at_once * len(body))
     return Seen(worst.label, statuses, neighbour.longest_silence_ms(began, ended), growth, ended - began)
 
 
-def _status(server: Server, worst: Worst) -> int:
+def _status(server: Server, worst: Worst, body: bytes) -> int:
     try:
-        return server.ask(worst.path, worst.body, method=worst.method, timeout=300)[0]
+        return server.ask(worst.path, body, method=worst.method, timeout=300)[0]
     except (OSError, http.client.HTTPException):
         return 0
 
