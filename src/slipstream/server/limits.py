@@ -105,7 +105,7 @@ class Gatekeeper:
         """Keeps out what pages of other sites may send without asking first, even if they cannot read the answer."""
         settings = self._state.settings
         origin = headers.get(b"origin", b"").decode("ascii", "replace").lower()
-        if not settings.checks_pages or {origin, "*"} & set(settings.cors_origins):
+        if not settings.checks_pages or {origin, "*"} & {known.lower() for known in settings.cors_origins}:
             return
         if origin:
             local = settings.is_local and _host_of(origin) in LOOPBACK
