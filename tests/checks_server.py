@@ -245,8 +245,8 @@ async def _one_stream(server: Server, body: dict[str, Any], leave_after: int | N
     reader, writer = await asyncio.open_connection(*server.address, limit=_LINE_LIMIT)
     try:
         data = json.dumps(body).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-        writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
         await writer.drain()
         status = int((await reader.readline()).split()[1])
         headers = {}

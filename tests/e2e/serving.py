@@ -109,7 +109,10 @@ class Server:
         """A raw connection that has asked for a stream and read nothing yet."""
         data = json.dumps(body).encode()
         raw = socket.create_connection(self.address, timeout=60)
-        head = [f"POST {path} HTTP/1.1", "Host: test", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+        head = [
+            f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        ]
         raw.sendall("\r\n".join([*head, "", ""]).encode() + data)
         return raw
 
@@ -151,11 +154,17 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-    *options: str, model: str | None = MODEL, ready: bool = True, environment: Mapping[str, str] | None = None
+    *options: str, model: str | None = MODEL, ready: bool = True, environment: Mapping[str, str] | None = None,
+    files: int | None = None,
 ) -> Iterator[Server]:
-    """Starts `slipstream serve MODEL OPTIONS` (no MODEL if None), waits until it listens (or is ready), and ends it."""
+    """Starts `slipstream serve MODEL OPTIONS` (no MODEL if None), waits until it listens (or is ready), and ends it.
+
+    `files` is how many it may have open.
+    """
     names = [model] if model is not None else []
     command = [sys.executable, "-m", "slipstream.cli.main", "serve", *names, "--port", "0", "--json", *options]
+    if files is not None:
+        command = ["sh", "-c", 'ulimit -n "$0"; exec "$@"', str(files), *command]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with log.open("w") as errors:

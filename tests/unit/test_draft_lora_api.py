@@ -27,7 +27,8 @@ Ask = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
 
 
 def client(**settings: Any) -> TestClient:
-    return TestClient(create_app(ServerState(ServerSettings(**settings), Router([]), Metrics(), phase="ready")))
+    app = create_app(ServerState(ServerSettings(**settings), Router([]), Metrics(), phase="ready"))
+    return TestClient(app, base_url="http://localhost")
 
 
 def adapter(folder: Path, seed: int = 1) -> Path:
@@ -97,7 +98,8 @@ def with_tiny_server(folder: Path, work: Callable[[Ask], Coroutine[Any, Any, Non
     async def run() -> None:
         router = Router([ModelSpec("tiny", str(target), str(draft), engine, **spec)])
         app = create_app(ServerState(ServerSettings(draft_lora_folder=folder), router, Metrics(), phase="ready"))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as http:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
 
             async def ask(method: str, url: str, /, **body: Any) -> tuple[int, Any]:
                 answer = await http.request(method, url, json=body or None)

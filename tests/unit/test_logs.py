@@ -80,7 +80,7 @@ def app() -> FastAPI:
 def ask(method: str, path: str, **settings: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app(), raise_app_exceptions=False, client=("10.0.0.7", 4711))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **settings)
 
     return asyncio.run(run())

@@ -14,9 +14,10 @@ from fastapi import FastAPI, Request
 from slipstream.cli import serve
 from slipstream.errors import BusyError, ConfigError, RequestError
 from slipstream.server import sse
+from slipstream.server.bodies import ParsedRequest, check_json
 from slipstream.server.errors_http import ApiError, ClientGone, anthropic_body, as_api_error, install, openai_body
 from slipstream.server.jobs import Answer, Delta, Job
-from slipstream.server.limits import Gatekeeper, check_json
+from slipstream.server.limits import Gatekeeper
 from slipstream.server.metrics import Metrics
 from slipstream.server.openai_schemas import Speculative
 from slipstream.server.openai_shared import DraftMarks, timings, usage, with_seeds
@@ -49,7 +50,7 @@ async def exchange(app: Any, incoming: Messages, path: str = "/x", headers: dict
     async def send(message: Any) -> None:
         sent.append(message)
 
-    given = {"content-type": "application/json", **(headers or {})}
+    given = {"content-type": "application/json", "host": "localhost:8080", **(headers or {})}
     scope = {
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(name.encode(), value.encode()) for name, value in given.items()], "http_version": "1.1",
@@ -70,10 +71,10 @@ class Inner:
     """Remembers the body it was given."""
 
     def __init__(self) -> None:
-        self.got: bytes | None = None
+        self.got: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.got = (await receive())["body"]
+        self.got = await ParsedRequest(scope, receive).json() if (await receive())["body"] else None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -86,7 +87,7 @@ def test_a_body_passes_whole_and_is_bounded_piece_by_piece() -> None:
     inner = Inner()
     gate = Gatekeeper(inner, state(max_body_bytes=10))
     assert status_of(asyncio.run(exchange(gate, body(b'{"a"', b": 1}")))) == 200
-    assert inner.got == b'{"a": 1}'
+    assert inner.got == {"a": 1}
     inner.got = None
     assert status_of(asyncio.run(exchange(gate, body(b'{"a":  ', b"     1}")))) == 413
     announced = exchange(gate, body(b'{"a":  ', b"     1}"), headers={"content-length": "12"})
@@ -123,9 +124,11 @@ def test_keys(headers: dict[str, str], status: int) -> None:
     ("origin", "host", "status"),
     [("http://127.0.0.1:8080", "127.0.0.1", 200), ("http://localhost:8080", "127.0.0.1", 200),
      ("http://evil.example:8080", "127.0.0.1", 403), ("null", "127.0.0.1", 403), ("http://[bad", "127.0.0.1", 403),
-     ("https://good.example", "127.0.0.1", 200), ("http://evil.example:8080", "0.0.0.0", 200)],
+     ("https://good.example", "127.0.0.1", 200), ("http://evil.example:8080", "0.0.0.0", 403),
+     ("http://localhost:8080", "0.0.0.0", 200), ("http://localhost:9090", "0.0.0.0", 403), ("null", "0.0.0.0", 403),
+     ("https://good.example", "0.0.0.0", 200)],
 )
-def test_a_server_of_this_machine_answers_pages_of_this_machine(origin: str, host: str, status: int) -> None:
+def test_pages_of_other_origins_are_refused(origin: str, host: str, status: int) -> None:
     gate = Gatekeeper(Inner(), state(host=host, cors_origins=("https://good.example",)))
     assert status_of(asyncio.run(exchange(gate, body(b"{}"), headers={"origin": origin}))) == status
 

@@ -138,7 +138,7 @@ def test_requests_share_a_connection_and_each_gets_the_text_it_gets_alone(folder
             client.send({"op": "list", "id": "l"})
             assert (await client.next("l")) == {"id": "l", "type": "done", "requests": []}
 
-    run(folder, path, test, draft=True)
+    run(folder, path, test, draft=True, allow_priority=True)
 
 
 def test_a_quantum_pauses_and_only_its_own_epoch_goes_on(folder: Path, path: Path) -> None:

@@ -21,7 +21,7 @@ from slipstream.server.state import ServerState
 def client() -> TestClient:
     app = FastAPI()
     app.include_router(web_api.routes(ServerState(ServerSettings(), Router([]), Metrics())))
-    return TestClient(app)
+    return TestClient(app, base_url="http://localhost")
 
 
 def test_the_page_is_served_with_its_policy(client: TestClient) -> None:

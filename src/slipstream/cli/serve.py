@@ -105,6 +105,17 @@ Cors = Annotated[
         metavar="ORIGIN", help="Let web pages of this origin ask (may be given again).", rich_help_panel=_LISTENING
     ),
 ]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", rich_help_panel=_LISTENING,
+        help="Answer under this name as well, as a proxy or your DNS calls it (may be given again); * is any.",
+    ),
+]
+AllowPriority = Annotated[
+    bool,
+    typer.Option("--allow-priority", help="Let requests ask to go before others.", rich_help_panel=_LIMITS),
+]
 StreamSocket = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Also speak NDJSON on this Unix socket.", rich_help_panel=_LISTENING),
@@ -145,6 +156,8 @@ def command(
     api_key: ApiKeys = None,
     api_key_file: ApiKeyFile = None,
     cors: Cors = None,
+    allow_host: AllowHost = None,
+    allow_priority: AllowPriority = False,
     stream_socket: StreamSocket = None,
     max_body: MaxBody = "4M",
     timeout: Timeout = None,
@@ -159,7 +172,8 @@ def command(
 
     settings = ServerSettings(
         host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file, os.environ),
-        cors_origins=tuple(cors or ()), max_body_bytes=read_bytes(max_body), timeout_s=timeout, grace_s=grace,
+        cors_origins=tuple(cors or ()), allowed_hosts=tuple(allow_host or ()), allow_priority=allow_priority,
+        max_body_bytes=read_bytes(max_body), timeout_s=timeout, grace_s=grace,
         log_prompts=log_prompts, draft_lora_folder=draft_lora_folder,
     )
     budget = None if memory is None else read_bytes(memory)

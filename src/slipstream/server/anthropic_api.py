@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from slipstream.server import sse
 from slipstream.server.answering import answering
 from slipstream.server.anthropic_schemas import MessagesRequest, PromptRequest
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError, anthropic_body
 from slipstream.server.generation import Generation
 from slipstream.server.jobs import Delta, Job
@@ -26,7 +27,7 @@ _BLOCK_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_u
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=ParsedRoute)
 
     @router.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from slipstream.server.errors_http import ApiError
-from slipstream.server.extensions import Extensions
+from slipstream.server.extensions import Extensions, allowed_priority
 from slipstream.server.jobs import Job, OutputFormat, Tool, ToolChoice
-from slipstream.server.openai_schemas import MAX_STOPS, MAX_TOKENS, Stop, Strict
+from slipstream.server.openai_schemas import MAX_STOPS, MAX_TOKENS, Many, Several, Stop, Strict
 from slipstream.server.settings import ServerSettings
 
 # Documented and not offered here. As null they mean "not given", which clients that echo objects send.
@@ -58,7 +58,7 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -66,20 +66,20 @@ class ToolResultBlock(Block):
 class UserMessage(Strict):
     role: Literal["user"]
     content: str | Annotated[
-        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)
+        Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)
     ]
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: str | Annotated[
-        list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]], Field(min_length=1)
+        Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]], Field(min_length=1)
     ]
 
 
 class SystemMessage(Strict):
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Many[TextBlock]
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
@@ -145,9 +145,9 @@ class PromptRequest(Strict):
     """POST /v1/messages/count_tokens: what decides the prompt, which asking has in common with counting."""
 
     model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
-    messages: list[Message] = Field(min_length=1, max_length=100_000)
-    system: str | list[TextBlock] | None = None
-    tools: list[CustomTool] | None = Field(default=None, max_length=128)
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[TextBlock] | None = None
+    tools: Several[CustomTool] | None = Field(default=None, max_length=128)
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
@@ -202,14 +202,14 @@ class MessagesRequest(PromptRequest, Extensions):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    stop_sequences: list[Stop] | None = Field(default=None, max_length=MAX_STOPS)
+    stop_sequences: Several[Stop] | None = Field(default=None, max_length=MAX_STOPS)
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="There is one tier")
 
     def job(self, settings: ServerSettings) -> Job:
         return replace(
-            self.prompt_job(), settings=self.sampling(), priority=self.priority or 0,
+            self.prompt_job(), settings=self.sampling(), priority=allowed_priority(self.priority, settings),
             deadline_s=settings.deadline(self.timeout),
             prompt_class=self.metadata.prompt_class if self.metadata is not None else None,
         )

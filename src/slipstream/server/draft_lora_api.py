@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from slipstream.errors import ConfigError, FormatError, PairError, RequestError, SourceError
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError
 from slipstream.server.model_entries import Entry, ModelInfo
 from slipstream.server.model_files import ModelSpec
@@ -46,7 +47,7 @@ class AddRequest(Strict):
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["Draft variants"])
+    router = APIRouter(tags=["Draft variants"], route_class=ParsedRoute)
     one_at_a_time = asyncio.Lock()  # what is being merged takes memory nobody has counted yet
 
     @router.get("/v1/draft-lora", response_model=None, summary="The variants of every model's drafter")

@@ -32,6 +32,7 @@ from slipstream.server.model_entries import (
 log = logging.getLogger("slipstream.server")
 
 MAX_MESSAGE = 600
+_READ_ERRORS = 64  # of one body: enough to find the deepest of its first field
 _ANTHROPIC_PATH = "/v1/messages"
 _OPENAI_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
@@ -120,11 +121,12 @@ def _from_validation(errors: Sequence[Any], body: Any) -> ApiError:
     """The deepest complaint of the first field in trouble; a union's other branches only confuse."""
     if not errors:
         return ApiError(400, "the request is not valid")
-    found = [(_field_path(error, body), error) for error in errors]
+    found = [(_field_path(error, body), error) for error in errors[:_READ_ERRORS]]
     field = _top_field(found[0][0])
     path, error = max(
         ((path, error) for path, error in found if _top_field(path) == field),
-        key=lambda pair: pair[0].count(".") + pair[0].count("["),
+        # of complaints about the same place, one about a wrong type comes from a branch that was not meant
+        key=lambda pair: (pair[0].count(".") + pair[0].count("["), not str(pair[1].get("type")).endswith("_type")),
     )
     message = str(error.get("msg", "is not valid")).removeprefix("Value error, ")
     if error.get("type") == "extra_forbidden":
@@ -157,7 +159,7 @@ def _field_path(error: Mapping[str, Any], body: Any) -> str:
 
 def _clean(text: str) -> str:
     """One line of bounded length that any encoding can carry, whatever a client put into it."""
-    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    line = " ".join(text[: 2 * MAX_MESSAGE].encode("utf-8", "replace").decode().split())
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from slipstream.errors import RequestError
 from slipstream.server.errors_http import ApiError, refuse
 from slipstream.server.openai_schemas import MAX_TOKENS, DraftLora, Speculative, Strict
+from slipstream.server.settings import ServerSettings
 from slipstream.types import MAX_SEED
 
 
@@ -23,7 +24,9 @@ class Extensions(Strict):
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
-    priority: int | None = Field(default=None, ge=-100, le=100, description="Extension: larger goes first")
+    priority: int | None = Field(
+        default=None, ge=-100, le=100, description="Extension: larger goes first; above 0 only with --allow-priority"
+    )
     timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
     top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="0 is off")
@@ -40,6 +43,13 @@ class Extensions(Strict):
         if self.speculative is not None:
             said["mode"] = _mode(self.speculative)
         return said
+
+
+def allowed_priority(asked: int | None, settings: ServerSettings) -> int:
+    """The priority of a request; going before others is only for clients of a server that allows it."""
+    if asked is not None and asked > 0 and not settings.allow_priority:
+        raise refuse("priority", "may not be above 0 here", "leave it out, or start the server with --allow-priority")
+    return asked or 0
 
 
 def _mode(asked: Speculative) -> str:

@@ -9,14 +9,16 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.server.app import create_app
+from slipstream.server.connections import ACCEPTED_AT_ONCE, MAX_CONNECTIONS, Door, GuardedProtocol, raise_file_limit
 from slipstream.server.logs import LogFormat, log_config
 from slipstream.server.state import ServerState
 from slipstream.server.stream_socket import StreamSocket
@@ -25,13 +27,14 @@ log = logging.getLogger("slipstream.server")
 
 _LAST_WORDS_S = 5  # for responses that are written but not read when everything else has ended
 _IDLE_CONNECTION_S = 75
+_BACKLOG = 1024  # connections the kernel keeps until they are accepted
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}", "choose another --host or --port") from None
@@ -54,9 +57,11 @@ class Service(uvicorn.Server):
         log_style: LogFormat = "text", on_ready: Callable[[], None] | None = None,
     ) -> None:
         """`must_load`: a model that cannot be loaded at the start ends the server, with the reason in `failure`."""
+        self._door = Door(MAX_CONNECTIONS)
         super().__init__(uvicorn.Config(
-            create_app(state, self._begin, self._end), http="h11", ws="none", lifespan="on", server_header=False,
-            access_log=False, log_config=log_config(log_style), log_level="warning",
+            create_app(state, self._begin, self._end), http=cast(Any, partial(GuardedProtocol, door=self._door)),
+            ws="none", lifespan="on", server_header=False, access_log=False, log_config=log_config(log_style),
+            log_level="warning", backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=_IDLE_CONNECTION_S, timeout_graceful_shutdown=_LAST_WORDS_S,
         ))
         self.failure: SlipstreamError | None = None
@@ -66,6 +71,12 @@ class Service(uvicorn.Server):
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._door.limit = raise_file_limit()
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio has made it as short as what it accepts in one turn
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._state.phase == "draining":

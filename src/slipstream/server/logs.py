@@ -28,19 +28,50 @@ _line: ContextVar[dict[str, object] | None] = ContextVar("slipstream_request_lin
 # asked for again and again by machines: they are written at a lower level
 _QUIET = ("/health", "/metrics", "/slots", "/favicon.ico")
 _SHOWN_PATH = 200
+_KEPT_MESSAGES = 100  # different ones that are remembered; a library has fewer
 
 
 def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]:
     """For `logging.config.dictConfig` and uvicorn's `log_config`: one handler on stderr, no access log but ours."""
     quiet = {"handlers": [], "level": "CRITICAL", "propagate": False}
     ours = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+    theirs = {**ours, "handlers": ["libraries"]}
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": f"{__name__}.{'JsonLines' if style == 'json' else 'TextLines'}"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-        "loggers": {"slipstream": ours, "uvicorn": ours, "uvicorn.access": quiet},
+        "filters": {"rarely": {"()": f"{__name__}.Rarely"}},
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "lines"},
+            "libraries": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["rarely"]},
+        },
+        "loggers": {"slipstream": ours, "uvicorn": theirs, "asyncio": theirs, "uvicorn.access": quiet},
     }
+
+
+class Rarely(logging.Filter):
+    """Lets the same message of a library through once in a while, with the number of those left out before.
+
+    A client decides how often a connection fails, and must not fill the disk with it.
+    """
+
+    def __init__(self, interval_s: float = 10.0) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._seen: dict[str, tuple[float, int]] = {}  # when a message was last let through, and how many came since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = str(record.msg).partition("\n")[0]
+        shown, left_out = self._seen.get(message, (-math.inf, 0))
+        if record.created - shown < self._interval_s:
+            self._seen[message] = shown, left_out + 1
+            return False
+        if len(self._seen) >= _KEPT_MESSAGES:
+            self._seen.clear()
+        self._seen[message] = record.created, 0
+        if left_out:
+            record.fields = {**_fields(record), "left_out": left_out}
+        return True
 
 
 class JsonLines(logging.Formatter):

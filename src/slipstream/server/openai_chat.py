@@ -12,7 +12,9 @@ from starlette.responses import Response
 from slipstream.server import openai_shared as shared
 from slipstream.server import sse
 from slipstream.server.answering import Running
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError, refuse
+from slipstream.server.extensions import allowed_priority
 from slipstream.server.jobs import Answer, Delta, Job, OutputFormat, Tool, ToolChoice
 from slipstream.server.openai_schemas import (
     AssistantMessage,
@@ -31,7 +33,7 @@ API = "chat"
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions", response_model=None, summary="Answer a conversation")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -66,7 +68,7 @@ def to_job(body: ChatRequest, state: ServerState) -> Job:
         format=_format(body),
         template_kwargs=template_kwargs,
         thinking_budget=body.thinking_budget,
-        priority=body.priority or 0,
+        priority=allowed_priority(body.priority, state.settings),
         deadline_s=state.settings.deadline(body.timeout),
         prompt_class=(body.metadata or {}).get("prompt_class"),
     )

@@ -12,7 +12,9 @@ from starlette.responses import Response
 from slipstream.server import openai_shared as shared
 from slipstream.server import sse
 from slipstream.server.answering import Running
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import refuse
+from slipstream.server.extensions import allowed_priority
 from slipstream.server.jobs import Answer, Job
 from slipstream.server.openai_schemas import CompletionRequest
 from slipstream.server.settings import MAX_CHOICES
@@ -23,7 +25,7 @@ API = "completions"
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=ParsedRoute)
 
     @router.post("/v1/completions", response_model=None, summary="Go on from a text or tokens")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -47,7 +49,8 @@ def to_jobs(body: CompletionRequest, state: ServerState) -> list[Job]:
     jobs = []
     for prompt in body.prompts:
         job = Job(
-            model=body.model, prompt=prompt, settings=body.settings(), priority=body.priority or 0,
+            model=body.model, prompt=prompt, settings=body.settings(),
+            priority=allowed_priority(body.priority, state.settings),
             deadline_s=state.settings.deadline(body.timeout),
         )
         jobs += shared.with_seeds(job, body.choices)

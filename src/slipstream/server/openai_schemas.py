@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import itertools
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from slipstream.errors import RequestError
 from slipstream.server.errors_http import ApiError, refuse
@@ -13,6 +15,8 @@ from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Mode
 
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
+MAX_ITEMS = 10_000  # of a list of messages, parts or calls; each takes about a kilobyte once it is checked
+_SHOWN_UNKNOWN_FIELDS = 64  # more than any list of fields that may be null, so that one of them is refused
 _TREE_ROWS = 32  # of a tree whose budget was left open
 
 # Documented by OpenAI and not offered here. As null they mean "not given", which clients that echo objects send.
@@ -33,13 +37,40 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown_fields(cls, value: Any) -> Any:
+        """Leaves a few of very many unknown fields: each would become an error, and the first refuses the body."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _SHOWN_UNKNOWN_FIELDS:
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = itertools.islice((key for key in value if key not in known), _SHOWN_UNKNOWN_FIELDS)
+        return {key: value[key] for key in (*(known & value.keys()), *unknown)}
+
+
+Listed = TypeVar("Listed")
+# Every list is one of these: its first wrong item ends the check, because each error takes as long as many good items.
+Many = Annotated[list[Listed], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Several = Annotated[list[Listed], Field(fail_fast=True)]
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses larger objects before their entries are checked; the schema's own limit would come after."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", f"has {len(value)} entries, at most {count} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
 
 class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Many[TextPart]
 
 
 def text_of(content: Content | None) -> str:
@@ -76,7 +107,7 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallPart] | None = None
+    tool_calls: Many[ToolCallPart] | None = None
     name: str | None = None
 
     _nulls = model_validator(mode="before")(_without_nulls)
@@ -173,6 +204,7 @@ class Speculative(Strict):
             raise ApiError(400, said, error.hint, param="speculative.mode", code="invalid_value") from None
 
 
+MAX_BIASES = 2048
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -192,9 +224,9 @@ class GenerationRequest(Strict):
     top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=2048)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     user: str | None = Field(default=None, max_length=512, description="Noted in the log")
     top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
@@ -204,7 +236,9 @@ class GenerationRequest(Strict):
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
-    priority: int | None = Field(default=None, ge=-100, le=100, description="Extension: larger goes first")
+    priority: int | None = Field(
+        default=None, ge=-100, le=100, description="Extension: larger goes first; above 0 only with --allow-priority"
+    )
     timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
     include_draft_info: bool | None = Field(
         default=None, description="Extension: chunks tell which tokens were drafted, and about their step"
@@ -238,25 +272,26 @@ class GenerationRequest(Strict):
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16), at_most(16),
 ]
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, max_length=10000)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[FunctionTool] | None = Field(default=None, max_length=128)
+    tools: Several[FunctionTool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = Field(default=None, description="Noted in the log; `prompt_class` tells the canary")
     safety_identifier: str | None = Field(default=None, max_length=512, description="Noted in the log")
     store: Literal[False] | None = Field(default=None, description="Nothing is stored, so only false is true")
-    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    modalities: Several[Literal["text"]] | None = Field(default=None, max_length=1)
     service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")
     reasoning_effort: Literal["none"] | None = Field(
         default=None, description="`none` switches thinking off; use thinking_budget for anything between"
@@ -273,15 +308,15 @@ class ChatRequest(GenerationRequest):
         return said
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1)]
+Tokens = Annotated[Several[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1)]
 
-_SEVERAL = Field(min_length=1, max_length=MAX_CHOICES)
+_CHOICES = Field(min_length=1, max_length=MAX_CHOICES)
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str], _SEVERAL] | Annotated[list[Tokens], _SEVERAL]
+    prompt: str | Tokens | Annotated[Several[str], _CHOICES] | Annotated[Several[Tokens], _CHOICES]
     echo: bool | None = Field(default=None, description="Put the prompt before the answer; not with logprobs")
     logprobs: int | None = Field(default=None, ge=0, le=20)
 

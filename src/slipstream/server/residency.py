@@ -118,6 +118,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
             )
         if llm.has_draft:
             llm.measure_costs()
+        llm.describe()  # measures the machine's bandwidth once, which would hold up the steps of a model that serves
         llm.prepare_batches()
         give_memory_back()
         grown = max(0, private_bytes() - before) if quiet and undisturbed() else 0

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from slipstream.server import openai_shared as shared
 from slipstream.server import sse
 from slipstream.server.answering import Running, answering
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError
 from slipstream.server.jobs import Delta, Job
 from slipstream.server.responses_schemas import ResponsesRequest
@@ -22,7 +23,7 @@ Event = tuple[str, dict[str, object]]  # its type and its fields
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=ParsedRoute)
 
     @router.post("/v1/responses", response_model=None, summary="Answer, with text and function calls as items")
     async def responses(body: ResponsesRequest, request: Request) -> Response:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from slipstream.server.errors_http import ApiError, refuse
-from slipstream.server.extensions import Extensions
+from slipstream.server.extensions import Extensions, allowed_priority
 from slipstream.server.jobs import Job, OutputFormat, Tool, ToolChoice
-from slipstream.server.openai_schemas import MAX_TOKENS, Metadata, ObjectFormat, Strict, TextFormat
+from slipstream.server.openai_schemas import MAX_TOKENS, Many, Metadata, ObjectFormat, Several, Strict, TextFormat
 from slipstream.server.settings import ServerSettings
 
 # Documented and not offered here. As null they mean "not given", which clients that echo objects send.
@@ -39,14 +39,14 @@ class Item(Strict):
 class TextPart(Strict):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    logprobs: list[Any] | None = None  # of an answer that is sent back
+    annotations: Several[Any] | None = Field(default=None, max_length=0)
+    logprobs: Many[Any] | None = None  # of an answer that is sent back
 
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
     phase: Literal["final_answer"] | None = None
 
 
@@ -60,7 +60,7 @@ class FunctionCallItem(Item):
 class FunctionOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Many[TextPart]
 
 
 class ReasoningPart(Strict):
@@ -70,8 +70,8 @@ class ReasoningPart(Strict):
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[Any] = Field(default_factory=list, max_length=0)
-    content: list[ReasoningPart] | None = None
+    summary: Several[Any] = Field(default_factory=list, max_length=0)
+    content: Many[ReasoningPart] | None = None
 
 
 def _item_type(value: Any) -> str:
@@ -135,15 +135,15 @@ class ResponsesRequest(Extensions):
     """POST /v1/responses"""
 
     model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=10_000)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=128)
+    tools: Several[FunctionTool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(default=None, max_length=1)
+    include: Several[Literal["message.output_text.logprobs"]] | None = Field(default=None, max_length=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -190,7 +190,7 @@ class ResponsesRequest(Extensions):
             format=self._format(),
             template_kwargs=kwargs,
             thinking_budget=self.thinking_budget,
-            priority=self.priority or 0,
+            priority=allowed_priority(self.priority, settings),
             deadline_s=settings.deadline(self.timeout),
             prompt_class=(self.metadata or {}).get("prompt_class"),
         )

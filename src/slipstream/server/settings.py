@@ -12,6 +12,7 @@ KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_JSON_DEPTH = 128
 MAX_CHOICES = 64
+MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit: a slower client holds memory that others could use
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class ServerSettings:
     port: int = 8080  # 0: any free one
     api_keys: tuple[str, ...] = ()  # none: everybody may ask
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names a Host header may have beside this machine's; "*": any
+    allow_priority: bool = False  # whether a request may ask to go before others
     max_body_bytes: int = 4 << 20
     timeout_s: float | None = None  # the longest a request may take
     grace_s: float = 30.0  # for running requests when the server is asked to end
@@ -47,9 +50,26 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be above 0 seconds")
         if any(not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ConfigError("an API key has characters that a header cannot carry", "use printable ASCII, no spaces")
+        for name in self.allowed_hosts:
+            if not name or "/" in name or any(mark.isspace() for mark in name):
+                raise ConfigError(f"'{name}' is not a host", "write it as it stands in an address, without http://")
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(f"'{origin}' is not an origin", "write it as https://host or https://host:port")
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in LOOPBACK
+
+    @property
+    def checks_pages(self) -> bool:
+        """Whether web pages must be kept out by Host and Origin; where a key is asked for in public, that does it."""
+        return self.is_local or not self.api_keys
+
+    @property
+    def body_s(self) -> float:
+        """The longest a body may take to come in."""
+        return self.stall_s + self.max_body_bytes / MIN_BODY_BYTES_PER_S
 
     def deadline(self, asked_s: float | None) -> float | None:
         """The seconds a request may take: what it asked for, but never more than the server allows."""
@@ -58,8 +78,15 @@ class ServerSettings:
 
 
 def read_api_keys(given: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Keys from options, a file (one on each line, # begins a comment) and the environment, each once."""
-    keys = [*given, *environment.get(KEY_VARIABLE, "").split(",")]
+    """Keys from options, a file (one on each line, # begins a comment) and the environment, each once.
+
+    A source that was given and holds no key is refused, because it must not open the server to everybody.
+    """
+    if not all(given):
+        raise ConfigError("an --api-key is empty", "give a key, or leave the option out to ask for none")
+    keys = [*given, *filter(None, environment.get(KEY_VARIABLE, "").split(","))]
+    if KEY_VARIABLE in environment and len(keys) == len(given):
+        raise ConfigError(f"{KEY_VARIABLE} is set and holds no key", "give one, or unset it to ask for none")
     if file is not None:
         try:
             lines = file.read_text("utf-8").splitlines()
@@ -67,10 +94,9 @@ def read_api_keys(given: Sequence[str], file: Path | None, environment: Mapping[
             raise ConfigError(f"the key file {file} cannot be read: {error}", "write one key a line") from None
         in_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not in_file:
-            # an empty file must not open the server to everybody
             raise ConfigError(f"the key file {file} holds no key", "write one key a line")
         keys += in_file
-    return tuple(dict.fromkeys(key for key in keys if key))
+    return tuple(dict.fromkeys(keys))
 
 
 def read_bytes(text: str) -> int:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 
 from slipstream.errors import ConfigError
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.canary import CanaryReport
 from slipstream.server.errors_http import ApiError
 from slipstream.server.metrics import CONTENT_TYPE
@@ -26,7 +27,7 @@ _STILL_TO_COME = ("unloaded", "loading", "ready", "sleeping")
 def routes(state: ServerState) -> APIRouter:
     """Everything about the server itself; the gauges of its metrics read its router from now on."""
     state.metrics.watch(state.router)
-    router = APIRouter(tags=["Status"])
+    router = APIRouter(tags=["Status"], route_class=ParsedRoute)
     _add_health(router, state)
     _add_models(router, state)
     _add_control(router, state)
@@ -62,8 +63,7 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             "model": None if resident is None else resident.name,
         }
         if resident is not None:
-            # on the engine's own thread: its costs change with every step, and the first description of all measures
-            # the machine's bandwidth, which a step at the same time would falsify
+            # on the engine's own thread: its costs change with every step
             body |= await asyncio.to_thread(resident.worker.ask, partial(_describe, resident))
             report = state.metrics.canaries.reports().get(resident.name)
             body["canary"] = None if report is None else report.to_json()

@@ -17,9 +17,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from slipstream.server import openai_chat, openai_completions
 from slipstream.server import openai_shared as shared
+from slipstream.server.bodies import check_json
 from slipstream.server.errors_http import ApiError, openai_body, refuse
 from slipstream.server.jobs import Answer, Delta, Job
-from slipstream.server.limits import check_json
 from slipstream.server.openai_schemas import MAX_TOKENS, ChatRequest, CompletionRequest, Strict
 from slipstream.server.state import ServerState
 from slipstream.text.tokenizer import Tokenizer
@@ -87,10 +87,9 @@ class BadLine(Exception):
 
 def read_line(line: bytes) -> Asked:
     try:
-        check_json(line)
+        frame = check_json(line)
     except ApiError as error:
         raise BadLine(error) from None
-    frame = json.loads(line)
     if not isinstance(frame, dict):
         raise BadLine(ApiError(400, "a frame must be a JSON object", code="invalid_frame"))
     name = frame.get("id")

@@ -8,8 +8,9 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError
-from slipstream.server.openai_schemas import MAX_TOKENS, Strict
+from slipstream.server.openai_schemas import MAX_TOKENS, Several, Strict
 from slipstream.server.state import ServerState
 from slipstream.text.tokenizer import Tokenizer
 
@@ -26,11 +27,11 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = Field(default=None, min_length=1, max_length=256, description="Needed where several are served")
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: Several[int]
 
 
 def routes(state: ServerState) -> APIRouter:
-    router = APIRouter(tags=["Text"])
+    router = APIRouter(tags=["Text"], route_class=ParsedRoute)
 
     @router.post("/tokenize", response_model=None, summary="Tokens of a text")
     async def tokenize(body: TokenizeRequest) -> JSONResponse:

@@ -1,0 +1,17 @@
+"""One real server for the tests of connections and bodies: it takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+FILES = 320  # it may open; 160 of them for connections
+
+
+@pytest.fixture(scope="session")
+def door_server() -> Iterator[Server]:
+    with serve(files=FILES) as running:
+        yield running

@@ -1,0 +1,156 @@
+"""One stream beside a hostile request: how long it is silent, and how much memory the request takes.
+
+    python -m tests.hostile.neighbour [PART OF A NAME] [--size BYTES]
+
+runs every body of the table whose name has that part beside a stream and prints a line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.serving import MODEL, Server, serve
+from tests.hostile.bodies import Worst, table
+
+SILENCE_LIMIT_MS = 250.0
+GROWTH_LIMIT = 20.0  # times the body
+_ASK: dict[str, Any] = {
+    "model": MODEL, "stream": True, "ignore_eos": True, "max_tokens": 2000, "speculative": {"mode": "plain"},
+    "messages": [{"role": "user", "content": "Tell a long story."}],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one body did: its statuses, the neighbour's longest silence, and the growth of the peak memory."""
+
+    label: str
+    statuses: tuple[int, ...]
+    silence_ms: float
+    growth: float  # of the peak resident memory, in multiples of all bytes sent
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bar holds; a status of 0 is a connection without an answer, a 5xx a surprise of the server."""
+        answered = all(0 < status < 500 or status == 503 for status in self.statuses)
+        return answered and self.silence_ms <= SILENCE_LIMIT_MS and self.growth <= GROWTH_LIMIT
+
+    def row(self) -> str:
+        said = ",".join(map(str, sorted(set(self.statuses))))
+        return (
+            f"{'ok  ' if self.ok else 'OVER'} {self.label:62} {said:>8} {self.silence_ms:7.0f} ms "
+            f"{self.growth:6.1f} x {self.seconds:6.2f} s"
+        )
+
+
+class Neighbour:
+    """A client that streams without end and notes when something came."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._times: list[float] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        self.wait_for(20)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join(30)
+
+    def wait_for(self, more: int, seconds: float = 120.0) -> None:
+        """Until so many further pieces came."""
+        wanted, deadline = len(self._times) + more, time.monotonic() + seconds
+        while len(self._times) < wanted:
+            assert self._server.process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the neighbour's stream is silent"
+            time.sleep(0.005)
+
+    def longest_silence_ms(self, since: float, until: float) -> float:
+        """The longest time between two pieces, of which at least a part lies between the two moments."""
+        times = list(self._times)
+        gaps = [after - before for before, after in zip(times, times[1:], strict=False)
+                if after >= since and before <= until]
+        return 1e3 * max(gaps, default=float("inf"))
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with (
+                contextlib.suppress(OSError),
+                contextlib.closing(self._server.open_stream("/v1/chat/completions", _ASK)) as raw,
+            ):
+                while not self._ended.is_set():
+                    piece = raw.recv(1 << 16)
+                    if piece:
+                        self._times.append(time.monotonic())
+                    if not piece or b"[DONE]" in piece:
+                        break
+
+
+def memory_bytes(pid: int, field: str) -> int:
+    """`VmRSS` is what a process holds, `VmHWM` the most it held since its peak was reset."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
+
+
+def reset_peak(pid: int) -> int:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return memory_bytes(pid, "VmRSS")
+
+
+def beside(server: Server, neighbour: Neighbour, worst: Worst, at_once: int = 1) -> Seen:
+    """Sends a body, or the same several times at once, while the neighbour streams."""
+    pid, body = server.process.pid, worst.body
+    before = reset_peak(pid)
+    neighbour.wait_for(3)
+    began = time.monotonic()
+    with ThreadPoolExecutor(at_once) as pool:
+        statuses = tuple(pool.map(lambda _: _status(server, worst, body), range(at_once)))
+    ended = time.monotonic()
+    neighbour.wait_for(3)
+    growth = (memory_bytes(pid, "VmHWM") - before) / (at_once * len(body))
+    return Seen(worst.label, statuses, neighbour.longest_silence_ms(began, ended), growth, ended - began)
+
+
+def _status(server: Server, worst: Worst, body: bytes) -> int:
+    try:
+        return server.ask(worst.path, body, method=worst.method, timeout=300)[0]
+    except (OSError, http.client.HTTPException):
+        return 0
+
+
+def measure(server: Server, bodies: Sequence[Worst], at_once: int = 1) -> Iterator[Seen]:
+    """Each body beside one stream; the verification calls this with the table at the size limit."""
+    with Neighbour(server) as neighbour:
+        for worst in bodies:
+            yield beside(server, neighbour, worst, at_once)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("part", nargs="?", default="")
+    options.add_argument("--size", type=int, default=4 << 20)
+    options.add_argument("--at-once", type=int, default=1)
+    options.add_argument("--by", default="the door", help="what bounds their cost")
+    said = options.parse_args()
+    bodies = [worst for worst in table(said.size) if said.part in worst.label and worst.bounded_by == said.by]
+    with serve("--max-body", str(said.size)) as server:
+        for seen in measure(server, bodies, said.at_once):
+            print(seen.row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
