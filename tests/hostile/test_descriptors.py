@@ -244,7 +244,8 @@ def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
         try:
             whole.append(json.loads(line)["messages"][0]["content"])
         except ValueError:
-            assert line == HALF_A_LINE or line.startswith(b'{"version"'), line
+            in_vain = fault[0] == ANY and fault[2] > 1  # then truncating may have failed as well, and half a line stays
+            assert line == HALF_A_LINE or (in_vain and line.startswith(b'{"version"')), f"half a line: {line!r}"
     assert len(whole) == recorder.written and whole[-1] == "afterwards"
     assert whole == [text for text in [*ASKED, "afterwards"] if text in whole], "lines are whole and in order"
 
