@@ -237,6 +237,7 @@ def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
     seen, disk.failing = disk.calls.copy(), NO_FAULT
     recorder.record(job("afterwards"), answer())
     recorder.close()
+    disk.check()
     disk.calls = seen
     assert recorder.dropped <= fault[2] + (fault is not NO_FAULT), "more lines were lost than calls failed"
     whole = []
