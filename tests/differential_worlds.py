@@ -105,8 +105,11 @@ def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int
     stems = [[chance.choice(tokens) for _ in range(3 * PAGE_TOKENS + 9)] for _ in range(3)]
 
     def prompt(rng: random.Random) -> tuple[int, ...]:
-        own = [rng.choice(tokens) for _ in range(rng.randint(1, 9))]
-        return (*rng.choice(stems)[: rng.choice((0, 5, 64, 65, 127, 128, 150, 200))], *own)
+        known = list(rng.choice(stems)[: rng.choice((0, 5, 64, 65, 127, 128, 150, 200))])
+        if known and rng.random() < 0.3:
+            # one token differs, often where a page or a chunk begins or ends
+            known[min(rng.choice((0, 47, 63, 64, 127, rng.randrange(200))), len(known) - 1)] = rng.choice(tokens)
+        return (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
 
     return lambda llm: prompt
 
