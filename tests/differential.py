@@ -36,10 +36,10 @@ from tests.differential_worlds import WORLDS, World, open_world
 from tests.families import Replay
 from tests.tiny import assert_idle, keep_threads
 
-QUESTIONS, ASKED = 10, 3  # of an episode, and how often each is asked
+ASKED = 3  # how often each question
 MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
 GATES = ("off", "off", "auto", "ema", "ema:margin=0.2,warmup=0", "entropy", "entropy:floor=0.2,hard=0.1")
-DRAFTS_CHECKED = 6  # requests of an episode that are drafted for once more
+DRAFTS_CHECKED = 4  # requests of an episode that are drafted for once more
 MOST_OPEN = 9  # requests at once, more than there are slots
 MOST_STEPS = 20_000  # of an episode, which takes some hundred
 WATCHED = ("accepted", "cached_tokens", "cancelled", "resumed", "pages lost", "yielded", "branching", "adapters")
@@ -125,7 +125,7 @@ class Episode:
             rows, draft = ({1: 1.0, 64: 8.0}, 0.5) if dear else ({1: 1.0, 64: 1.05}, 0.05)
             self.engine.proposer._measure_costs = lambda: CostTable(rows, {1: draft, self.world.llm.proposals: draft})
             asks = self._asks(self._questions())
-            replayed = self.world.tiny and rng.random() < 0.7
+            replayed = self.world.tiny and rng.random() < 0.6
             with self._knowing_drafters([ask.question for ask in asks]) if replayed else nullcontext():
                 self._drive(list(asks))
             if not replayed:
@@ -140,17 +140,19 @@ class Episode:
         """
         assert self.engine.prefix is not None
         self.engine.prefix.clear()
-        fixed = [ask for ask in asks if ask.request.gate.kind == "off" and ask.request.mode.kind != "plain"]
-        for ask in [ask for ask in fixed if ask.seen.finish_reason != "cancelled"][:DRAFTS_CHECKED]:
+        whole = [ask for ask in asks if ask.seen.finish_reason != "cancelled"]
+        fixed = [ask for ask in whole if ask.request.gate.kind == "off" and ask.request.mode.kind != "plain"]
+        fixed.sort(key=lambda ask: -ask.seen.stats.cached_tokens)
+        for ask in fixed[:DRAFTS_CHECKED]:
             (alone,) = self.world.llm.run([replace(ask.request, id="alone", cache_prompt=False)])
             self.report.happened["drafts checked"] += 1
             if alone.step_sizes != ask.seen.step_sizes:
                 self._note(ask, f"steps of {ask.seen.step_sizes} tokens, alone of {alone.step_sizes}")
 
     def _questions(self) -> list[Question]:
-        prompts = [self.world.prompt(self.rng) for _ in range(QUESTIONS // 2)]
+        prompts = [self.world.prompt(self.rng) for _ in range(self.world.questions // 2)]
         questions = []
-        for number in range(QUESTIONS):
+        for number in range(self.world.questions):
             # the second half are further choices of prompts that are there already
             prompt, settings = prompts[number % len(prompts)], self._settings()
             alone = self.world.alone.request(prompt, mode="plain", cache_prompt=False, **settings)
@@ -276,6 +278,7 @@ class Episode:
         self.report.texts += 1
         happened[event.finish_reason] += 1
         if event.stats is not None:
+            ask.seen.stats = event.stats
             happened["accepted"] += event.stats.accepted
             happened["cached_tokens"] += event.stats.cached_tokens
             happened["adapters"] += ask.request.draft_lora != "base" and event.stats.drafted > 0
@@ -336,12 +339,10 @@ def run(worlds: Sequence[str], texts: int, seed: int, device: str, processes: in
     shares = {name: max(1, round(texts * WORLDS[name].share / sum(WORLDS[w].share for w in worlds))) for name in worlds}
     works = [(n, -(-share // processes), seed, device, processes, p) for n, share in shares.items()
              for p in range(processes)]
-    began = time.monotonic()
     reports = {name: Report() for name in worlds}
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
         for work, found in zip(works, pool.imap(_part, works, chunksize=1), strict=True):
             reports[work[0]].add(found)
-    print(f"{sum(report.texts for report in reports.values())} texts in {time.monotonic() - began:.0f} s")
     return reports
 
 
@@ -353,7 +354,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--processes", type=int, default=1)
     chosen = parser.parse_args()
+    began = time.monotonic()
     reports = run(chosen.world or list(WORLDS), chosen.texts, chosen.seed, chosen.device, chosen.processes)
+    print(f"{sum(report.texts for report in reports.values())} texts in {time.monotonic() - began:.0f} s")
     for name, report in reports.items():
         print(f"{name}: {report.row()}")
         for found in report.different[:5]:

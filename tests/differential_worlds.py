@@ -47,6 +47,7 @@ class World:
     stops: Sequence[tuple[str, ...]]
     tiny: bool
     most_tokens: int
+    questions: int  # of an episode; each is asked several times
 
     @property
     def vocabulary(self) -> int:
@@ -58,7 +59,9 @@ class World:
     def fresh_engine(self) -> Engine:
         """An engine that has seen nothing, around the same weights: so an episode depends on its seed alone."""
         if self.llm._gpu is None:
+            known = self.llm.engine.grammars  # what is compiled depends on nothing but the tokenizer
             self.llm._engine = self.llm._build_engine()
+            self.llm.engine.grammars = known
             for variant in self.variants:
                 self.llm.install_draft_lora(replace(variant, blocks=self.llm._in_blocks(variant.blocks.drafter)))
         elif self.llm.engine.prefix is not None:
@@ -119,6 +122,7 @@ def _llama(name: str, folder: Path, device: str) -> World:
     return _world(
         name, folder, str(target), draft, device, "int8" if name.endswith("int8") else EXACT, _stems(range(256)),
         constraints=_constraints("a-zA-Z"), stops=(("A",), ("bc", "c"), ("CCC", "zz")), tiny=True, most_tokens=40,
+        questions=10,
     )
 
 
@@ -131,6 +135,7 @@ def _recurrent(name: str, folder: Path, device: str) -> World:
     return _world(
         name, folder, str(target), draft, device, EXACT, _stems(range(3, FOLDER_VOCAB)), constraints=(),
         stops=(("a",), ("B", "c")), tiny=True, most_tokens=16,
+        questions=10,
     )
 
 
@@ -154,6 +159,7 @@ def _smollm2(name: str, folder: Path, device: str) -> World:
     return _world(
         name, folder, "smollm2", resolve(label).path, device, "auto", prompts,
         constraints=_constraints("a-zA-Z ,"), stops=(("\n\n",), (" the", "."), (",",)), tiny=False, most_tokens=24,
+        questions=6,
     )
 
 
