@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -110,7 +111,7 @@ class Episode:
     """One seed in one world."""
 
     def __init__(self, world: World, seed: int) -> None:
-        self.world, self.name = world, f"--world {world.name} --seed {seed} --texts 1"
+        self.world, self.command = world, f"python -m tests.differential --world {world.name} --seed {seed} --texts 1"
         self.rng = random.Random(f"{world.name}/{seed}")
         self.report = Report()
         self.open: dict[str, Ask] = {}
@@ -235,7 +236,7 @@ class Episode:
             for event in self.engine.step():
                 self._take(event)
             self._look()
-        raise AssertionError(f"{self.name}: {len(self.open)} requests never ended")
+        raise AssertionError(f"{len(self.open)} requests never ended")
 
     def _disturb(self) -> None:
         """Pauses, resumes and cancels."""
@@ -287,7 +288,7 @@ class Episode:
             self._note(ask, found)
 
     def _note(self, ask: Ask, found: str) -> None:
-        self.report.different.append(f"python -m tests.differential {self.name}\n  {ask.request}\n  {found}")
+        self.report.different.append(f"{self.command}\n  {ask.request}\n  {found}")
 
 
 def _is_known(job: DraftJob, texts: Sequence[Sequence[int]]) -> bool:
@@ -321,7 +322,13 @@ def run_world(name: str, texts: int, seed: int, device: str = "cpu", processes: 
         world = open_world(name, Path(folder), device)
         torch.set_num_threads(1)
         while report.texts < texts:
-            report.add(Episode(world, seed + part).run())
+            episode = Episode(world, seed + part)
+            try:
+                episode.run()
+            except Exception:  # an engine that fails takes all its requests along; the next episode has a new one
+                episode.report.different.append(f"{episode.command}\n{traceback.format_exc()}")
+                episode.report.texts += len(episode.open)
+            report.add(episode.report)
             part += processes
     report.cpu_seconds = time.process_time() - began
     return report
