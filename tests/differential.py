@@ -334,22 +334,24 @@ def run_world(name: str, texts: int, seed: int, device: str = "cpu", processes: 
     return report
 
 
-def _part(work: tuple[str, int, int, str, int, int]) -> Report:
+def _part(shares: dict[str, int], seed: int, device: str, processes: int, part: int) -> dict[str, Report]:
     """In a process of its own, which keeps to one core: native threads are pinned from the first allowed core on."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[work[-1] % len(cores)]})
-    return run_world(*work)
+    if processes > 1:
+        os.sched_setaffinity(0, {cores[part % len(cores)]})
+    return {name: run_world(name, share, seed, device, processes, part) for name, share in shares.items()}
 
 
 def run(worlds: Sequence[str], texts: int, seed: int, device: str, processes: int) -> dict[str, Report]:
     """Each world's share of the texts, on so many processes, each with a thread of its own."""
-    shares = {name: max(1, round(texts * WORLDS[name].share / sum(WORLDS[w].share for w in worlds))) for name in worlds}
-    works = [(n, -(-share // processes), seed, device, processes, p) for n, share in shares.items()
-             for p in range(processes)]
+    each = texts / processes / sum(WORLDS[name].share for name in worlds)
+    shares = {name: max(1, round(each * WORLDS[name].share)) for name in worlds}
+    works = [(shares, seed, device, processes, part) for part in range(processes)]
     reports = {name: Report() for name in worlds}
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for work, found in zip(works, pool.imap(_part, works, chunksize=1), strict=True):
-            reports[work[0]].add(found)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for found in pool.starmap(_part, works, chunksize=1):
+            for name, report in found.items():
+                reports[name].add(report)
     return reports
 
 
