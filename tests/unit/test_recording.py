@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-import os
 import stat
 import threading
 from pathlib import Path
@@ -115,10 +115,14 @@ def test_failed_and_unfinished_answers_are_left_out(tmp_path: Path) -> None:
     assert [line["finish_reason"] for line in lines(tmp_path)] == ["cancelled"]
 
 
-def test_a_full_disk_warns_once_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_warns_once_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(tmp_path)
     recorder.start()
-    os.dup2(os.open("/dev/full", os.O_RDWR), recorder._file)  # a real file on which every write fails for lack of space
+    # a real file on which every write fails for lack of space
+    monkeypatch.setattr(recorder, "_open", lambda number: io.FileIO("/dev/full", "r+"))
+    recorder._let_go()
     for _ in range(5):
         recorder.record(job(), answer())
     recorder.close()

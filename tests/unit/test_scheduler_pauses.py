@@ -98,6 +98,32 @@ def test_a_paused_request_that_lost_its_pages_goes_on_to_the_same_text(folder: P
     assert_idle(llm)
 
 
+def test_a_page_of_a_paused_request_that_a_running_one_stands_on_is_not_counted_on(folder: Path) -> None:
+    """Both compute the same first page; the cache keeps the paused one's, and behind it the running one's second."""
+    first = prompt(PAGE_TOKENS, 1)
+    paused = ask("paused", (*first, *prompt(6, 2)), mode="plain", max_tokens=20)
+    running = ask("running", (*first, *prompt(PAGE_TOKENS + 12, 3)), mode="plain", max_tokens=20)
+    large = ask("large", prompt(260, 4), mode="plain", max_tokens=40)
+    expected = alone(folder, [paused, running, large])
+    llm = crowded(folder, pages=8)  # 2 for the first, 3 for the second; 5 would be there without the page in question
+    got: dict[str, list[int]] = {name: [] for name in expected}
+    llm.engine.add(paused)
+    llm.engine.add(running)
+    while not got["running"]:
+        for event in llm.engine.step():
+            got[event.request_id] += [token.id for token in event.tokens]
+    epoch = llm.engine.pause("paused")
+    assert epoch is not None
+    llm.engine.add(large)
+    while llm.engine.has_work:
+        for event in llm.engine.step():
+            got[event.request_id] += [token.id for token in event.tokens]
+        if llm.engine.has_work and not llm.engine.busy:
+            assert llm.engine.resume("paused", epoch)
+    assert got == expected
+    assert_idle(llm)
+
+
 def test_paused_requests_leave_the_engine_idle_and_can_be_cancelled(llm: LLM) -> None:
     llm.engine.add(ask("r", prompt(20), max_tokens=60))
     llm.engine.step()

@@ -6,6 +6,7 @@ settings: our number of threads, no prompt cache, one slot, and everything that 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -112,7 +113,9 @@ class Rival(ABC):
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                # a question that a dead process did not take is still in the pipe's buffer, and cannot be flushed
+                with contextlib.suppress(OSError):
+                    pipe.close()
         self._process.terminate()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -137,7 +140,7 @@ class PackageRival(Rival):
         )
         try:
             ready = self._read()
-        except SlipstreamError:
+        except BaseException:
             self.close()
             raise
         if "error" in ready:
@@ -179,7 +182,7 @@ class ServerRival(Rival):
         try:
             self._wait()
             about = self._get("/props")
-        except SlipstreamError:
+        except BaseException:
             self.close()
             raise
         self.version = str(about.get("build_info", "unknown"))

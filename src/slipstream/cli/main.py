@@ -74,7 +74,8 @@ def run() -> None:
         code = INTERRUPTED
     except BrokenPipeError:
         # The reader left (`| head`); Python would complain again when it flushes stdout on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
 

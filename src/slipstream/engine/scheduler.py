@@ -262,7 +262,8 @@ class Scheduler:
             self._take_pages_of(ticket)
         if self._prefix is not None:
             self._prefix.evict(pages - self._table.free)
-        return True
+        # what a paused sequence gives back stays in the prefix cache where a page of a running one stands behind it
+        return pages <= self._table.free
 
     def _make_state_room(self) -> bool:
         """Where the target is recurrent: a slot for one more state, if need be a paused sequence's."""

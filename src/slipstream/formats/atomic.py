@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -27,7 +27,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _cannot_write(path, error) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that failed must not hide why
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Opt-in recording of conversations as JSON lines, meant for training drafters; off unless a folder is named.
 
-A thread of its own writes, so that nobody waits for the disk: what cannot be written is counted and dropped.
+A thread of its own writes, so that no request waits for the disk: what cannot be written is counted and dropped, and
+recording goes on as soon as the disk takes lines again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -37,7 +39,11 @@ class _Item:
 
 
 class Recorder:
-    """Appends every finished conversation to `conversations-NNNNNN.jsonl` in a folder; without one it does nothing."""
+    """Appends every finished conversation to `conversations-NNNNNN.jsonl` in a folder; without one it does nothing.
+
+    Once it is started, its thread alone touches the file. The file is a file object, never a number: a number that is
+    kept beyond its file names whatever the process opens next, such as the connection of another client.
+    """
 
     def __init__(self, folder: Path | None, rotate_bytes: int = ROTATE_BYTES, queue_length: int = QUEUE_LENGTH) -> None:
         self.folder = folder
@@ -46,9 +52,9 @@ class Recorder:
         self._rotate_bytes = rotate_bytes
         self._queue: queue.Queue[_Item | None] = queue.Queue(queue_length)
         self._thread: threading.Thread | None = None
-        self._file = -1
+        self._file: io.FileIO | None = None  # None: the next line opens it
         self._number = 0
-        self._complained = False
+        self._complaints: set[str] = set()
 
     @property
     def active(self) -> bool:
@@ -62,7 +68,7 @@ class Recorder:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._number = max((int(match[1]) for match in map(_FILE_NAME.fullmatch, os.listdir(self.folder)) if match),
                                default=1)
-            self._open()
+            self._file = self._open(self._number)
         except OSError as error:
             raise ConfigError(
                 f"conversations cannot be recorded in {self.folder}: {error.strerror}", "name a folder to write to"
@@ -77,7 +83,7 @@ class Recorder:
     @property
     def path(self) -> Path | None:
         """The file written to now."""
-        return None if self.folder is None else self.folder / f"conversations-{self._number:06d}.jsonl"
+        return None if self.folder is None else self._path(self._number)
 
     def record(self, job: Job, answer: Answer, request_id: str = "") -> None:
         """Queues a finished answer; never waits. Failed ones teach nothing and are left out."""
@@ -98,8 +104,6 @@ class Recorder:
         except queue.Full:
             return
         thread.join(timeout_s)
-        if not thread.is_alive():
-            os.close(self._file)
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -110,42 +114,87 @@ class Recorder:
                 self.written += 1
             except OSError as error:
                 self._lose(f"recording to {self.path} failed: {error.strerror}")
-            except (TypeError, ValueError, RecursionError) as error:
+            except (TypeError, ValueError, RecursionError, MemoryError) as error:
                 self._lose(f"a conversation cannot be recorded: {type(error).__name__}")
+        self._let_go()
 
     def _write(self, line: bytes) -> None:
-        size = os.fstat(self._file).st_size
-        if size and size + len(line) > self._rotate_bytes:
-            os.close(self._file)
-            self._number += 1
-            self._open()
-            size = os.fstat(self._file).st_size
+        """Appends a whole line or none. A file that takes only a part of it is opened anew for the next line."""
+        file = self._file_for(line)
+        size = os.fstat(file.fileno()).st_size
         try:
-            written = os.write(self._file, line)
-            while written < len(line):
-                written += os.write(self._file, line[written:])
+            rest = memoryview(line)
+            while rest:
+                rest = rest[file.write(rest):]
         except OSError:
-            # half a line would spoil the next one as well
+            # half a line would spoil the next one as well; where it stays, opening the file again ends it
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, size)
+                file.truncate(size)
+            self._let_go()
             raise
 
-    def _open(self) -> None:
-        """Opens the current file for appending, readable by its owner only; a line cut off by a crash is ended."""
-        assert self.path is not None
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self.path, flags, 0o600)
-        os.fchmod(self._file, 0o600)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
+    def _file_for(self, line: bytes) -> io.FileIO:
+        """The file a line goes to: the one that is open, the next where it is full, a new one where it is gone."""
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            self._let_go()
+        if self._file is None:
+            self._file = self._open(self._number)
+        size = os.fstat(self._file.fileno()).st_size
+        if size and size + len(line) > self._rotate_bytes:
+            try:
+                following = self._open(self._number + 1)
+            except OSError as error:
+                self._complain("recording_overfull", f"{self._path(self._number + 1)} cannot be opened: "
+                               f"{error.strerror}; recording goes on in {self.path}")
+            else:
+                self._let_go()
+                self._file, self._number = following, self._number + 1
+                return following
+        return self._file
+
+    def _let_go(self) -> None:
+        """Closes the file. A close that fails has closed it all the same, so it is forgotten first."""
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            self._complain("recording_lost", f"closing {self.path} failed: {error.strerror}; lines may be lost")
+
+    def _path(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"conversations-{number:06d}.jsonl"
+
+    def _open(self, number: int) -> io.FileIO:
+        """A file for appending, readable by its owner only; a line cut off by a crash is ended."""
+        path = self._path(number)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = io.FileIO(path, "a+", opener=_open_private)
+        try:
+            os.fchmod(file.fileno(), 0o600)
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.close()
+            raise
+        return file
 
     def _lose(self, reason: str) -> None:
         self.dropped += 1
-        if not self._complained:
-            self._complained = True
-            log.warning("%s; conversations are lost, serving goes on", reason,
-                        extra={"fields": {"event": "recording_lost", "reason": reason}})
+        self._complain("recording_lost", f"{reason}; conversations are lost, serving goes on")
+
+    def _complain(self, event: str, message: str) -> None:
+        """Once for each kind of trouble: a full disk stays full for many lines."""
+        if event not in self._complaints:
+            self._complaints.add(event)
+            log.warning("%s", message, extra={"fields": {"event": event, "reason": message}})
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str, object]:

@@ -1,0 +1,174 @@
+"""The models of the differential test: tiny random ones, a recurrent one among them, and the default pair."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.engine import Engine
+from slipstream.engine.llm import LLM
+from slipstream.engine.variants import DraftVariant
+from slipstream.formats.sources import pair_draft, resolve
+from slipstream.kernels.native.library import library
+from slipstream.server.jobs import Tool, ToolChoice
+from slipstream.text import grammars
+from slipstream.types import BASE_VARIANT, Constraint
+from tests.adapters import write_random_adapter
+from tests.tiny import write_pair
+
+FEW_PAGES = 13  # of 64 tokens: two or three requests fit, so that others wait, and cached and paused ones lose theirs
+COMMON: dict[str, Any] = {
+    "cache_tokens": FEW_PAGES * PAGE_TOKENS, "max_sequences": 3, "prefill_chunk": 48, "step_rows": 96, "threads": 1,
+    "max_context": 384,
+}
+ALONE: dict[str, Any] = {"prefix_cache": False, "max_sequences": 1, "threads": 1, "max_context": 384}
+EXACT: WeightFormat = "native" if library() is not None else "int8"
+SCHEMA = {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["b"],
+    "additionalProperties": False,
+}
+TOOLS = [Tool("look", parameters=SCHEMA), Tool("wait")]
+
+
+@dataclass(slots=True)
+class World:
+    """A pair under test, the same target alone, and what is asked of both."""
+
+    name: str
+    llm: LLM  # with a drafter, its variants and few pages
+    alone: LLM  # plain, one request at a time, nothing shared
+    variants: list[DraftVariant]
+    prompt: Callable[[random.Random], tuple[int, ...]]
+    constraints: Sequence[Constraint]
+    stops: Sequence[tuple[str, ...]]
+    tiny: bool
+    most_tokens: int
+    questions: int  # of an episode; each is asked several times
+
+    @property
+    def vocabulary(self) -> int:
+        return self.llm._target.config.vocab_size
+
+    def some_tokens(self, rng: random.Random) -> list[int]:
+        return rng.sample(range(min(self.vocabulary, 400)), 8)
+
+    def fresh_engine(self) -> Engine:
+        """An engine that has seen nothing, around the same weights: so an episode depends on its seed alone."""
+        if self.llm._gpu is None:
+            known = self.llm.engine.grammars  # what is compiled depends on nothing but the tokenizer
+            self.llm._engine = self.llm._build_engine()
+            self.llm.engine.grammars = known
+            for variant in self.variants:
+                self.llm.install_draft_lora(replace(variant, blocks=self.llm._in_blocks(variant.blocks.drafter)))
+        elif self.llm.engine.prefix is not None:
+            self.llm.engine.prefix.clear()  # captured steps belong to their engine, which is too dear to build again
+        return self.llm.engine
+
+
+def open_world(name: str, folder: Path, device: str) -> World:
+    return WORLDS[name].open(name, folder, device)
+
+
+def _world(
+    name: str, folder: Path, target: str, draft: Path, device: str, weight_format: WeightFormat,
+    make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]], **rest: Any,
+) -> World:
+    """Loads both sides, and adapters of which one changes the draft context and one does not."""
+    common = {"device": device, "weight_format": weight_format, "exact": device != "cpu"}
+    llm = LLM(target, str(draft), config=EngineConfig(**COMMON, **common, check_integrity=True))
+    assert llm.exact, "texts are promised to the bit only where sums are"
+    adapters = {"context": ("fc", "k_proj", "mlp"), "blocks": ("q_proj", "down_proj")}
+    variants = []
+    for number, (adapter, modules) in enumerate(adapters.items()):
+        path = write_random_adapter(folder / adapter, draft, modules, seed=number, size=0.2)
+        variants.append(llm.load_draft_lora(f"{adapter}={path}"))
+        llm.install_draft_lora(variants[-1])
+    assert llm.draft_variants == [BASE_VARIANT, *adapters]
+    alone = LLM(target, None, config=EngineConfig(**ALONE, **common))
+    return World(name, llm, alone, variants, make_prompt(llm), **rest)
+
+
+def _constraints(letters: str) -> list[Constraint]:
+    called = grammars.tool_constraint(TOOLS, ToolChoice("required"), parallel=False)
+    offered = grammars.tool_constraint(TOOLS, ToolChoice())
+    assert called is not None and offered is not None
+    return [
+        grammars.json_schema(SCHEMA), grammars.json_object(), grammars.regex(f"[{letters}]{{2,12}}( [0-9]+)?"),
+        grammars.lark('start: item ("," item)*\nitem: /[a-z]{1,4}/ | "(" start ")"\n'), called, offered,
+    ]
+
+
+def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int, ...]]]:
+    """Prompts of random tokens, many of which begin alike for a page or three."""
+    chance = random.Random(5)
+    stems = [[chance.choice(tokens) for _ in range(3 * PAGE_TOKENS + 9)] for _ in range(3)]
+
+    def prompt(rng: random.Random) -> tuple[int, ...]:
+        known = list(rng.choice(stems)[: rng.choice((0, 5, 64, 65, 127, 128, 150, 200))])
+        if known and rng.random() < 0.3:
+            # one token differs, often where a page or a chunk begins or ends
+            known[min(rng.choice((0, 47, 63, 64, 127, rng.randrange(200))), len(known) - 1)] = rng.choice(tokens)
+        return (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
+
+    return lambda llm: prompt
+
+
+def _llama(name: str, folder: Path, device: str) -> World:
+    target, draft = write_pair(folder)
+    return _world(
+        name, folder, str(target), draft, device, "int8" if name.endswith("int8") else EXACT, _stems(range(256)),
+        constraints=_constraints("a-zA-Z"), stops=(("A",), ("bc", "c"), ("CCC", "zz")), tiny=True, most_tokens=40,
+        questions=10,
+    )
+
+
+def _recurrent(name: str, folder: Path, device: str) -> World:
+    from tests.families import write_family_pair
+    from tests.models.test_qwen3_5 import hybrid
+    from tests.oracles import FOLDER_VOCAB
+
+    target, draft = write_family_pair(hybrid("pattern"), folder)
+    return _world(
+        name, folder, str(target), draft, device, EXACT, _stems(range(3, FOLDER_VOCAB)), constraints=(),
+        stops=(("a",), ("B", "c")), tiny=True, most_tokens=16,
+        questions=10,
+    )
+
+
+def _smollm2(name: str, folder: Path, device: str) -> World:
+    from tests.checks import eval_prompts
+
+    label = pair_draft("smollm2")
+    assert label is not None
+    # the letters of prompts that are asked, behind a stem that several share
+    stems = ("", "You answer in few words. " * 12, "Be brief, be kind, and never repeat yourself. " * 9)
+
+    def prompts(llm: LLM) -> Callable[[random.Random], tuple[int, ...]]:
+        texts = [text for text in eval_prompts(80) if len(text) < 200]
+
+        def prompt(rng: random.Random) -> tuple[int, ...]:
+            asked = rng.choice(stems) + rng.choice(texts)
+            return tuple(llm.prompt_ids(asked, chat=rng.random() < 0.7))
+
+        return prompt
+
+    return _world(
+        name, folder, "smollm2", resolve(label).path, device, "auto", prompts,
+        constraints=_constraints("a-zA-Z ,"), stops=(("\n\n",), (" the", "."), (",",)), tiny=False, most_tokens=24,
+        questions=6,
+    )
+
+
+class Kind(NamedTuple):
+    open: Callable[[str, Path, str], World]
+    share: float  # of the texts
+
+
+WORLDS: dict[str, Kind] = {
+    "llama": Kind(_llama, 0.45), "llama-int8": Kind(_llama, 0.15), "recurrent": Kind(_recurrent, 0.3),
+    "smollm2": Kind(_smollm2, 0.1),
+}

@@ -1,0 +1,73 @@
+"""A few seeds of the differential test, and faults that it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.cache.sequence import SequenceState
+from slipstream.engine.scheduler import Scheduler, Ticket
+from slipstream.speculative.sampling import RowSampler
+from slipstream.types import Proposal
+from tests import differential
+
+
+@pytest.mark.parametrize(("world", "texts"), [("llama", 60), ("recurrent", 60)])
+def test_random_company_changes_no_text(world: str, texts: int) -> None:
+    report = differential.run_world(world, texts, seed=0)
+    assert report.ok, "\n".join(report.different[:3])
+    assert not report.idle, f"never happened: {report.idle}"
+
+
+@pytest.mark.e2e
+def test_random_company_changes_no_text_of_the_real_pair() -> None:
+    report = differential.run_world("smollm2", 18, seed=0)
+    assert report.ok, "\n".join(report.different[:3])
+
+
+def test_an_episode_repeats_itself() -> None:
+    first, second = (differential.run_world("llama", 30, seed=4) for _ in range(2))
+    assert first.happened == second.happened
+
+
+def later_noise(patch: pytest.MonkeyPatch) -> None:
+    """Verified rows draw the noise of the position behind theirs."""
+    choose = RowSampler.choose
+
+    def shifted(self: RowSampler, logits: Any, first: int, proposal: Proposal | None = None) -> Any:
+        return choose(self, logits, first + bool(proposal is not None and proposal.nodes), proposal)
+
+    patch.setattr(RowSampler, "choose", shifted)
+
+
+def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    """The rows of a tree that are kept are not moved together."""
+    commit = SequenceState.commit
+
+    def unmoved(self: SequenceState, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._memory, "move_rows", lambda *places: None)
+            commit(self, rows, new_tokens, context_rows)
+
+    patch.setattr(SequenceState, "commit", unmoved)
+
+
+def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
+    """A paused sequence that lost its pages is computed again without the last token but one."""
+
+    def take(ticket: Ticket) -> None:
+        if ticket.state.pages:
+            tokens = tuple(ticket.state.tokens)
+            ticket.kept_tokens = (*tokens[:-2], tokens[-1]) if ticket.generated > 1 else tokens
+            ticket.state.release()
+
+    patch.setattr(Scheduler, "_take_pages_of", staticmethod(take))
+
+
+@pytest.mark.parametrize("fault", [later_noise, kept_rows_stay_where_they_are, a_restored_sequence_lacks_a_token])
+def test_a_fault_is_found_and_the_seed_is_named(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    report = differential.run_world("llama", 30, seed=0)
+    assert not report.ok and "--world llama --seed " in report.different[0]
