@@ -19,7 +19,7 @@ from slipstream.errors import RequestError
 from slipstream.server.jobs import Tool
 from slipstream.server.jobs import ToolChoice as Choice
 from slipstream.speculative.accept import NO_TOKEN
-from slipstream.speculative.constraint import Guide
+from slipstream.speculative.guide import Guide
 from slipstream.speculative.guided import DraftRule
 from slipstream.speculative.sampling import RowSampler
 from slipstream.text import grammars

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.kernels.ranking import Candidates
-from slipstream.speculative.constraint import Guide, GuideError, Mask, Path
+from slipstream.speculative.guide import Guide, GuideError, Mask, Path
 from slipstream.speculative.tree import Branch, Drafts, Growth
 
 _NONE = Branch((), ())

@@ -20,7 +20,7 @@ from slipstream.kernels.ranking import (
     top_scores,
 )
 from slipstream.speculative.accept import children_of
-from slipstream.speculative.constraint import Guide, GuideError, Mask, Path
+from slipstream.speculative.guide import Guide, GuideError, Mask, Path
 from slipstream.speculative.guided import DraftRule
 from slipstream.types import Proposal, SamplingParams
 
