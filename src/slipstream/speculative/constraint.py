@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.errors import RequestError
-from slipstream.speculative.guide import Budget, Guide, Vocabulary, one_line
+from slipstream.speculative.guide import Budget, Guide, Vocabulary, one_line, parser_limits
 from slipstream.types import Constraint, Thinking
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class Grammars:
         return found
 
     def _compile(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
         with self._building:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
         try:
             grammar = _grammar(constraint, self._behind(thinking) if thinking is not None else None)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
             error = matcher.get_error()
         except (ValueError, RecursionError) as failure:
             error = str(failure)

@@ -6,23 +6,40 @@ decoding would mask it there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import RequestError
+from slipstream.speculative.lane import Lane
 from slipstream.types import Thinking
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
 _LIBRARY_ERRORS = (ValueError, RuntimeError)
 
+STEP_S = 0.004  # what a guide may take of the engine's thread in a step, which takes 5 to 50 ms
+# A request may use the lane this much: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
+_STEP_ITEMS = 20_000  # a JSON schema of 500 properties needs 5,000
+_STEP_LEXER_FUEL = 100_000
+_GRACE_S = 10.0
+_TOKEN_S = 0.1
+
 Path = tuple[int, ...]
+
+
+def parser_limits() -> LLParserLimits:
+    """Bounds of one mask. The library's own let an ambiguous grammar take 0.6 s; with these it takes 0.1 s."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_max_items=_STEP_ITEMS, step_lexer_fuel=_STEP_LEXER_FUEL, verbose_errors=False)
 
 
 class GuideError(Exception):
@@ -71,7 +88,14 @@ class Mask:
 
 
 class Guide:
-    """What one request may write next, behind the committed text and any drafted tokens that follow it."""
+    """What one request may write next, behind the committed text and any drafted tokens that follow it.
+
+    The library cannot be stopped once it computes, so a guide asks it for nothing without a bound: a mask has the
+    limits of `parser_limits`, and a token is consumed only where a mask, which has walked over it already, allows it.
+    Guides that have been quick answer on the engine's thread. All others have their masks computed on a lane,
+    beside the steps of other sequences, and nothing is drafted for them. One thread at a time uses a guide: while its
+    mask is being computed it is not `ready`, and its sequence is in no step.
+    """
 
     def __init__(self, start: LLMatcher | None, budget: Budget | None, vocab_size: int) -> None:
         self._matcher = start.deep_copy() if start is not None else None  # behind the committed text
@@ -81,16 +105,47 @@ class Guide:
         self._ahead: Path = ()
         self._masks: dict[Path, Mask | None] = {}  # of paths behind the committed text
         self._broken: str | None = None
+        self._coming: Future[Mask | None] | None = None  # the mask behind the committed text, from the lane
+        self._clock = _Clock()
         self.complete = False  # nothing but an end may follow
+
+    def ready(self, lane: Lane) -> bool:
+        """Whether a step would find the mask it needs; has it computed beside the steps if that may take long."""
+        if self._coming is None and not self._masks:
+            owed_s = self._clock.begin_step()
+            if self.slow and (self._budget is None or self._budget.forced(()) is None):
+                self._coming = lane.submit(partial(self._computed, ()), owed_s)
+        return self._coming is None or (self._coming.done() and not lane.resting)
+
+    @property
+    def slow(self) -> bool:
+        """Whether masks may take longer than the engine's thread should: nothing is known yet, or they did."""
+        return self._matcher is not None and self._broken is None and not self._clock.quick
+
+    def abandon(self) -> None:
+        """Its request is over: a mask that nothing waits for any more is not begun."""
+        if self._coming is not None:
+            self._coming.cancel()
 
     def mask(self, path: Path = ()) -> Mask | None:
         """What may follow `path`, None if anything may; its tokens were allowed one after the other."""
         if path not in self._masks:
+            coming, self._coming = self._coming, None
             try:
-                self._masks[path] = self._computed(path)
+                if coming is not None:
+                    self._masks[()] = coming.result()
+                    self._clock.begin_step()  # what the lane has done cost the engine's thread nothing
+                if path not in self._masks:
+                    self._masks[path] = self._computed(path)
             except _LIBRARY_ERRORS as error:
                 raise GuideError(f"the constraint cannot go on: {one_line(str(error))}") from None
         return self._masks[path]
+
+    def draft_mask(self, path: Path) -> Mask | None:
+        """The mask behind a drafted path, which nothing depends on: refused if this step's masks have taken long."""
+        if self._clock.exhausted and path not in self._masks:
+            raise GuideError("the masks of this step have taken long enough")
+        return self.mask(path)
 
     def _computed(self, path: Path) -> Mask | None:
         forced = self._budget.forced(path) if self._budget is not None else None
@@ -100,36 +155,27 @@ class Guide:
             return None
         if self._broken is not None:
             raise GuideError(self._broken)
-        scout = self._at(path)
-        bits = scout.compute_bitmask()
+        with self._clock:
+            scout = self._at(path)
+            bits = scout.compute_bitmask()
         _must_live(scout)
+        self._broken = self._clock.overdrawn()
+        if self._broken is not None:
+            raise GuideError(self._broken)
         return Mask(bits, self._vocab_size, scout.is_stopped())
 
-    def fits(self, path: Path) -> bool:
-        """Whether a drafted path could be written as it is; quicker than a mask for each of its tokens."""
-        if self._budget is not None and any(
-            self._budget.forced(path[:count]) not in (None, token) for count, token in enumerate(path)
-        ):
-            return False
-        if self._matcher is None:
-            return True
-        if self._broken is not None:
-            return False
-        try:
-            return self._matcher.validate_tokens(list(path)) == len(path)
-        except (GuideError, *_LIBRARY_ERRORS):
-            return False  # the masks will say why
-
     def observe(self, token: int) -> None:
-        """Takes a committed token."""
+        """Takes a committed token, which the mask before it has allowed."""
         self._masks.clear()
+        self._clock.tokens += 1
         if self._budget is not None:
             self._budget.observe(token)
         if self._matcher is None or self._broken is not None:
             return
         self._scout, self._ahead = self._matcher, ()
         try:
-            self._matcher.consume_token(token)
+            with self._clock:
+                self._matcher.consume_token(token)
             _must_live(self._matcher)
             self.complete = self._matcher.is_stopped()
         except (GuideError, *_LIBRARY_ERRORS) as error:
@@ -156,6 +202,53 @@ class Guide:
         return self._scout
 
 
+class _Clock:
+    """What one guide has cost. A grammar is judged by the work of its thread, because a busy machine makes none slow;
+    what the engine's thread has lost in a step is time.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._spent_s = 0.0
+        self._step_s = 0.0
+        self._quick = 0  # answers in a row
+        self._needed = 1  # of those, until the guide answers on the engine's thread
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._began = (time.thread_time(), time.perf_counter())
+
+    def __exit__(self, *exc: object) -> None:
+        seconds = time.thread_time() - self._began[0]
+        self._spent_s += seconds
+        self._step_s += time.perf_counter() - self._began[1]
+        if seconds <= STEP_S:
+            self._quick += 1
+        else:
+            # a slow answer after quick ones has held up a step; doubling makes these few, however they are spread
+            self._quick, self._needed = 0, 2 * self._needed
+
+    def begin_step(self) -> float:
+        """Starts a step's account and returns what the one before has cost the engine's thread."""
+        spent_s, self._step_s = self._step_s, 0.0
+        return spent_s
+
+    @property
+    def quick(self) -> bool:
+        return self._quick >= self._needed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the step has had its share of the engine's thread."""
+        return self._step_s > STEP_S
+
+    def overdrawn(self) -> str | None:
+        """Why the request may not go on, if its guide keeps taking long."""
+        if self._spent_s <= _GRACE_S + _TOKEN_S * self.tokens:
+            return None
+        return f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
+
+
 def _must_live(matcher: LLMatcher) -> None:
     """A matcher that gave up stays so."""
     if matcher.is_error():
@@ -166,7 +259,7 @@ def one_line(error: str) -> str:
     """The library draws arrows under what it dislikes; people get a sentence."""
     lines = [line.strip() for line in error.splitlines()]
     words = [line for line in lines if line and set(line) - set("^|~- ")]
-    return " ".join(words)[:400]
+    return " ".join(words).replace(" <non-verbose/>", "")[:400]
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,11 @@ class RowSampler:
         """Whether the constraint leaves nothing more to write."""
         return self.guide is not None and self.guide.complete
 
+    @property
+    def slow(self) -> bool:
+        """Whether the constraint is too slow to hold drafts to it."""
+        return self.guide is not None and self.guide.slow
+
     def draft_rule(self, logits: Tensor, first_position: int) -> DraftRule | None:
         """How drafts from these logits are held to the constraint; None without one."""
         if self.guide is None:
