@@ -61,6 +61,25 @@ def test_others_go_on_while_a_mask_is_computed(pair: LLM, mode: str) -> None:
     assert_idle(pair)
 
 
+def test_others_go_on_while_a_mask_is_computed_in_the_middle_of_a_text(pair: LLM) -> None:
+    alone = text_of(pair, LETTERS, "plain")
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
+    other = pair.request(pair.prompt_ids("x"), mode="chain", **SETTINGS)
+    watch = add_watched(pair, slow, burn_s=SLOW_S)
+    text = ""
+    while len(text) < 5:
+        text += "".join(event.text for event in pair.engine.step())
+    watch.gate.clear()
+    pair.engine.add(other)
+    ended = run_until(pair, [other.id])
+    assert ended[other.id][1].finish_reason in ("stop", "length") and not watch.gave_up and slow.id not in ended
+    watch.gate.set()
+    while pair.engine.has_work:
+        text += "".join(event.text for event in pair.engine.step() if event.request_id == slow.id)
+    assert alone.endswith(text[5:]) and alone.startswith(text[:5])
+    assert_idle(pair)
+
+
 def test_an_engine_whose_sequences_all_wait_sleeps(pair: LLM) -> None:
     slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
     watch = add_watched(pair, slow, closed=True)
@@ -123,12 +142,16 @@ def test_quick_masks_are_computed_where_they_are_needed(pair: LLM, mode: str) ->
     assert_idle(pair)
 
 
-def test_a_slow_constraint_has_its_masks_beside_the_steps_and_no_drafts(pair: LLM) -> None:
+def test_a_slow_constraint_has_its_masks_beside_the_steps_and_no_drafts(
+    pair: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, draft = list[object](), pair.engine._runner.draft
+    monkeypatch.setattr(pair.engine._runner, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
     alone = text_of(pair, LETTERS, "plain")
     request = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
     watch = add_watched(pair, request, burn_s=SLOW_S)
     text, event = run_until(pair, [request.id])[request.id]
-    assert text == alone and event.stats is not None and event.stats.drafted == 0
+    assert text == alone and event.finish_reason == "stop" and not drafts
     assert all(name.startswith("masks") for name in watch.threads)
     assert_idle(pair)
 
