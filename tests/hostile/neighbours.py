@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.e2e.serving import MODEL, Server
@@ -33,6 +33,7 @@ class Heard:
     """What one client heard of its stream."""
 
     text: str
+    pieces: int
     seconds: float  # from the first piece to the last
     silence_s: float  # the longest between two pieces
 
@@ -44,7 +45,16 @@ class Neighbourhood:
     slowdown: float
     silence_s: float
     same_texts: bool
-    errors: list[str]  # of the hostile requests
+    pieces: int  # that the streams heard beside the hostile requests
+    hostile: Hostile
+
+
+@dataclass(slots=True)
+class Hostile:
+    """What the hostile requests heard."""
+
+    pieces: int = 0
+    errors: list[str] = field(default_factory=list)
 
 
 def hostile_body(grammar: str) -> dict[str, Any]:
@@ -58,11 +68,12 @@ def hostile_body(grammar: str) -> dict[str, Any]:
 def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, tokens: int) -> Neighbourhood:
     """Runs the streams alone and then beside the hostile request, which is sent again whenever it ends."""
     alone = _streams(server, streams, tokens)
-    with _repeated(server, hostile) as errors:
+    with _repeated(server, hostile) as told:
         beside = _streams(server, streams, tokens)
     return Neighbourhood(
         max(heard.seconds for heard in beside) / max(heard.seconds for heard in alone),
-        max(heard.silence_s for heard in beside), [h.text for h in alone] == [h.text for h in beside], errors,
+        max(heard.silence_s for heard in beside), [h.text for h in alone] == [h.text for h in beside],
+        sum(heard.pieces for heard in beside), told,
     )
 
 
@@ -84,7 +95,7 @@ def _listen(server: Server, body: Mapping[str, Any]) -> Heard:
         if piece:
             times.append(time.monotonic())
             text += piece
-    return Heard(text, times[-1] - times[0], max(b - a for a, b in itertools.pairwise(times)))
+    return Heard(text, len(times), times[-1] - times[0], max(b - a for a, b in itertools.pairwise(times)))
 
 
 def _events(server: Server, body: Mapping[str, Any], ended: threading.Event | None = None) -> Iterator[Any]:
@@ -104,22 +115,24 @@ def _events(server: Server, body: Mapping[str, Any], ended: threading.Event | No
 
 
 @contextmanager
-def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[list[str]]:
+def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[Hostile]:
     """Sends a request again and again beside what the caller does; begins when something was heard of the first."""
-    began, ended, errors = threading.Event(), threading.Event(), list[str]()
+    began, ended, told = threading.Event(), threading.Event(), Hostile()
 
     def send() -> None:
         while not ended.is_set():
             for event in _events(server, body, ended):
                 began.set()
                 if "error" in event:
-                    errors.append(event["error"]["message"])
+                    told.errors.append(event["error"]["message"])
+                elif event["choices"] and event["choices"][0]["delta"].get("content"):
+                    told.pieces += 1
 
     sender = threading.Thread(target=send)
     sender.start()
     try:
         assert began.wait(60), "nothing is heard of the hostile request"
-        yield errors
+        yield told
     finally:
         ended.set()
         sender.join()

@@ -11,7 +11,7 @@ from tests.hostile.neighbours import CHAT, SLOW_GRAMMARS, hostile_body, neighbou
 
 pytestmark = pytest.mark.e2e
 # On an idle machine of two cores the slowdown is below 2 and a silence below 0.25 s; a busy one may be far from that.
-# With masks on the engine's thread it was 95, and silences lasted up to 3.7 s.
+# With masks on the engine's thread it is 35, and silences last more than 3 s.
 MOST_SLOWDOWN = 12.0
 MOST_SILENCE_S = 2.5
 
@@ -22,9 +22,8 @@ def server() -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("name", ["growing", "ambiguous"])
-def test_a_slow_grammar_does_not_slow_its_neighbours(server: Server, name: str) -> None:
-    found = neighbourhood(server, hostile_body(SLOW_GRAMMARS[name]), streams=1, tokens=100)
+def test_a_slow_grammar_does_not_slow_its_neighbours(server: Server) -> None:
+    found = neighbourhood(server, hostile_body(SLOW_GRAMMARS["ambiguous"]), streams=1, tokens=100)
     assert found.same_texts
     assert found.slowdown < MOST_SLOWDOWN and found.silence_s < MOST_SILENCE_S, found
     server.wait_idle()

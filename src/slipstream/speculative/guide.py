@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LIBRARY_ERRORS = (ValueError, RuntimeError)
 
 STEP_S = 0.004  # what a guide may take of the engine's thread in a step, which takes 5 to 50 ms
+_QUICK_S = 0.001  # of an answer on the engine's thread, on average: ordinary grammars take 0.01 to 0.1 ms
+_AVERAGED_ANSWERS = 5
 # A request may use the lane this much: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
 _STEP_ITEMS = 20_000  # a JSON schema of 500 properties needs 5,000
 _STEP_LEXER_FUEL = 100_000
@@ -211,7 +213,8 @@ class _Clock:
         self.tokens = 0
         self._spent_s = 0.0
         self._step_s = 0.0
-        self._quick = 0  # answers in a row
+        self._average_s = 0.0
+        self._quick = 0  # answers in a row that took less than a step's share
         self._needed = 1  # of those, until the guide answers on the engine's thread
         self._began = (0.0, 0.0)
 
@@ -222,6 +225,7 @@ class _Clock:
         seconds = time.thread_time() - self._began[0]
         self._spent_s += seconds
         self._step_s += time.perf_counter() - self._began[1]
+        self._average_s += (seconds - self._average_s) / _AVERAGED_ANSWERS
         if seconds <= STEP_S:
             self._quick += 1
         else:
@@ -235,7 +239,7 @@ class _Clock:
 
     @property
     def quick(self) -> bool:
-        return self._quick >= self._needed
+        return self._quick >= self._needed and self._average_s <= _QUICK_S
 
     @property
     def exhausted(self) -> bool:
