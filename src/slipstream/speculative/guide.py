@@ -212,7 +212,8 @@ class _Clock:
     def __init__(self) -> None:
         self.tokens = 0
         self._spent_s = 0.0
-        self._step_s = 0.0
+        self._step_s = 0.0  # of work
+        self._step_time_s = 0.0
         self._average_s = 0.0
         self._quick = 0  # answers in a row that took less than a step's share
         self._needed = 1  # of those, until the guide answers on the engine's thread
@@ -224,7 +225,8 @@ class _Clock:
     def __exit__(self, *exc: object) -> None:
         seconds = time.thread_time() - self._began[0]
         self._spent_s += seconds
-        self._step_s += time.perf_counter() - self._began[1]
+        self._step_s += seconds
+        self._step_time_s += time.perf_counter() - self._began[1]
         self._average_s += (seconds - self._average_s) / _AVERAGED_ANSWERS
         if seconds <= STEP_S:
             self._quick += 1
@@ -233,9 +235,9 @@ class _Clock:
             self._quick, self._needed = 0, 2 * self._needed
 
     def begin_step(self) -> float:
-        """Starts a step's account and returns what the one before has cost the engine's thread."""
-        spent_s, self._step_s = self._step_s, 0.0
-        return spent_s
+        """Starts a step's account and returns how long the one before has kept the engine's thread."""
+        kept_s, self._step_time_s, self._step_s = self._step_time_s, 0.0, 0.0
+        return kept_s
 
     @property
     def quick(self) -> bool:
