@@ -31,9 +31,11 @@ from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.sampling import RowSampler
+from slipstream.text import grammars
 from slipstream.types import BASE_VARIANT, Decision, SamplingParams
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
+from tests.watched import add_watched
 
 NO_ROW = -7  # a token that nothing carries
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,6 +65,26 @@ def test_every_mode_writes_the_plain_text_and_leaves_nothing_behind(gpu: None, t
         plain = texts(llm, "plain")
         for mode in ("chain", "chain:5", "tree:16", "tree:24:seed", "auto"):
             assert texts(llm, mode) == plain, mode
+        assert_idle(llm)
+
+
+def test_device_steps_go_on_while_a_mask_is_computed(gpu: None, tmp_path: Path) -> None:
+    with keep_threads():
+        llm = gpu_llm(tmp_path)
+        settings = {"temperature": 0, "max_tokens": 30, "mode": "chain"}
+        held, free = {**settings, "constraint": grammars.regex("[A-E]{20,30}(yes|no)")}, settings
+        alone = [answer.text for answer in llm.run([llm.request(prompt(9, 1), **s) for s in (held, free)])]
+        slow, other = (llm.request(prompt(9, 1), **s) for s in (held, free))
+        watch = add_watched(llm, slow, closed=True)
+        llm.engine.add(other)
+        texts = {slow.id: "", other.id: ""}
+        while llm.engine.has_work:
+            for event in llm.engine.step():
+                texts[event.request_id] += event.text
+                if event.request_id == other.id and event.finish_reason is not None:
+                    assert not texts[slow.id] and watch.began.is_set() and not watch.gave_up
+                    watch.gate.set()
+        assert [texts[slow.id], texts[other.id]] == alone
         assert_idle(llm)
 
 

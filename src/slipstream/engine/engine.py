@@ -26,6 +26,7 @@ from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.constraint import Grammars
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
+from slipstream.speculative.lane import Lane
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.stats import Decision
@@ -70,6 +71,7 @@ class Engine:
             config.step_rows, states=pools.states,
         )
         self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
+        self._lane = Lane()
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -102,6 +104,8 @@ class Engine:
         sampler = RowSampler(request.sampling, vocab, request.prompt_ids, request.share_noise, guide)
         speculation = self.proposer.speculation(ticket)
         self.scheduler.add(ticket)
+        if guide is not None:
+            ticket.ready = partial(guide.ready, self._lane)
         self._sessions[request.id] = Session(ticket, sampler, speculation, self._tokenizer)
 
     def _ticket(self, request: Request) -> Ticket:
@@ -202,6 +206,8 @@ class Engine:
         plan = self.scheduler.plan()
         if plan:
             events += self._run(plan)
+        elif self.scheduler.running:
+            self._lane.wait()
         if self._config.check_integrity:
             self.scheduler.check()
         return events
@@ -209,7 +215,7 @@ class Engine:
     def _drop_cancelled(self) -> list[GenEvent]:
         events = []
         for ticket in self.scheduler.drop_cancelled():
-            session = self._sessions.pop(ticket.request.id)
+            session = self._close(ticket)
             session.finish_reason = "cancelled"
             events.append(session.event([], ""))
         return events
@@ -296,8 +302,14 @@ class Engine:
                 events.append(session.event(tokens, outcome.text, outcome.step))
             if finished:
                 self.scheduler.finish(ticket)
-                del self._sessions[ticket.request.id]
+                self._close(ticket)
         return events
+
+    def _close(self, ticket: Ticket) -> Session:
+        session = self._sessions.pop(ticket.request.id)
+        if session.sampler.guide is not None:
+            session.sampler.guide.abandon()
+        return session
 
     def _keep_taps(self, outcomes: list[Outcome], result: ForwardResult) -> None:
         """Writes draft context, except for sequences that decode plainly for now: theirs waits until they draft."""

@@ -134,7 +134,8 @@ class Proposer:
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
         for index, session in enumerate(sessions):
-            if session.speculation.distrust:
+            # the masks of drafts would take as long as a slow constraint's own
+            if session.speculation.distrust or session.sampler.slow:
                 session.speculation.distrust, slots[index] = False, 0
         return slots
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +42,7 @@ class Ticket:
     cached_tokens: int = 0
     cancelled: bool = False
     epoch: int = 0  # rises with every pause; whoever resumes must name the current one
+    ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for it now
     where: Literal["waiting", "running", "paused"] = "waiting"
     place: int = 0  # in the line of its priority
     turn: int = 0  # when it last had a prefill chunk, or got its slot
@@ -295,12 +296,16 @@ class Scheduler:
         """Every decoding sequence, then prefill chunks while the step has room (always at least one).
 
         So decoding goes on in every step, a step's prefill rows are bounded, and prefill goes on as well. Prompts take
-        turns: whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one.
+        turns: whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one. A
+        sequence that is not ready is left out where a token would be chosen; it keeps its slot.
         """
         plan = StepPlan()
         prefilling: list[Ticket] = []
         for ticket in self.running:
-            (prefilling if ticket.prefilling else plan.decode).append(ticket)
+            if ticket.prefilling:
+                prefilling.append(ticket)
+            elif ticket.ready():
+                plan.decode.append(ticket)
         if not prefilling:
             return plan
         # of many sequences few draft as wide as they may, so prefill has half of a step at least
@@ -309,10 +314,13 @@ class Scheduler:
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step
             stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)
+            chunk, ready = PrefillChunk(ticket, start, stop), ticket.ready()
+            if chunk.last and not ready:
+                continue
             if plan.prefill and rows + stop - start > self._step_rows:
                 break
             ticket.turn = next(self._turns)
-            plan.prefill.append(PrefillChunk(ticket, start, stop))
+            plan.prefill.append(chunk)
             rows += stop - start
         return plan
 

@@ -1,23 +1,15 @@
-"""What a request may write next: grammars compiled by llguidance, and the end of reasoning that outlasts its budget.
-
-A guide answers for any drafted path behind the committed text, so that a row of a proposal is masked exactly as plain
-decoding would mask it there.
-"""
+"""Constraints compiled by llguidance: each once per tokenizer, and a guide for every request that has one."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from slipstream.errors import RequestError
+from slipstream.speculative.guide import Budget, Guide, Vocabulary, one_line, parser_limits
 from slipstream.types import Constraint, Thinking
 
 if TYPE_CHECKING:
@@ -27,55 +19,6 @@ _REMEMBERED_GRAMMARS = 64
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
-
-_LIBRARY_ERRORS = (ValueError, RuntimeError)
-
-Path = tuple[int, ...]
-
-
-class GuideError(Exception):
-    """A grammar cannot go on; the reason in one line."""
-
-
-class Vocabulary(Protocol):
-    """What is asked of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    def token_bytes(self, index: int) -> bytes: ...
-    def is_special(self, index: int) -> bool: ...
-    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]: ...
-
-
-class Mask:
-    """The tokens that may stand at one place; `only` is set where there is just one, `end` where the text is over."""
-
-    def __init__(self, bits: bytes, vocab_size: int, end: bool = False) -> None:
-        """`bits` has a bit per token, the lowest first."""
-        count = int.from_bytes(bits, "little").bit_count()
-        if not count:
-            raise GuideError("the constraint allows no token here")
-        self.end = end
-        self._bits = bits
-        self._vocab_size = vocab_size
-        self.only = int(self.allowed.argmax()) if count == 1 else None
-
-    @classmethod
-    def single(cls, token: int, vocab_size: int) -> Mask:
-        bits = bytearray(-(-vocab_size // 8))
-        bits[token >> 3] = 1 << (token & 7)
-        return cls(bytes(bits), vocab_size)
-
-    def __contains__(self, token: int) -> bool:
-        return bool(self._bits[token >> 3] >> (token & 7) & 1)
-
-    @cached_property
-    def allowed(self) -> NDArray[np.bool_]:
-        """A flag per token; most places are only asked about a few tokens and never need it."""
-        flags = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=self._vocab_size, bitorder="little")
-        return flags.view(np.bool_)
 
 
 class Grammars:
@@ -113,20 +56,20 @@ class Grammars:
         return found
 
     def _compile(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
         with self._building:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
         try:
             grammar = _grammar(constraint, self._behind(thinking) if thinking is not None else None)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
             error = matcher.get_error()
         except (ValueError, RecursionError) as failure:
             error = str(failure)
         if error:
             name = _NAMES[constraint.kind]
-            raise RequestError(f"the {name} cannot be used: {_one_line(error)}", "change it or leave it out")
+            raise RequestError(f"the {name} cannot be used: {one_line(error)}", "change it or leave it out")
         return matcher
 
     def _behind(self, thinking: Thinking) -> str:
@@ -158,13 +101,6 @@ def _grammar(constraint: Constraint, before: str | None) -> str:
         answer = {"lark_grammar": constraint.grammar}
     top = [] if before is None else [{"name": "top", "lark_grammar": before}]
     return json.dumps({"grammars": [*top, {"name": "answer", **answer}]})
-
-
-def _one_line(error: str) -> str:
-    """The library draws arrows under what it dislikes; people get a sentence."""
-    lines = [line.strip() for line in error.splitlines()]
-    words = [line for line in lines if line and set(line) - set("^|~- ")]
-    return " ".join(words)[:400]
 
 
 def _tokenizer(vocabulary: Vocabulary, vocab_size: int) -> LLTokenizer:
@@ -201,166 +137,3 @@ class _TokenSource:
             if b"".join(map(self._vocabulary.token_bytes, ids)) == wanted:
                 return ids
         return []
-
-
-class Guide:
-    """What one request may write next, behind the committed text and any drafted tokens that follow it."""
-
-    def __init__(self, start: LLMatcher | None, budget: Budget | None, vocab_size: int) -> None:
-        self._matcher = start.deep_copy() if start is not None else None  # behind the committed text
-        self._scout = self._matcher  # behind the committed text and `_ahead`: another one wherever something is ahead
-        self._budget = budget
-        self._vocab_size = vocab_size
-        self._ahead: Path = ()
-        self._masks: dict[Path, Mask | None] = {}  # of paths behind the committed text
-        self._broken: str | None = None
-        self.complete = False  # nothing but an end may follow
-
-    def mask(self, path: Path = ()) -> Mask | None:
-        """What may follow `path`, None if anything may; its tokens were allowed one after the other."""
-        if path not in self._masks:
-            try:
-                self._masks[path] = self._computed(path)
-            except _LIBRARY_ERRORS as error:
-                raise GuideError(f"the constraint cannot go on: {_one_line(str(error))}") from None
-        return self._masks[path]
-
-    def _computed(self, path: Path) -> Mask | None:
-        forced = self._budget.forced(path) if self._budget is not None else None
-        if forced is not None:
-            return Mask.single(forced, self._vocab_size)
-        if self._matcher is None:
-            return None
-        if self._broken is not None:
-            raise GuideError(self._broken)
-        scout = self._at(path)
-        bits = scout.compute_bitmask()
-        _must_live(scout)
-        return Mask(bits, self._vocab_size, scout.is_stopped())
-
-    def fits(self, path: Path) -> bool:
-        """Whether a drafted path could be written as it is; quicker than a mask for each of its tokens."""
-        if self._budget is not None and any(
-            self._budget.forced(path[:count]) not in (None, token) for count, token in enumerate(path)
-        ):
-            return False
-        if self._matcher is None:
-            return True
-        if self._broken is not None:
-            return False
-        try:
-            return self._matcher.validate_tokens(list(path)) == len(path)
-        except (GuideError, *_LIBRARY_ERRORS):
-            return False  # the masks will say why
-
-    def observe(self, token: int) -> None:
-        """Takes a committed token."""
-        self._masks.clear()
-        if self._budget is not None:
-            self._budget.observe(token)
-        if self._matcher is None or self._broken is not None:
-            return
-        self._scout, self._ahead = self._matcher, ()
-        try:
-            self._matcher.consume_token(token)
-            _must_live(self._matcher)
-            self.complete = self._matcher.is_stopped()
-        except (GuideError, *_LIBRARY_ERRORS) as error:
-            self._broken = _one_line(str(error))
-
-    def _at(self, path: Path) -> LLMatcher:
-        """A matcher at the end of a path. None is ever taken back: what the library found out about masks before stays
-        with it, and holds for other texts of the same length as well.
-        """
-        assert self._matcher is not None and self._scout is not None
-        known = len(self._ahead)
-        if path[:known] != self._ahead or len(path) == known == 0:
-            self._scout, self._ahead, known = self._matcher, (), 0
-        if len(path) > known:
-            if not known:
-                self._scout = self._matcher.deep_copy()
-            self._ahead = path
-            self._scout.consume_tokens(list(path[known:]))
-        try:
-            _must_live(self._scout)
-        except GuideError:
-            self._scout, self._ahead = self._matcher, ()
-            raise
-        return self._scout
-
-
-def _must_live(matcher: LLMatcher) -> None:
-    """A matcher that gave up stays so."""
-    if matcher.is_error():
-        raise GuideError(f"the constraint cannot go on: {_one_line(matcher.get_error())}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reasoning:
-    """How far the reasoning of a text is: before it (0 or more tokens written), inside, being ended, or over."""
-
-    phase: str  # before, inside, ending, over
-    spent: int = 0  # tokens inside, or of the end tag as it is written
-    tail: bytes = b""  # as much of the text as may still become a tag
-
-
-class Budget:
-    """Ends reasoning after its budget: the tokens of the end tag are forced one by one."""
-
-    def __init__(self, thinking: Thinking, vocabulary: Vocabulary) -> None:
-        assert thinking.budget is not None
-        self._budget = thinking.budget
-        self._start, self._end = thinking.start.encode(), thinking.end.encode()
-        self._end_tokens = vocabulary.encode(thinking.end, add_bos=False)
-        self._bytes = vocabulary.token_bytes
-        self._now = _Reasoning("inside" if thinking.opened else "before")
-        if not self._end_tokens:
-            raise RequestError(f"the tag '{thinking.end}' has no tokens", "name the tag that ends reasoning")
-
-    def observe(self, token: int) -> None:
-        self._now = self._after(self._now, token)
-
-    def forced(self, path: Sequence[int]) -> int | None:
-        """The one token that may follow a path, or None if the budget has no say there."""
-        state = self._now
-        for token in path:
-            state = self._after(state, token)
-        return self._forced(state)
-
-    def _forced(self, state: _Reasoning) -> int | None:
-        if state.phase == "ending":
-            return self._end_tokens[state.spent]
-        # half a character would make the tag unreadable; its other half may still come
-        due = state.phase == "inside" and state.spent >= self._budget and not _mid_character(state.tail)
-        return self._end_tokens[0] if due else None
-
-    def _after(self, state: _Reasoning, token: int) -> _Reasoning:
-        if state.phase == "over":
-            return state
-        forced = self._forced(state)
-        if forced is not None:
-            written = (state.spent if state.phase == "ending" else 0) + 1
-            return _Reasoning("over") if written == len(self._end_tokens) else _Reasoning("ending", written)
-        text = state.tail + self._bytes(token)
-        if state.phase == "before":
-            _, found, rest = text.partition(self._start)
-            return _Reasoning("inside", 0, rest) if found else _Reasoning("before", 0, _kept(text, self._start))
-        if self._end in text:
-            return _Reasoning("over")
-        return _Reasoning("inside", state.spent + 1, _kept(text, self._end))
-
-
-def _kept(text: bytes, tag: bytes) -> bytes:
-    """The end of a text, long enough to find a tag in it or half a character."""
-    return text[-max(3, len(tag) - 1) :]
-
-
-def _mid_character(tail: bytes) -> bool:
-    """Whether the bytes end inside a UTF-8 character."""
-    for back in range(1, min(3, len(tail)) + 1):
-        byte = tail[-back]
-        if byte >= 0xC0:
-            return back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
-        if byte < 0x80:
-            return False
-    return False

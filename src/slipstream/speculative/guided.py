@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from slipstream.kernels.ranking import Candidates
-from slipstream.speculative.constraint import Guide, GuideError, Mask, Path
+from slipstream.speculative.guide import Guide, GuideError, Mask, Path
 from slipstream.speculative.tree import Branch, Drafts, Growth
 
 _NONE = Branch((), ())
@@ -27,18 +27,19 @@ class DraftRule:
 
     def fits(self, *growths: Growth) -> bool:
         """Whether all of this may be written: in running text it nearly always may, and nothing need be held."""
-        return all(self.guide.fits(path) for growth in growths for path in _leaves(growth))
+        try:
+            return all(map(self._fits, growths))
+        except GuideError:
+            return False
 
-
-def _leaves(growth: Growth) -> Iterator[Path]:
-    inner = set(growth.parents)
-    for row in range(1, len(growth.tokens)):
-        if row not in inner:
-            path: list[int] = []
-            while row:
-                path.append(growth.tokens[row])
-                row = growth.parents[row]
-            yield tuple(reversed(path))
+    def _fits(self, growth: Growth) -> bool:
+        paths: list[Path] = [()]
+        for token, parent in zip(growth.tokens[1:], growth.parents[1:], strict=True):
+            mask = self.guide.draft_mask(paths[parent])
+            if mask is not None and (mask.end or token not in mask):
+                return False
+            paths.append((*paths[parent], token))
+        return True
 
 
 class GuidedDrafts:
@@ -64,9 +65,9 @@ class GuidedDrafts:
         if not branch.tokens:
             return _NONE
         try:
-            mask = self._guide.mask(path)
+            mask = self._guide.draft_mask(path)
         except GuideError:
-            return _NONE  # verify will say so, should the text ever come here
+            return _NONE  # masks take long in this step, or verify will say why should the text ever come here
         tokens, chances = self._kept(slot, branch, mask)
         return Branch(tokens, chances, (path, branch.memory))
 

@@ -20,7 +20,7 @@ from slipstream.kernels.ranking import (
     top_scores,
 )
 from slipstream.speculative.accept import children_of
-from slipstream.speculative.constraint import Guide, GuideError, Mask, Path
+from slipstream.speculative.guide import Guide, GuideError, Mask, Path
 from slipstream.speculative.guided import DraftRule
 from slipstream.types import Proposal, SamplingParams
 
@@ -200,6 +200,11 @@ class RowSampler:
     def complete(self) -> bool:
         """Whether the constraint leaves nothing more to write."""
         return self.guide is not None and self.guide.complete
+
+    @property
+    def slow(self) -> bool:
+        """Whether the constraint is too slow to hold drafts to it."""
+        return self.guide is not None and self.guide.slow
 
     def draft_rule(self, logits: Tensor, first_position: int) -> DraftRule | None:
         """How drafts from these logits are held to the constraint; None without one."""

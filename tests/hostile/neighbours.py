@@ -1,0 +1,138 @@
+"""Ordinary streams of a real server beside a hostile request: how fast they are, and how long they are silent."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.e2e.serving import MODEL, Server
+
+CHAT = "/v1/chat/completions"
+# Every one of them makes a mask costly in another way: rows that grow with the text, too many ways to read a word, a
+# lexer with too many states, and one that is harmless until it has been trusted.
+SLOW_GRAMMARS = {
+    "growing": 'start: s\ns: s s | s s s | "a"',
+    "ambiguous": "start: s\ns: s s | s s s | s s s s | /[a-z ]/",
+    "states": "start: (" + "|".join(f"T{i}" for i in range(30)) + ")+\n" + "\n".join(
+        f"T{i}: /[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i + 3}}}/" for i in range(30)
+    ),
+    "late": 'start: /[A-Z ]{40}/ s\ns: s s | s s s | s s s s | "a" | "b" | " "',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What one client heard of its stream."""
+
+    text: str
+    pieces: int
+    seconds: float  # from the first piece to the last
+    silence_s: float  # the longest between two pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """Streams beside a hostile request, against the same streams without it."""
+
+    slowdown: float
+    silence_s: float
+    same_texts: bool
+    pieces: int  # that the streams heard beside the hostile requests
+    hostile: Hostile
+
+
+@dataclass(slots=True)
+class Hostile:
+    """What the hostile requests heard."""
+
+    pieces: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def hostile_body(grammar: str) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Write the letter a again and again: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}],
+        "response_format": {"type": "grammar", "grammar": grammar}, "max_tokens": 1000, "stream": True,
+    }
+
+
+def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, tokens: int) -> Neighbourhood:
+    """Runs the streams alone and then beside the hostile request, which is sent again whenever it ends."""
+    alone = _streams(server, streams, tokens)
+    with _repeated(server, hostile) as told:
+        beside = _streams(server, streams, tokens)
+    return Neighbourhood(
+        max(heard.seconds for heard in beside) / max(heard.seconds for heard in alone),
+        max(heard.silence_s for heard in beside), [h.text for h in alone] == [h.text for h in beside],
+        sum(heard.pieces for heard in beside), told,
+    )
+
+
+def _streams(server: Server, count: int, tokens: int) -> list[Heard]:
+    bodies = [
+        {"model": MODEL, "messages": [{"role": "user", "content": f"Tell me a story of {number} ships."}],
+         "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        for number in range(count)
+    ]
+    with ThreadPoolExecutor(count) as clients:
+        return list(clients.map(lambda body: _listen(server, body), bodies))
+
+
+def _listen(server: Server, body: Mapping[str, Any]) -> Heard:
+    times, text = [], ""
+    for event in _events(server, body):
+        assert "error" not in event, event
+        piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
+        if piece:
+            times.append(time.monotonic())
+            text += piece
+    return Heard(text, len(times), times[-1] - times[0], max(b - a for a, b in itertools.pairwise(times)))
+
+
+def _events(server: Server, body: Mapping[str, Any], ended: threading.Event | None = None) -> Iterator[Any]:
+    """The events of a stream as they come; leaving early closes the connection, which cancels the request."""
+    connection = http.client.HTTPConnection(*server.address, timeout=120)
+    try:
+        connection.request("POST", CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            yield json.loads(response.read())
+            return
+        while (line := response.readline()) and not (ended is not None and ended.is_set()):
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+    finally:
+        connection.close()
+
+
+@contextmanager
+def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[Hostile]:
+    """Sends a request again and again beside what the caller does; begins when something was heard of the first."""
+    began, ended, told = threading.Event(), threading.Event(), Hostile()
+
+    def send() -> None:
+        while not ended.is_set():
+            for event in _events(server, body, ended):
+                began.set()
+                if "error" in event:
+                    told.errors.append(event["error"]["message"])
+                elif event["choices"] and event["choices"][0]["delta"].get("content"):
+                    told.pieces += 1
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        assert began.wait(60), "nothing is heard of the hostile request"
+        yield told
+    finally:
+        ended.set()
+        sender.join()

@@ -1,0 +1,36 @@
+"""A grammar whose masks take long costs its own request the time, and its neighbours little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.serving import Server, serve
+from tests.hostile.neighbours import CHAT, SLOW_GRAMMARS, hostile_body, neighbourhood
+
+pytestmark = pytest.mark.e2e
+# On an idle machine of two cores the slowdown is below 2 and a silence below 0.25 s; a busy one may be far from that.
+# With masks on the engine's thread it is 35, and silences last more than 3 s.
+MOST_SLOWDOWN = 12.0
+MOST_SILENCE_S = 2.5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve() as running:
+        yield running
+
+
+def test_a_slow_grammar_does_not_slow_its_neighbours(server: Server) -> None:
+    found = neighbourhood(server, hostile_body(SLOW_GRAMMARS["ambiguous"]), streams=1, tokens=100)
+    assert found.same_texts
+    assert found.slowdown < MOST_SLOWDOWN and found.silence_s < MOST_SILENCE_S, found
+    server.wait_idle()
+
+
+def test_a_grammar_that_cannot_be_read_in_time_is_told_so(server: Server) -> None:
+    """It ends with a sentence, not with a stream that never comes to an end."""
+    body = {**hostile_body(SLOW_GRAMMARS["ambiguous"]), "stream": False}
+    status, _, answer = server.ask(CHAT, body)
+    assert status != 200 and b"Too many items" in answer

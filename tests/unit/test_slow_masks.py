@@ -1,0 +1,210 @@
+"""Masks that take long: their sequence waits, all others go on, and no text depends on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.engine.llm import LLM
+from slipstream.speculative import guide as guide_module
+from slipstream.speculative.guide import STEP_S, GuideError
+from slipstream.speculative.guided import DraftRule
+from slipstream.speculative.lane import Lane
+from slipstream.text import grammars
+from slipstream.types import Constraint, GenEvent
+from tests.tiny import assert_idle, tiny_llm
+from tests.unit.test_constraint import PERSON, chain
+from tests.watched import Watch, WatchedMatcher, add_watched
+
+pytestmark = pytest.mark.usefixtures("threads")
+LETTERS = grammars.regex("[A-E]{20,30}(yes|no)")
+SETTINGS = {"temperature": 0, "seed": 0, "max_tokens": 40}
+SLOW_S = 2 * STEP_S
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return tiny_llm(tmp_path_factory.mktemp("slow"), weight_format="int8", check_integrity=True)
+
+
+def text_of(llm: LLM, constraint: Constraint | None, mode: str) -> str:
+    return llm.generate("x", constraint=constraint, mode=mode, **SETTINGS).text
+
+
+def run_until(llm: LLM, ended: Sequence[str]) -> dict[str, tuple[str, GenEvent]]:
+    """Steps until these requests have ended; the text and the last event of all that have."""
+    texts: dict[str, str] = {}
+    last: dict[str, tuple[str, GenEvent]] = {}
+    while not last.keys() >= set(ended):
+        for event in llm.engine.step():
+            texts[event.request_id] = texts.get(event.request_id, "") + event.text
+            if event.finish_reason is not None:
+                last[event.request_id] = texts[event.request_id], event
+    return last
+
+
+@pytest.mark.parametrize("mode", ["plain", "chain", "auto"])
+def test_others_go_on_while_a_mask_is_computed(pair: LLM, mode: str) -> None:
+    alone = text_of(pair, None, mode), text_of(pair, LETTERS, mode)
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode=mode, **SETTINGS)
+    other = pair.request(pair.prompt_ids("x"), mode=mode, **SETTINGS)
+    watch = add_watched(pair, slow, closed=True)
+    pair.engine.add(other)
+    text, event = run_until(pair, [other.id])[other.id]
+    assert event.finish_reason in ("stop", "length") and text == alone[0]
+    assert watch.began.is_set() and not watch.gave_up, "the engine waited for the mask of another request"
+    watch.gate.set()
+    text, event = run_until(pair, [slow.id])[slow.id]
+    assert event.finish_reason == "stop" and text == alone[1]
+    assert_idle(pair)
+
+
+def test_others_go_on_while_a_mask_is_computed_in_the_middle_of_a_text(pair: LLM) -> None:
+    alone = text_of(pair, LETTERS, "plain")
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
+    other = pair.request(pair.prompt_ids("x"), mode="chain", **SETTINGS)
+    watch = add_watched(pair, slow, burn_s=SLOW_S)
+    text = ""
+    while len(text) < 5:
+        text += "".join(event.text for event in pair.engine.step())
+    watch.gate.clear()
+    pair.engine.add(other)
+    ended = run_until(pair, [other.id])
+    assert ended[other.id][1].finish_reason in ("stop", "length") and not watch.gave_up and slow.id not in ended
+    watch.gate.set()
+    while pair.engine.has_work:
+        text += "".join(event.text for event in pair.engine.step() if event.request_id == slow.id)
+    assert alone.endswith(text[5:]) and alone.startswith(text[:5])
+    assert_idle(pair)
+
+
+def test_an_engine_whose_sequences_all_wait_sleeps(pair: LLM) -> None:
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
+    watch = add_watched(pair, slow, closed=True)
+    assert watch.began.wait(0) is False
+    pair.engine.step()
+    began = time.monotonic()
+    for _ in range(10):
+        assert pair.engine.step() == []
+    assert time.monotonic() - began > 0.1, "a step without anything to do comes back at once"
+    watch.gate.set()
+    run_until(pair, [slow.id])
+    assert_idle(pair)
+
+
+def test_a_request_that_waits_is_cancelled_at_once(pair: LLM) -> None:
+    """Its pages come back while the mask still runs; a mask that is only in line is never begun."""
+    first, second, third = (pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS) for _ in range(3))
+    running, queued = add_watched(pair, first, closed=True), add_watched(pair, second)
+    pair.engine.step()
+    assert running.began.wait(10)
+    assert pair.engine.cancel(first.id) and pair.engine.cancel(second.id)
+    assert {event.request_id: event.finish_reason for event in pair.engine.step()} == {
+        first.id: "cancelled", second.id: "cancelled",
+    }
+    assert not running.gave_up
+    assert_idle(pair)
+    pair.engine.add(third)
+    running.gate.set()
+    assert run_until(pair, [third.id])[third.id][1].finish_reason == "stop"
+    assert not queued.threads and not running.gave_up
+    assert_idle(pair)
+
+
+def test_a_request_is_paused_and_resumed_while_its_mask_is_computed(pair: LLM) -> None:
+    alone = text_of(pair, LETTERS, "auto")
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="auto", **SETTINGS)
+    watch = add_watched(pair, slow, closed=True)
+    pair.engine.step()
+    assert watch.began.wait(10)
+    epoch = pair.engine.pause(slow.id)
+    assert epoch is not None and not pair.engine.busy
+    assert pair.engine.resume(slow.id, epoch)
+    watch.gate.set()
+    text, event = run_until(pair, [slow.id])[slow.id]
+    assert event.finish_reason == "stop" and text == alone and not watch.gave_up
+    assert_idle(pair)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree:16", "auto"])
+def test_quick_masks_are_computed_where_they_are_needed(pair: LLM, mode: str) -> None:
+    """Only the first, of which nothing is known, is computed on the lane; and no token is consumed without a mask."""
+    constraint = grammars.json_schema(PERSON)
+    alone = text_of(pair, constraint, "plain")
+    request = pair.request(pair.prompt_ids("x"), constraint=constraint, mode=mode, **SETTINGS)
+    watch = add_watched(pair, request)
+    text, event = run_until(pair, [request.id])[request.id]
+    assert text == alone and event.stats is not None and event.stats.drafted
+    beside = [name.startswith("masks") for name in watch.threads]
+    assert beside[0] and beside.count(True) < len(beside) / 4, "a machine that stalls may make a few seem slow"
+    assert_idle(pair)
+
+
+def test_a_slow_constraint_has_its_masks_beside_the_steps_and_no_drafts(
+    pair: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, draft = list[object](), pair.engine._runner.draft
+    monkeypatch.setattr(pair.engine._runner, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
+    alone = text_of(pair, LETTERS, "plain")
+    request = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
+    watch = add_watched(pair, request, burn_s=SLOW_S)
+    text, event = run_until(pair, [request.id])[request.id]
+    assert text == alone and event.finish_reason == "stop" and not drafts
+    assert all(name.startswith("masks") for name in watch.threads)
+    assert_idle(pair)
+
+
+def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
+    """It may be slow after every second mask: each time it takes twice as many quick ones to be trusted again."""
+    request = pair.request(pair.prompt_ids("x"), constraint=grammars.regex("[A-E]{300}"), temperature=0, max_tokens=300)
+    watch = add_watched(pair, request)
+    held_up = 0
+    while pair.engine.has_work:
+        guide = pair.engine._sessions[request.id].sampler.guide
+        assert guide is not None
+        inline, before = not guide.slow, len(watch.threads)
+        watch.burn_s = SLOW_S if inline else 0.0
+        pair.engine.step()
+        held_up += inline and len(watch.threads) > before
+    assert 2 <= held_up <= 12
+    assert_idle(pair)
+
+
+def test_a_step_computes_drafted_masks_for_a_moment_only(pair: LLM) -> None:
+    guide = pair.engine.grammars.guide(LETTERS, None)
+    assert guide is not None
+    watch = Watch(burn_s=0.6 * STEP_S)
+    guide._matcher = guide._scout = WatchedMatcher(guide._matcher, watch)  # type: ignore[assignment]
+    path = pair.tokenizer.encode("ABCDEABCDE", add_bos=False)
+    assert guide.mask() is not None and not DraftRule(guide, lambda slot, mask: None).fits(chain(path))
+    assert len(watch.threads) <= 2
+    assert guide.draft_mask(()) is guide.mask(), "what is known already costs nothing"
+    with pytest.raises(GuideError):
+        guide.draft_mask(tuple(path))
+
+
+def test_a_constraint_that_stays_slow_ends_its_request(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guide_module, "_GRACE_S", 6 * SLOW_S)
+    monkeypatch.setattr(guide_module, "_TOKEN_S", SLOW_S / 2)
+    slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
+    other = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
+    add_watched(pair, slow, burn_s=SLOW_S)
+    pair.engine.add(other)
+    ended = run_until(pair, [slow.id, other.id])
+    text, event = ended[slow.id]
+    assert event.finish_reason == "error" and "takes too long" in (event.error or "") and 4 < len(text) < 20
+    assert ended[other.id][1].finish_reason == "stop"
+    assert_idle(pair)
+
+
+def test_slow_sequences_rest_after_what_they_cost() -> None:
+    lane = Lane()
+    assert lane.submit(lambda: 7, 0.0).result() == 7 and not lane.resting
+    lane.submit(lambda: None, 10.0).result()
+    assert lane.resting
+    began = time.monotonic()
+    lane.wait()
+    lane.wait()
+    assert time.monotonic() - began < 10.0, "the engine looks at its commands meanwhile"
