@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from slipstream.speculative.constraint import Budget, Grammars, GuideError, Mask
+from slipstream.speculative.constraint import Budget, GuideError, Mask
+from slipstream.speculative.grammar_compile import Grammars
 from slipstream.text import grammars
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Thinking
