@@ -1,24 +1,51 @@
-"""Compiling constraints with llguidance, each once for one tokenizer."""
+"""Compiling constraints with llguidance, each once for one tokenizer.
+
+The library recurses along a constraint's references and has no limit of time or memory, and clients write constraints.
+So a child process compiles each first, on a small stack and within limits, and takes its first masks; only what ended
+well there is compiled here, on a stack four times as large.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from slipstream.errors import RequestError
+from slipstream.errors import BusyError, RequestError
+from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.speculative.constraint import Budget, Guide, Vocabulary, one_line
 from slipstream.types import Constraint, Thinking
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from llguidance import LLMatcher, LLTokenizer
 
+MOST_SOURCE_BYTES = 512 * 1024  # a schema of 300 definitions with 10 fields each
+_STACK_BYTES = 64 * MIB  # four times the trial's; only what is used of it takes memory
 _REMEMBERED_GRAMMARS = 64
+_REMEMBERED_BYTES = 256 * MIB  # of what the remembered ones hold: a few bytes of source may hold 20 MiB
+# 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
+# default, and the trial's own stacks are counted too.
+_LIMITS = Limits(cpu_s=2, memory_bytes=(80 + 17) * MIB, answer_bytes=MIB)
+_WAIT_S = 10.0  # for other constraints to be compiled
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: LLMatcher
+    held_bytes: int
+
+
+_Key = tuple[Constraint, Thinking | None]
 
 
 class Grammars:
@@ -28,9 +55,19 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._ready: OrderedDict[tuple[Constraint, Thinking | None], LLMatcher] = OrderedDict()
+        self._ready: OrderedDict[_Key, _Compiled] = OrderedDict()
+        # as long as a request holds its constraint, it is not compiled again on the thread that steps the engine
+        self._wanted: WeakKeyDictionary[Constraint, dict[Thinking | None, _Compiled]] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._building = threading.Lock()
+        self._compiling = threading.Lock()
+        source = _TokenSource(vocabulary, vocab_size)
+        self._trial = Helper(
+            "slipstream.speculative.grammar_trial:trial", _LIMITS, source.described, "process that tries constraints"
+        )
+
+    def close(self) -> None:
+        """Ends the process that tries constraints; another one is started where it is needed again."""
+        self._trial.close()
 
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
         """What holds a new request to its constraint and its budget; None if it has neither."""
@@ -44,33 +81,58 @@ class Grammars:
         """The compiled constraint, at its start; one that cannot be compiled is refused."""
         # how much may be thought is no matter of the grammar
         key = (constraint, replace(thinking, budget=None) if thinking is not None else None)
-        with self._lock:
-            found = self._ready.get(key)
+        found = self._found(key)
         if found is None:
-            found = self._compile(*key)  # outside the lock: others' constraints are ready and need not wait
+            with self._turn():
+                found = self._found(key) or self._compile(*key)
+        self._remember(key, found)
+        return found.matcher
+
+    def _found(self, key: _Key) -> _Compiled | None:
         with self._lock:
-            found = self._ready.setdefault(key, found)
+            return self._ready.get(key) or self._wanted.get(key[0], {}).get(key[1])
+
+    def _remember(self, key: _Key, found: _Compiled) -> None:
+        constraint, thinking = key
+        with self._lock:
+            # of equal constraints the newest is asked for last
+            self._wanted[constraint] = {**self._wanted.pop(constraint, {}), thinking: found}
+            self._ready[key] = found
             self._ready.move_to_end(key)
-            if len(self._ready) > _REMEMBERED_GRAMMARS:
-                self._ready.popitem(last=False)
-        return found
+            held_bytes = sum(entry.held_bytes for entry in self._ready.values())
+            while len(self._ready) > _REMEMBERED_GRAMMARS or held_bytes > _REMEMBERED_BYTES:
+                held_bytes -= self._ready.popitem(last=False)[1].held_bytes
 
-    def _compile(self, constraint: Constraint, thinking: Thinking | None) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        with self._building:
-            if self._tokenizer is None:
-                self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size)
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One constraint is compiled at a time: each may take a processor and the limit of memory."""
+        if not self._compiling.acquire(timeout=_WAIT_S):
+            raise BusyError("too many new constraints are being compiled")
         try:
-            grammar = _grammar(constraint, self._behind(thinking) if thinking is not None else None)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-            error = matcher.get_error()
-        except (ValueError, RecursionError) as failure:
-            error = str(failure)
-        if error:
-            name = _NAMES[constraint.kind]
-            raise RequestError(f"the {name} cannot be used: {one_line(error)}", "change it or leave it out")
-        return matcher
+            yield
+        finally:
+            self._compiling.release()
+
+    def _compile(self, constraint: Constraint, thinking: Thinking | None) -> _Compiled:
+        from slipstream.speculative.grammar_library import GrammarError, compiled, library_tokenizer, on_a_stack
+
+        kind, source, name = constraint.kind, constraint.grammar, _NAMES[constraint.kind]
+        size_bytes = len(source.encode("utf-8", "surrogatepass"))
+        if size_bytes > MOST_SOURCE_BYTES:
+            raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
+        before = self._behind(thinking) if thinking is not None else None
+        try:
+            held_bytes: int = self._trial(kind, source, before)
+            if self._tokenizer is None:
+                origin = _TokenSource(self._vocabulary, self._vocab_size)
+                self._tokenizer = library_tokenizer(origin, origin.ends)
+            matcher = on_a_stack(_STACK_BYTES, compiled, self._tokenizer, kind, source, before)
+        except OverrunError as error:
+            raise RequestError(f"the {name} cannot be used: compiling it {error}", "make it simpler") from None
+        except (GrammarError, RequestError) as error:
+            hint = getattr(error, "hint", "") or "change it or leave it out"
+            raise RequestError(f"the {name} cannot be used: {one_line(_words(error))}", hint) from None
+        return _Compiled(matcher, max(held_bytes, size_bytes))
 
     def _behind(self, thinking: Thinking) -> str:
         """The grammar of reasoning and what comes behind it, the answer."""
@@ -88,44 +150,45 @@ class Grammars:
 _NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}
 
 
-def _grammar(constraint: Constraint, before: str | None) -> str:
-    """The constraint as llguidance wants it, behind the grammar of what comes first."""
-    from llguidance import LLMatcher
-
-    if constraint.kind == "json_schema":
-        answer = {"json_schema": json.loads(constraint.grammar)}
-    elif constraint.kind == "regex":
-        compiled = json.loads(LLMatcher.grammar_from_regex(constraint.grammar))
-        answer = {"lark_grammar": compiled["grammars"][0]["lark_grammar"]}
-    else:
-        answer = {"lark_grammar": constraint.grammar}
-    top = [] if before is None else [{"name": "top", "lark_grammar": before}]
-    return json.dumps({"grammars": [*top, {"name": "answer", **answer}]})
-
-
-def _tokenizer(vocabulary: Vocabulary, vocab_size: int) -> LLTokenizer:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    source = _TokenSource(vocabulary, vocab_size)
-    ends = sorted(index for index in vocabulary.eos_ids if index < vocab_size)
-    if not ends:
-        raise RequestError("the model has no token that ends a text", "a constraint needs one")
-    return LLTokenizer(TokenizerWrapper(source), n_vocab=vocab_size, eos_token=ends)
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, RequestError) else str(error)
 
 
 class _TokenSource:
     """A tokenizer as llguidance asks for it: every token's bytes, and how a text is cut by rights."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        ends = sorted(vocabulary.eos_ids)
         self._vocabulary = vocabulary
-        self.eos_token_id = ends[0] if ends else 0
+        self._vocab_size = vocab_size
         self.bos_token_id = vocabulary.bos_id
-        self.tokens = [vocabulary.token_bytes(index) for index in range(vocab_size)]
+
+    @property
+    def ends(self) -> list[int]:
+        found = sorted(index for index in self._vocabulary.eos_ids if index < self._vocab_size)
+        if not found:
+            raise RequestError("the model has no token that ends a text", "a constraint needs one")
+        return found
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.ends[0]
+
+    @property
+    def tokens(self) -> list[bytes]:
+        return [self._vocabulary.token_bytes(index) for index in range(self._vocab_size)]
+
+    @property
+    def special_token_ids(self) -> list[int]:
         tags = {tag.encode() for tag in _TAGS}
-        self.special_token_ids = [
-            index for index, content in enumerate(self.tokens) if vocabulary.is_special(index) and content not in tags
+        return [
+            index for index in range(self._vocab_size)
+            if self._vocabulary.is_special(index) and self._vocabulary.token_bytes(index) not in tags
         ]
+
+    def described(self) -> Sequence[Any]:
+        """The same for another process, which cannot ask back how a text is cut."""
+        tokens = [token.decode("latin-1") for token in self.tokens]
+        return tokens, self.special_token_ids, self.ends, self.bos_token_id
 
     def __call__(self, text: str) -> list[int]:
         wanted = text.encode()
