@@ -54,7 +54,7 @@ class Limits:
     cpu_s: int
     memory_bytes: int  # beyond what the child has after its start
     answer_bytes: int
-    wait_s: float = 10.0  # for other calls to end
+    wait_s: float = 5.0  # for other calls to end
 
 
 class Helper:
@@ -76,7 +76,7 @@ class Helper:
         """The function's result; what it raised if that is an error of ours; `OverrunError` if it passed a limit."""
         message = self._message(values)
         if not self._lock.acquire(timeout=self._limits.wait_s):
-            raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:.0f} s")
+            raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
         try:
             answer = self._exchange(message)
             if answer["grown_bytes"] > self._limits.memory_bytes // 2:

@@ -39,7 +39,7 @@ def _check_levels(schema: Any) -> None:
     while todo:
         level += 1
         if level > MOST_LEVELS:
-            raise RequestError(f"the schema has more than {MOST_LEVELS} levels", "nest it less")
+            raise RequestError(f"it has more than {MOST_LEVELS} levels", "nest it less")
         todo = [child for value in todo for child in _children(value) if isinstance(child, dict | list)]
 
 

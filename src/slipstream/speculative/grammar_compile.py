@@ -31,9 +31,9 @@ _STACK_BYTES = 64 * MIB  # four times the trial's; only what is used of it takes
 _REMEMBERED_GRAMMARS = 64
 _REMEMBERED_BYTES = 256 * MIB  # of what the remembered ones hold: a few bytes of source may hold 20 MiB
 # 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
-# default, and the trial's own stacks are counted too.
-_LIMITS = Limits(cpu_s=2, memory_bytes=(80 + 17) * MIB, answer_bytes=MIB)
-_WAIT_S = 10.0  # for other constraints to be compiled
+# default; 17 MiB of it are the stacks of the trial.
+_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB)
+_WAIT_S = 3.0  # for other constraints to be compiled; a server prepares requests on few threads
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
