@@ -34,7 +34,7 @@ SCHEMAS: dict[str, Callable[[int], Json]] = {
     "one of": lambda n: chained_schema(n, lambda ref: {"oneOf": [ref, {"type": "null"}]}, {"type": "string"}),
     "items": lambda n: chained_schema(n, lambda ref: {"type": "array", "items": ref}, {"type": "string"}),
     "further": lambda n: chained_schema(n, lambda ref: {"additionalProperties": ref}, {"type": "object"}),
-    # a spelling that the look at a constraint's references does not follow: these end a stack, which holds 1,700 of them
+    # a spelling that a look at the references does not follow: these end the stack, which holds 1,700 of them
     "escaped": lambda n: json.loads(json.dumps(SCHEMAS["objects"](n + 2_000)).replace('"#/$defs', '"#/%24defs')),
 }
 GRAMMARS: dict[str, Callable[[int], str]] = {

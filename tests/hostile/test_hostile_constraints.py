@@ -1,4 +1,4 @@
-"""A server that is sent constraints and runs templates which crash, hang or swallow memory: it answers 400 and goes on."""
+"""A server that gets constraints and templates which crash, hang or swallow memory: it answers 400 and goes on."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def _masks(matcher: LLMatcher) -> None:
     for _ in range(_MASKS):
         bits = int.from_bytes(scout.compute_bitmask(), "little")
         if scout.is_error():
-            raise GrammarError(scout.get_error())
+            nothing = scout.stop_reason() in ("NoExtension", "NoExtensionBias")
+            raise GrammarError("no text fits it" if nothing else scout.get_error())
         if scout.is_stopped() or not bits:
             return
         if not scout.consume_token((bits & -bits).bit_length() - 1):
