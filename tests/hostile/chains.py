@@ -46,6 +46,10 @@ GRAMMARS: dict[str, Callable[[int], str]] = {
 }
 
 
-def chains(length: int) -> dict[str, Constraint]:
-    schemas = {name: Constraint("json_schema", json.dumps(make(length))) for name, make in SCHEMAS.items()}
-    return schemas | {name: Constraint("lark", make(length)) for name, make in GRAMMARS.items()}
+KINDS = (*SCHEMAS, *GRAMMARS)
+
+
+def chain(kind: str, length: int) -> Constraint:
+    if kind in SCHEMAS:
+        return Constraint("json_schema", json.dumps(SCHEMAS[kind](length)))
+    return Constraint("lark", GRAMMARS[kind](length))

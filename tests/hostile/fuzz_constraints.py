@@ -26,7 +26,7 @@ from slipstream.errors import BusyError, RequestError
 from slipstream.speculative.constraint import GuideError
 from slipstream.speculative.grammar_compile import Grammars
 from slipstream.types import Constraint, Thinking
-from tests.hostile.chains import chains
+from tests.hostile.chains import KINDS, chain
 
 ROOT = Path(__file__).parents[2]
 BATCH = 2_000
@@ -67,8 +67,8 @@ def random_constraint(seed: int) -> tuple[Constraint, Thinking | None]:
     chance = Chance(seed)
     chance.wild = chance.random() < 0.3
     thinking = Thinking(opened=chance.random() < 0.5) if chance.random() < 0.1 else None
-    if chance.random() < 0.03:
-        return chance.choice(list(chains(chance.choice([3, 60, 400, 700, 1_500])).values())), thinking
+    if chance.random() < 0.02:
+        return chain(chance.choice(KINDS), chance.choice([3, 60, 400, 700, 1_500])), thinking
     kinds: list[Literal["json_schema", "lark", "regex"]] = ["json_schema", "json_schema", "lark", "lark", "regex"]
     kind = chance.choice(kinds)
     if kind == "json_schema":
