@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from slipstream.errors import RequestError
@@ -92,9 +93,9 @@ def _check_lark(source: str) -> None:
     for schema in schemas:
         _check_schema(schema)
     rules = list(_RULE.finditer(text))
-    ends = [rule.start() for rule in rules[1:]] + [len(text)]
     graph: dict[str, list[str]] = {}
-    for rule, end in zip(rules, ends, strict=True):
+    for rule, following in zip_longest(rules, rules[1:]):
+        end = following.start() if following is not None else len(text)
         graph.setdefault(rule[1], []).extend(_NAME.findall(text, rule.end(), end))
     _check_chain("rules", graph, "start")
 

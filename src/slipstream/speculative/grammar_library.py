@@ -71,8 +71,12 @@ def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None)
     except BaseException as failure:  # a panic of compiled code is no Exception
         error = str(failure) or type(failure).__name__
     if error:
-        raise GrammarError(error)
+        raise refusal(error)
     return matcher
+
+
+def refusal(error: str) -> GrammarError:
+    return GrammarError("no text fits it" if error.startswith("NoExtension") else error)
 
 
 def on_a_stack(size_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:

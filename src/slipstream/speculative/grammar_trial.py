@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from slipstream.errors import RequestError
 from slipstream.speculative.grammar_bounds import check_bounds
-from slipstream.speculative.grammar_library import GrammarError, compiled, library_tokenizer, on_a_stack
+from slipstream.speculative.grammar_library import GrammarError, compiled, library_tokenizer, on_a_stack, refusal
 
 MIB = 2**20
 # Smaller than what the server gives the same work, so that what ends well here ends well there: it compiles on 64 MiB,
@@ -48,8 +48,7 @@ def _masks(matcher: LLMatcher) -> None:
     for _ in range(_MASKS):
         bits = int.from_bytes(scout.compute_bitmask(), "little")
         if scout.is_error():
-            nothing = scout.stop_reason() in ("NoExtension", "NoExtensionBias")
-            raise GrammarError("no text fits it" if nothing else scout.get_error())
+            raise refusal(scout.get_error())
         if scout.is_stopped() or not bits:
             return
         if not scout.consume_token((bits & -bits).bit_length() - 1):
