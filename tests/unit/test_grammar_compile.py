@@ -123,8 +123,10 @@ def test_a_closed_or_dropped_model_leaves_no_process(tmp_path: Path) -> None:
         llm.prompt_ids("x", chat=True)
         pids = [llm.engine.grammars._trial.pid, llm._templates.pid]
         assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
+        engine = llm.engine
         if close:
             llm.close()
-        del llm
+            assert all(gone(pid, 5) for pid in pids if pid is not None), "closing is enough, whatever is still held"
+        del llm, engine
         gc.collect()
         assert all(gone(pid, 5) for pid in pids if pid is not None)
