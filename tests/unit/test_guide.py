@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from slipstream.speculative.constraint import Grammars
+from slipstream.speculative.grammar_compile import Grammars
 from slipstream.speculative.guide import Budget, GuideError, Mask
 from slipstream.text import grammars
 from slipstream.text.tokenizer import Tokenizer

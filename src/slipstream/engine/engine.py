@@ -23,9 +23,9 @@ from slipstream.engine.session import Session
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
 from slipstream.speculative.accept import NO_TOKEN, accept
-from slipstream.speculative.constraint import Grammars
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
+from slipstream.speculative.grammar_compile import Grammars
 from slipstream.speculative.lane import Lane
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities

@@ -40,7 +40,7 @@ from slipstream.models.weights import Weights
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.stats import RequestStats
-from slipstream.text.chat_template import render
+from slipstream.text.chat_template import helper, render
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import FinishReason, GenEvent, Request, TokenOut
 
@@ -92,6 +92,7 @@ class LLM:
             set_threads(self.threads)
             torch.set_num_threads(1)
         self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
+        self._templates = helper()  # held, so that its process outlives a single prompt
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
@@ -373,7 +374,8 @@ class LLM:
 
     def close(self) -> None:
         """Drops models and caches; the object cannot be used afterwards."""
-        del self._engine, self._target, self._draft_file, self._gpu
+        self._engine.grammars.close()
+        del self._engine, self._target, self._draft_file, self._gpu, self._templates
         vars(self).pop("_pools", None)  # a GPU's belong to its backend
 
     def __enter__(self) -> LLM:

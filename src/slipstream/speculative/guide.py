@@ -21,7 +21,7 @@ from slipstream.speculative.lane import Lane
 from slipstream.types import Thinking
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
 _LIBRARY_ERRORS = (ValueError, RuntimeError)
 
@@ -29,19 +29,10 @@ STEP_S = 0.004  # what a guide may take of the engine's thread in a step, which 
 _QUICK_S = 0.001  # of an answer on the engine's thread, on average: ordinary grammars take 0.01 to 0.1 ms
 _AVERAGED_ANSWERS = 5
 # A request may use the lane this much: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
-_STEP_ITEMS = 20_000  # a JSON schema of 500 properties needs 5,000
-_STEP_LEXER_FUEL = 100_000
 _GRACE_S = 10.0
 _TOKEN_S = 0.1
 
 Path = tuple[int, ...]
-
-
-def parser_limits() -> LLParserLimits:
-    """Bounds of one mask. The library's own let an ambiguous grammar take 0.6 s; with these it takes 0.1 s."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(step_max_items=_STEP_ITEMS, step_lexer_fuel=_STEP_LEXER_FUEL, verbose_errors=False)
 
 
 class GuideError(Exception):
@@ -93,7 +84,7 @@ class Guide:
     """What one request may write next, behind the committed text and any drafted tokens that follow it.
 
     The library cannot be stopped once it computes, so a guide asks it for nothing without a bound: a mask has the
-    limits of `parser_limits`, and a token is consumed only where a mask, which has walked over it already, allows it.
+    limits it was compiled with, and a token is consumed only where a mask, which has walked over it already, allows it.
     Guides that have been quick answer on the engine's thread. All others have their masks computed on a lane,
     beside the steps of other sequences, and nothing is drafted for them. One thread at a time uses a guide: while its
     mask is being computed it is not `ready`, and its sequence is in no step.

@@ -1,9 +1,15 @@
-"""Rendering a model's chat template, which is Jinja code from a file we do not trust, in a sandbox."""
+"""Rendering a model's chat template, which is Jinja code from a file we do not trust.
+
+The sandbox keeps a template from reaching anything, and a child process with limits keeps it from computing for ever: a
+single product or power in C could otherwise hold the interpreter's lock for hours.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -15,6 +21,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import ConfigError, RequestError
+from slipstream.isolation import MIB, Helper, Limits, OverrunError
+
+# Real templates take milliseconds, also for long conversations. A prompt of 8 MiB is longer than any context and twice
+# the largest body a server takes by default; a conversation as long as that needs about 60 MiB on its way.
+_MOST_PROMPT_BYTES = 8 * MIB
+_LIMITS = Limits(cpu_s=3, memory_bytes=256 * MIB, answer_bytes=_MOST_PROMPT_BYTES)
 
 
 class _Generation(Extension):
@@ -41,15 +53,45 @@ def render(
     """The prompt text of a conversation; further keywords reach the template, such as `enable_thinking`."""
     if not template:
         raise RequestError("the model has no chat template", "send a raw prompt instead of messages")
+    variables = {
+        "messages": [dict(message) for message in messages],
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+        "tools": None if tools is None else list(tools),
+        **kwargs,
+    }
     try:
-        return _compiled(template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            bos_token=bos_token,
-            eos_token=eos_token,
-            tools=None if tools is None else list(tools),
-            **kwargs,
-        )
+        text: str = helper()(template, variables)
+    except OverrunError as error:
+        raise RequestError(f"the chat template {error}", "send less, or use another template") from None
+    return text
+
+
+def helper() -> Helper:
+    """The process that renders, one for all models: it lives as long as anything holds it."""
+    with _lock:
+        found = _shared.get("helper")
+        if found is None:
+            found = Helper(f"{__name__}:renderer", _LIMITS, called="process that renders chat templates")
+            _shared["helper"] = found
+    return found
+
+
+_lock = threading.Lock()
+_shared: weakref.WeakValueDictionary[str, Helper] = weakref.WeakValueDictionary()
+
+
+def renderer() -> Callable[[str, dict[str, Any]], str]:
+    """What the helper's process calls; it remembers compiled templates."""
+    return _rendered
+
+
+def _rendered(template: str, variables: dict[str, Any]) -> str:
+    try:
+        return _compiled(template).render(variables)
+    except MemoryError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
     except Exception as error:  # a template is code: anything can come out of it

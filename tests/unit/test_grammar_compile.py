@@ -1,0 +1,132 @@
+"""Compiling constraints: what is refused before it is compiled, what is remembered, and what processes are left."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import BusyError, RequestError
+from slipstream.speculative import grammar_compile, grammar_library
+from slipstream.speculative.grammar_bounds import MOST_REFERENCES, check_bounds
+from slipstream.speculative.grammar_compile import Grammars
+from slipstream.text import grammars
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import Constraint
+from tests.hostile.chains import KINDS, chain
+from tests.tiny import EOS, VOCAB, _byte_tokenizer, tiny_llm
+from tests.unit.test_isolation import gone
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Grammars:
+    return Grammars(Tokenizer(_byte_tokenizer(), eos_ids=[EOS]), VOCAB)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "escaped"])
+def test_chains_up_to_the_limit_are_taken_and_longer_ones_are_not(compiler: Grammars, kind: str) -> None:
+    for length in (MOST_REFERENCES - 3, 4 * MOST_REFERENCES):
+        constraint = chain(kind, length)
+        if length < MOST_REFERENCES:
+            check_bounds(constraint.kind, constraint.grammar)
+        else:
+            with pytest.raises(RequestError, match=f"more than {MOST_REFERENCES} of its"):
+                check_bounds(constraint.kind, constraint.grammar)
+    if kind != "one of":  # the library takes no choices that overlap
+        compiler.prepare(chain(kind, 200), None)
+
+
+def test_circles_and_references_to_nowhere_have_no_length() -> None:
+    names = [f"d{index}" for index in range(300)]
+    chance = random.Random(0)
+    definitions = {
+        name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in chance.sample(names, 3)]} for name in names
+    }
+    items = [{"$ref": "#"}, {"$ref": "#/items/0/$ref/x"}, {"$ref": "#/items/77"}, {"$ref": 7}]
+    check_bounds("json_schema", json.dumps({"$defs": definitions, "items": items}))
+    check_bounds("lark", 'start: a | start\na: b a "c: d" /e: f/ // g: h\nb: a\n')
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\' * 100_000, "/" * 100_001, "a" * 200_000, " " * 200_000, "a: " * 50_000, '%json {"a":' * 4_000]
+)
+def test_looking_at_a_grammar_takes_time_by_its_length(text: str) -> None:
+    """A scan that were quadratic would take minutes, which the test's own limit ends."""
+    check_bounds("lark", text)
+
+
+def test_a_constraint_has_a_size(compiler: Grammars) -> None:
+    before = compiler._trial.pid
+    with pytest.raises(RequestError, match=r"the pattern has 600000 bytes \(at most 524288 are taken\)"):
+        compiler.prepare(grammars.regex("é" * 300_000), None)
+    assert compiler._trial.pid == before
+
+
+def test_what_no_text_fits_is_refused_at_once(compiler: Grammars) -> None:
+    with pytest.raises(RequestError, match="no text fits it"):
+        compiler.prepare(grammars.lark("start: T\nT: /a+/ & /b+/\n"), None)
+
+
+def test_a_panic_of_the_library_is_a_refusal(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """What pyo3 raises, which is no Exception."""
+
+    def panicking(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    compiler.prepare(grammars.regex("first"), None)
+    monkeypatch.setattr(grammar_library, "LLMatcher", panicking)
+    with pytest.raises(RequestError, match="cannot be used: index out of bounds"):
+        compiler.prepare(grammars.lark('start: "panic"'), None)
+
+
+def test_what_is_remembered_has_a_bound_in_bytes(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """38 bytes of source hold several MiB once they are compiled."""
+    monkeypatch.setattr(grammar_compile, "_REMEMBERED_BYTES", 8 * 2**20)
+    for number in (20_011, 20_021, 20_023, 20_029):
+        compiler.prepare(Constraint("json_schema", json.dumps({"type": "integer", "multipleOf": number})), None)
+    held = [entry.held_bytes for entry in compiler._ready.values()]
+    assert max(held) > 2**20 and sum(held) <= 8 * 2**20, held
+
+
+def test_a_constraint_that_is_held_is_not_compiled_again(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compile, "_REMEMBERED_GRAMMARS", 1)
+    held = grammars.regex("held")
+    first = compiler.prepare(held, None)
+    for index in range(3):
+        compiler.prepare(grammars.regex(f"other{index}"), None)
+    assert compiler.prepare(held, None) is first, "its request may be on its way to the engine's thread"
+    del held
+    gc.collect()
+    compiler.prepare(grammars.regex("other"), None)
+    assert compiler.prepare(grammars.regex("held"), None) is not first
+
+
+def test_waiting_for_other_constraints_has_an_end(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.prepare(grammars.regex("ready"), None)
+    monkeypatch.setattr(grammar_compile, "_WAIT_S", 0.01)
+    with compiler._turn():
+        compiler.prepare(grammars.regex("ready"), None)
+        with pytest.raises(BusyError, match="too many new constraints"):
+            compiler.prepare(grammars.regex("new"), None)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_closed_or_dropped_model_leaves_no_process(tmp_path: Path) -> None:
+    for close in (True, False):
+        llm = tiny_llm(tmp_path, draft=False)
+        llm.tokenizer.chat_template = "{{ messages[0].content }}"
+        llm.generate("x", constraint=grammars.regex("a+"), max_tokens=2)
+        llm.prompt_ids("x", chat=True)
+        pids = [llm.engine.grammars._trial.pid, llm._templates.pid]
+        assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
+        engine = llm.engine
+        if close:
+            llm.close()
+            assert all(gone(pid, 5) for pid in pids if pid is not None), "closing is enough, whatever is still held"
+        del llm, engine
+        gc.collect()
+        assert all(gone(pid, 5) for pid in pids if pid is not None)
