@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import BusyError, RequestError
-from slipstream.speculative.guide import GuideError
 from slipstream.speculative.grammar_compile import Grammars
+from slipstream.speculative.guide import GuideError
 from slipstream.types import Constraint, Thinking
 from tests.hostile.chains import KINDS, chain
 

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 _MOST_SYMBOLS = 50_000
 # The library counts 1 to 2 KiB for a state; schemas, tools and patterns that people use stay under 5,000.
 _MOST_LEXER_STATES = 50_000
-# Work of one mask, in the library's units. A schema of 500 properties needs 5,000 items; with the library's own limit of
+# Work of one mask, in the library's units. A schema of 500 properties needs 5,000 items; with the library's limit of
 # 50,000 an ambiguous grammar takes 0.6 s for a mask, with these at most 0.2 s.
 _MOST_STEP_ITEMS = 20_000
 _MOST_STEP_FUEL = 100_000
