@@ -145,7 +145,7 @@ class Scheduler:
         self._states = states
         self._clock = clock
         self._pauses = 0
-        self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # the ticket that could not start, and the supply then
+        self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # what could not start, and from which supply
         self._places = itertools.count()
         self._turns = itertools.count()
         self.waiting: list[Ticket] = []  # in the order they are served; a yielded one among them holds its pages
