@@ -55,9 +55,10 @@ class TemplateOnly:
     def __init__(self, template: str | None) -> None:
         self.tokenizer = smollm2_tokenizer()
         self.tokenizer.chat_template = template
+        self.max_context = 8192
 
-    def prompt_ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
+    def prompt_ids(self, text: str, limit: int | None = None) -> list[int]:
+        return self.tokenizer.encode(text, limit=limit)
 
 
 def test_developer_is_system_and_content_may_be_missing() -> None:

@@ -22,6 +22,7 @@ PIECE_CHARS = 1 << 15  # a piece takes up to 10 MB while it is tokenised; smalle
 # Before a single space and behind a single line break, between two characters that are no spaces. The known patterns
 # match nothing across these places and look back at nothing, and the end of a text there changes no match before it.
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+_COUNTED = 1 << 16  # bytes that are counted at once
 _CROSSING = re.compile(r"\S |\n\S")  # a token that holds one of these could stand across a cut
 
 Part = dict[str, Any]
@@ -82,7 +83,10 @@ def fewest_tokens(data: bytes, shares: Shares) -> int:
     if not shares[128:].any() and not data.isascii():
         # a letter before another ASCII character stays itself; before an accent it may become part of it
         values = values[:-1][values[1:] < 128]
-    counts = np.bincount(values, minlength=256)
+    # in stretches, because counting takes 8 bytes for each byte it looks at
+    counts = np.zeros(256, np.int64)
+    for start in range(0, len(values), _COUNTED):
+        counts += np.bincount(values[start : start + _COUNTED], minlength=256)
     return int(np.ceil(float(counts @ shares) - 1e-6))
 
 

@@ -124,8 +124,8 @@ class Tokenizer:
 
         With a `limit`, a text of more tokens is refused as soon as that is sure: by its bytes, or on the way.
         """
-        if limit is not None and len(text) * _MAX_UTF8 > limit:
-            self._check_bytes(text, limit)
+        if limit is not None and self.fewest_tokens([text], limit) > limit:
+            raise TooLongError(limit)
         ids: list[int] = []
         for more in self.encode_pieces(text, add_bos=add_bos, parse_special=parse_special):
             ids += more
@@ -176,14 +176,25 @@ class Tokenizer:
     def _vocabulary(self) -> list[bytes]:
         return [self.token_bytes(index) for index in range(self.vocab_size)]
 
-    def _check_bytes(self, text: str, limit: int) -> None:
-        """Refuses a text that has more tokens than `limit` whatever they are."""
+    def fewest_tokens(self, texts: Sequence[str], limit: int) -> int:
+        """A number of tokens that texts certainly have together, found without tokenising them.
+
+        It is told only where it may be above `limit`, and 0 where nothing is certain.
+        """
+        if _MAX_UTF8 * sum(map(len, texts)) <= limit:
+            return 0
         try:
-            data = text.encode()
+            data = "".join(texts).encode()
         except UnicodeError:
-            return  # tokenising it will say what is wrong
-        if len(data) > limit and self._shares is not None and cutting.fewest_tokens(data, self._shares) > limit:
-            raise TooLongError(limit)
+            return 0  # tokenising them will say what is wrong
+        if len(data) <= limit or self._shares is None:
+            return 0
+        return cutting.fewest_tokens(data, self._shares)
+
+    def longest_piece(self, text: str) -> int:
+        """The characters that have to be tokenised at once, at most."""
+        cut = len(text) > cutting.PIECE_CHARS and self._can_cut
+        return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
