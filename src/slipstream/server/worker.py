@@ -351,6 +351,7 @@ class EngineWorker:
         else:
             self._engine.resume(request_id, known.stopped_at)
             known.stopped_at = None
+        self._count_line()
 
     def _deliver(self, event: GenEvent) -> None:
         known = self._open.get(event.request_id)
