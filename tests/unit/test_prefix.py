@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from slipstream.cache.pages import PageTable
-from slipstream.cache.prefix import PrefixCache
+from slipstream.cache.prefix import PrefixCache, _is_leaf
 
 PAGE = 4
 
@@ -267,3 +268,69 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
         table.release(pages)
     cache.clear()
     assert table.free == table.total
+
+
+def stamps_of_leaves(table: PageTable, cache: PrefixCache) -> list[int]:
+    """When the pages that could go at once were last used, found by looking at every page."""
+    return [
+        found.last_used for node in cache._nodes for key, found in node.pages.items()
+        if table.holders(found.page) == 1 and _is_leaf(node, key)
+    ]
+
+
+def stamps(cache: PrefixCache) -> list[int]:
+    return sorted(found.last_used for node in cache._nodes for found in node.pages.values())
+
+
+def grown(seed: int, keys: list[str | None]) -> tuple[PageTable, PrefixCache]:
+    """A cache with stems and branches, of which some pages are in use."""
+    rng = random.Random(seed)
+    table, cache = make(400)
+    for _ in range(120):
+        tokens = [rng.randrange(2) for _ in range(PAGE * rng.randrange(1, 9))]
+        key = rng.choice(keys)
+        pages_taken = cache.take([*tokens, 9], key)
+        missing = len(tokens) // PAGE - len(pages_taken)
+        if missing > table.free:
+            table.release(pages_taken)
+            break
+        every = pages_taken + table.allocate(missing)
+        cache.put(tokens, every, key)
+        if rng.random() < 0.9:
+            table.release(every)
+    return table, cache
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_oldest_leaf_goes_at_every_turn(seed: int) -> None:
+    table, cache = grown(seed, [None, "drafter", "another"])
+    assert cache.size == len(cache.held()) > 100
+    could = cache.evictable()
+    assert 20 < could < cache.size
+    assert all(min(enough, could) <= cache.evictable(enough) <= could for enough in range(0, could + 9, 7))
+    for _ in range(could):
+        oldest, before = min(stamps_of_leaves(table, cache)), stamps(cache)
+        assert cache.evict(1) == 1
+        after = stamps(cache)
+        assert sum(before) - sum(after) == oldest and len(before) - len(after) == 1
+    assert cache.evict(1) == 0 and cache.size == len(cache.held())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_pages_that_go_at_once_are_those_that_go_one_by_one(seed: int) -> None:
+    (_, once), (_, singly) = grown(seed, ["drafter"]), grown(seed, ["drafter"])  # of one drafter no two are equally old
+    wanted = once.evictable() // 2
+    assert wanted > 10 and once.evict(wanted) == wanted == sum(singly.evict(1) for _ in range(wanted))
+    assert sorted(once.held()) == sorted(singly.held())
+
+
+def test_evicting_many_pages_costs_little_more_than_evicting_one() -> None:
+    table, cache = make(8192)
+    for number in range(8192 // 16):
+        put(table, cache, [number] * PAGE * 16)
+    times = []
+    for wanted in (1, 256):
+        began = time.process_time()
+        assert cache.evict(wanted) == wanted
+        times.append(time.process_time() - began)
+    assert times[1] < 25 * times[0] + 0.01, times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from slipstream.errors import RequestError
 from slipstream.server.jobs import Job, Tool, ToolChoice
 from slipstream.server.parsing import Splitter
-from slipstream.server.prompts import build_prompt, knows_tools, render_messages
+from slipstream.server.prompts import build_prompt, count_tokens, knows_tools, render_messages
 from slipstream.text.tokenizer import Tokenizer
 from tests.helpers_models import CHATML, smollm2_metadata
 
@@ -55,9 +56,10 @@ class TemplateOnly:
     def __init__(self, template: str | None) -> None:
         self.tokenizer = smollm2_tokenizer()
         self.tokenizer.chat_template = template
+        self.max_context = 8192
 
-    def prompt_ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
+    def prompt_ids(self, text: str, limit: int | None = None) -> list[int]:
+        return self.tokenizer.encode(text, limit=limit)
 
 
 def test_developer_is_system_and_content_may_be_missing() -> None:
@@ -150,3 +152,50 @@ def test_raw_prompts_are_taken_as_they_are() -> None:
             build_prompt(llm, wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="no chat template"):
         build_prompt(llm, job(ASK))  # type: ignore[arg-type]
+
+
+def test_a_prompt_may_fill_the_context_but_for_one_token_and_no_more() -> None:
+    llm: Any = TemplateOnly(CHATML)
+    fits, too_long = "word " * 8190, "word " * 8191
+    assert len(build_prompt(llm, Job("m", prompt=fits)).ids) == 8191
+    assert len(build_prompt(llm, Job("m", prompt=[5] * 8191)).ids) == 8191
+    around = len(build_prompt(llm, job({"role": "user", "content": ""})).ids)
+    said = {"role": "user", "content": "word " * (8190 - around)}
+    assert len(build_prompt(llm, job(said)).ids) == 8191
+    for prompt in (too_long, [5] * 8192, "7" * 4_000_000):
+        with pytest.raises(RequestError, match="tokens, the context holds 8192"):
+            build_prompt(llm, Job("m", prompt=prompt))
+    with pytest.raises(RequestError, match="more than 8191 tokens, the context holds 8192"):
+        build_prompt(llm, job({**said, "content": said["content"] + "word word"}))
+
+
+def test_a_conversation_that_is_far_too_long_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[object] = []
+    monkeypatch.setattr("slipstream.server.prompts.render", lambda *a, **k: rendered.append(a) or "")
+    llm: Any = TemplateOnly(CHATML)
+    turns = [{"role": "user", "content": "7" * 100}] * 100
+    with pytest.raises(RequestError, match="the context holds"):
+        build_prompt(llm, job(*turns))
+    assert not rendered
+    # what a template may leave out does not count
+    build_prompt(llm, job({"role": "user", "content": " " * 10**6}, {"role": "assistant", "content": "7" * 10**5}, ASK))
+    assert rendered
+
+
+def test_counting_has_no_limit_but_memory() -> None:
+    llm: Any = TemplateOnly(CHATML)
+    text = "some plain words " * 10_000
+    around = count_tokens(llm, job({"role": "user", "content": ""}))
+    assert count_tokens(llm, job({"role": "user", "content": text})) == around + len(llm.tokenizer.encode(text))
+    with pytest.raises(RequestError, match="no word or line ends"):
+        count_tokens(llm, job({"role": "user", "content": "x" * 300_000}))
+
+
+def test_many_results_are_told_in_time_that_grows_with_their_size() -> None:
+    seconds = []
+    for count in (500, 8000):
+        began = time.process_time()
+        text = render_messages(CHATML, job(ASK, CALLED, *[{**RESULT, "content": "x" * 2000}] * count))
+        seconds.append(time.process_time() - began)
+        assert text.count("<tool_response>") == count
+    assert seconds[1] < 64 * seconds[0] + 0.05, "16 times as many"

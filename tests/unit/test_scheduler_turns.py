@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.engine.scheduler import Ticket
+from slipstream.engine.scheduler import AGEING_S, Ticket
 from slipstream.errors import BusyError, StaleEpochError
 from tests.unit.test_scheduler import Bench, names, spans
 
@@ -24,6 +24,11 @@ def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int 
     ticket.request = replace(ticket.request, priority=priority)
     bench.scheduler.add(ticket)
     return ticket
+
+
+def at(bench: Bench, seconds: float) -> None:
+    """Sets the scheduler's clock."""
+    bench.scheduler._clock = lambda: seconds
 
 
 def run(bench: Bench, steps: int = 200) -> list[str]:
@@ -285,3 +290,79 @@ def test_the_queue_is_bounded_for_newcomers_only() -> None:
         bench.add("e", 3)
     epoch = bench.scheduler.pause(a)
     bench.scheduler.resume(a, epoch)
+
+
+def flood(bench: Bench, waiter: Ticket, priority: int, step_s: float, steps: int) -> int:
+    """Keeps two requests of a larger priority in line at every step; returns the step in which the waiter got a slot.
+
+    -1: it never did.
+    """
+    for step in range(steps):
+        at(bench, step * step_s)
+        while len(bench.scheduler.waiting) < 3:
+            urgent(bench, f"{priority} at {step}, {len(bench.scheduler.waiting)}", 3, priority)
+        bench.step()
+        if waiter.where == "running":
+            return step
+    return -1
+
+
+@pytest.mark.parametrize(("priority", "levels"), [(1, 1), (5, 5), (20, 20)])
+def test_a_stream_of_larger_priorities_does_not_keep_a_request_waiting_for_ever(priority: int, levels: int) -> None:
+    bench = bench_with(quantum=4, sequences=1)
+    at(bench, 0.0)
+    waiter = urgent(bench, "patient", 3, 0, max_tokens=3)
+    step_s = AGEING_S / 10
+    served = flood(bench, waiter, priority, step_s, steps=10 * levels + 20)
+    assert 10 * levels <= served <= 10 * levels + 14, "it passes requests that come so much later, and no others"
+
+
+def test_who_came_in_by_waiting_keeps_its_slot_for_a_quantum() -> None:
+    bench = bench_with(quantum=4, sequences=1)
+    at(bench, 0.0)
+    waiter = urgent(bench, "patient", 3, 0, max_tokens=12)
+    assert flood(bench, waiter, 3, AGEING_S / 10, steps=60) > 0
+    for _ in range(3):
+        bench.step()
+        assert waiter.where == "running", "the requests it has passed cannot take the slot at once"
+    bench.step()
+    assert waiter.phase == "yielded", "after its quantum it waits again"
+    urgent(bench, "top", 3, 100)
+    bench.step()
+    assert names(bench.scheduler.running) == ["top"], "a priority that its wait does not reach goes first as ever"
+
+
+def test_a_prompt_in_a_slot_ages_too() -> None:
+    bench = bench_with(quantum=50, sequences=2, chunk=4, rows=4)
+    at(bench, 0.0)
+    patient = urgent(bench, "patient", 6, 0, max_tokens=1)
+    first = []
+    for step in range(40):
+        at(bench, step * AGEING_S / 10)
+        if len(bench.scheduler.running) + len(bench.scheduler.waiting) < 2:
+            urgent(bench, f"large {step}", 4, 2, max_tokens=1)
+        first += [step for name, _, _ in spans(bench.step()) if name == "patient"]
+    assert patient.generated == 1 and len(first) == 2
+    assert first[-1] <= 22, "prompts of a larger priority had every step until it had waited as long as they count more"
+
+
+def test_a_request_that_cannot_start_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(pages=12, sequences=4, cache=True)
+    assert bench.prefix is not None
+    tried: list[int] = []
+    walk = bench.prefix.evictable
+    monkeypatch.setattr(bench.prefix, "evictable", lambda enough=None: tried.append(1) or walk(enough))
+    runs = bench.add("runs", 5, max_tokens=20)
+    bench.step()
+    large = bench.add("large", [7] * 25, max_tokens=8)
+    for _ in range(15):
+        bench.step()
+        assert large.where == "waiting"
+    assert len(tried) == 1, "nothing came free meanwhile"
+    epoch = bench.scheduler.pause(runs)
+    bench.step()
+    assert large.where == "running" and runs.phase == "paused-evicted", "what is paused can give its pages"
+    bench.scheduler.resume(runs, epoch)
+    while bench.scheduler.busy:
+        bench.step()
+    assert runs.generated == 20 and large.generated == 8

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import stat
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.server import stream_frames, stream_socket
 from slipstream.server.metrics import Metrics
 from slipstream.server.model_files import ModelSpec
 from slipstream.server.router import Router
 from slipstream.server.settings import ServerSettings
 from slipstream.server.state import ServerState
-from slipstream.server.stream_frames import read_line
+from slipstream.server.stream_frames import Outbox, read_line
 from slipstream.server.stream_socket import StreamSocket
 from slipstream.server.worker import EngineWorker
 
@@ -225,6 +227,85 @@ def test_what_is_refused_says_why_and_harms_nobody(folder: Path, path: Path) -> 
             assert len(text + await client.text("busy")) > 0
 
     run(folder, path, test, max_body_bytes=4096)
+
+
+def test_a_list_looks_at_the_engine_once_and_takes_room_by_its_size(
+    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.client() as client:
+            names = [f"r{index}" for index in range(12)]
+            for name in names:
+                client.start(name, quantum=1)
+            for name in names:
+                await client.until(name, "continue")
+            looks: list[EngineWorker] = []
+            look = EngineWorker.snapshot
+            monkeypatch.setattr(EngineWorker, "snapshot", lambda worker: looks.append(worker) or look(worker))
+            client.send({"op": "list", "id": "all"})
+            listed = (await client.next("all"))["requests"]
+            assert {entry["id"]: entry["phase"] for entry in listed} == dict.fromkeys(names, "paused")
+            assert len(looks) == 1
+
+    run(folder, path, test)
+
+    async def weigh() -> None:
+        outbox = Outbox(8)
+        outbox.put({}, 7)
+        assert not outbox.full
+        outbox.put({})
+        assert outbox.full
+        await outbox.take()
+        assert not outbox.full
+
+    asyncio.run(weigh())
+
+
+def test_the_open_requests_of_all_connections_are_bounded(
+    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_socket, "MAX_REQUESTS", 3)
+
+    async def test(bench: Bench) -> None:
+        async with bench.client() as one, bench.client() as other:
+            for client, name in ((one, "a"), (one, "b"), (other, "a")):
+                client.start(name, quantum=1)
+                await client.until(name, "continue")
+            other.start("b")
+            _, refused = await other.until("b", "error")
+            assert (refused["status"], refused["over"]) == (429, True)
+            assert "3 requests are open on this socket" in refused["error"]["message"]
+            one.send({"op": "cancel", "id": "a"})
+            await one.until("a", "done")
+            other.start("b")
+            await other.text("b")
+
+    run(folder, path, test)
+
+
+def test_long_lines_are_read_beside_the_event_loop(
+    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+    read = stream_frames.read
+    monkeypatch.setattr(
+        stream_frames, "read", lambda *args: readers.append(threading.current_thread().name) or read(*args)
+    )
+
+    async def test(bench: Bench) -> None:
+        async with bench.client() as client:
+            client.start("long", "word " * 100_000)
+            _, refused = await client.until("long", "error")
+            assert (refused["status"], refused["over"]) == (400, True)
+            assert "the context holds 512" in refused["error"]["message"]
+            client.start("wrong", ["no tokens"] * 100_000)  # type: ignore[arg-type]
+            _, refused = await client.until("wrong", "error")
+            assert refused["status"] == 400 and refused["over"]
+            client.start("short")
+            await client.text("short")
+        assert "MainThread" not in readers[:2] and readers[2] == "MainThread"
+
+    run(folder, path, test)
 
 
 def test_a_client_that_goes_takes_its_requests_along(folder: Path, path: Path) -> None:

@@ -171,6 +171,29 @@ def test_who_was_let_in_is_not_refused_after_a_pause(worker: EngineWorker) -> No
     assert [reader.last().finish_reason for reader in readers] == ["length"] * 6
 
 
+def test_paused_requests_count_among_the_open_ones(worker: EngineWorker) -> None:
+    readers = {f"r{index}": Reader() for index in range(6)}
+    epochs = {}
+    for name in list(readers)[:5]:  # two slots and a line of three
+        worker.check_room(preparing=0)
+        worker.submit(ask(name, prompt(5)), readers[name])
+        epochs[name] = worker.pause(name)
+        until(lambda: len(worker._engine.scheduler.paused) == len(epochs))
+    assert worker.snapshot().waiting == 0, "nothing stands in line"
+    for refuse in (lambda: worker.check_room(preparing=0), lambda: worker.submit(ask("r5", prompt(5)), readers["r5"])):
+        with pytest.raises(BusyError, match="5 requests of 'tiny' are open already, paused ones included"):
+            refuse()
+    worker.cancel("r0")
+    assert readers["r0"].last().finish_reason == "cancelled"
+    worker.check_room(preparing=0)
+    with pytest.raises(BusyError):
+        worker.check_room(preparing=1)  # one is on its way already
+    worker.submit(ask("r5", prompt(5)), readers["r5"])
+    for name in list(readers)[1:5]:
+        worker.resume(name, epochs[name])
+    assert all(reader.last().finish_reason == "length" for name, reader in readers.items() if name != "r0")
+
+
 def test_cancelling_frees_everything_at_the_next_step(worker: EngineWorker) -> None:
     reader = Reader()
     reader.gate.clear()

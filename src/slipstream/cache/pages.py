@@ -20,6 +20,7 @@ class PageTable:
 
     def __init__(self, pages: int) -> None:
         self.total = pages
+        self.releases = 0  # how often pages were let go of so far
         self._holders = [0] * pages
         self._epochs = [0] * pages
         self._used = bytearray(pages)  # one byte a page, so that a free stretch is found by a substring search
@@ -63,6 +64,7 @@ class PageTable:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
+        self.releases += 1
         for page in pages:
             if self._holders[page] <= 0:
                 raise IntegrityError(f"page {page} is released twice")

@@ -7,7 +7,9 @@ the last page whose state was kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cache.pages import PageTable
@@ -42,6 +44,7 @@ class PrefixCache:
         self._root = _Node(None, ())
         self._nodes: set[_Node] = set()
         self._clock = 0
+        self.size = 0  # pages it holds; any thread may look
         self.hits = 0
         self.failed_restores = 0
         self.last_match = 0  # tokens of the last prompt that were known, whether or not they could be taken
@@ -87,6 +90,7 @@ class PrefixCache:
             known, own = (child.usable(draft_key) if child.pages else None), child.pages.get(draft_key)
             if known is None or (known is own and self._resumable(page) and not self._resumable(own.page)):
                 self._table.share([page])
+                self.size += 1
                 known = child.pages[draft_key] = _Page(page, self._table.epoch(page), self._clock)
                 if own is not None:
                     # the same tokens, now with a state: the richer page replaces the poorer one
@@ -103,24 +107,46 @@ class PrefixCache:
 
     def evict(self, pages_wanted: int) -> int:
         """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
+        if pages_wanted <= 0:
+            return 0
+        order = itertools.count()  # equally old leaves are never compared themselves
+        leaves = [(found.last_used, next(order), node, key) for node in self._nodes for key, found in self._free(node)]
+        heapq.heapify(leaves)
         freed = 0
-        while freed < pages_wanted:
-            leaves = [
-                (found.last_used, node, key)
-                for node in self._nodes for key, found in node.pages.items()
-                if self._table.holders(found.page) == 1 and _is_leaf(node, key)
-            ]
-            if not leaves:
-                break
-            # one at a time: a parent that becomes a leaf may be older than the leaves still there
-            _, node, key = min(leaves, key=lambda leaf: leaf[0])
+        while leaves and freed < pages_wanted:
+            _, _, node, key = heapq.heappop(leaves)
+            if node not in self._nodes or not any(key == free for free, _ in self._free(node)):
+                continue  # an entry that is out of date: something leans on the page by now, or it is gone
             self._forget_page(node, key)
             freed += 1
+            # what the page leant on may be a leaf now, and older than the leaves still there
+            for near in (node, node.parent):
+                if near in self._nodes:
+                    for free, found in self._free(near):
+                        heapq.heappush(leaves, (found.last_used, next(order), near, free))
         return freed
 
-    def evictable(self) -> int:
-        """Pages eviction could free: one counts when it and all that lean on it are held by the cache alone."""
-        return sum(self._removable(child) for child in self._root.children.values())
+    def _free(self, node: _Node) -> list[tuple[str | None, _Page]]:
+        """Pages of a node that could go at once, by their draft keys."""
+        return [
+            (key, found) for key, found in node.pages.items()
+            if self._table.holders(found.page) == 1 and _is_leaf(node, key)
+        ]
+
+    def evictable(self, enough: int | None = None) -> int:
+        """Pages eviction could free: one counts when it and all that lean on it are held by the cache alone.
+
+        Counting may stop at `enough`: the whole of a large cache is not walked through to find a few pages.
+        """
+        stuck: set[int] = set()  # pages that stay
+        kept: set[int] = set()  # nodes that keep a page
+        count = 0
+        for top in self._root.children.values():
+            for node in _leaves_first(top):
+                if enough is not None and count >= enough:
+                    return count
+                count += self._removable(node, stuck, kept)
+        return count
 
     def held(self) -> list[int]:
         return [found.page for node in self._nodes for found in node.pages.values()]
@@ -158,34 +184,39 @@ class PrefixCache:
                 self._release(found)
 
     def _release(self, found: _Page) -> None:
+        self.size -= 1
         if self._table.epoch(found.page) == found.epoch and self._table.holders(found.page):
             self._table.release([found.page])
             if self._states is not None:
                 self._states.forget_free(self._table, [found.page])
 
-    def _removable(self, top: _Node) -> int:
-        order, stack = [], [top]
-        while stack:
-            node = stack.pop()
-            order.append(node)
-            stack += node.children.values()
-        stuck: set[int] = set()  # pages that stay
-        kept: set[int] = set()  # nodes that keep a page
-        count = 0
-        for node in reversed(order):
-            children = node.children.values()
-            staying = [
-                found.page for key, found in node.pages.items()
-                if self._table.holders(found.page) > 1
-                or any(key in child.pages and child.pages[key].page in stuck for child in children)
-            ]
-            stuck.update(staying)
-            # something has to lead to a node that stays
-            leading = bool(staying) or any(id(child) in kept for child in children)
-            if leading:
-                kept.add(id(node))
-            count += len(node.pages) - max(len(staying), int(leading))
-        return count
+    def _removable(self, node: _Node, stuck: set[int], kept: set[int]) -> int:
+        """How many pages of a node could go, once that is known of its children."""
+        children = node.children.values()
+        staying = [
+            found.page for key, found in node.pages.items()
+            if self._table.holders(found.page) > 1
+            or any(key in child.pages and child.pages[key].page in stuck for child in children)
+        ]
+        stuck.update(staying)
+        # something has to lead to a node that stays
+        leading = bool(staying) or any(id(child) in kept for child in children)
+        if leading:
+            kept.add(id(node))
+        return len(node.pages) - max(len(staying), int(leading))
+
+
+def _leaves_first(top: _Node) -> Iterator[_Node]:
+    """The nodes of a branch, each behind its children; a branch can be deeper than Python's stack."""
+    path = [(top, iter(top.children.values()))]
+    while path:
+        node, children = path[-1]
+        child = next(children, None)
+        if child is None:
+            path.pop()
+            yield node
+        else:
+            path.append((child, iter(child.children.values())))
 
 
 def _is_leaf(node: _Node, draft_key: str | None) -> bool:

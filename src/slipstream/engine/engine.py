@@ -195,7 +195,7 @@ class Engine:
     @property
     def pages(self) -> tuple[int, int, int]:
         """Pages in use, how many of them the prefix cache holds, and all there are."""
-        cached = len(self.prefix.held()) if self.prefix is not None else 0
+        cached = self.prefix.size if self.prefix is not None else 0
         return self._table.total - self._table.free, cached, self._table.total
 
     @torch.inference_mode()

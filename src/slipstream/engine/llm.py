@@ -343,18 +343,18 @@ class LLM:
         """Clocks decoding steps while it is entered; requests must run alone meanwhile."""
         return make_profiler(self._engine, self._gpu)
 
-    def prompt_ids(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
-        """Token ids of raw text, or of messages through the chat template."""
+    def prompt_ids(self, prompt: str | Messages, *, chat: bool = False, limit: int | None = None) -> list[int]:
+        """Token ids of raw text, or of messages through the chat template; more than `limit` are refused."""
         if chat:
             messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(
                 self.tokenizer.chat_template, messages,
                 bos_token=self.tokenizer.bos_token, eos_token=self.tokenizer.eos_token,
             )
-            return self.tokenizer.encode(text, add_bos=False)
+            return self.tokenizer.encode(text, add_bos=False, limit=limit)
         if not isinstance(prompt, str):
             raise RequestError("messages were given where raw text is expected", "use chat=True or chat()")
-        ids = self.tokenizer.encode(prompt)
+        ids = self.tokenizer.encode(prompt, limit=limit)
         if not ids:
             # an empty prompt still needs one token for the target to speak after
             starts = [self.tokenizer.bos_id] if self.tokenizer.bos_id is not None else sorted(self.tokenizer.eos_ids)

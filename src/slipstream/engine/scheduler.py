@@ -3,12 +3,14 @@
 Larger priorities go first, and within one who came first. Slots are shared only where that is sensible: while nobody
 waits everybody keeps theirs, and when somebody does, a sequence that has had its quantum hands its slot to the first
 in line that can really start, of its own priority or a higher one (to a higher one at once). It keeps its pages and
-goes to the end of its line, so that it goes on later without computing anything twice.
+goes to the end of its line, so that it goes on later without computing anything twice. Waiting raises the priority a
+request counts with, so that a steady stream of larger ones cannot keep it waiting for ever.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +25,9 @@ from slipstream.errors import BusyError, RequestError, StaleEpochError
 from slipstream.types import Request
 
 QUANTUM_TOKENS = 64
+# Waiting this long counts as one priority more. Answers take seconds, so a larger priority still goes first in a busy
+# hour; the smallest priority (-100) passes the largest (100) after 33 minutes.
+AGEING_S = 10.0
 _ROWS_PER_TOKEN = 8  # prefilled rows that take about as long as one decoded token
 
 Phase = Literal["waiting", "prefill", "decode", "yielded", "paused", "paused-evicted"]
@@ -44,7 +49,9 @@ class Ticket:
     epoch: int = 0  # rises with every pause; whoever resumes must name the current one
     ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for it now
     where: Literal["waiting", "running", "paused"] = "waiting"
-    place: int = 0  # in the line of its priority
+    place: int = 0  # in the line, by arrival
+    since: float = 0.0  # when it lined up: from then on it ages
+    level: int = 0  # its priority when it got its slot, raised by what it had waited: only larger ones take it away
     turn: int = 0  # when it last had a prefill chunk, or got its slot
     kept_tokens: tuple[int, ...] = ()  # what a sequence that lost its pages is computed from again
     _seated_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
@@ -69,8 +76,13 @@ class Ticket:
         return self.request.priority
 
     @property
-    def order(self) -> tuple[int, int]:
-        return -self.priority, self.place
+    def order(self) -> tuple[float, int]:
+        """Where it stands in the line: a priority is worth as much as having come that much earlier."""
+        return self.since - AGEING_S * self.priority, self.place
+
+    def aged(self, now: float) -> int:
+        """Its priority, raised by the time it has waited."""
+        return self.priority + int((now - self.since) / AGEING_S)
 
     @property
     def phase(self) -> Phase:
@@ -80,8 +92,8 @@ class Ticket:
             return "paused-evicted" if self.kept_tokens else "paused"
         return "yielded" if self.state.pages or self.kept_tokens else "waiting"
 
-    def sit_down(self, turn: int) -> None:
-        self.where, self.turn = "running", turn
+    def sit_down(self, turn: int, level: int) -> None:
+        self.where, self.turn, self.level = "running", turn, level
         self._seated_at = (self.generated, self.state.length)
 
     @property
@@ -121,6 +133,7 @@ class Scheduler:
     def __init__(
         self, table: PageTable, prefix: PrefixCache | None, page_tokens: int, max_sequences: int, max_waiting: int,
         prefill_chunk: int, step_rows: int, quantum: int = QUANTUM_TOKENS, states: StatePool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
         self._prefix = prefix
@@ -131,6 +144,9 @@ class Scheduler:
         self._step_rows = step_rows
         self._quantum = quantum
         self._states = states
+        self._clock = clock
+        self._pauses = 0
+        self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # what could not start, and from which supply
         self._places = itertools.count()
         self._turns = itertools.count()
         self.waiting: list[Ticket] = []  # in the order they are served; a yielded one among them holds its pages
@@ -179,6 +195,7 @@ class Scheduler:
         if ticket.where != "paused":
             self._leave(ticket)
             ticket.where, ticket.epoch = "paused", ticket.epoch + 1
+            self._pauses += 1
             self.paused.append(ticket)
         return ticket.epoch
 
@@ -202,20 +219,21 @@ class Scheduler:
                 if leaving is None:
                     break  # the line is sorted: whom the first cannot replace, nobody can
             # who cannot start is not overtaken, except by those who hold their pages and will only give some back
-            if not ticket.state.pages and (short_of_pages or not self._start(ticket)):
+            if not ticket.state.pages and (short_of_pages or not self._try_start(ticket)):
                 short_of_pages = True
                 continue
             if leaving is not None:
                 self._yield(leaving)
             self.waiting.remove(ticket)
             self.running.append(ticket)
-            ticket.sit_down(next(self._turns))
+            ticket.sit_down(next(self._turns), ticket.aged(self._clock()))
 
     def _who_yields_to(self, newcomer: Ticket) -> Ticket | None:
         """The lowest priority's sequence that has had most, if it may be asked to make room for this one."""
+        aged = newcomer.aged(self._clock())
         candidates = [
             t for t in self.running
-            if t.priority < newcomer.priority or (t.priority == newcomer.priority and t.served >= self._quantum)
+            if t.level < newcomer.priority or (t.priority <= aged and t.served >= self._quantum)
         ]
         return min(candidates, key=lambda t: (t.priority, -t.served), default=None)
 
@@ -227,8 +245,20 @@ class Scheduler:
     def _line_up(self, ticket: Ticket, keeps_place: bool = False) -> None:
         ticket.where = "waiting"
         if not keeps_place:
-            ticket.place = next(self._places)
+            ticket.place, ticket.since = next(self._places), self._clock()
         insort(self.waiting, ticket, key=lambda t: t.order)
+
+    def _try_start(self, ticket: Ticket) -> bool:
+        """Starts a sequence if it can; one that could not is not tried again before something has come free."""
+        if self._stuck == (ticket, self._supply()):
+            return False
+        started = self._start(ticket)
+        self._stuck = None if started else (ticket, self._supply())
+        return started
+
+    def _supply(self) -> tuple[int, ...]:
+        """Changes whenever pages or slots of states may have come free: only then can more requests start."""
+        return self._table.releases, self._pauses, 0 if self._states is None else self._states.available
 
     def _start(self, ticket: Ticket) -> bool:
         """Gives a sequence its pages, a shared prefix first; False leaves everything as it was."""
@@ -255,11 +285,14 @@ class Scheduler:
         """Frees pages of the prefix cache, then of paused sequences; asked first, so that nobody loses any in vain."""
         if pages <= self._table.free:
             return True
-        if self._table.free + self._evictable() + self._reclaimable() < pages:
+        found = self._table.free + self._evictable(pages)
+        if found < pages and found + self._reclaimable() < pages:
             return False
         for ticket in list(self.paused):
-            if self._table.free + self._evictable() >= pages:
+            # the cache is walked through only when the pages taken so far could be enough
+            if found >= pages and (found := self._table.free + self._evictable(pages)) >= pages:
                 break
+            found += len(ticket.state.pages)
             self._take_pages_of(ticket)
         if self._prefix is not None:
             self._prefix.evict(pages - self._table.free)
@@ -275,8 +308,8 @@ class Scheduler:
             self._take_pages_of(holder)
         return holder is not None
 
-    def _evictable(self) -> int:
-        return self._prefix.evictable() if self._prefix is not None else 0
+    def _evictable(self, enough: int) -> int:
+        return self._prefix.evictable(enough) if self._prefix is not None else 0
 
     def _reclaimable(self) -> int:
         """Pages only paused sequences and the prefix cache hold."""
@@ -310,7 +343,8 @@ class Scheduler:
             return plan
         # of many sequences few draft as wide as they may, so prefill has half of a step at least
         rows = min(sum(ticket.width for ticket in plan.decode), self._step_rows // 2)
-        for ticket in sorted(prefilling, key=lambda t: (-t.priority, t.turn)):
+        now = self._clock()
+        for ticket in sorted(prefilling, key=lambda t: (-t.aged(now), t.turn)):
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step
             stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
 
-from slipstream.server import sse
+from slipstream.server import prompts, sse
 from slipstream.server.answering import answering
 from slipstream.server.anthropic_schemas import MessagesRequest, PromptRequest
 from slipstream.server.bodies import ParsedRoute
@@ -19,7 +18,7 @@ from slipstream.server.errors_http import ApiError, anthropic_body
 from slipstream.server.generation import Generation
 from slipstream.server.jobs import Delta, Job
 from slipstream.server.logs import note
-from slipstream.server.prompts import build_prompt
+from slipstream.server.preparing import prompt_chars
 from slipstream.server.state import ServerState
 
 _API = "messages"
@@ -49,10 +48,9 @@ def routes(state: ServerState) -> APIRouter:
 async def _count(state: ServerState, job: Job) -> int:
     lease = await state.router.lease(job.model)
     try:
-        prompt = await asyncio.to_thread(build_prompt, lease.llm, job)
+        return await lease.preparation.run(prompt_chars(job), prompts.count_tokens, lease.llm, job)
     finally:
         lease.release()
-    return len(prompt.ids)
 
 
 async def _message(state: ServerState, job: Job) -> dict[str, object]:

@@ -229,9 +229,9 @@ class MessagesRequest(PromptRequest, Extensions):
 
 def to_messages(system: str | list[TextBlock] | None, messages: list[Message]) -> list[dict[str, Any]]:
     """The conversation in the server's own shape; turns of one side that follow each other become one."""
-    told: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []  # the content of a turn is a list of its texts until all are known
     if system:
-        told.append({"role": "system", "content": _joined(system)})
+        _add(told, "system", _joined(system))
     names: dict[str, str] = {}  # of the tools behind the calls so far
     for message in messages:
         if isinstance(message, SystemMessage):
@@ -240,7 +240,7 @@ def to_messages(system: str | list[TextBlock] | None, messages: list[Message]) -
             _add_user(told, message, names)
         else:
             _add_assistant(told, message, names)
-    return told
+    return [{**turn, "content": "\n\n".join(filter(None, turn["content"]))} for turn in told]
 
 
 def _joined(content: str | list[TextBlock]) -> str:
@@ -250,9 +250,9 @@ def _joined(content: str | list[TextBlock]) -> str:
 def _add(told: list[dict[str, Any]], role: str, text: str) -> dict[str, Any]:
     last = told[-1] if told else None
     if last is not None and last["role"] == role and "tool_calls" not in last:
-        last["content"] = "\n\n".join(filter(None, [last["content"], text]))
+        last["content"].append(text)
         return last
-    told.append({"role": role, "content": text})
+    told.append({"role": role, "content": [text]})
     return told[-1]
 
 
@@ -272,7 +272,7 @@ def _add_user(told: list[dict[str, Any]], message: UserMessage, names: dict[str,
         text = _joined(block.content or "")
         told.append({
             "role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id],
-            "content": f"Error: {text}" if block.is_error else text,
+            "content": [f"Error: {text}" if block.is_error else text],
         })
 
 

@@ -17,6 +17,7 @@ from slipstream.server.canary import promise_of
 from slipstream.server.formats import constraint_of
 from slipstream.server.jobs import Answer, Delta, Job, ToolCall
 from slipstream.server.parsing import Piece, Splitter
+from slipstream.server.preparing import prompt_chars
 from slipstream.server.prompts import Prompt, build_prompt
 from slipstream.stats import RequestStats
 from slipstream.text.detokenize import IncrementalDetokenizer
@@ -47,28 +48,15 @@ async def start(lease: Lease, job: Job, request_id: str | None = None) -> Genera
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
-        prompt, request = await _in_thread(_prepare, lease, job, request_id or new_request_id())
+        lease.worker.check_room(lease.preparation.count)
+        work = (_prepare, lease, job, request_id or new_request_id())
+        prompt, request = await lease.preparation.run(prompt_chars(job), *work)
         generation = Generation(lease, job, prompt, request)
         generation.submit(None if job.deadline_s is None else began + job.deadline_s)
     except BaseException:
         lease.release()
         raise
     return generation
-
-
-async def _in_thread(
-    prepare: Callable[[Lease, Job, str], tuple[Prompt, Request]], lease: Lease, job: Job, request_id: str
-) -> tuple[Prompt, Request]:
-    """Rendering, tokenising and compiling a grammar can take long enough for others to notice.
-
-    Whoever is cancelled meanwhile waits for the thread all the same: it reads a model that the lease keeps in memory.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(prepare, lease, job, request_id))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
 
 
 def new_request_id() -> str:

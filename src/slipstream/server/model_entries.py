@@ -17,6 +17,7 @@ from slipstream.types import BASE_VARIANT
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
+    from slipstream.server.preparing import Preparation
     from slipstream.server.worker import EngineWorker
 
 State = Literal["unloaded", "loading", "ready", "sleeping", "failed"]
@@ -128,6 +129,10 @@ class Lease:
     @property
     def worker(self) -> EngineWorker:
         return self._resident.worker
+
+    @property
+    def preparation(self) -> Preparation:
+        return self._resident.preparation
 
     def release(self) -> None:
         """Gives the model back; a second call does nothing. Belongs to the event loop's thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from slipstream.errors import RequestError
 from slipstream.server.jobs import Job, JsonObject, Tool
 from slipstream.server.parsing import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
 from slipstream.text.chat_template import render
+from slipstream.text.tokenizer import Tokenizer, TooLongError
 
+MAX_PIECE_CHARS = 1 << 18  # they take up to 75 MB while they are tokenised, less than 20 bodies of 4 MiB
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template"})
 
 
@@ -31,19 +34,71 @@ def build_prompt(llm: LLM, job: Job) -> Prompt:
     if (job.messages is None) == (job.prompt is None):
         raise RequestError("a job needs either messages or a prompt", "give one of them")
     template = llm.tokenizer.chat_template if job.messages is not None else None
-    thinking = template is not None and THINK_CLOSE in template
-    if job.thinking_budget is not None and not thinking:
-        raise RequestError("a thinking budget was given, and this model does not think", "leave it out")
+    thinking = _thinks(template, job)
+    most = llm.max_context - 1  # at least one token is to be written
     if job.messages is None:
-        return Prompt(llm.prompt_ids(job.prompt) if isinstance(job.prompt, str) else list(job.prompt or ()))
+        return Prompt(_raw_ids(llm, job.prompt or (), most))
+    shown = [message["content"].strip() for message in job.messages if _is_shown(message)]
+    if llm.tokenizer.fewest_tokens(shown, most) > most:
+        raise _too_long(llm, f"more than {most}")
     text = render_messages(template, job, llm.tokenizer.bos_token, llm.tokenizer.eos_token)
     end = text.rstrip()
+    try:
+        ids = llm.tokenizer.encode(text, add_bos=False, limit=most)
+    except TooLongError:
+        raise _too_long(llm, f"more than {most}") from None
     return Prompt(
-        ids=llm.tokenizer.encode(text, add_bos=False),
+        ids=ids,
         # a prompt may hold the whole of the reasoning already, empty or as the answer's beginning
         thinking=thinking and not job.continues and not end.endswith(THINK_CLOSE),
         opened=thinking and not job.continues and end.endswith(THINK_OPEN),
     )
+
+
+def _thinks(template: str | None, job: Job) -> bool:
+    thinking = template is not None and THINK_CLOSE in template
+    if job.thinking_budget is not None and not thinking:
+        raise RequestError("a thinking budget was given, and this model does not think", "leave it out")
+    return thinking
+
+
+def _raw_ids(llm: LLM, prompt: str | Sequence[int], most: int) -> list[int]:
+    if not isinstance(prompt, str):
+        if len(prompt) > most:
+            raise _too_long(llm, str(len(prompt)))
+        return list(prompt)
+    try:
+        return llm.prompt_ids(prompt, limit=most)
+    except TooLongError:
+        raise _too_long(llm, f"more than {most}") from None
+
+
+def _too_long(llm: LLM, tokens: str) -> RequestError:
+    return RequestError(f"the prompt has {tokens} tokens, the context holds {llm.max_context}", "shorten the prompt")
+
+
+def _is_shown(message: JsonObject) -> bool:
+    """Whether a template shows the whole of a message, but for spaces around it: it may leave out old reasoning."""
+    return message.get("role") == "user" and isinstance(message.get("content"), str)
+
+
+def count_tokens(llm: LLM, job: Job) -> int:
+    """How many tokens the prompt of a conversation has, also if that is more than the context holds."""
+    tokenizer = llm.tokenizer
+    _thinks(tokenizer.chat_template, job)
+    text = render_messages(tokenizer.chat_template, job, tokenizer.bos_token, tokenizer.eos_token)
+    check_pieces(tokenizer, text)
+    return sum(map(len, tokenizer.encode_pieces(text, add_bos=False)))
+
+
+def check_pieces(tokenizer: Tokenizer, text: str) -> None:
+    """Refuses a text that would take too much memory, where no context bounds it."""
+    longest = tokenizer.longest_piece(text)
+    if longest > MAX_PIECE_CHARS:
+        raise RequestError(
+            f"the text has {longest} characters in which no word or line ends, and {MAX_PIECE_CHARS} are the most",
+            "send it in parts",
+        )
 
 
 def render_messages(template: str | None, job: Job, bos_token: str = "", eos_token: str = "") -> str:
@@ -112,19 +167,20 @@ def _plain_call(call: JsonObject) -> dict[str, Any]:
 def _tools_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Past calls and their results as the text a model would have written and read."""
     told: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if told and told[-1].get("tool_results"):
-                told[-1]["content"] += f"\n{result}"
-            else:
-                told.append({"role": "user", "content": result, "tool_results": True})
-        elif calls := message.get("tool_calls"):
-            parts = [*filter(None, [message["content"]]), *map(_call_as_text, calls)]
-            told.append({"role": message["role"], "content": "\n".join(parts)})
+    for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            told.append({"role": "user", "content": "\n".join(results)})
         else:
-            told.append(message)
+            told += map(_calls_as_text, group)
     return told
+
+
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    parts = [*filter(None, [message["content"]]), *map(_call_as_text, message["tool_calls"])]
+    return {"role": message["role"], "content": "\n".join(parts)}
 
 
 def _call_as_text(call: JsonObject) -> str:

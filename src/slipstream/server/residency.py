@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, EngineFailedError
 from slipstream.server.model_files import ModelSpec
+from slipstream.server.preparing import Preparation
 from slipstream.types import Mode
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Resident:
     running: EngineWorker | None  # None once it is unloaded: whoever still holds this object must not hold an engine
     files: tuple[Path, ...]
     memory_bytes: int  # weights as measured (or estimated, if that is more) and the whole page pool
+    preparation: Preparation = field(default_factory=Preparation)
     users: int = 0
     going: bool = False  # it is being unloaded
     idle_since: float = field(default_factory=time.monotonic)

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -70,10 +70,11 @@ _OPERATION: TypeAdapter[Operation] = TypeAdapter(Annotated[Operation, Field(disc
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One line of a client: what to do and, for a start, the request itself."""
+    """One line of a client: what to do and, for a start, what it asks for, or why that is refused."""
 
     operation: Operation
     body: Mapping[str, Any]
+    job: tuple[Job, ChatRequest | CompletionRequest] | Exception | None = None
 
 
 class BadLine(Exception):
@@ -108,6 +109,17 @@ def read_line(line: bytes) -> Asked:
             raise BadLine(problem, known) from None
         raise BadLine(RequestValidationError(error.errors(), body=own), known) from None
     return Asked(operation, {key: value for key, value in frame.items() if key not in Start.model_fields})
+
+
+def read(line: bytes, state: ServerState) -> Asked:
+    """Everything there is to understand about a line; of a long one this takes long enough for a thread of its own."""
+    asked = read_line(line)
+    if not isinstance(asked.operation, Start):
+        return asked
+    try:
+        return replace(asked, job=to_job(asked.body, state))
+    except Exception as error:
+        return replace(asked, job=error)
 
 
 def to_job(body: Mapping[str, Any], state: ServerState) -> tuple[Job, ChatRequest | CompletionRequest]:
@@ -185,19 +197,24 @@ async def lines(reader: asyncio.StreamReader, limit: int) -> AsyncIterator[bytes
 
 
 class Outbox:
-    """Frames on their way to one reader. Above `most` its requests are held, until `most / 4` are left."""
+    """Frames on their way to one reader. Above `most` its requests are held, until `most / 4` are left.
+
+    A large frame counts as several.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._weight = 0
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
 
-    def put(self, frame: Frame) -> None:
-        self._frames.append(frame)
+    def put(self, frame: Frame, weight: int = 1) -> None:
+        self._frames.append((frame, weight))
+        self._weight += weight
         self._news.set()
-        if len(self._frames) >= self._most:
+        if self._weight >= self._most:
             self._room.clear()
 
     @property
@@ -216,7 +233,8 @@ class Outbox:
         while not self._frames:
             self._news.clear()
             await self._news.wait()
-        frame = self._frames.popleft()
-        if len(self._frames) <= self._most // 4:
+        frame, weight = self._frames.popleft()
+        self._weight -= weight
+        if self._weight <= self._most // 4:
             self._room.set()
         return json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

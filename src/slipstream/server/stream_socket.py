@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +26,13 @@ from slipstream.server.jobs import Delta, Job
 from slipstream.server.state import ServerState
 
 if TYPE_CHECKING:
-    from slipstream.server.worker import EngineWorker
+    from slipstream.server.worker import EngineWorker, SlotInfo
 
 API = "socket"
 MAX_FRAMES = 256  # that wait for one reader before its requests are held
-MAX_REQUESTS = 1024  # open on one connection
+MAX_REQUESTS = 1024  # open on all connections together, paused ones included: each keeps its prompt and its answer
+_LARGE_LINE_BYTES = 1 << 14  # longer lines are read in a thread: one of 4 MiB takes up to a second
+_LISTED_PER_FRAME = 4  # requests of an answer to `list` that take as much room as an ordinary frame
 _BUFFER_BYTES = 1 << 16
 _FLUSH_S = 1.0  # for last frames when the server ends
 _SETTLE_S = 0.02  # for what an engine wrote before a pause to get through to its reader
@@ -74,8 +76,11 @@ class StreamSocket:
         for connection in self._connections:
             connection.cancel_paused()
 
+    def _open_requests(self) -> int:
+        return sum(connection.open_requests for connection in self._connections)
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(self._state, reader, writer, self._max_frames)
+        connection = _Connection(self._state, reader, writer, self._max_frames, self._open_requests)
         task = asyncio.current_task()
         assert task is not None
         self._connections[connection] = task
@@ -179,9 +184,11 @@ class _Connection:
     """One client: reads its operations, runs its requests, and writes frames only as fast as it reads them."""
 
     def __init__(
-        self, state: ServerState, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frames: int
+        self, state: ServerState, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frames: int,
+        open_everywhere: Callable[[], int],
     ) -> None:
         self._state = state
+        self._open_everywhere = open_everywhere
         self._reader = reader
         self._writer = writer
         self._outbox = frames.Outbox(max_frames)
@@ -207,6 +214,10 @@ class _Connection:
                 self._writer.close()
             await asyncio.gather(*work, return_exceptions=True)
 
+    @property
+    def open_requests(self) -> int:
+        return len(self._runs)
+
     def cancel_paused(self) -> None:
         for run in self._runs.values():
             if run.paused:
@@ -224,7 +235,7 @@ class _Connection:
             try:
                 if line is None:
                     raise frames.BadLine(ApiError(413, f"a line is longer than {limit} bytes", code="line_too_long"))
-                asked = frames.read_line(line)
+                asked = await self._understood(line)
             except frames.BadLine as bad:
                 self._refuse(bad.request_id, bad.error)
                 continue
@@ -232,6 +243,11 @@ class _Connection:
                 self._operations[asked.operation.op](asked)
             except Exception as error:
                 self._refuse(asked.operation.id, error)
+
+    async def _understood(self, line: bytes) -> frames.Asked:
+        if len(line) > _LARGE_LINE_BYTES:
+            return await asyncio.to_thread(frames.read, line, self._state)
+        return frames.read(line, self._state)
 
     async def _write(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -253,9 +269,12 @@ class _Connection:
         try:
             if self._state.phase == "draining":
                 raise ApiError(503, "the server is shutting down", kind="server_error", code="draining")
-            if len(self._runs) >= MAX_REQUESTS:
-                raise ApiError(429, f"{MAX_REQUESTS} requests are open on this connection", "wait for some to end")
-            job, body = frames.to_job(asked.body, self._state)
+            if self._open_everywhere() >= MAX_REQUESTS:
+                raise ApiError(429, f"{MAX_REQUESTS} requests are open on this socket", "wait for some to end")
+            assert asked.job is not None, "a start was read with its job"
+            if isinstance(asked.job, Exception):
+                raise asked.job
+            job, body = asked.job
         except Exception as error:
             self._refuse(operation.id, error, over=True)
             return
@@ -367,19 +386,21 @@ class _Connection:
         run.cancelled = True
 
     def _list(self, asked: frames.Asked) -> None:
-        listed = [_described(run) for run in self._runs.values()]
-        self._outbox.put({"id": asked.operation.id, "type": "done", "requests": listed})
+        workers = {run.worker for run in self._runs.values() if run.worker is not None}
+        slots = {slot.request_id: slot for worker in workers for slot in worker.snapshot().slots}
+        listed = [_described(run, slots) for run in self._runs.values()]
+        frame = {"id": asked.operation.id, "type": "done", "requests": listed}
+        self._outbox.put(frame, 1 + len(listed) // _LISTED_PER_FRAME)
 
 
 async def _next(generation: Generation) -> Delta | None:
     return await anext(generation, None)
 
 
-def _described(run: _Run) -> dict[str, object]:
+def _described(run: _Run, slots: Mapping[str, SlotInfo]) -> dict[str, object]:
     if run.worker is None:
         return {"id": run.id, "phase": "starting"}
-    slots = run.worker.snapshot().slots
-    mine = next((slot for slot in slots if slot.request_id == run.generation.request_id), None)
+    mine = slots.get(run.generation.request_id)
     known: dict[str, object] = {"id": run.id, "model": run.generation.answer.model}
     if mine is None:
         return known | {"phase": "waiting"}

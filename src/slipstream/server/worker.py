@@ -121,14 +121,19 @@ class EngineWorker:
             self._require_alive()
             if request.id in self._open:
                 raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
-            # those between two turns count: they would make a line without end of one that is full
-            waiting = self._arriving + self._in_line
-            if waiting >= self._config.max_waiting:
-                said = f"{waiting} requests are waiting for '{self.name}' already"
-                raise BusyError(said, retry_after_s=self._retry_after())
+            self._check_room()
             self._open[request.id] = _Open(sink)
             self._arriving += 1
             self._tell(partial(self._add, request))
+
+    def check_room(self, preparing: int) -> None:
+        """Refuses a request that would find no room now, before anything is done for it.
+
+        `preparing` are requests on their way here.
+        """
+        with self._wake:
+            self._require_alive()
+            self._check_room(preparing)
 
     def cancel(self, request_id: str, epoch: int | None = None) -> bool:
         """Ends a request at the next step, whatever its state; False if it is over already.
@@ -255,6 +260,18 @@ class EngineWorker:
             reason = self.failure or ("it was asked to stop" if self._stopping else "its thread does not run")
             raise EngineFailedError(f"the engine of '{self.name}' takes no requests: {reason}", "try again")
 
+    def _check_room(self, preparing: int = 0) -> None:
+        # those between two turns count: they would make a line without end of one that is full
+        waiting, limit = self._arriving + self._in_line, self._config.max_waiting
+        if waiting >= limit:
+            said = f"{waiting} requests are waiting for '{self.name}' already"
+            raise BusyError(said, retry_after_s=self._retry_after())
+        # paused ones stand in no line, but they keep what they are made of
+        opened = len(self._open) + preparing
+        if opened >= limit + self._config.max_sequences:
+            said = f"{opened} requests of '{self.name}' are open already, paused ones included"
+            raise BusyError(said, retry_after_s=self._retry_after())
+
     def _known(self, request_id: str) -> _Open:
         known = self._open.get(request_id)
         if known is None or self._ended:
@@ -334,6 +351,7 @@ class EngineWorker:
         else:
             self._engine.resume(request_id, known.stopped_at)
             known.stopped_at = None
+        self._count_line()
 
     def _deliver(self, event: GenEvent) -> None:
         known = self._open.get(event.request_id)

@@ -47,6 +47,8 @@ _PRE: dict[str, _PreTokenizer] = {
     "llama-bpe": _PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True),
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
+SPLIT_PATTERNS = frozenset(pattern for pre in _PRE.values() for pattern in pre.patterns)
+WORD_PATTERNS = frozenset({_GPT2, _QWEN2, _QWEN35, _LLAMA3})  # those that keep words apart
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "gpt2": "gpt-2"}
 
 

@@ -24,7 +24,7 @@ class TokenNotation:
     @classmethod
     def of(cls, decoder: Any) -> TokenNotation:
         """Reads the notation off a tokenizers decoder; decoders that are not byte-faithful are refused."""
-        parts = list(_parts(json.loads(decoder.__getstate__()))) if decoder is not None else []
+        parts = parts_of(decoder)
         kinds = {part.get("type") for part in parts}
         if "ByteLevel" in kinds:
             return cls(byte_level=True)
@@ -45,9 +45,16 @@ class TokenNotation:
         return token.replace(SPACE_MARK, " ").encode()
 
 
+def parts_of(component: Any) -> list[dict[str, Any]]:
+    """The steps of a decoder, normalizer or pre-tokenizer of the tokenizers library, each with its settings."""
+    return [] if component is None else list(_parts(json.loads(component.__getstate__())))
+
+
 def _parts(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield state
-    for part in state.get("decoders", ()):
+    inner = [part for name in ("decoders", "normalizers", "pretokenizers") for part in state.get(name, ())]
+    if not inner:
+        yield state
+    for part in inner:
         yield from _parts(part)
 
 

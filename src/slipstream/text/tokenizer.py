@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from slipstream.errors import ConfigError, FormatError, RequestError
-from slipstream.text import gguf_vocab
+from slipstream.text import cutting, gguf_vocab
 from slipstream.text.token_bytes import TokenNotation
 
 # Special tokens that end a turn wherever they exist, whatever a model's own list forgets.
@@ -18,6 +19,15 @@ TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
     "<|end_of_turn|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]",
 )
+_MAX_UTF8 = 4  # bytes of a character
+_PROBE = "a"
+
+
+class TooLongError(RequestError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the text has more than {limit} tokens", "shorten it")
 
 
 class Tokenizer:
@@ -107,15 +117,84 @@ class Tokenizer:
         """Spaces at the start of a decoded text that only encoding put there, and decoding takes off."""
         return self._notation.leading_spaces
 
-    def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
-        """Token ids of a text; `add_bos` None does as the model says, `parse_special` False takes `<|...|>` as text."""
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, parse_special: bool = True, limit: int | None = None
+    ) -> list[int]:
+        """Token ids of a text; `add_bos` None does as the model says, `parse_special` False takes `<|...|>` as text.
+
+        With a `limit`, a text of more tokens is refused as soon as that is sure: by its bytes, or on the way.
+        """
+        if limit is not None and self.fewest_tokens([text], limit) > limit:
+            raise TooLongError(limit)
+        ids: list[int] = []
+        for more in self.encode_pieces(text, add_bos=add_bos, parse_special=parse_special):
+            ids += more
+            if limit is not None and len(ids) > limit:
+                raise TooLongError(limit)
+        return ids
+
+    def encode_pieces(
+        self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
+    ) -> Iterator[list[int]]:
+        """The ids of a text in parts, so that a long text never stands in memory with all that tokenising it takes."""
         backend = self._backend if parse_special else self._literal_backend()
-        try:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_bos is None and self._add_bos is None).ids
-        except (TypeError, UnicodeError):
-            raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
         wanted = self._add_bos if add_bos is None else add_bos
-        return [self.bos_id, *ids] if wanted and self.bos_id is not None else ids
+        own = wanted is None  # the backend itself knows what stands around a text
+        before: list[int] = [self.bos_id] if wanted and self.bos_id is not None else []
+        after: list[int] = []
+        texts: Iterable[str] = (text,)
+        if len(text) > cutting.PIECE_CHARS and self._can_cut:
+            texts = cutting.pieces(text)
+            if own:
+                own, (before, after) = False, self._surroundings
+        yield before
+        for piece in texts:
+            try:
+                # of the library's calls this one lets other threads run, and leaves out offsets that are not needed
+                yield backend.encode_batch_fast([piece], add_special_tokens=own)[0].ids
+            except (TypeError, UnicodeError):
+                raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
+        yield after
+
+    @cached_property
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """What the backend puts before and behind every text."""
+        alone, within = (self._backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
+        place = next(i for i in range(len(within)) if within[i : i + len(alone)] == alone)
+        return within[:place], within[place + len(alone) :]
+
+    @cached_property
+    def _can_cut(self) -> bool:
+        known = bool(self._backend.encode(_PROBE, add_special_tokens=False).ids)
+        return known and cutting.can_cut(self._backend, self._vocabulary)
+
+    @cached_property
+    def _shares(self) -> cutting.Shares | None:
+        return cutting.token_shares(self._backend, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> list[bytes]:
+        return [self.token_bytes(index) for index in range(self.vocab_size)]
+
+    def fewest_tokens(self, texts: Sequence[str], limit: int) -> int:
+        """A number of tokens that texts certainly have together, found without tokenising them.
+
+        It is told only where it may be above `limit`, and 0 where nothing is certain.
+        """
+        if _MAX_UTF8 * sum(map(len, texts)) <= limit:
+            return 0
+        try:
+            data = "".join(texts).encode()
+        except UnicodeError:
+            return 0  # tokenising them will say what is wrong
+        if len(data) <= limit or self._shares is None:
+            return 0
+        return cutting.fewest_tokens(data, self._shares)
+
+    def longest_piece(self, text: str) -> int:
+        """The characters that have to be tokenised at once, at most."""
+        cut = len(text) > cutting.PIECE_CHARS and self._can_cut
+        return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
