@@ -8,7 +8,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -33,6 +32,7 @@ from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exa
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.kernels.native.library import availability, library
 from slipstream.kernels.native.threads import set_threads
+from slipstream.lazy import cached_property
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
