@@ -85,7 +85,8 @@ class LLM:
         self._gpu = gpu_backend(self.config)
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None
-        loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
+        with self.target_source.checked():
+            loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
         self._target, self.format_choice = loaded.model, loaded.format_reason
         if self._target.weight_format == "native" and self._gpu is None:
             # what is left to torch is small, and its threads would go on spinning where ours want to work
