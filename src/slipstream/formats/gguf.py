@@ -98,13 +98,14 @@ class _Parser:
 
     def __init__(self, data: StoredBytes, file_name: str) -> None:
         self.data = data
-        self.window, self.window_start = b"", 0
+        self.size = len(data)
+        self.window, self.window_start, self.window_end = b"", 0, 0
         self.name = file_name
         self.position = 0
-        self.header = GgufHeader(file_size=len(data))
+        self.header = GgufHeader(file_size=self.size)
 
     def parse(self) -> GgufHeader:
-        if len(self.data) < len(MAGIC) or self._bytes(len(MAGIC)) != MAGIC:
+        if self.size < len(MAGIC) or self._bytes(len(MAGIC)) != MAGIC:
             raise FormatError(f"{self.name} is not a GGUF file", "its first four bytes must be GGUF")
         self.header.version = self._version()
         tensor_count, pair_count = self._u64(), self._u64()
@@ -207,7 +208,7 @@ class _Parser:
         return value
 
     def _claim(self, count: int, least_bytes: int, what: str) -> None:
-        remaining = len(self.data) - self.position
+        remaining = self.size - self.position
         if (missing := count * least_bytes - remaining) > 0:
             message = f"{self.name} claims {count} {what} but has only {remaining} bytes left"
             raise TruncatedHeader(message, self.header, missing)
@@ -215,12 +216,12 @@ class _Parser:
     def _bytes(self, count: int) -> bytes:
         """The next `count` bytes."""
         start = self.position
-        if (missing := count - (len(self.data) - start)) > 0:
+        if (missing := count - (self.size - start)) > 0:
             raise TruncatedHeader(f"{self.name} ends inside its header: truncated", self.header, missing)
         self.position = start + count
-        if self.position > self.window_start + len(self.window):
-            size = min(max(count, _WINDOW_BYTES), len(self.data) - start)
-            self.window, self.window_start = self.data.read(start, size).tobytes(), start
+        if self.position > self.window_end:
+            self.window_start, self.window_end = start, min(start + max(count, _WINDOW_BYTES), self.size)
+            self.window = self.data.read(start, self.window_end - start).tobytes()
         return self.window[start - self.window_start : self.position - self.window_start]
 
     def _u32(self) -> int:

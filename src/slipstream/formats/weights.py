@@ -113,8 +113,11 @@ class WeightTensor:
         return data.reshape(stop - start, row_bytes)
 
     def _select(self, index: NDArray[np.int64]) -> Bytes:
-        """The stored rows of an index; those that follow each other are read together."""
+        """The stored rows of an index, read in one go where most rows between the first and the last are wanted."""
         row_bytes = self._entry.nbytes // self._entry.shape[0]
+        first, last = int(index.min()), int(index.max())
+        if last - first < 2 * len(index):
+            return self._read(first, last + 1, row_bytes)[index - first]
         runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1)
         return np.concatenate([self._read(int(run[0]), int(run[-1]) + 1, row_bytes) for run in runs])
 
