@@ -18,6 +18,7 @@ TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
     "<|end_of_turn|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]",
 )
+_SAMPLE = "Aé 1.\n"  # letters, a digit, space and punctuation: every kind of piece a tokenizer tells apart
 
 
 class Tokenizer:
@@ -75,8 +76,10 @@ class Tokenizer:
     def _from_folder(cls, folder: Path) -> Tokenizer:
         try:
             backend = Backend.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises bare exceptions
-            raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {error}", "fetch it again") from None
+            backend.encode(_SAMPLE)  # some mistakes of a file show only in use
+        except BaseException as error:  # the library raises bare exceptions, and panics
+            reason = _failure(error)
+            raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {reason}", "fetch it again") from None
         config = _read_object(folder / "tokenizer_config.json")
         names = _read_object(folder / "special_tokens_map.json") | config
         eos_ids = _id_list(_named_id(backend, names.get("eos_token")))
@@ -114,6 +117,9 @@ class Tokenizer:
             ids: list[int] = backend.encode(text, add_special_tokens=add_bos is None and self._add_bos is None).ids
         except (TypeError, UnicodeError):
             raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
+        except BaseException as error:
+            reason = _failure(error)
+            raise RequestError(f"the model's tokenizer fails on this text: {reason}", "shorten or change it") from None
         wanted = self._add_bos if add_bos is None else add_bos
         return [self.bos_id, *ids] if wanted and self.bos_id is not None else ids
 
@@ -165,6 +171,13 @@ class Tokenizer:
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal
+
+
+def _failure(error: BaseException) -> str:
+    """What went wrong in the tokenizers library; its panics are not `Exception`s, and what else is not goes on."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return str(error)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
