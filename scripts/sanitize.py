@@ -19,6 +19,7 @@ TESTS = [test for test in TESTS if "library" not in test]
 SHARE = "8"  # every eighth case: a sanitized kernel is some ten times slower, and cases differ in sizes only
 FLAGS = {"memory": "-fsanitize=address,undefined -fno-sanitize-recover=undefined", "thread": "-fsanitize=thread"}
 RUNTIMES = {"memory": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+SYMBOLS = {"memory": b"__asan_report", "thread": b"__tsan_write"}
 OPTIONS = {
     # Python and torch keep memory until the process ends, and load libraries that know nothing of sanitizers
     "memory": {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
@@ -30,10 +31,13 @@ def build(kind: str, folder: Path) -> Path:
     """The kernels compiled with a sanitizer."""
     flags = f"{FLAGS[kind]} -fno-omit-frame-pointer"
     places = ["--build-temp", str(folder / "objects"), "--build-lib", str(folder / "library")]
-    environment = {**os.environ, "CFLAGS": flags, "LDFLAGS": flags}
+    environment = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags, "LDFLAGS": flags}
     command = [sys.executable, "setup.py", "-q", "build_ext", *places]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return next((folder / "library").rglob("_rows*.so"))
+    library = next((folder / "library").rglob("_rows*.so"))
+    if SYMBOLS[kind] not in library.read_bytes():
+        sys.exit(f"{library.name} was built without its sanitizer: this Python's compiler takes its flags elsewhere")
+    return library
 
 
 def runtime(name: str) -> str:
@@ -51,7 +55,7 @@ def check(kind: str) -> int:
         }
         # ThreadSanitizer wants memory where it expects it, which random addresses prevent
         fixed = ["setarch", "-R"] if kind == "thread" else []
-        command = [*fixed, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+        command = [*fixed, sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     print(f"{kind}: {'clean' if code == 0 else f'failed with {code}'}")
     return code
