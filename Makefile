@@ -1,7 +1,8 @@
-# make setup   .venv with the engine and everything its tests need
-# make demo    the default pair, plain and speculative, with both speeds
-# make test    lint and the test suite
-# make verify  every claim at full size; writes docs/results.md
+# make setup     .venv with the engine and everything its tests need
+# make demo      the default pair, plain and speculative, with both speeds
+# make test      lint and the test suite
+# make sanitize  the compiled kernels' tests under address, undefined-behaviour and thread sanitizers (minutes)
+# make verify    every claim at full size; writes docs/results.md
 #
 # On Linux PyPI's torch is the CUDA build (gigabytes). For the CPU build:
 #   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 # What is never imported need not be compiled, which is most of it.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 
-.PHONY: setup demo test lint verify clean
+.PHONY: setup demo test lint sanitize verify clean
 
 setup: $(STAMP)
 
@@ -36,6 +37,9 @@ lint: setup
 
 test: setup
 	$(BIN)/python -m tests.side_by_side
+
+sanitize: setup
+	$(BIN)/python scripts/sanitize.py
 
 verify: setup
 	$(BIN)/python -m tests.verify
