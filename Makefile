@@ -1,9 +1,10 @@
-# make setup   .venv with the engine and everything its tests need
-# make demo    the default pair, plain and speculative, with both speeds
-# make test    lint and the test suite
-# make verify  every claim at full size; writes docs/results.md
-# make audit   known vulnerabilities of the tested packages, and their list as build/sbom.cdx.json
-# make lock    requirements.lock anew, after constraints.txt has changed
+# make setup     .venv with the engine and everything its tests need
+# make demo      the default pair, plain and speculative, with both speeds
+# make test      lint and the test suite
+# make sanitize  the compiled kernels' tests under address, undefined-behaviour and thread sanitizers (minutes)
+# make verify    every claim at full size; writes docs/results.md
+# make audit     known vulnerabilities of the tested packages, and their list as build/sbom.cdx.json
+# make lock      requirements.lock anew, after constraints.txt has changed
 #
 # make setup LOCKED=1 installs only files whose hashes stand in requirements.lock, and torch.
 # On Linux PyPI's torch is the CUDA build (gigabytes). For the CPU build:
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed
 # What is never imported need not be compiled, which is most of it.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 
-.PHONY: setup demo test lint verify audit lock clean
+.PHONY: setup demo test lint sanitize verify audit lock clean
 
 setup: $(STAMP)
 
@@ -40,6 +41,9 @@ lint: setup
 
 test: setup
 	$(BIN)/python -m tests.side_by_side
+
+sanitize: setup
+	$(BIN)/python scripts/sanitize.py
 
 verify: setup
 	$(BIN)/python -m tests.verify

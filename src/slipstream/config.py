@@ -15,6 +15,7 @@ DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 KERNELS: tuple[Kernels, ...] = ("triton", "reference")
 PAGE_TOKENS = 64
 DRAFT_WINDOW_LIMIT = 2048
+MOST_THREADS = 1024  # more than one machine has cores; each thread takes memory for its stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class EngineConfig:
         for name in ("max_sequences", "prefill_chunk", "step_rows", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be 1 or more")
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"threads is {self.threads}", f"it must be at most {MOST_THREADS}; 0 is automatic")
         for name in ("max_context", "cache_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be 0 (automatic) or more")

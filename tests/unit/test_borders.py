@@ -13,7 +13,7 @@ PACKAGE = "slipstream"
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
-BASE = {"errors", "types", "stats", "config", "paths", "version", "isolation"}
+BASE = {"errors", "types", "stats", "config", "paths", "version", "isolation", "lazy"}
 ENGINE_API = {"engine", "engine.llm"}
 SURFACE = BASE | ENGINE_API | {"", "text", "tools", "formats.sources"}
 
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors", "config", "stats"},
     "stats": set(),
     "isolation": {"", "errors"},
+    "lazy": set(),
     "text": BASE,
     "formats": BASE,
     "kernels": BASE,

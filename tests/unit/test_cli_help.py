@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -22,24 +22,21 @@ finally:
 
 
 def start(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    began = time.perf_counter()
+    """The finished process and the seconds of processor time it took, which other processes hardly change."""
+    before = os.times()
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60
     )
-    return done, time.perf_counter() - began
+    after = os.times()
+    return done, sum(after[2:4]) - sum(before[2:4])
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS], ["--version"], []])
 def test_help_is_instant(arguments: list[str]) -> None:
-    fastest = 9.0
-    for _ in range(3):  # a busy machine may slow one start down, not the best of three
-        done, seconds = start(*arguments)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.strip() == "[]"
-        fastest = min(fastest, seconds)
-        if fastest < 1:
-            break
-    assert fastest < 1
+    done, seconds = start(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "[]"
+    assert seconds < 2  # it takes a fifth of that, and importing torch alone takes more
 
 
 def test_help_lists_every_verb() -> None:
@@ -74,6 +71,7 @@ def test_help_lists_every_verb() -> None:
         (["generate", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt", "x", "--logprobs", "2"], "--json"),
         (["generate", "--prompt", "x", "--threads", "-2", "--json"], "threads"),
+        (["generate", "--prompt", "x", "--threads", "99999999999"], "at most 1024"),
         (["bench"], "--prompts"),
         (["bench", "--prompts", "no-such-set"], "humaneval"),
         (["bench", "--prompts", "gsm8k", "--modes", "plain"], "reference"),

@@ -39,7 +39,12 @@ def test_a_machine_with_a_compiler_has_compiled_kernels() -> None:
 def test_the_environment_caps_the_instruction_set() -> None:
     assert explained("avx2") == "compiled kernels, AVX2"
     assert explained("none") == f"torch's kernels, as {CAP_VARIABLE} asks"
-    assert "is not one of none, avx2, avx512, amx" in explained("sse")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        explained("sse")
+    assert f"{CAP_VARIABLE} is 'sse' (use one of none, avx2, avx512, amx, or leave it out)" in failed.value.stderr
 
 
 @pytest.mark.skipif(availability().library is None, reason="no compiled kernels")

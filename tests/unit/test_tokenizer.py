@@ -382,3 +382,30 @@ def test_every_byte_has_its_token() -> None:
     start = len(tiny_vocab()[0]) - 256 - len(tiny_vocab()[2])
     assert {tokenizer.token_bytes(start + rank) for rank in range(256)} == {bytes([byte]) for byte in range(256)}
     assert len(byte_alphabet()) == 256
+
+
+BROKEN_TEMPLATE = {
+    "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}], "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}), ("post_processor", BROKEN_TEMPLATE)],
+    ids=["when it is read", "when it is used"],
+)
+def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, part: str, value: object) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, part: value}))
+    with pytest.raises(FormatError, match=r"tokenizer\.json cannot be read: .*fetch it again"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_panic_over_a_text_is_that_requests_error() -> None:
+    backend = Backend.from_str(json.dumps({
+        "version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": BROKEN_TEMPLATE,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+    }))
+    with pytest.raises(RequestError, match="the model's tokenizer fails on this text"):
+        Tokenizer(backend).encode("a")

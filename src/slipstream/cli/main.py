@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, TextIO
 
 import typer
 
 from slipstream.cli import bench, chat, compare, convert, demo, generate, inspect, quantize, serve, smoke
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, SourceError
 from slipstream.version import __version__
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+# how the system, torch on a CPU or GPU, and the loader of shared libraries say that memory is used up
+_NO_MEMORY = (os.strerror(errno.ENOMEM), "can't allocate memory", "out of memory", "failed to map segment")
 
 app = typer.Typer(
     help="DFlash speculative decoding: the same text as plain decoding, in fewer steps.",
@@ -53,31 +57,67 @@ def main(
 
 
 def _complain(message: str) -> None:
-    print(f"slipstream: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # there is nowhere else to say it
+        print(f"slipstream: {' '.join(message.split())}", file=sys.stderr)
 
 
 def run() -> None:
-    """Runs the command line and exits: 0, 2 with one sentence on bad input, or 130 when interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character must not end the program.
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    """Runs the command line and exits: 0, 2 with one sentence on what is wrong, or 130 when interrupted.
+
+    Where the reader of its output has left, as in `| head`, it exits silently with 1.
+    """
     try:
+        _prepare_streams()
         code = typer.main.get_command(app).main(prog_name="slipstream", standalone_mode=False)
         sys.stdout.flush()
-    except SlipstreamError as error:
-        _complain(str(error))
-        code = BAD_INPUT
-    except typer.TyperException as error:
-        _complain(error.format_message())
-        code = BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`| head`); Python would complain again when it flushes stdout on the way out.
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
         code = 1
+    except Exception as error:
+        explained = _explain(error)
+        if explained is None:
+            raise
+        _complain(explained)
+        code = BAD_INPUT
+    for stream in (sys.stdout, sys.stderr):
+        _settle(stream)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_streams() -> None:
+    if sys.stderr is None:
+        # a file that is opened later must not get the number of standard error, and be written errors into
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+    if sys.stdout is None:
+        raise SourceError("standard output is closed", "send it to a file, or to /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character must not end the program.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def _explain(error: Exception) -> str | None:
+    """One sentence for an error that is no mistake of ours; None for all others, which need their traceback."""
+    if isinstance(error, SlipstreamError):
+        return str(error)
+    if isinstance(error, typer.TyperException):
+        return error.format_message()
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return "there is not enough memory (choose a smaller model or --max-context, or raise the limit on memory)"
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return f"{place}{error.strerror or error} (check the disk, and where the output goes)"
+    return None
+
+
+def _settle(stream: TextIO | None) -> None:
+    """Empties a stream that takes no more: Python flushes it on the way out, and would complain about it again."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

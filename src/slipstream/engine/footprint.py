@@ -50,8 +50,10 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
     """Finds the files as `LLM` does, fetching them if need be, and adds up what it will allocate."""
     source = resolve(target, progress=progress)
     with open_weights(source.path) as file:
-        shape, _ = read_target_config(source.path, file)
+        shape, names = read_target_config(source.path, file)
         weights = _weight_bytes(file, config.weight_format)
+        if shape.tied_head:  # which is packed for products, beside the table that tokens are looked up in
+            weights += file.tensor(names.file_name("model.embed_tokens.weight")).nbytes
     files, per_token = [source.path], PoolShape(shape.kv_shapes).bytes_per_token()
     wanted = pair_draft(target) if draft == "auto" else draft
     if wanted is not None and wanted != "none":

@@ -8,7 +8,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -33,6 +32,7 @@ from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exa
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.kernels.native.library import availability, library
 from slipstream.kernels.native.threads import set_threads
+from slipstream.lazy import cached_property
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
@@ -85,7 +85,8 @@ class LLM:
         self._gpu = gpu_backend(self.config)
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None
-        loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
+        with self.target_source.checked():
+            loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
         self._target, self.format_choice = loaded.model, loaded.format_reason
         if self._target.weight_format == "native" and self._gpu is None:
             # what is left to torch is small, and its threads would go on spinning where ours want to work

@@ -382,7 +382,7 @@ def _refuse_non_finite(tensor: WeightTensor) -> None:
     stored = tensor.raw()
     step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
     for start in range(0, len(stored), step):
-        # a view of the file, decoded a piece at a time: a large tensor costs no memory
+        # decoded a piece at a time: the floats of a large tensor are never in memory together
         with np.errstate(all="ignore"):
             values = decode_rows(stored[start : start + step], tensor.type_name)
         if not np.isfinite(values).all():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import FormatError
-from slipstream.formats.layout import MAX_ELEMENTS, TensorEntry, map_file, refuse_overlaps, refuse_truncation
+from slipstream.formats.layout import (
+    MAX_ELEMENTS,
+    FileBytes,
+    MemoryBytes,
+    StoredBytes,
+    TensorEntry,
+    refuse_overlaps,
+    refuse_truncation,
+)
 from slipstream.formats.quants import GGML_TYPES
 
 MAGIC = b"GGUF"
@@ -21,6 +29,8 @@ MAX_DIMS = 4
 MAX_ARRAY = 2**24
 MAX_ARRAY_DEPTH = 4
 MAX_NAME = 2**16
+
+_WINDOW_BYTES = 1 << 20  # read ahead in a header, which consists of very many small values
 
 _DAMAGED = "the file is damaged: fetch it again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -71,33 +81,32 @@ class TruncatedHeader(FormatError):
 
 def read_gguf(path: Path) -> GgufHeader:
     """Reads a header and checks that the whole of its data is there."""
-    mapped = map_file(path)
-    try:
-        header = parse_header(mapped, path.name)
-    finally:
-        mapped.close()
+    with closing(FileBytes(path)) as data:
+        header = parse_header(data, path.name)
     refuse_truncation(header.tensors, header.file_size, path.name)
     return header
 
 
-def parse_header(data: bytes | mmap.mmap, file_name: str) -> GgufHeader:
+def parse_header(data: bytes | StoredBytes, file_name: str) -> GgufHeader:
     """Parses a header; data that is missing after it is left for the caller to judge by `missing_bytes`."""
-    return _Parser(data, file_name).parse()
+    stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
+    return _Parser(stored, file_name).parse()
 
 
 class _Parser:
     """A cursor over the file's bytes that refuses to read past their end."""
 
-    def __init__(self, data: bytes | mmap.mmap, file_name: str) -> None:
+    def __init__(self, data: StoredBytes, file_name: str) -> None:
         self.data = data
+        self.size = len(data)
+        self.window, self.window_start, self.window_end = b"", 0, 0
         self.name = file_name
         self.position = 0
-        self.header = GgufHeader(file_size=len(data))
+        self.header = GgufHeader(file_size=self.size)
 
     def parse(self) -> GgufHeader:
-        if self.data[:4] != MAGIC:
+        if self.size < len(MAGIC) or self._bytes(len(MAGIC)) != MAGIC:
             raise FormatError(f"{self.name} is not a GGUF file", "its first four bytes must be GGUF")
-        self.position = 4
         self.header.version = self._version()
         tensor_count, pair_count = self._u64(), self._u64()
         self._claim(pair_count, _LEAST_PAIR, "metadata keys")
@@ -199,38 +208,39 @@ class _Parser:
         return value
 
     def _claim(self, count: int, least_bytes: int, what: str) -> None:
-        remaining = len(self.data) - self.position
+        remaining = self.size - self.position
         if (missing := count * least_bytes - remaining) > 0:
             message = f"{self.name} claims {count} {what} but has only {remaining} bytes left"
             raise TruncatedHeader(message, self.header, missing)
 
-    def _take(self, count: int) -> int:
-        """Moves past `count` bytes and returns where they start."""
+    def _bytes(self, count: int) -> bytes:
+        """The next `count` bytes."""
         start = self.position
-        if (missing := count - (len(self.data) - start)) > 0:
+        if (missing := count - (self.size - start)) > 0:
             raise TruncatedHeader(f"{self.name} ends inside its header: truncated", self.header, missing)
         self.position = start + count
-        return start
+        if self.position > self.window_end:
+            self.window_start, self.window_end = start, min(start + max(count, _WINDOW_BYTES), self.size)
+            self.window = self.data.read(start, self.window_end - start).tobytes()
+        return self.window[start - self.window_start : self.position - self.window_start]
 
     def _u32(self) -> int:
-        return int(struct.unpack_from("<I", self.data, self._take(4))[0])
+        return int(struct.unpack("<I", self._bytes(4))[0])
 
     def _u64(self) -> int:
-        return int(struct.unpack_from("<Q", self.data, self._take(8))[0])
+        return int(struct.unpack("<Q", self._bytes(8))[0])
 
     def _string(self, what: str, limit: int | None = None) -> str:
         length = self._u64()
         if limit is not None and length > limit:
             raise FormatError(f"{what} of {self.name} claims {length} bytes", _DAMAGED)
-        start = self._take(length)
+        data = self._bytes(length)
         try:
-            return self.data[start : start + length].decode("utf-8")
+            return data.decode("utf-8")
         except UnicodeDecodeError:
             raise FormatError(f"{what} of {self.name} is not valid UTF-8", _DAMAGED) from None
 
     def _numbers(self, kind: int, count: int) -> list[object]:
         dtype = SCALARS[kind]
-        start = self._take(count * dtype.itemsize)
-        # A copy of the bytes, so that no array keeps the map from closing.
-        values: list[object] = np.frombuffer(self.data[start : self.position], dtype).tolist()
+        values: list[object] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
         return values

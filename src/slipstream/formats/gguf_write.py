@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from slipstream.errors import FormatError, IntegrityError
 from slipstream.formats.atomic import atomic_file
 from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, GgufHeader, parse_header
-from slipstream.formats.layout import map_file
+from slipstream.formats.layout import FileBytes
 from slipstream.formats.quants import GGML_TYPES, Bytes
 
 VERSION = 3
@@ -103,15 +104,12 @@ def array_entry(key: str, values: Sequence[str] | Sequence[float], kind: ValueKi
 
 def stored_metadata(path: Path) -> list[MetadataEntry]:
     """Every key of a GGUF file with the very bytes of its value."""
-    mapped = map_file(path)
-    try:
-        header = parse_header(mapped, path.name)
+    with closing(FileBytes(path)) as data:
+        header = parse_header(data, path.name)
         return [
-            MetadataEntry(key, ValueKind(value.kind), mapped[value.start : value.end])
+            MetadataEntry(key, ValueKind(value.kind), data.read(value.start, value.end - value.start).tobytes())
             for key, value in header.stored.items()
         ]
-    finally:
-        mapped.close()
 
 
 def replaced(entries: Sequence[MetadataEntry], *changes: MetadataEntry) -> list[MetadataEntry]:

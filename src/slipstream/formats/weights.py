@@ -1,19 +1,18 @@
-"""Model weights as the models see them: named tensors read lazily from mapped GGUF or safetensors files."""
+"""Model weights as the models see them: named tensors read lazily from GGUF or safetensors files."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.errors import FormatError, IntegrityError, SourceError
 from slipstream.formats import gguf, safetensors
-from slipstream.formats.layout import TensorEntry, map_file, read_json_object
+from slipstream.formats.layout import FileBytes, MemoryBytes, StoredBytes, TensorEntry, read_json_object
 from slipstream.formats.quants import Q4_BLOCK, Q4_TYPES, Bytes, decode_rows, unpack_q4
 
 # Elements unpacked at a time: keeps the temporaries of a large tensor small without slowing the unpacking down.
@@ -25,9 +24,9 @@ INDEX = "model.safetensors.index.json"
 class WeightTensor:
     """One tensor of a file; nothing is read before `dense` or `q4_groups` is called."""
 
-    def __init__(self, entry: TensorEntry, mapped: mmap.mmap, index: torch.Tensor | None = None) -> None:
+    def __init__(self, entry: TensorEntry, data: StoredBytes, index: torch.Tensor | None = None) -> None:
         self._entry = entry
-        self._mapped = mapped
+        self._data = data
         self._index = index
         self.name = entry.name
         self.type_name = entry.type_name
@@ -47,7 +46,7 @@ class WeightTensor:
         return result
 
     def raw(self) -> Bytes:
-        """The rows' bytes as stored [rows, bytes]; a view of the file unless rows were selected."""
+        """The rows' bytes as stored [rows, bytes], in memory."""
         parts = [part for _, part in self._chunks(whole=self._index is None)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -72,11 +71,16 @@ class WeightTensor:
         index = index.detach().to(device="cpu", dtype=torch.int64)
         if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
             raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
-        return WeightTensor(self._entry, self._mapped, index if self._index is None else self._index[index])
+        return WeightTensor(self._entry, self._data, index if self._index is None else self._index[index])
 
     def as_row(self) -> WeightTensor:
         """A vector as a matrix of one row; some writers drop a dimension of size one."""
-        return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self._mapped)
+        return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self._data)
+
+    def in_memory(self) -> WeightTensor:
+        """The same tensor with its bytes in memory, for what is read as long as the model runs."""
+        data = self.raw().reshape(-1)
+        return WeightTensor(replace(self._entry, shape=self.shape, offset=0, nbytes=data.nbytes), MemoryBytes(data))
 
     def part(self, index: int) -> WeightTensor:
         """One entry along the first dimension, as a tensor of its own; still lazy."""
@@ -87,31 +91,42 @@ class WeightTensor:
             self._entry, name=f"{self.name}[{index}]", shape=self.shape[1:], nbytes=size,
             offset=self._entry.offset + index * size,
         )
-        return WeightTensor(entry, self._mapped)
+        return WeightTensor(entry, self._data)
 
     def _row_count(self) -> int:
         """Rows that can be read on their own: the first dimension, unless blocks span it."""
         return self.shape[0] if self.shape and (len(self.shape) > 1 or self._entry.block == 1) else 1
 
     def _chunks(self, whole: bool = False) -> Iterator[tuple[int, Bytes]]:
-        entry = self._entry
-        try:
-            stored = np.frombuffer(self._mapped, np.uint8, entry.nbytes, entry.offset)
-        except ValueError:
-            raise IntegrityError(f"tensor '{self.name}' is read after its file was closed") from None
         count = self._row_count()
-        stored = stored.reshape(entry.shape[0] if self._index is not None else count, -1)
         step = count if whole else max(1, CHUNK_ELEMENTS * count // max(1, int(np.prod(self.shape, dtype=np.int64))))
-        selected = None if self._index is None else self._index.numpy()
         for start in range(0, count, step):
-            yield start, stored[start : start + step] if selected is None else stored[selected[start : start + step]]
+            stop = min(start + step, count)
+            if self._index is None:
+                yield start, self._read(start, stop, self._entry.nbytes // count)
+            else:
+                yield start, self._select(self._index[start:stop].numpy())
+
+    def _read(self, start: int, stop: int, row_bytes: int) -> Bytes:
+        """Stored rows from `start` to before `stop`."""
+        data = self._data.read(self._entry.offset + start * row_bytes, (stop - start) * row_bytes)
+        return data.reshape(stop - start, row_bytes)
+
+    def _select(self, index: NDArray[np.int64]) -> Bytes:
+        """The stored rows of an index, read in one go where most rows between the first and the last are wanted."""
+        row_bytes = self._entry.nbytes // self._entry.shape[0]
+        first, last = int(index.min()), int(index.max())
+        if last - first < 2 * len(index):
+            return self._read(first, last + 1, row_bytes)[index - first]
+        runs = np.split(index, np.flatnonzero(np.diff(index) != 1) + 1)
+        return np.concatenate([self._read(int(run[0]), int(run[-1]) + 1, row_bytes) for run in runs])
 
 
 class WeightFile:
     """The tensors of one model, whichever files they lie in; `metadata` holds the GGUF keys, {} for safetensors."""
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[TensorEntry, mmap.mmap]], metadata: dict[str, object]
+        self, path: Path, tensors: Mapping[str, tuple[TensorEntry, StoredBytes]], metadata: dict[str, object]
     ) -> None:
         self.path = path
         self.metadata = metadata
@@ -129,11 +144,9 @@ class WeightFile:
         return WeightTensor(*self._tensors[name])
 
     def close(self) -> None:
-        """Unmaps the files; tensors handed out before can no longer be read, what they returned stays valid."""
-        for mapped in {id(mapped): mapped for _, mapped in self._tensors.values()}.values():
-            # A reader still at work elsewhere holds its bytes: the map then goes when that reader does.
-            with suppress(BufferError):
-                mapped.close()
+        """Closes the files; tensors handed out before can no longer be read, what they returned stays valid."""
+        for _, data in self._tensors.values():
+            data.close()
 
     def __enter__(self) -> WeightFile:
         return self
@@ -179,29 +192,29 @@ def _open_gguf(path: Path) -> WeightFile:
     parts = header.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
         raise FormatError(f"{path.name} is one of {parts} parts of a split model", "join them with gguf-split --merge")
-    mapped = map_file(path)
-    return WeightFile(path, {entry.name: (entry, mapped) for entry in header.tensors}, header.metadata)
+    data = FileBytes(path)
+    return WeightFile(path, {entry.name: (entry, data) for entry in header.tensors}, header.metadata)
 
 
 def _open_safetensors(path: Path) -> WeightFile:
-    mapped = map_file(path)
-    entries = safetensors.read_entries(mapped, path.name)
-    return WeightFile(path, {entry.name: (entry, mapped) for entry in entries}, {})
+    data = FileBytes(path)
+    entries = safetensors.read_entries(data, path.name)
+    return WeightFile(path, {entry.name: (entry, data) for entry in entries}, {})
 
 
 def _open_sharded(index: Path) -> WeightFile:
     weight_map = safetensors.read_index(index)
-    shards: dict[str, tuple[mmap.mmap, dict[str, TensorEntry]]] = {}
+    shards: dict[str, tuple[StoredBytes, dict[str, TensorEntry]]] = {}
     for shard in sorted(set(weight_map.values())):
         path = index.parent / shard
         if not path.is_file():
             raise FormatError(f"the shard {shard} that {index.name} names is missing", "fetch the model again")
-        mapped = map_file(path)
-        shards[shard] = mapped, {entry.name: entry for entry in safetensors.read_entries(mapped, shard)}
-    tensors: dict[str, tuple[TensorEntry, mmap.mmap]] = {}
+        data = FileBytes(path)
+        shards[shard] = data, {entry.name: entry for entry in safetensors.read_entries(data, shard)}
+    tensors: dict[str, tuple[TensorEntry, StoredBytes]] = {}
     for name, shard in weight_map.items():
-        mapped, entries = shards[shard]
+        shard_data, entries = shards[shard]
         if name not in entries:
             raise FormatError(f"the shard {shard} lacks tensor '{name}', which its index promises", "fetch it again")
-        tensors[name] = entries[name], mapped
+        tensors[name] = entries[name], shard_data
     return WeightFile(index.parent, tensors, {})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
+from slipstream.lazy import cached_property
 
 if TYPE_CHECKING:
     from slipstream.kernels.delta import DeltaStep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Self, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from slipstream.kernels.matmul import Matrix, rough_twin
 from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.reference import rms_norm, softcapped
 from slipstream.kernels.rows import AttentionPattern, RowBatch
+from slipstream.lazy import cached_property
 from slipstream.models.layers import RotaryRows, TransformerLayer
 from slipstream.models.native_pass import native_stack, packed
 from slipstream.models.rope import RopeConfig, RotaryTable

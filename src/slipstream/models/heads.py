@@ -6,7 +6,6 @@ in a few tensor calls, and is then numpy on small arrays, one call per chosen to
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from slipstream.formats.weights import WeightTensor
 from slipstream.kernels.native.growth import BRAIN, FLOAT, HALF, CompiledWalk, HeadTables
+from slipstream.lazy import cached_property
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import shapes_in
 from slipstream.models.weights import FLOAT_TYPES, Weights

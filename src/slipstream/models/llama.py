@@ -107,6 +107,8 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool
     """The same fields from GGUF metadata; what the keys leave out, the tensors say."""
     hidden, heads = config.integer(f"{arch}.embedding_length"), config.integer(f"{arch}.attention.head_count")
     head_dim = config.integer(f"{arch}.attention.key_length", hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.label}: heads of {head_dim} dimensions cannot turn in pairs", "convert it again")
     if config.integer(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
     if not config.has(f"{arch}.rope.freq_base"):
@@ -116,7 +118,7 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool
         raise ConfigError(f"{config.label}: rope scaling '{scaling}' in a GGUF target is not supported")
     factors: tuple[float, ...] = ()
     if "rope_freqs.weight" in weights.file:
-        factors = tuple(weights.file.tensor("rope_freqs.weight").dense().tolist())
+        factors = tuple(weights.source("rope_freqs.weight", (head_dim // 2,)).dense().tolist())
     rope = RopeConfig(
         config.number(f"{arch}.rope.freq_base"), head_dim, "linear" if scaling == "linear" else "default",
         factor=config.number(f"{arch}.rope.scaling.factor", 1.0), factors=factors,

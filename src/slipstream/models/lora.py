@@ -6,7 +6,6 @@ Drafters store their query and key rows in one order in every container, so a pa
 from __future__ import annotations
 
 import math
-import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
-from slipstream.formats.layout import TensorEntry
+from slipstream.formats.layout import MemoryBytes, StoredBytes, TensorEntry
 from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
 from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor
 from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
@@ -70,7 +69,7 @@ class Adapter:
 class MergedWeights(WeightFile):
     """A drafter's file in which the adapted tensors are the merged ones; all others are read from the file itself."""
 
-    def __init__(self, base: WeightFile, merged: Mapping[str, tuple[TensorEntry, mmap.mmap]]) -> None:
+    def __init__(self, base: WeightFile, merged: Mapping[str, tuple[TensorEntry, StoredBytes]]) -> None:
         super().__init__(base.path, merged, base.metadata)
         self._base = base
         self.adapted = frozenset(merged)  # the file's names of what is not shared with it
@@ -125,7 +124,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
     matrix as it is, to the bit.
     """
     names, shapes = names_in(file), _matrices(file)
-    merged: dict[str, tuple[TensorEntry, mmap.mmap]] = {}
+    merged: dict[str, tuple[TensorEntry, StoredBytes]] = {}
     for done, (name, change) in enumerate(adapter.changes.items(), start=1):
         if name not in shapes:
             raise ConfigError(f"{file.path.name} has no matrix '{name}'", f"{adapter.name} is for another drafter")
@@ -200,13 +199,12 @@ def _kind(source: WeightTensor) -> str:
 
 def _merge(
     source: WeightTensor, kind: str, factor: float, up: Tensor, down: Tensor, label: str
-) -> tuple[TensorEntry, mmap.mmap]:
+) -> tuple[TensorEntry, StoredBytes]:
     """One merged tensor in memory of its own, made a few rows at a time and shaped like one that lies in a file."""
     rows, width = up.shape[0], down.shape[1]
     block, item = BLOCK_SIZES[kind]
     size = rows * width // block * item
-    memory = mmap.mmap(-1, size)
-    out = np.frombuffer(memory, np.uint8).reshape(rows, -1)
+    out = np.empty((rows, size // rows), np.uint8)
     step = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -220,4 +218,4 @@ def _merge(
             raise FormatError(
                 f"tensor '{source.name}' overflows {kind} with the adapter {label} merged in", "use a smaller scale"
             ) from None
-    return TensorEntry(source.name, kind, source.shape, block, item, 0, size), memory
+    return TensorEntry(source.name, kind, source.shape, block, item, 0, size), MemoryBytes(out.reshape(-1))

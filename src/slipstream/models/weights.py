@@ -31,15 +31,15 @@ def rounded_scale(scale: float, table: WeightTensor) -> float:
 
 
 class Embedding:
-    """A token table, read row by row from the file, except that torch keeps float tables in memory."""
+    """A token table in memory, in the type its file has; rows become floats as they are asked for."""
 
     def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
         self.scale = rounded_scale(scale, source)
-        self._source = source
         compiled = library()
         self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
         dtype = FLOAT_TYPES.get(source.type_name) if self._compiled is None else None
         self._table = source.dense().to(dtype) if dtype is not None else None
+        self._stored = source.in_memory() if self._compiled is None and dtype is None else None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         rows = self.raw(token_ids)
@@ -49,9 +49,10 @@ class Embedding:
         """The rows as the file has them, before the model's scale."""
         if self._compiled is not None:
             return self._compiled(token_ids)
-        if self._table is not None:
-            return self._table[token_ids].float()
-        return self._source.rows(token_ids).dense()
+        if self._stored is not None:
+            return self._stored.rows(token_ids).dense()
+        assert self._table is not None
+        return self._table[token_ids].float()
 
 
 class Weights:

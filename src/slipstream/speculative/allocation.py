@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from slipstream.lazy import cached_property
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.sequence_policy import SequencePolicy
 

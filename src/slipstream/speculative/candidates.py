@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
 from slipstream.kernels.native.library import address
+from slipstream.lazy import cached_property
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.guided import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree

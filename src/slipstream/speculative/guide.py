@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import RequestError
+from slipstream.lazy import cached_property
 from slipstream.speculative.lane import Lane
 from slipstream.types import Thinking
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from slipstream.errors import ConfigError, FormatError, RequestError
+from slipstream.lazy import cached_property
 from slipstream.text import cutting, gguf_vocab
 from slipstream.text.token_bytes import TokenNotation
 
@@ -19,6 +19,7 @@ TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
     "<|end_of_turn|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]",
 )
+_SAMPLE = "Aé 1.\n"  # letters, a digit, space and punctuation: every kind of piece a tokenizer tells apart
 _MAX_UTF8 = 4  # bytes of a character
 _PROBE = "a"
 
@@ -85,8 +86,10 @@ class Tokenizer:
     def _from_folder(cls, folder: Path) -> Tokenizer:
         try:
             backend = Backend.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises bare exceptions
-            raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {error}", "fetch it again") from None
+            backend.encode(_SAMPLE)  # some mistakes of a file show only in use
+        except BaseException as error:  # the library raises bare exceptions, and panics
+            reason = _failure(error)
+            raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {reason}", "fetch it again") from None
         config = _read_object(folder / "tokenizer_config.json")
         names = _read_object(folder / "special_tokens_map.json") | config
         eos_ids = _id_list(_named_id(backend, names.get("eos_token")))
@@ -149,11 +152,7 @@ class Tokenizer:
                 own, (before, after) = False, self._surroundings
         yield before
         for piece in texts:
-            try:
-                # of the library's calls this one lets other threads run, and leaves out offsets that are not needed
-                yield backend.encode_batch_fast([piece], add_special_tokens=own)[0].ids
-            except (TypeError, UnicodeError):
-                raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
+            yield _encoded(backend, piece, own)
         yield after
 
     @cached_property
@@ -244,6 +243,25 @@ class Tokenizer:
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal
+
+
+def _failure(error: BaseException) -> str:
+    """What went wrong in the tokenizers library; its panics are not `Exception`s, and what else is not goes on."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return str(error)
+
+
+def _encoded(backend: Backend, text: str, add_special: bool) -> list[int]:
+    try:
+        # of the library's calls this one lets other threads run, and leaves out offsets that are not needed
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    except (TypeError, UnicodeError):
+        raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None
+    except BaseException as error:
+        reason = _failure(error)
+        raise RequestError(f"the model's tokenizer fails on this text: {reason}", "shorten or change it") from None
+    return ids
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, as_read, number_entry
-from slipstream.formats.layout import TensorEntry
+from slipstream.formats.layout import MemoryBytes, TensorEntry
 from slipstream.formats.weights import WeightFile, open_weights
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
@@ -154,13 +153,12 @@ def _turn_alike(one: RopeConfig, other: RopeConfig) -> bool:
 def _as_written(plans: Sequence[TensorPlan], factors: Tensor | None) -> WeightFile:
     """The new file as a reader of its configuration sees it: names, shapes, and the one tensor that is read."""
     data = b"" if factors is None else factors.numpy().astype("<f4").tobytes()
-    mapped = mmap.mmap(-1, max(1, len(data)))
-    mapped.write(data)
+    stored = MemoryBytes(np.frombuffer(data, np.uint8))
     entries = [
         TensorEntry(plan.name, plan.type_name, plan.shape, 1, 4, 0, len(data) if plan.name == _FACTORS else 0)
         for plan in plans
     ]
-    return WeightFile(Path(_FACTORS), {entry.name: (entry, mapped) for entry in entries}, {})
+    return WeightFile(Path(_FACTORS), {entry.name: (entry, stored) for entry in entries}, {})
 
 
 # ---- scaled positions

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
-from slipstream.formats.layout import TensorEntry, map_file, read_json_object
+from slipstream.formats.layout import FileBytes, TensorEntry, read_json_object
 from slipstream.formats.weights import INDEX, SINGLE, find_gguf
 from slipstream.models.dflash import LUCEBOX_ARCHS
 from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
@@ -31,16 +32,14 @@ def inspect_file(path: Path) -> dict[str, object]:
 
 
 def _gguf(path: Path) -> dict[str, object]:
-    mapped = map_file(path)
     try:
-        header = gguf.parse_header(mapped, path.name)
+        with closing(FileBytes(path)) as data:
+            header = gguf.parse_header(data, path.name)
         missing = header.missing_bytes
         problem = f"the file ends {missing} bytes early: truncated" if missing else ""
     except gguf.TruncatedHeader as error:
         # Only a lower bound: the part that is cut off would have said how much more there should be.
         header, missing, problem = error.header, error.missing, error.message
-    finally:
-        mapped.close()
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
     report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
@@ -53,11 +52,8 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
     entries: list[TensorEntry] = []
     size = missing = 0
     for file in files:
-        mapped = map_file(file)
-        try:
-            found, length = safetensors.parse_header(mapped, file.name), len(mapped)
-        finally:
-            mapped.close()
+        with closing(FileBytes(file)) as data:
+            found, length = safetensors.parse_header(data, file.name), len(data)
         entries += found
         size += length
         missing += max(0, max((entry.end for entry in found), default=0) - length)

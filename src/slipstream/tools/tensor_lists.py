@@ -6,12 +6,13 @@ A model is built as ever, except that its weights stand for nothing: they note w
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from slipstream.errors import ConfigError
-from slipstream.formats.layout import TensorEntry
+from slipstream.formats.layout import MemoryBytes, TensorEntry
 from slipstream.formats.weights import WeightFile, WeightTensor
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import DFlashDrafter
@@ -54,7 +55,7 @@ class _Asked(Weights):
         super().__init__(file, "fp32", file_name)
         self.shapes: dict[str, Shape] = {}
         self._most = sum(math.prod(file.tensor(name).shape) for name in file.names())
-        self._zeros: mmap.mmap | None = None
+        self._zeros: MemoryBytes | None = None
 
     def source(self, name: str, shape: Shape) -> WeightTensor:
         self.shapes[name] = shape
@@ -69,7 +70,7 @@ class _Asked(Weights):
         # a false claim must not decide how much is allocated
         if elements > self._most:
             raise ConfigError(f"'{name}' would be {list(shape)}, more than all of {self.file.path.name}", _FOREIGN)
-        self._zeros = self._zeros or mmap.mmap(-1, max(1, self._most * _FLOAT_BYTES))
+        self._zeros = self._zeros or MemoryBytes(np.zeros(self._most * _FLOAT_BYTES, np.uint8))
         return WeightTensor(TensorEntry(name, "F32", shape, 1, _FLOAT_BYTES, 0, elements * _FLOAT_BYTES), self._zeros)
 
     def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], Any]) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from slipstream.engine.gpu.landing import Landing
 from slipstream.engine.gpu.loop import DecodeLoop
@@ -17,6 +16,7 @@ from slipstream.engine.gpu.step import bucket, drafted_widths
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
 from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
+from slipstream.lazy import cached_property
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape

@@ -11,6 +11,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.errors import ConfigError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -58,7 +60,7 @@ def library() -> Library | None:
 def availability() -> Availability:
     cap = os.environ.get(CAP_VARIABLE, LEVELS[-1])
     if cap not in LEVELS:
-        return Availability(None, f"{CAP_VARIABLE}={cap} is not one of {', '.join(LEVELS)}: torch's kernels serve")
+        raise ConfigError(f"{CAP_VARIABLE} is '{cap}'", f"use one of {', '.join(LEVELS)}, or leave it out")
     if cap == "none":
         return Availability(None, f"torch's kernels, as {CAP_VARIABLE} asks")
     path = _built()

@@ -59,7 +59,8 @@ class _Arena:
     def take(self, size: int) -> NDArray[np.uint8]:
         """Zeroed bytes, aligned; they live as long as anybody holds them."""
         if self._memory is None or self._used + size > len(self._memory):
-            self._memory = mmap.mmap(-1, max(size, _ARENA_BYTES))
+            # private: a forked child that packs weights of its own must not write them into its parent's
+            self._memory = mmap.mmap(-1, max(size, _ARENA_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._used = 0
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)

@@ -6,7 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <new>
+#include <system_error>
+#include <thread>
 
 namespace slip {
 namespace {
@@ -17,45 +18,56 @@ uint64_t word(uint32_t phase, uint32_t count) { return static_cast<uint64_t>(pha
 uint32_t phase_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 uint32_t count_of(uint64_t word) { return static_cast<uint32_t>(word); }
 
-// The cores this thread may use; pinning changes nothing but which of them each worker keeps to.
-std::vector<int> allowed_cores() {
-    std::vector<int> cores;
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        for (int core = 0; core < CPU_SETSIZE; ++core)
-            if (CPU_ISSET(core, &set)) cores.push_back(core);
-    return cores;
-}
-
-void pin(int core) {
+// The cores this thread may use.
+cpu_set_t allowed_cores() {
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(core, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    sched_getaffinity(0, sizeof set, &set);
+    return set;
+}
+
+// The core that thread `worker` of a team of `threads` keeps to, as a set; all cores where it keeps to none. Only a team
+// that fills its cores is pinned: several small teams on a large machine would otherwise share the same few cores.
+cpu_set_t core_of(int worker, int threads, const cpu_set_t& allowed) {
+    if (threads != CPU_COUNT(&allowed)) return allowed;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &allowed) && worker-- == 0) CPU_SET(core, &set);
+    return set;
 }
 
 // The caller keeps a core of its own while the team works on something long, and gets its freedom back afterwards.
 class PinnedCaller {
 public:
-    explicit PinnedCaller(int core) {
-        known_ = core >= 0 && sched_getaffinity(0, sizeof before_, &before_) == 0;
-        if (known_) pin(core);
+    PinnedCaller(int threads, const cpu_set_t& allowed) : pinned_(threads == CPU_COUNT(&allowed)) {
+        if (!pinned_) return;
+        const cpu_set_t own = core_of(0, threads, allowed);
+        pinned_ = sched_getaffinity(0, sizeof before_, &before_) == 0 && sched_setaffinity(0, sizeof own, &own) == 0;
     }
     ~PinnedCaller() {
-        if (known_) sched_setaffinity(0, sizeof before_, &before_);
+        if (pinned_) sched_setaffinity(0, sizeof before_, &before_);
     }
 
 private:
     cpu_set_t before_;
-    bool known_;
+    bool pinned_;
 };
+
+// The team is never destroyed: at the end of the process another thread may still be inside it.
+Team* team = new Team;
+
+// A forked child has one thread only, and what it inherits of the team may be locked or half changed for good; it gets
+// a team of its own. The C library lets this handler allocate.
+void renew_team() { team = new Team; }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, renew_team);
 
 }  // namespace
 
-Team& Team::shared() {
-    static Team team;
-    return team;
-}
+Team& Team::shared() { return *team; }
+
+Team::Team() : cores_(allowed_cores()) {}
 
 Team::Worker& Team::worker() {
     thread_local Worker me;
@@ -66,17 +78,6 @@ Team::Worker& Team::worker() {
 void Team::wait_a_little(int turn) {
     if (turn < kSpins) _mm_pause();
     else sched_yield();
-}
-
-Team::~Team() {
-    {
-        std::lock_guard<std::mutex> lock(sleep_);
-        stopping_ = true;
-    }
-    wake_.notify_all();
-    if (process_ == getpid())
-        for (std::thread& thread : threads_) thread.join();
-    else new (&threads_) std::vector<std::thread>;
 }
 
 // A piece of one's own stretch, or of another's; -1 where nothing is left (or the phase is only being opened).
@@ -104,17 +105,15 @@ bool Team::over(uint32_t phase, int pieces) {
     return true;
 }
 
-void Team::grow(int threads) {
-    if (process_ != getpid()) {
-        // threads do not survive a fork; what is left of them must not be joined either
-        new (&threads_) std::vector<std::thread>;
-        cores_ = allowed_cores();
-        process_ = getpid();
+// Starts the workers that are missing, as far as the system allows; returns how many threads there are for a call.
+int Team::grow(int threads) {
+    try {
+        for (; workers_ + 1 < threads; ++workers_)
+            std::thread([this, worker = workers_ + 1] { serve(worker); }).detach();
+    } catch (const std::system_error&) {
+        return workers_ + 1;
     }
-    while (static_cast<int>(threads_.size()) + 1 < threads) {
-        const int worker = static_cast<int>(threads_.size()) + 1;
-        threads_.emplace_back([this, worker] { serve(worker); });
-    }
+    return threads;
 }
 
 // The first call that is not `call`: watched for a moment, then slept for.
@@ -125,7 +124,7 @@ long Team::sleep_until_after(long call) {
         _mm_pause();
     }
     std::unique_lock<std::mutex> lock(sleep_);
-    wake_.wait(lock, [&] { return stopping_ || call_.load() / 2 != call / 2; });
+    wake_.wait(lock, [&] { return call_.load() / 2 != call / 2; });
     return call_.load();
 }
 
@@ -138,12 +137,17 @@ bool Team::enter(long call) {
 }
 
 void Team::serve(int worker) {
-    if (worker < static_cast<int>(cores_.size())) pin(cores_[worker]);
-    long call = 0;
-    for (;;) {
+    int placed = 0;  // the size of the team that this thread's cores were chosen for
+    for (long call = 0;;) {
         call = sleep_until_after(call);
-        if (stopping_) return;
-        if (worker >= wanted_.load() || !enter(call)) continue;
+        const int wanted = wanted_.load();
+        if (worker >= wanted) continue;
+        if (placed != wanted) {
+            const cpu_set_t own = core_of(worker, wanted, cores_);
+            sched_setaffinity(0, sizeof own, &own);
+            placed = wanted;
+        }
+        if (!enter(call)) continue;
         Team::worker() = {worker, first_phase_};
         (*body_)();
         inside_.fetch_sub(1);
@@ -152,7 +156,7 @@ void Team::serve(int worker) {
 
 void Team::run(int threads, const std::function<void()>& body, bool brief) {
     std::lock_guard<std::mutex> turn(turn_);
-    running_ = std::min(std::max(threads, 1), static_cast<int>(kMostThreads));
+    running_ = grow(std::clamp(threads, 1, static_cast<int>(kMostThreads)));
     first_phase_ = phase_of(done_.load());
     worker() = {0, first_phase_};
     // a call with more threads than the last one has stretches that nobody has opened
@@ -161,10 +165,9 @@ void Team::run(int threads, const std::function<void()>& body, bool brief) {
         body();
         return;
     }
-    grow(running_);
     body_ = &body;
     wanted_ = running_;
-    PinnedCaller pinned(brief || cores_.empty() ? -1 : cores_[0]);
+    PinnedCaller pinned(brief ? 0 : running_, cores_);
     {
         std::lock_guard<std::mutex> lock(sleep_);
         call_.fetch_add(call_.load() % 2 == 0 ? 3 : 2);  // the next odd number of another pair

@@ -1,16 +1,16 @@
-// One team of pinned threads for the whole process: engines take turns, nobody spins while there is nothing to do.
+// One team of threads for the whole process: engines take turns, nobody spins while there is nothing to do.
 //
 // Work is a sequence of phases, each cut into pieces. A phase is over when its pieces are done, not when everybody has
 // come by: a thread that some other process keeps off its core is not waited for unless it holds a piece.
 #pragma once
+
+#include <sched.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <thread>
-#include <vector>
 
 namespace slip {
 
@@ -20,8 +20,9 @@ public:
 
     // Runs body() on `threads` threads, the caller being one of them, and returns when none is left in it. Bodies do
     // nothing but `share`, with the same phases in the same order on every thread. Calls from several threads wait for
-    // each other: two engines share the cores instead of fighting for them. The caller is held on a core of its own
-    // meanwhile, unless the work is `brief`: that takes the system longer than some of it.
+    // each other: two engines share the cores instead of fighting for them. Where the threads
+    // are as many as the cores, each is held on a core of its own meanwhile; the caller only unless the work is `brief`,
+    // as that takes the system longer than some of it.
     void run(int threads, const std::function<void()>& body, bool brief = false);
 
     // One phase: each(0), ..., each(pieces - 1), every one called once. Each thread goes through a stretch of its own,
@@ -44,7 +45,7 @@ public:
 
     int threads() const { return running_; }
     static Team& shared();
-    ~Team();
+    Team();
 
 private:
     struct Worker {
@@ -58,7 +59,7 @@ private:
     static void wait_a_little(int turn);
     int claim(const Worker& me, int pieces);
     bool over(uint32_t phase, int pieces);
-    void grow(int threads);
+    int grow(int threads);
     void serve(int worker);
     long sleep_until_after(long call);
     bool enter(long call);
@@ -66,9 +67,8 @@ private:
     std::mutex turn_;
     std::mutex sleep_;
     std::condition_variable wake_;
-    std::vector<std::thread> threads_;
-    std::vector<int> cores_;
-    int process_ = 0;
+    const cpu_set_t cores_;  // what the process may use
+    int workers_ = 0;        // threads that were started; the caller is one more
     int running_ = 0;
     uint32_t first_phase_ = 0;  // of the call at hand
     const std::function<void()>* body_ = nullptr;
@@ -77,7 +77,6 @@ private:
     std::atomic<int> inside_{0};       // threads, other than the caller, that are in its body
     Stretch stretches_[kMostThreads];
     alignas(64) std::atomic<uint64_t> done_{0};  // phase, and how many of its pieces are done
-    std::atomic<bool> stopping_{false};
 };
 
 }  // namespace slip

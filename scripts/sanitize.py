@@ -1,0 +1,65 @@
+"""Builds the compiled kernels with sanitizers in a temporary folder and runs their tests against that build.
+
+python scripts/sanitize.py            AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer
+python scripts/sanitize.py thread     one of "memory" and "thread"
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/unit/test_native_*.py"))
+# test_native_library starts compilers and other Pythons, which need no sanitizer and some do not run with one
+TESTS = [test for test in TESTS if "library" not in test]
+SHARE = "8"  # every eighth case: a sanitized kernel is some ten times slower, and cases differ in sizes only
+FLAGS = {"memory": "-fsanitize=address,undefined -fno-sanitize-recover=undefined", "thread": "-fsanitize=thread"}
+RUNTIMES = {"memory": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+SYMBOLS = {"memory": b"__asan_report", "thread": b"__tsan_write"}
+OPTIONS = {
+    # Python and torch keep memory until the process ends, and load libraries that know nothing of sanitizers
+    "memory": {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:report_signal_unsafe=0"},
+}
+
+
+def build(kind: str, folder: Path) -> Path:
+    """The kernels compiled with a sanitizer."""
+    flags = f"{FLAGS[kind]} -fno-omit-frame-pointer"
+    places = ["--build-temp", str(folder / "objects"), "--build-lib", str(folder / "library")]
+    environment = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags, "LDFLAGS": flags}
+    command = [sys.executable, "setup.py", "-q", "build_ext", *places]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    library = next((folder / "library").rglob("_rows*.so"))
+    if SYMBOLS[kind] not in library.read_bytes():
+        sys.exit(f"{library.name} was built without its sanitizer: this Python's compiler takes its flags elsewhere")
+    return library
+
+
+def runtime(name: str) -> str:
+    """Where the compiler keeps a sanitizer's library, which must be loaded before everything else."""
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def check(kind: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, **OPTIONS[kind], "SLIPSTREAM_NATIVE": str(build(kind, Path(folder))),
+            "LD_PRELOAD": ":".join(map(runtime, RUNTIMES[kind])), "SLIPSTREAM_TEST_SHARE": SHARE,
+            "PYTHONPATH": str(ROOT / "src"),
+        }
+        # ThreadSanitizer wants memory where it expects it, which random addresses prevent
+        fixed = ["setarch", "-R"] if kind == "thread" else []
+        command = [*fixed, sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    print(f"{kind}: {'clean' if code == 0 else f'failed with {code}'}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(max(abs(check(kind)) for kind in sys.argv[1:] or FLAGS))

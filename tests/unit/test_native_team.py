@@ -1,0 +1,38 @@
+"""Which cores the threads of a team keep to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.kernels.native.library import library
+
+WAIT_S = 30  # a thread that is kept off its core takes its place late
+PROBE = f"""
+import ctypes, os, sys, time
+from slipstream.kernels.native.library import library
+
+products = library().function("slip_products", [ctypes.c_int, ctypes.c_int], ctypes.c_int64)
+before = set(os.listdir("/proc/self/task"))
+whole = os.sched_getaffinity(0)
+for threads in map(int, sys.argv[1:]):
+    own = [{{core}} if threads == len(whole) else whole for core in sorted(whole)] + [whole]
+    cores, deadline = [], time.monotonic() + {WAIT_S}
+    while cores != own[1:threads] and time.monotonic() < deadline:
+        products(1000, threads)
+        workers = sorted(set(os.listdir("/proc/self/task")) - before, key=int)
+        cores = [os.sched_getaffinity(int(worker)) for worker in workers[: threads - 1]]
+    assert cores == own[1:threads], (threads, cores)
+    assert os.sched_getaffinity(0) == whole, "the caller stays pinned"
+"""
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels")
+def test_only_a_team_that_fills_its_cores_is_pinned() -> None:
+    cores = len(os.sched_getaffinity(0))
+    teams = [str(size) for size in (cores, cores + 1, cores, max(1, cores - 1))]
+    done = subprocess.run([sys.executable, "-c", PROBE, *teams], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
