@@ -31,7 +31,7 @@ class EngineConfig:
     max_sequences: int = 8
     cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0: chosen from free memory
     prefill_chunk: int = 256
-    step_rows: int = 512  # rows of one target forward over all sequences
+    step_rows: int = 512  # of prompts in one step where nothing is decoded; beside that it is one chunk's rows
     max_waiting: int = 1024
     draft_window: int | None = None  # None: the drafter's own safe default; 0: unlimited
     prefix_cache: bool = True

@@ -150,7 +150,7 @@ class Letters:
 def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> Session:
     request = Request("r", (0,), max_tokens=max_tokens, stop=stop, stop_token_ids=frozenset(stop_ids))
     state = SequenceState(PageTable(1), 4, KvPools(1, 4, PoolShape.alike(1, 1, 1), None), False)
-    ticket = Ticket(request, state, 1, None, 1, max_tokens)
+    ticket = Ticket(request, state, 1, None, max_tokens)
     sampler = RowSampler(SamplingParams(), 16, (0,), True)
     return Session(ticket, sampler, Speculation(ticket, 1), cast(Tokenizer, Letters()))
 

@@ -321,7 +321,7 @@ def test_leaks_and_stale_checkpoints_are_noticed() -> None:
 
 def ticket(world: Sequences, name: str, tokens: int = 3) -> Ticket:
     request = Request(name, tuple(range(tokens)))
-    return Ticket(request, SequenceState(world.table, PAGE, world.pools, False), tokens + 4, None, 1, 4)
+    return Ticket(request, SequenceState(world.table, PAGE, world.pools, False), tokens + 4, None, 4)
 
 
 def test_a_sequence_waits_for_a_slot_and_takes_a_paused_ones() -> None:

@@ -34,7 +34,7 @@ class NoMemory:
 
 
 class Bench:
-    """A scheduler with small pages, and a stand-in for the engine's commit."""
+    """A scheduler with small pages, a clock that is set by hand, and a stand-in for the engine's commit."""
 
     def __init__(
         self, pages: int = 32, sequences: int = 4, waiting: int = 8, chunk: int = 8, rows: int = 16, cache: bool = False
@@ -42,7 +42,10 @@ class Bench:
         self.table = PageTable(pages)
         self.memory = NoMemory()
         self.prefix = PrefixCache(self.table, PAGE) if cache else None
-        self.scheduler = Scheduler(self.table, self.prefix, PAGE, sequences, waiting, chunk, rows)
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            self.table, self.prefix, PAGE, sequences, waiting, chunk, rows, clock=lambda: self.now
+        )
 
     def add(
         self, name: str, prompt: int | list[int], max_tokens: int = 4, width: int = 1, *, cached: bool = True
@@ -50,9 +53,7 @@ class Bench:
         tokens = tuple(range(prompt) if isinstance(prompt, int) else prompt)
         state = SequenceState(self.table, PAGE, self.memory, drafting=width > 1)
         request = Request(id=name, prompt_ids=tokens, max_tokens=max_tokens, cache_prompt=cached)
-        ticket = Ticket(
-            request, state, len(tokens) + max_tokens + width, "drafter" if width > 1 else None, width, max_tokens
-        )
+        ticket = Ticket(request, state, len(tokens) + max_tokens + width, "drafter" if width > 1 else None, max_tokens)
         self.scheduler.add(ticket)
         return ticket
 
@@ -196,27 +197,45 @@ def test_every_step_has_at_least_one_chunk_and_every_decoder() -> None:
     assert names(bench.step().decode) == ["a", "b", "c"]
 
 
-def test_chunks_fill_the_step_after_the_decoders_rows() -> None:
-    bench = Bench(chunk=8, rows=20)
-    bench.add("decoder", 4, max_tokens=20, width=4)
-    bench.step()
+def test_chunks_fill_a_step_and_beside_decoding_they_are_one_chunk_s_rows() -> None:
+    bench = Bench(pages=64, sequences=6, chunk=8, rows=20)
     for name in "abc":
         bench.add(name, 8, max_tokens=9)
-    plan = bench.step()
-    assert names(plan.decode) == ["decoder"]
-    assert spans(plan) == [("a", 0, 8), ("b", 0, 8)], "4 + 8 + 8 rows fill 20"
-
-
-def test_decoders_that_may_draft_wide_leave_half_of_a_step_to_prompts() -> None:
-    bench = Bench(pages=64, sequences=6, rows=16)
-    for name in "abc":
-        bench.add(name, 3, width=8)
-    bench.step()
-    for name in "def":
+    assert spans(bench.step()) == [("a", 0, 8), ("b", 0, 8)], "three would be more than 20 rows"
+    for name in "de":
         bench.add(name, 4)
     plan = bench.step()
-    assert names(plan.decode) == ["a", "b", "c"]
-    assert spans(plan) == [("d", 0, 4), ("e", 0, 4)]
+    assert (spans(plan), names(plan.decode)) == ([("c", 0, 8)], ["a", "b"])
+    plan = bench.step()
+    assert (spans(plan), names(plan.decode)) == ([("d", 0, 4), ("e", 0, 4)], ["a", "b", "c"])
+
+
+def test_prompts_take_half_of_the_time_beside_decoding() -> None:
+    bench = Bench(pages=128, chunk=8)
+    decoder = bench.add("decoder", 4, max_tokens=200)
+    bench.step()
+    long = bench.add("long", 64, max_tokens=1)
+    seconds = {True: 0.0, False: 0.0}  # of steps with prompts, and without
+    while not long.generated:
+        plan = bench.step()
+        assert names(plan.decode) == ["decoder"], "no step without the decoder"
+        took = 0.15 if plan.prefill else 0.01
+        bench.now += took
+        seconds[bool(plan.prefill)] += took
+    assert seconds[True] == pytest.approx(8 * 0.15)
+    assert seconds[False] == pytest.approx(7 * 0.15, rel=0.1), "as long alone as each of the chunks before it took"
+    assert decoder.generated > 100
+
+
+def test_prompts_that_are_alone_wait_for_nothing() -> None:
+    bench = Bench(pages=64, chunk=8)
+    bench.add("decoder", 4, max_tokens=2)
+    bench.step()
+    long = bench.add("long", 64, max_tokens=1)
+    for _ in range(8):
+        bench.step()
+        bench.now += 0.15
+    assert long.generated == 1, "the decoder has ended beside the first chunk"
 
 
 def test_a_later_prompt_does_not_slip_past_one_that_did_not_fit() -> None:

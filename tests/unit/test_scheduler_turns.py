@@ -28,7 +28,7 @@ def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int 
 
 def at(bench: Bench, seconds: float) -> None:
     """Sets the scheduler's clock."""
-    bench.scheduler._clock = lambda: seconds
+    bench.now = seconds
 
 
 def run(bench: Bench, steps: int = 200) -> list[str]:

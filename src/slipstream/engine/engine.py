@@ -133,7 +133,6 @@ class Engine:
             state=SequenceState(self._table, PAGE_TOKENS, self._pools, drafting, request.draft_lora),
             positions=len(request.prompt_ids) + max_tokens + max(block, rows),
             draft_key=self._context_key(variant) if drafting and variant is not None else None,
-            width=(request.mode.width or block) if drafting else 1,
             max_tokens=max_tokens,
         )
 

@@ -41,7 +41,6 @@ class Ticket:
     state: SequenceState
     positions: int  # room the sequence may ever need, drafted rows included
     draft_key: str | None
-    width: int  # rows a step of it is expected to bring at most, the anchor included; 1 is plain decoding
     max_tokens: int
     generated: int = 0
     cached_tokens: int = 0
@@ -145,6 +144,9 @@ class Scheduler:
         self._quantum = quantum
         self._states = states
         self._clock = clock
+        self._planned_at = clock()
+        self._shared = False  # the last step had prompts beside decoding sequences
+        self._owed_s = 0.0  # how long decoding goes on alone before the next prompt
         self._pauses = 0
         self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # what could not start, and from which supply
         self._places = itertools.count()
@@ -326,11 +328,11 @@ class Scheduler:
             ticket.state.release()
 
     def plan(self) -> StepPlan:
-        """Every decoding sequence, then prefill chunks while the step has room (always at least one).
+        """Every decoding sequence, and prefill chunks: as many as a step takes, or one chunk's rows beside decoding.
 
-        So decoding goes on in every step, a step's prefill rows are bounded, and prefill goes on as well. Prompts take
-        turns: whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one. A
-        sequence that is not ready is left out where a token would be chosen; it keeps its slot.
+        Prompts and decoding share the time by halves: after a step with both, decoding goes on alone for as long as
+        that step took. Prompts take turns: whose last chunk is longest ago comes first, so that a short prompt does not
+        wait for a long one. A sequence that is not ready is left out where a token would be chosen; it keeps its slot.
         """
         plan = StepPlan()
         prefilling: list[Ticket] = []
@@ -339,24 +341,28 @@ class Scheduler:
                 prefilling.append(ticket)
             elif ticket.ready():
                 plan.decode.append(ticket)
-        if not prefilling:
-            return plan
-        # of many sequences few draft as wide as they may, so prefill has half of a step at least
-        rows = min(sum(ticket.width for ticket in plan.decode), self._step_rows // 2)
         now = self._clock()
+        took_s, self._planned_at = now - self._planned_at, now
+        self._owed_s = took_s if self._shared else max(0.0, self._owed_s - took_s)
+        if not (plan.decode and self._owed_s):
+            self._add_prompts(plan, prefilling, now)
+        self._shared = bool(plan.prefill and plan.decode)
+        return plan
+
+    def _add_prompts(self, plan: StepPlan, prefilling: list[Ticket], now: float) -> None:
+        room = self._chunk if plan.decode else self._step_rows
         for ticket in sorted(prefilling, key=lambda t: (-t.aged(now), t.turn)):
             start = ticket.state.length
-            # chunk borders lie on an absolute grid, so a prompt is summed the same way whoever shares the step
+            # chunk borders lie on an absolute grid, so a prompt is summed the same way whatever shares the step
             stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)
             chunk, ready = PrefillChunk(ticket, start, stop), ticket.ready()
             if chunk.last and not ready:
                 continue
-            if plan.prefill and rows + stop - start > self._step_rows:
+            if plan.prefill and stop - start > room:
                 break
             ticket.turn = next(self._turns)
             plan.prefill.append(chunk)
-            rows += stop - start
-        return plan
+            room -= stop - start
 
     def finish(self, ticket: Ticket) -> None:
         self._leave(ticket)

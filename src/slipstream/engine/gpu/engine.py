@@ -72,7 +72,6 @@ class GpuEngine(Engine):
         ticket = super()._ticket(request)
         # a step launched ahead may stand behind the last token already
         ticket.positions += 2 * MOST_ROWS
-        ticket.width = 1  # drafted rows are no part of the pass that prompts are in
         return ticket
 
     def add_variant(self, variant: DraftVariant) -> None:
