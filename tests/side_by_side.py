@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 PYTEST = [sys.executable, "-m", "pytest", "--durations=20", *sys.argv[1:]]
-WHOLE_PROGRAMS = [[*PYTEST, "tests/e2e"]]
+WHOLE_PROGRAMS = [[*PYTEST, "tests/e2e", "tests/hostile"]]
 OTHERS = [
     [sys.executable, "-m", "ruff", "check", "."], [sys.executable, "-m", "mypy"],
     [*PYTEST, "-p", "no:cacheprovider", "tests/unit", "tests/kernels", "tests/models"],
