@@ -24,6 +24,7 @@ from tests import verify_cpu as cpu
 from tests import verify_families as families
 from tests import verify_files as files
 from tests import verify_gpu as gpu
+from tests import verify_hostile as hostile
 from tests import verify_server as serving
 from tests import verify_speculation as speculation
 from tests.verify_report import Outcome, Report
@@ -106,7 +107,7 @@ SIDE_BY_SIDE: tuple[Section, ...] = (
     oracles, operations, *files.SIDE_BY_SIDE, *cpu.SIDE_BY_SIDE,
     *families.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *gpu.TIMED)
+TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *hostile.TIMED, *gpu.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

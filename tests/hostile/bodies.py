@@ -18,7 +18,11 @@ MODEL = "smollm2"
 VALUES, STRUCTURE = MAX_JSON_VALUES - 100, MAX_JSON_STRUCTURE - 100
 PROMPTS, CONSTRAINTS = "prompts", "constraints"
 _LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
-
+# Texts that are hard to cut or to tokenise, each a piece that is repeated.
+TEXTS = {
+    "words": "many short words of a text ", "one word": "a", "digits": "7", "spaces": " ", "kanji": "日", "rules": "=",
+    "accents": "e\u0301",
+}
 
 Build = Callable[[], bytes]
 
@@ -33,7 +37,6 @@ class Worst:
     build: Build
     refused: int | None = 400
     bounded_by: str = "the door"  # what bounds its cost: else preparing prompts, or compiling constraints
-
     general: bool = False  # the same for every path, and stopped before any of them sees it
 
     @property
@@ -194,6 +197,8 @@ def _completions(size: int) -> Iterator[Worst]:
     yield worst("tokens within the limit", fill(f"{head}[", "257", "]}", size, most=VALUES), None, PROMPTS)
     yield worst("tokens", fill(f"{head}[", "257", "]}", size))
     yield worst("a long text", text(head, "}", size), None, PROMPTS)
+    for name, piece in TEXTS.items():
+        yield worst(f"a text of {name}", padded(f'{head}"', piece, '"}', size), 400, PROMPTS)
 
 
 def _messages(size: int) -> Iterator[Worst]:
@@ -253,6 +258,7 @@ def _responses(size: int) -> Iterator[Worst]:
 def _text(size: int) -> Iterator[Worst]:
     yield from _anywhere("/tokenize", size)
     yield Worst("POST", "/tokenize", "a long text", text('{"content":', "}", size), None, PROMPTS)
+    yield Worst("POST", "/tokenize", "a text of one word", padded('{"content":"', "a", '"}', size), 400, PROMPTS)
     yield Worst("POST", "/tokenize", "a long text with pieces", text('{"with_pieces":true,"content":', "}", size), None,
                 PROMPTS)
     yield from _anywhere("/detokenize", size)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.e2e.serving import MODEL, Server, serve
 from tests.hostile.bodies import Worst, table
 
@@ -37,7 +39,8 @@ class Seen:
     statuses: tuple[int, ...]
     silence_ms: float
     growth: float  # of the peak resident memory, in multiples of all bytes sent
-    seconds: float
+    cpu_s: float  # of the server, the neighbour's own steps included
+    said: str  # how one of the answers begins
 
     @property
     def ok(self) -> bool:
@@ -49,7 +52,7 @@ class Seen:
         said = ",".join(map(str, sorted(set(self.statuses))))
         return (
             f"{'ok  ' if self.ok else 'OVER'} {self.label:62} {said:>8} {self.silence_ms:7.0f} ms "
-            f"{self.growth:6.1f} x {self.seconds:6.2f} s"
+            f"{self.growth:6.1f} x {self.cpu_s:6.2f} s"
         )
 
 
@@ -113,23 +116,25 @@ def reset_peak(pid: int) -> int:
 
 def beside(server: Server, neighbour: Neighbour, worst: Worst, at_once: int = 1) -> Seen:
     """Sends a body, or the same several times at once, while the neighbour streams."""
-    pid, body = server.process.pid, worst.body
+    pid, body, process = server.process.pid, worst.body, psutil.Process(server.process.pid)
     before = reset_peak(pid)
     neighbour.wait_for(3)
-    began = time.monotonic()
+    began, spent = time.monotonic(), sum(process.cpu_times()[:2])
     with ThreadPoolExecutor(at_once) as pool:
-        statuses = tuple(pool.map(lambda _: _status(server, worst, body), range(at_once)))
-    ended = time.monotonic()
+        answers = list(pool.map(lambda _: _answer(server, worst, body), range(at_once)))
+    ended, spent = time.monotonic(), sum(process.cpu_times()[:2]) - spent
     neighbour.wait_for(3)
     growth = (memory_bytes(pid, "VmHWM") - before) / (at_once * len(body))
-    return Seen(worst.label, statuses, neighbour.longest_silence_ms(began, ended), growth, ended - began)
+    statuses, said = tuple(status for status, _ in answers), answers[-1][1][:200].decode("utf-8", "replace")
+    return Seen(worst.label, statuses, neighbour.longest_silence_ms(began, ended), growth, spent, said)
 
 
-def _status(server: Server, worst: Worst, body: bytes) -> int:
+def _answer(server: Server, worst: Worst, body: bytes) -> tuple[int, bytes]:
     try:
-        return server.ask(worst.path, body, method=worst.method, timeout=300)[0]
+        status, _, answer = server.ask(worst.path, body, method=worst.method, timeout=300)
     except (OSError, http.client.HTTPException):
-        return 0
+        return 0, b""
+    return status, answer
 
 
 def measure(server: Server, bodies: Sequence[Worst], at_once: int = 1) -> Iterator[Seen]:
@@ -144,9 +149,8 @@ def main() -> None:
     options.add_argument("part", nargs="?", default="")
     options.add_argument("--size", type=int, default=4 << 20)
     options.add_argument("--at-once", type=int, default=1)
-    options.add_argument("--by", default="the door", help="what bounds their cost")
     said = options.parse_args()
-    bodies = [worst for worst in table(said.size) if said.part in worst.label and worst.bounded_by == said.by]
+    bodies = [worst for worst in table(said.size) if said.part in worst.label]
     with serve("--max-body", str(said.size)) as server:
         for seen in measure(server, bodies, said.at_once):
             print(seen.row(), flush=True)

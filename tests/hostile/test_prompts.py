@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.serving import MODEL, Server, serve
-from tests.hostile.long_prompts import MIB, bodies, cost
+from tests.hostile.bodies import Worst, table
+from tests.hostile.neighbour import GROWTH_LIMIT, Neighbour, Seen, beside
 
-SIZE = 4 * MIB
-MOST_GROWTH = 20  # times the body
+MIB = 1 << 20
 # Where tokenising held the interpreter the neighbour was silent for 6 s and more; a busy machine alone makes it 0.5 s.
-MOST_SILENCE_S = 3.0
+MOST_SILENCE_MS = 3000.0
 
 
 @pytest.fixture(scope="module")
@@ -24,41 +24,65 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def neighbour(server: Server) -> Iterator[Neighbour]:
+    with Neighbour(server) as running:
+        yield running
+
+
+def body(path: str, name: str, size: int = 4 * MIB) -> Worst:
+    return next(worst for worst in table(size) if (worst.path, worst.name) == (path, name))
+
+
+def check(seen: Seen) -> None:
+    assert seen.silence_ms < MOST_SILENCE_MS and seen.growth < GROWTH_LIMIT, seen.row()
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["chat", "chat, many turns", "responses", "messages", "completions, digits", "completions, one word",
-     "completions, spaces", "completions, kanji"],
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "a long text"), ("/v1/chat/completions", "valid messages within the limit"),
+        ("/v1/responses", "a long text"), ("/v1/messages", "a long text"),
+        *(("/v1/completions", f"a text of {name}") for name in ("digits", "one word", "spaces", "kanji")),
+    ],
 )
-def test_a_prompt_that_is_far_too_long_costs_next_to_nothing(server: Server, name: str) -> None:
-    path, body = bodies(SIZE)[name]
-    found = cost(server, name, path, body)
-    assert found.statuses == (400,) and "the context holds 8192" in found.said
-    # 4 MiB of digits take 5 s to tokenise, words 3 s, and the neighbour's own steps are in this figure as well
-    assert found.cpu_s < 1.5 and found.silence_s < MOST_SILENCE_S, found
-    assert found.growth < MOST_GROWTH * max(len(body), MIB), found
+def test_a_prompt_that_is_far_too_long_costs_next_to_nothing(
+    server: Server, neighbour: Neighbour, path: str, name: str
+) -> None:
+    seen = beside(server, neighbour, body(path, name))
+    assert seen.statuses == (400,) and "the context holds 8192" in seen.said, seen
+    # 4 MiB of digits take 5 s to tokenise, words 3 s
+    assert seen.cpu_s < 1.5, seen
+    check(seen)
 
 
-def test_eight_at_once_do_not_add_up(server: Server) -> None:
-    path, body = bodies(SIZE)["completions, digits"]
-    found = cost(server, "eight", path, body, at_once=8)
-    assert set(found.statuses) == {400}
-    assert found.cpu_s < 8 and found.silence_s < MOST_SILENCE_S, found
-    assert found.growth < MOST_GROWTH * found.body / 2, found
+def test_eight_at_once_do_not_add_up(server: Server, neighbour: Neighbour) -> None:
+    seen = beside(server, neighbour, body("/v1/completions", "a text of digits"), at_once=8)
+    assert set(seen.statuses) == {400} and seen.cpu_s < 8, seen
+    check(seen)
 
 
-@pytest.mark.parametrize("name", ["count_tokens", "tokenize", "tokenize with pieces"])
-def test_what_is_tokenised_whole_takes_little_memory_and_lets_others_run(server: Server, name: str) -> None:
-    path, body = bodies(MIB)[name]
-    found = cost(server, name, path, body)
-    assert found.statuses == (200,), found
-    assert found.growth < MOST_GROWTH * len(body) and found.silence_s < MOST_SILENCE_S, found
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/messages/count_tokens", "a long text"), ("/tokenize", "a long text"),
+        ("/tokenize", "a long text with pieces"),
+    ],
+)
+def test_what_is_tokenised_whole_takes_little_memory_and_lets_others_run(
+    server: Server, neighbour: Neighbour, path: str, name: str
+) -> None:
+    seen = beside(server, neighbour, body(path, name, MIB))
+    assert seen.statuses == (200,), seen
+    check(seen)
 
 
-def test_a_stretch_that_cannot_be_cut_is_refused_where_no_context_bounds_it(server: Server) -> None:
-    path, body = bodies(SIZE)["tokenize, one word"]
-    found = cost(server, "one word", path, body)
-    assert found.statuses == (400,) and "no word or line ends" in found.said
-    assert found.growth < MOST_GROWTH * len(body), found
+def test_a_stretch_that_cannot_be_cut_is_refused_where_no_context_bounds_it(
+    server: Server, neighbour: Neighbour
+) -> None:
+    seen = beside(server, neighbour, body("/tokenize", "a text of one word"))
+    assert seen.statuses == (400,) and "no word or line ends" in seen.said, seen
+    check(seen)
 
 
 def test_a_long_text_comes_back_whole(server: Server) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.serving import Server, serve
-from tests.hostile.neighbours import CHAT, SLOW_GRAMMARS, hostile_body, neighbourhood
+from tests.hostile.company import CHAT, SLOW_GRAMMARS, hostile_body, neighbourhood
 
 pytestmark = pytest.mark.e2e
 # On an idle machine of two cores the slowdown is below 2 and a silence below 0.25 s; a busy one may be far from that.

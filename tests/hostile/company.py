@@ -1,19 +1,24 @@
-"""Ordinary streams of a real server beside a hostile request: how fast they are, and how long they are silent."""
+"""Ordinary streams of a real server beside a hostile client: how fast they are, and how long they are silent.
+
+    python -m tests.hostile.company [PART OF A NAME] [--streams N] [--tokens N] [--rounds N]
+"""
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import itertools
 import json
+import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.e2e.serving import MODEL, Server
+from tests.e2e.serving import MODEL, Server, serve
 
 CHAT = "/v1/chat/completions"
 # Every one of them makes a mask costly in another way: rows that grow with the text, too many ways to read a word, a
@@ -26,6 +31,34 @@ SLOW_GRAMMARS = {
     ),
     "late": 'start: /[A-Z ]{40}/ s\ns: s s | s s s | s s s s | "a" | "b" | " "',
 }
+
+
+# Every stop begins as a text may go on, so that much is held back and compared.
+_STOPS = [f"{'the ' * 247}{number:012}" for number in range(64)]
+_STORY: dict[str, Any] = {
+    "model": MODEL, "messages": [{"role": "user", "content": "Tell me a story of the sea."}], "max_tokens": 1000,
+    "ignore_eos": True, "stream": True,
+}
+SLOWDOWN_LIMIT = 2.0
+SILENCE_LIMIT_S = 0.25
+
+
+def hostile_bodies() -> dict[str, dict[str, Any]]:
+    """What one client may send to make its neighbours slow, and an ordinary request to compare it with."""
+    return {
+        "an ordinary story": _STORY,
+        **{f"a slow grammar ({name})": hostile_body(grammar) for name, grammar in SLOW_GRAMMARS.items()},
+        "64 stops of 1,000 characters": {**_STORY, "stop": _STOPS},
+        "2,048 biases": {**_STORY, "logit_bias": {str(token): 1.0 for token in range(1000, 3048)}},
+        "penalties and 20 log-probabilities": {
+            **_STORY, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "temperature": 1.0,
+            "logprobs": True, "top_logprobs": 20,
+        },
+        "priority 100": {**_STORY, "priority": 100},
+        "prompts as long as the context": {
+            **_STORY, "messages": [{"role": "user", "content": "word " * 7000}], "cache_prompt": False, "max_tokens": 1,
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +108,47 @@ def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, toke
         max(heard.silence_s for heard in beside), [h.text for h in alone] == [h.text for h in beside],
         sum(heard.pieces for heard in beside), told,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Several times the same, because a machine's speed drifts; silences are judged by their middle as well."""
+
+    name: str
+    seen: tuple[Neighbourhood, ...]
+
+    @property
+    def slowdown(self) -> float:
+        return statistics.median(found.slowdown for found in self.seen)
+
+    @property
+    def silence_s(self) -> float:
+        return statistics.median(found.silence_s for found in self.seen)
+
+    @property
+    def ok(self) -> bool:
+        same = all(found.same_texts for found in self.seen)
+        return same and self.slowdown <= SLOWDOWN_LIMIT and self.silence_s <= SILENCE_LIMIT_S
+
+    def row(self) -> str:
+        slowdowns = ", ".join(f"{found.slowdown:.2f}" for found in self.seen)
+        silences = ", ".join(f"{1e3 * found.silence_s:.0f}" for found in self.seen)
+        texts = "the same texts" if all(found.same_texts for found in self.seen) else "DIFFERENT TEXTS"
+        return (
+            f"{self.name}: others take {self.slowdown:.2f} times as long ({slowdowns}), longest silence "
+            f"{1e3 * self.silence_s:.0f} ms ({silences}), {texts}"
+        )
+
+
+def measure(names: Iterable[str], streams: int, tokens: int, rounds: int) -> Iterator[Rounds]:
+    """One server that lets clients choose priorities, so that this is tried as well."""
+    bodies = hostile_bodies()
+    with serve("--allow-priority") as server:
+        _streams(server, streams, tokens)
+        for name in names:
+            found = [neighbourhood(server, bodies[name], streams, tokens) for _ in range(rounds)]
+            server.wait_idle(60)
+            yield Rounds(name, tuple(found))
 
 
 def _streams(server: Server, count: int, tokens: int) -> list[Heard]:
@@ -136,3 +210,19 @@ def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[Hostile]:
     finally:
         ended.set()
         sender.join()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("part", nargs="?", default="")
+    options.add_argument("--streams", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=200)
+    options.add_argument("--rounds", type=int, default=3)
+    said = options.parse_args()
+    names = [name for name in hostile_bodies() if said.part in name]
+    for seen in measure(names, said.streams, said.tokens, said.rounds):
+        print("ok  " if seen.ok else "OVER", seen.row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The sections of the verification about hostile input: bodies, connections, neighbours, constraints, random company."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import differential
+from tests.differential_worlds import WORLDS
+from tests.e2e.serving import serve
+from tests.hostile import company, fuzz_constraints, idle, neighbour
+from tests.hostile.bodies import table
+from tests.verify_report import Report
+
+SIZE = 4 << 20  # a server's default limit of a body
+CONNECTIONS, IDLE_SECONDS = 10_000, 30.0
+CONSTRAINTS, TEXTS = 200_000, 20_000
+Section = Callable[[Report], None]
+
+
+def hostile_bodies(report: Report) -> None:
+    """One row for all bodies that hold the bar, and one for each that does not."""
+    bodies = table(SIZE)
+    for at_once in (1, 8):
+        with serve() as server:
+            seen = list(neighbour.measure(server, bodies, at_once))
+        good = [found for found in seen if found.ok]
+        report.add(
+            f"the worst bodies of every endpoint at {SIZE >> 20} MiB, {at_once} at once, beside one stream",
+            f"{len(good)} of {len(seen)} within {neighbour.SILENCE_LIMIT_MS:.0f} ms of silence and "
+            f"{neighbour.GROWTH_LIMIT:.0f} times their size in memory; at most "
+            f"{max((found.silence_ms for found in good), default=0):.0f} ms and "
+            f"{max((found.growth for found in good), default=0):.1f} times",
+            len(good) == len(seen),
+        )
+        for found in seen:
+            if not found.ok:
+                report.add(f"a hostile body, {at_once} at once", " ".join(found.row().split()), False)
+
+
+def hostile_connections(report: Report) -> None:
+    with serve() as server:
+        seen = idle.beside_idle(server, CONNECTIONS, IDLE_SECONDS)
+    report.add("connections that ask for nothing, from several processes", seen.row(), seen.ok)
+
+
+def hostile_company(report: Report) -> None:
+    for seen in company.measure(company.hostile_bodies(), streams=2, tokens=200, rounds=3):
+        report.add("two streams beside one hostile client, against the same two alone", seen.row(), seen.ok)
+
+
+def fuzzed_constraints(report: Report) -> None:
+    found = fuzz_constraints.fuzz(CONSTRAINTS)
+    said = ", ".join(f"{count} {name}" for name, count in found.most_common(6))
+    report.add("random and recursive constraints end no process", f"{found.total()} tried, no signal: {said}", True)
+
+
+def differential_texts(report: Report) -> None:
+    for name, seen in differential.run(list(WORLDS), TEXTS, 0, "cpu", 2).items():
+        report.add(f"random requests in random company against each alone and plain ({name})", seen.row(), seen.ok)
+
+
+def sanitizers(report: Report) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "sanitize.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
+    report.add("the compiled kernels' tests under sanitizers", " ".join(last), done.returncode == 0)
+
+
+# Those that keep both cores busy by themselves run alone, like those that measure time.
+TIMED: tuple[Section, ...] = (
+    hostile_bodies, hostile_connections, hostile_company, fuzzed_constraints, differential_texts, sanitizers,
+)
