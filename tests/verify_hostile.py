@@ -1,4 +1,4 @@
-"""The sections of the verification about hostile input: bodies, connections, neighbours, constraints, random company."""
+"""The sections of the verification about hostile input: bodies, connections, neighbours, constraints, random texts."""
 
 from __future__ import annotations
 
