@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from fastapi.testclient import TestClient
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.formats.adapters import parse_source
 from slipstream.server import draft_lora_api
-from slipstream.server.adapter_copies import AdapterCopies, open_inside
 from slipstream.server.app import create_app
 from slipstream.server.errors_http import ApiError
 from slipstream.server.metrics import Metrics
@@ -73,9 +70,24 @@ def test_only_paths_in_the_folder_are_looked_at(tmp_path: Path, path: str) -> No
     assert str(tmp_path) not in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_of_an_adapter_may_be_a_link_only_within_the_folder(tmp_path: Path, file: str) -> None:
+    folder = tmp_path.resolve() / "folder"
+    outside = adapter(tmp_path / "outside")
+    for name, source in (("inside", adapter(folder / "files")), ("leaving", outside)):
+        linked = adapter(folder / name)
+        (linked / file).unlink()
+        (linked / file).symlink_to(source / file)
+    assert str(folder / "inside") in draft_lora_api._source(folder, draft_lora_api.AddRequest(path="inside"))
+    weights = "leaving/adapter_model.safetensors"  # named alone, it is read with the config beside it
+    for path in ("leaving", weights):
+        with pytest.raises(ApiError, match="not in the folder"):
+            draft_lora_api._source(folder, draft_lora_api.AddRequest(path=path))
+
+
 def test_nobodys_home_is_meant(tmp_path: Path) -> None:
-    folder = tmp_path.resolve()
-    assert draft_lora_api._path_inside(folder, "~/adapter") == folder / "~" / "adapter"
+    source = draft_lora_api._source(tmp_path.resolve(), draft_lora_api.AddRequest(path="~/adapter"))
+    assert source == f"{tmp_path.resolve()}/~/adapter@1.0"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +96,8 @@ def test_nobodys_home_is_meant(tmp_path: Path) -> None:
      ({"path": "..@1"}, "{}/..@1@1.0"), ({"path": "x=y", "name": "n-1.b", "scale": 0.5}, "n-1.b={}/x=y@0.5")],
 )
 def test_what_the_engine_is_told(tmp_path: Path, asked: dict[str, Any], source: str) -> None:
-    folder, body = tmp_path.resolve(), draft_lora_api.AddRequest(**asked)
-    assert draft_lora_api._source(draft_lora_api._path_inside(folder, body.path), body) == source.format(folder)
+    folder = tmp_path.resolve()
+    assert draft_lora_api._source(folder, draft_lora_api.AddRequest(**asked)) == source.format(folder)
 
 
 @pytest.mark.parametrize("name", ["", "a=b", "a/b", "-a", "a b", "a\n", "x" * 65])
@@ -123,107 +135,30 @@ async def variants(ask: Ask) -> list[str]:
 
 
 def test_what_was_added_and_removed_holds_for_the_next_load(tmp_path: Path) -> None:
-    first, second, third = (adapter(tmp_path / name, len(name)) for name in ("first", "second", "third"))
+    first, second = adapter(tmp_path / "first"), adapter(tmp_path / "second", seed=5)
 
     async def work(ask: Ask) -> None:
-        assert await variants(ask) == ["base", "first", "third"]
+        assert await variants(ask) == ["base", "first"]
         assert (await ask("POST", "/v1/draft-lora", path="second"))[0] == 200
         assert (await ask("DELETE", "/v1/draft-lora/first"))[0] == 200
         for state in ("unload", "load"):
             assert (await ask("POST", f"/models/tiny/{state}"))[0] == 200
-            assert await variants(ask) == ["base", "third", "second"]
+            assert await variants(ask) == ["base", "second"]
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "draft_lora": "second"}
         assert (await ask("POST", "/v1/completions", **body, speculative={"mode": "chain"}))[0] == 200
         assert (await ask("POST", "/v1/completions", **{**body, "draft_lora": "first"}))[0] == 400
 
-        # what was added is a copy by now, what the server was started with is read again
-        second.rename(tmp_path / "moved")
-        third.rename(tmp_path / "gone")
-        assert "third is gone" in (await ask("GET", "/v1/models/tiny"))[1]["warning"]
+        second.rename(tmp_path / "gone")
+        assert "second is gone" in (await ask("GET", "/v1/models/tiny"))[1]["warning"]
         await ask("POST", "/models/tiny/unload")
         status, answer = await ask("POST", "/models/tiny/load")
-        assert status == 503 and "third" in answer["error"]["message"]
+        assert status == 503 and "second" in answer["error"]["message"]
         # the way out: the variant goes, and the model is loaded at once
-        assert (await ask("DELETE", "/v1/draft-lora/third"))[0] == 200
+        assert (await ask("DELETE", "/v1/draft-lora/second"))[0] == 200
         assert (await ask("POST", "/models/tiny/load"))[0] == 200
-        assert await variants(ask) == ["base", "second"]
+        assert await variants(ask) == ["base"]
 
-    with_tiny_server(tmp_path, work, draft_lora=(str(first), str(third)))
-
-
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_file_of_an_adapter_may_be_a_link_only_within_the_folder(tmp_path: Path, file: str) -> None:
-    folder, outside = tmp_path / "folder", adapter(tmp_path / "outside")
-    for name, source in (("inside", adapter(folder / "files")), ("leaving", outside)):
-        linked = adapter(folder / name)
-        (linked / file).unlink()
-        (linked / file).symlink_to(source / file)
-    copies = AdapterCopies()
-    copy = copies.take(folder, folder / "inside")
-    assert copy.name == "inside" and not any(made.is_symlink() for made in copy.iterdir())
-    assert {made.name: made.read_bytes() for made in copy.iterdir()} == {
-        each.name: each.read_bytes() for each in (folder / "files").iterdir()
-    }
-    with pytest.raises(ApiError, match="not in the folder"):
-        copies.take(folder, folder / "leaving")
-    copies.drop(copy)
-    assert not copy.exists()
-
-
-def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.gguf")
-    (tmp_path / "null.gguf").symlink_to("/dev/null")
-    for name in ("pipe.gguf", "null.gguf"):
-        with pytest.raises(ApiError, match="not in the folder"):
-            AdapterCopies().take(tmp_path, tmp_path / name)
-    with pytest.raises(ApiError, match="there is no adapter"):
-        AdapterCopies().take(tmp_path, tmp_path / "nothing")
-
-
-def test_a_link_put_in_the_way_after_the_check_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "folder"
-    for place in (folder, tmp_path / "outside"):
-        (place / "deep" / "er").mkdir(parents=True)
-        (place / "deep" / "er" / "a.gguf").write_text(place.name)
-    file = folder / "deep" / "er" / "a.gguf"
-    with open_inside(folder, file) as opened:
-        assert opened.read() == b"folder"
-    plain_open = os.open
-    for swapped in ("deep", "deep/er", "deep/er/a.gguf"):
-
-        def swap(path: Any, flags: int, swapped: str = swapped, **options: Any) -> int:
-            """Puts a link to the same place outside where the check saw a folder or file."""
-            if path == folder:
-                (folder / swapped).rename(folder / "kept")
-                (folder / swapped).symlink_to(tmp_path / "outside" / swapped)
-            return plain_open(path, flags, **options)
-
-        monkeypatch.setattr(os, "open", swap)
-        with pytest.raises(ApiError, match="not in the folder"):
-            open_inside(folder, file)
-        monkeypatch.undo()
-        (folder / swapped).unlink()
-        (folder / "kept").rename(folder / swapped)
-
-
-def test_copies_go_with_their_variants_and_refusals_leave_none(tmp_path: Path) -> None:
-    adapter(tmp_path / "good")
-    (adapter(tmp_path / "bad") / "adapter_model.safetensors").write_bytes(b"no tensors")
-
-    async def work(ask: Ask) -> None:
-        assert (await ask("POST", "/v1/draft-lora", path="bad"))[0] == 400
-        assert (await ask("POST", "/v1/draft-lora", path="good"))[0] == 200
-        (made,) = (entry for entry in (await ask("GET", "/v1/draft-lora"))[1]["data"] if entry["name"] == "good")
-        home = parse_source(made["source"]).path.parent.parent
-        assert len(list(home.iterdir())) == 1 and home.stat().st_mode & 0o077 == 0
-        assert (await ask("POST", "/v1/draft-lora", path="good"))[0] == 409
-        assert len(list(home.iterdir())) == 1
-        assert (await ask("DELETE", "/v1/draft-lora/good"))[0] == 200
-        assert not list(home.iterdir())
-
-    with_tiny_server(tmp_path, work)
+    with_tiny_server(tmp_path, work, draft_lora=(str(first),))
 
 
 def test_a_models_own_variant_serves_who_names_none_and_stays(tmp_path: Path) -> None:

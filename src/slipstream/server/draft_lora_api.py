@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from slipstream.errors import ConfigError, FormatError, PairError, RequestError, SourceError
-from slipstream.formats.adapters import parse_source
-from slipstream.server.adapter_copies import AdapterCopies, outside
+from slipstream.formats.adapters import PEFT_CONFIG
 from slipstream.server.bodies import ParsedRoute
 from slipstream.server.errors_http import ApiError
 from slipstream.server.model_entries import Entry, ModelInfo
@@ -52,7 +50,6 @@ class AddRequest(Strict):
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["Draft variants"], route_class=ParsedRoute)
     one_at_a_time = asyncio.Lock()  # what is being merged takes memory nobody has counted yet
-    copies = AdapterCopies()
 
     @router.get("/v1/draft-lora", response_model=None, summary="The variants of every model's drafter")
     async def variants(model: str | None = _ModelName) -> JSONResponse:
@@ -63,20 +60,14 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/draft-lora", response_model=None, summary="Add a variant while the model serves")
     async def add(body: AddRequest) -> JSONResponse:
-        folder = _folder(state)
-        path = _path_inside(folder, body.path)
+        source = _source(_folder(state), body)
         async with one_at_a_time:
-            return JSONResponse(await _add(state, partial(copies.take, folder, path), copies.drop, body))
+            return JSONResponse(await _add(state, model_asked(state, body.model), source, body.name))
 
     @router.delete("/v1/draft-lora/{name}", response_model=None, summary="Remove a variant that nobody uses")
     async def remove(name: str, model: str | None = _ModelName) -> JSONResponse:
         _folder(state)
-        model = model_asked(state, model)
-        source = state.router.find(model).adapters.get(name)
-        removed = await _remove(state, model, name)
-        if source is not None:
-            await in_thread(copies.drop, parse_source(source).path)
-        return JSONResponse(removed)
+        return JSONResponse(await _remove(state, model_asked(state, model), name))
 
     return router
 
@@ -91,40 +82,40 @@ def _folder(state: ServerState) -> Path:
     return folder.resolve()
 
 
-def _path_inside(folder: Path, asked: str) -> Path:
-    """Where the adapter lies; links and dots are followed before it is asked whether that is in the folder."""
+def _source(folder: Path, body: AddRequest) -> str:
+    """The adapter as the engine takes it; links and dots are followed before it is asked whether it lies inside."""
     try:
-        path = (folder / asked).resolve()
+        path = (folder / body.path).resolve()
+        lie_inside = path != folder and all(file.resolve().is_relative_to(folder) for file in (path, *_files_of(path)))
     except (OSError, RuntimeError, ValueError):  # a name too long, links in a circle, a NUL in the name
-        path = folder
-    if path == folder or not path.is_relative_to(folder):
-        raise outside()
-    return path
-
-
-def _source(path: Path, body: AddRequest) -> str:
-    """The adapter as the engine takes it; the scale always stands there, so that an @ in the path is never one."""
+        lie_inside = False
+    if not lie_inside:
+        raise ApiError(
+            400, "'path' or a file of it is not in the folder of this server's adapters",
+            "give it relative to that folder", param="path", code="invalid_value",
+        )
+    # the scale always stands there, so that an @ in the path can never be read as one
     return f"{f'{body.name}=' if body.name else ''}{path}@{body.scale!r}"
 
 
-async def _add(
-    state: ServerState, take: Callable[[], Path], drop: Callable[[Path], None], body: AddRequest
-) -> dict[str, object]:
-    async with await state.router.lease(model_asked(state, body.model)) as lease:
+def _files_of(path: Path) -> list[Path]:
+    """What an adapter at this path may be read from: all of its folder, or the config beside its weights."""
+    if path.is_dir():
+        return list(path.iterdir())
+    return [path.parent / PEFT_CONFIG] if path.suffix == ".safetensors" else []
+
+
+async def _add(state: ServerState, model: str, source: str, name: str | None) -> dict[str, object]:
+    async with await state.router.lease(model) as lease:
         llm = lease.llm
-        _check_room(llm, body.name)
-        copy = await in_thread(take)
-        source = _source(copy, body)
+        _check_room(llm, name)
         try:
             variant = await in_thread(llm.load_draft_lora, source)
             await in_thread(lease.worker.ask, partial(llm.install_draft_lora, variant))
-        except BaseException as error:
-            drop(copy)
-            if isinstance(error, RequestError):
-                raise _conflict(error) from None
-            if isinstance(error, _BAD_ADAPTER):
-                raise ApiError(400, error.message, error.hint, param="path", code="invalid_adapter") from None
-            raise
+        except RequestError as error:
+            raise _conflict(error) from None
+        except _BAD_ADAPTER as error:
+            raise ApiError(400, error.message, error.hint, param="path", code="invalid_adapter") from None
         lease.adapters[variant.name] = source
         log.info("draft variant added", extra={"fields": {"model": lease.name, "draft_lora": variant.name}})
         return {"name": variant.name, "model": lease.name, "draft_variants": llm.draft_variants}
