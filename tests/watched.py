@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from slipstream.engine.llm import LLM
+from slipstream.speculative.guide import Guide
+from slipstream.speculative.lane import Answer, Matcher, Path
 from slipstream.types import Request
 
 PATIENCE_S = 20.0  # how long a closed gate holds a mask before it gives up, so that a faulty engine ends its test
@@ -21,60 +24,31 @@ class Watch:
         self.burn_s = burn_s  # of work that every mask takes
         self.began = threading.Event()  # some mask was begun
         self.gave_up = False  # a closed gate was waited for until patience ended
-        self.threads: list[str] = []  # that computed a mask, in order
-        self.masks: dict[tuple[int, ...], bytes] = {}  # by the tokens before it
+        self.paths: list[Path] = []  # whose masks were asked for, in order
         self.using = threading.Lock()
 
 
 class WatchedMatcher:
-    """Passes everything on; insists on one thread at a time, and on a mask that has allowed what is consumed."""
+    """Passes questions on; insists on one thread at a time."""
 
-    def __init__(self, matcher: Any, watch: Watch, written: tuple[int, ...] = ()) -> None:
+    def __init__(self, matcher: Matcher, watch: Watch) -> None:
         self._matcher = matcher
         self._watch = watch
-        self._written = written
 
-    def deep_copy(self) -> WatchedMatcher:
-        with self._alone():
-            return WatchedMatcher(self._matcher.deep_copy(), self._watch, self._written)
-
-    def compute_bitmask(self) -> bytes:
+    def __call__(self, written: Sequence[int], path: Path) -> Answer:
         watch = self._watch
-        with self._alone():
-            watch.threads.append(threading.current_thread().name)
+        with _Alone(watch.using):
+            watch.paths.append(path)
             watch.began.set()
             if not watch.gate.wait(PATIENCE_S):
                 watch.gave_up = True
                 watch.gate.set()
-            until = time.thread_time() + watch.burn_s
-            while time.thread_time() < until:
-                pass
-            bits: bytes = self._matcher.compute_bitmask()
-            watch.masks[self._written] = bits
-            return bits
+            time.sleep(watch.burn_s)
+            answer = self._matcher(written, path)
+            return replace(answer, work_s=answer.work_s + watch.burn_s)
 
-    def consume_token(self, token: int) -> bool:
-        return self.consume_tokens([token])
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        with self._alone():
-            for token in tokens:
-                bits = self._watch.masks.get(self._written)
-                assert bits is not None and bits[token >> 3] >> (token & 7) & 1, "consumed before a mask allowed it"
-                self._written = (*self._written, token)
-            return bool(self._matcher.consume_tokens(tokens))
-
-    def is_error(self) -> bool:
-        return bool(self._matcher.is_error())
-
-    def get_error(self) -> str:
-        return str(self._matcher.get_error())
-
-    def is_stopped(self) -> bool:
-        return bool(self._matcher.is_stopped())
-
-    def _alone(self) -> _Alone:
-        return _Alone(self._watch.using)
+    def close(self) -> None:
+        self._matcher.close()
 
 
 class _Alone:
@@ -96,5 +70,10 @@ def add_watched(llm: LLM, request: Request, burn_s: float = 0.0, *, closed: bool
     llm.engine.add(request)
     guide = llm.engine._sessions[request.id].sampler.guide
     assert guide is not None
-    guide._matcher = guide._scout = WatchedMatcher(guide._matcher, watch)  # type: ignore[assignment]
+    watch_guide(guide, watch)
     return watch
+
+
+def watch_guide(guide: Guide, watch: Watch) -> None:
+    assert guide._matcher is not None
+    guide._matcher = WatchedMatcher(guide._matcher, watch)

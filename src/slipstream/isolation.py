@@ -54,6 +54,7 @@ class Limits:
     cpu_s: int
     memory_bytes: int  # beyond what the child has after its start
     answer_bytes: int
+    growth_bytes: int = 0  # a child that keeps more than this between calls is replaced; 0: half of `memory_bytes`
     wait_s: float = 5.0  # for other calls to end
 
 
@@ -79,7 +80,7 @@ class Helper:
             raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
         try:
             answer = self._exchange(message)
-            if answer["grown_bytes"] > self._limits.memory_bytes // 2:
+            if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
                 self._end()  # what earlier calls left behind must not become a later call's limit
             return _result(answer, self._limits)
         except BaseException as error:

@@ -55,6 +55,9 @@ class Bytes:
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
         return list(text.encode())
 
+    def serialized(self) -> None:
+        """Texts are cut greedily."""
+
 
 class Chance(random.Random):
     """Dice; wild ones also pick what is wrong or not supported, so that the others get past the first error."""

@@ -19,6 +19,7 @@ from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
 from slipstream.server.jobs import Tool
 from slipstream.server.jobs import ToolChoice as Choice
+from slipstream.speculative import grammar_compile
 from slipstream.speculative.accept import NO_TOKEN
 from slipstream.speculative.guide import Guide
 from slipstream.speculative.guided import DraftRule
@@ -171,15 +172,23 @@ def test_a_schema_that_is_no_json_is_refused() -> None:
         deep = deep.pop("not")  # taken apart by hand: letting go of it all at once would overflow the stack
 
 
-def test_a_grammar_is_compiled_once(pair: LLM) -> None:
-    with ThreadPoolExecutor() as threads:  # a server compiles where it does not hold up the engine
-        first = threads.submit(pair.engine.grammars.prepare, grammars.regex("one[0-9]"), None).result()
-    assert pair.engine.grammars.prepare(grammars.regex("one[0-9]"), None) is first
-    assert pair.engine.grammars.prepare(grammars.regex("one[0-9]"), Thinking(4)) is not first
-    assert reads(pair, grammars.regex("one[0-9]"), "one7")
-    for index in range(100):
-        pair.engine.grammars.prepare(grammars.regex(f"many{index}"), None)
-    assert pair.engine.grammars.prepare(grammars.regex("one[0-9]"), None) is not first, "old ones are forgotten"
+def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, Thinking | None]] = []
+    found = pair.engine.grammars
+    attempt = found._try
+    monkeypatch.setattr(found, "_try", lambda c, t: (tried.append((c.grammar, t)), attempt(c, t)))
+    with ThreadPoolExecutor() as threads:  # a server tries it where it does not hold up the engine
+        threads.submit(found.prepare, grammars.regex("one[0-9]"), None).result()
+    found.prepare(grammars.regex("one[0-9]"), None)
+    assert reads(pair, grammars.regex("one[0-9]"), "one7") and len(tried) == 1
+    found.prepare(grammars.regex("one[0-9]"), Thinking(4))
+    found.prepare(grammars.regex("one[0-9]"), Thinking(5))
+    assert len(tried) == 2, "what is thought before is part of the grammar, how much is not"
+    monkeypatch.setattr(grammar_compile, "_REMEMBERED", 3)
+    for index in range(3):
+        found.prepare(grammars.regex(f"many{index}"), None)
+    found.prepare(grammars.regex("one[0-9]"), None)
+    assert len(tried) == 6, "old ones are forgotten"
 
 
 def test_a_request_whose_every_token_is_banned_fails_alone(pair: LLM) -> None:
@@ -207,17 +216,31 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     good = pair.request([65], mode="chain", temperature=0, seed=1, max_tokens=40)
     pair.engine.add(bad)
     pair.engine.add(good)
-    for _ in range(2):
-        pair.engine.step()
     guide = pair.engine._sessions[bad.id].sampler.guide
-    assert guide is not None and guide._matcher is not None
-    guide._matcher.consume_token(EOS)  # forbidden there: the matcher gives up for good
+    assert guide is not None
+    while not guide._written:
+        pair.engine.step()
+    guide._written[-1:] = [EOS]  # forbidden there: the matcher gives up for good
     guide._masks.clear()
+    pair.engine.grammars._masks.helper.close()
     ended = {}
     while pair.engine.has_work:
         ended |= {event.request_id: event for event in pair.engine.step() if event.finish_reason}
     assert ended[bad.id].finish_reason == "error" and "constraint" in (ended[bad.id].error or "")
     assert ended[good.id].finish_reason in ("length", "stop")
+    assert_idle(pair)
+
+
+def test_a_new_process_takes_up_where_the_last_one_ended(pair: LLM) -> None:
+    constraint = grammars.json_schema(PERSON)
+    alone = pair.generate("x", constraint=constraint, mode="plain", temperature=0, max_tokens=60)
+    request = pair.request(pair.prompt_ids("x"), constraint=constraint, mode="chain", temperature=0, max_tokens=60)
+    pair.engine.add(request)
+    text = ""
+    while pair.engine.has_work:
+        text += "".join(event.text for event in pair.engine.step())
+        pair.engine.grammars._masks.helper.close()
+    assert text == alone.text
     assert_idle(pair)
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import BusyError, RequestError
-from slipstream.speculative import grammar_compile, grammar_library
+from slipstream.speculative import grammar_compile, grammar_library, grammar_process
 from slipstream.speculative.grammar_bounds import MOST_REFERENCES, check_bounds
 from slipstream.speculative.grammar_compile import Grammars
 from slipstream.text import grammars
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import Constraint
 from tests.hostile.chains import KINDS, chain
 from tests.tiny import EOS, VOCAB, _byte_tokenizer, tiny_llm
 from tests.unit.test_isolation import gone
@@ -70,39 +69,17 @@ def test_what_no_text_fits_is_refused_at_once(compiler: Grammars) -> None:
         compiler.prepare(grammars.lark("start: T\nT: /a+/ & /b+/\n"), None)
 
 
-def test_a_panic_of_the_library_is_a_refusal(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_library_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         """What pyo3 raises, which is no Exception."""
 
     def panicking(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
 
-    compiler.prepare(grammars.regex("first"), None)
     monkeypatch.setattr(grammar_library, "LLMatcher", panicking)
-    with pytest.raises(RequestError, match="cannot be used: index out of bounds"):
-        compiler.prepare(grammars.lark('start: "panic"'), None)
-
-
-def test_what_is_remembered_has_a_bound_in_bytes(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """38 bytes of source hold several MiB once they are compiled."""
-    monkeypatch.setattr(grammar_compile, "_REMEMBERED_BYTES", 8 * 2**20)
-    for number in (20_011, 20_021, 20_023, 20_029):
-        compiler.prepare(Constraint("json_schema", json.dumps({"type": "integer", "multipleOf": number})), None)
-    held = [entry.held_bytes for entry in compiler._ready.values()]
-    assert max(held) > 2**20 and sum(held) <= 8 * 2**20, held
-
-
-def test_a_constraint_that_is_held_is_not_compiled_again(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compile, "_REMEMBERED_GRAMMARS", 1)
-    held = grammars.regex("held")
-    first = compiler.prepare(held, None)
-    for index in range(3):
-        compiler.prepare(grammars.regex(f"other{index}"), None)
-    assert compiler.prepare(held, None) is first, "its request may be on its way to the engine's thread"
-    del held
-    gc.collect()
-    compiler.prepare(grammars.regex("other"), None)
-    assert compiler.prepare(grammars.regex("held"), None) is not first
+    attempt = grammar_process.trial(["a", "b"], [], [1], None, None)
+    with pytest.raises(RequestError, match="index out of bounds"):
+        attempt("lark", 'start: "panic"', None)
 
 
 def test_waiting_for_other_constraints_has_an_end(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +98,7 @@ def test_a_closed_or_dropped_model_leaves_no_process(tmp_path: Path) -> None:
         llm.tokenizer.chat_template = "{{ messages[0].content }}"
         llm.generate("x", constraint=grammars.regex("a+"), max_tokens=2)
         llm.prompt_ids("x", chat=True)
-        pids = [llm.engine.grammars._trial.pid, llm._templates.pid]
+        pids = [llm.engine.grammars._trial.pid, llm.engine.grammars._masks.helper.pid, llm._templates.pid]
         assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
         engine = llm.engine
         if close:

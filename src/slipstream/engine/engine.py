@@ -26,7 +26,6 @@ from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
 from slipstream.speculative.grammar_compile import Grammars
-from slipstream.speculative.lane import Lane
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.stats import Decision
@@ -71,7 +70,6 @@ class Engine:
             config.step_rows, states=pools.states,
         )
         self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
-        self._lane = Lane()
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -105,7 +103,7 @@ class Engine:
         speculation = self.proposer.speculation(ticket)
         self.scheduler.add(ticket)
         if guide is not None:
-            ticket.ready = partial(guide.ready, self._lane)
+            ticket.ready = guide.ready
         self._sessions[request.id] = Session(ticket, sampler, speculation, self._tokenizer)
 
     def _ticket(self, request: Request) -> Ticket:
@@ -203,10 +201,11 @@ class Engine:
         events = self._drop_cancelled()
         self.scheduler.admit()
         plan = self.scheduler.plan()
+        events += self._end_complete(plan)
         if plan:
             events += self._run(plan)
         elif self.scheduler.running:
-            self._lane.wait()
+            self.grammars.lane.wait()
         if self._config.check_integrity:
             self.scheduler.check()
         return events
@@ -218,6 +217,13 @@ class Engine:
             session.finish_reason = "cancelled"
             events.append(session.event([], ""))
         return events
+
+    def _end_complete(self, plan: StepPlan) -> list[GenEvent]:
+        """Ends requests of which only now is known that their constraint leaves nothing more to write."""
+        complete = [session for session in map(self._session, plan.decode) if session.sampler.complete]
+        for session in complete:
+            plan.decode.remove(session.ticket)
+        return self._settle([Outcome(session, [], text=session.end()) for session in complete])
 
     def _run(self, plan: StepPlan) -> list[GenEvent]:
         began = time.perf_counter()

@@ -125,6 +125,11 @@ class Session:
         stats.verify_ms += step.verify_ms
         self._step_sizes.append(committed)
 
+    def end(self) -> str:
+        """Ends the request behind its last token; returns the text that was held back."""
+        self.finish_reason = "stop"
+        return self._leftover_text()
+
     def fail(self, message: str) -> str:
         """Ends the request with an error; what was written before stays. Returns the text that was held back."""
         self.finish_reason = "error"

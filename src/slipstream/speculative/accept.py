@@ -8,6 +8,8 @@ from slipstream.types import Proposal, Verdict
 
 NO_TOKEN = -1  # the target could not choose: its logits after this row are not numbers
 
+NOT_CHOSEN = -2  # no token was chosen behind this drafted row, because its mask did not come in time
+
 
 def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
     """The row that carries a token behind a row."""
@@ -21,8 +23,8 @@ def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
 def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
     """`chosen[row]` is the target's own token after that row.
 
-    From the anchor on, the child that carries the target's token is kept; where there is none, the token itself, the
-    bonus, ends the run.
+    From the anchor on, the child that carries the target's token is kept; where there is none, or nothing was chosen
+    behind it, the token itself, the bonus, ends the run.
     """
     children = children_of(proposal)
     row, path = 0, [0]
@@ -33,7 +35,7 @@ def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
             return Verdict(tuple(path), tuple(tokens), failed=True)
         tokens.append(token)
         child = children.get((row, token))
-        if child is None:
+        if child is None or chosen[child] == NOT_CHOSEN:
             return Verdict(tuple(path), tuple(tokens))
         path.append(child)
         row = child

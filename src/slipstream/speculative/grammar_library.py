@@ -1,7 +1,4 @@
-"""llguidance as this package uses it, in the server's process and in the one that tries a constraint first.
-
-The library recurses as deep as a constraint refers, so it is only ever called on a stack of known size.
-"""
+"""llguidance as this package uses it, in processes of its own (`grammar_process.py`)."""
 
 from __future__ import annotations
 
@@ -78,6 +75,13 @@ def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None)
     if error:
         raise refusal(error)
     return matcher
+
+
+def one_line(error: str) -> str:
+    """The library draws arrows under what it dislikes; people get a sentence."""
+    lines = [line.strip() for line in error.splitlines()]
+    words = [line for line in lines if line and set(line) - set("^|~- ")]
+    return " ".join(words).replace(" <non-verbose/>", "")[:400]
 
 
 def refusal(error: str) -> GrammarError:

@@ -6,39 +6,27 @@ decoding would mask it there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import RequestError
 from slipstream.lazy import cached_property
-from slipstream.speculative.lane import Lane
+from slipstream.speculative.lane import Answer, GuideError, Lane, Matcher, Path
 from slipstream.types import Thinking
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-_LIBRARY_ERRORS = (ValueError, RuntimeError)
-
-STEP_S = 0.004  # what a guide may take of the engine's thread in a step, which takes 5 to 50 ms
-_QUICK_S = 0.001  # of an answer on the engine's thread, on average: ordinary grammars take 0.01 to 0.1 ms
+STEP_S = 0.004  # of work that the masks of a step's drafts may take, beside a step of 5 to 50 ms
+_QUICK_S = 0.001  # of work for an answer, on average, that a step is held up for: ordinary grammars take 0.1 ms
+_PATIENCE_S = 0.05  # for one answer of a quick guide: it takes 0.2 ms, some more where the machine is busy
 _AVERAGED_ANSWERS = 5
-# A request may use the lane this much: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
+# A request may take this much work: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
 _GRACE_S = 10.0
 _TOKEN_S = 0.1
-
-Path = tuple[int, ...]
-
-
-class GuideError(Exception):
-    """A grammar cannot go on; the reason in one line."""
-
 
 class Vocabulary(Protocol):
     """What is asked of a tokenizer."""
@@ -50,6 +38,8 @@ class Vocabulary(Protocol):
     def token_bytes(self, index: int) -> bytes: ...
     def is_special(self, index: int) -> bool: ...
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]: ...
+    def serialized(self) -> str | None:
+        """The tokenizer for another process; None: texts are cut greedily there."""
 
 
 class Mask:
@@ -84,152 +74,134 @@ class Mask:
 class Guide:
     """What one request may write next, behind the committed text and any drafted tokens that follow it.
 
-    The library cannot be stopped once it computes, so a guide asks it for nothing without a bound: a mask has the
-    limits it was compiled with, and a token is consumed only where a mask, which has walked over it already, allows it.
-    Guides that have been quick answer on the engine's thread. All others have their masks computed on a lane,
-    beside the steps of other sequences, and nothing is drafted for them. One thread at a time uses a guide: while its
-    mask is being computed it is not `ready`, and its sequence is in no step.
+    Masks come from another process by way of a lane, and the engine's thread waits for one only for a moment. Where the
+    mask behind the committed text takes longer, the request's sequence is in no step until the mask is there. Where one
+    behind a drafted path does, that draft is not kept. Nothing is drafted for a guide whose masks are slow.
     """
 
-    def __init__(self, start: LLMatcher | None, budget: Budget | None, vocab_size: int) -> None:
-        self._matcher = start.deep_copy() if start is not None else None  # behind the committed text
-        self._scout = self._matcher  # behind the committed text and `_ahead`: another one wherever something is ahead
+    def __init__(self, matcher: Matcher | None, lane: Lane, budget: Budget | None, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._lane = lane
         self._budget = budget
         self._vocab_size = vocab_size
-        self._ahead: Path = ()
-        self._masks: dict[Path, Mask | None] = {}  # of paths behind the committed text
-        self._broken: str | None = None
-        self._coming: Future[Mask | None] | None = None  # the mask behind the committed text, from the lane
+        self._written: list[int] = []
+        # of paths behind the committed text: what is known, and what the lane was asked for
+        self._masks: dict[Path, Mask | GuideError | None] = {}
+        self._coming: dict[Path, Future[Answer]] = {}
         self._clock = _Clock()
         self.complete = False  # nothing but an end may follow
 
-    def ready(self, lane: Lane) -> bool:
-        """Whether a step would find the mask it needs; has it computed beside the steps if that may take long."""
-        if self._coming is None and not self._masks:
-            owed_s = self._clock.begin_step()
-            if self.slow and (self._budget is None or self._budget.forced(()) is None):
-                self._coming = lane.submit(partial(self._computed, ()), owed_s)
-        return self._coming is None or (self._coming.done() and not lane.resting)
-
     @property
     def slow(self) -> bool:
-        """Whether masks may take longer than the engine's thread should: nothing is known yet, or they did."""
-        return self._matcher is not None and self._broken is None and not self._clock.quick
+        """Whether masks may take longer than a step should: nothing is known yet, or they did."""
+        return self._matcher is not None and not self._clock.quick
 
-    def abandon(self) -> None:
-        """Its request is over: a mask that nothing waits for any more is not begun."""
-        if self._coming is not None:
-            self._coming.cancel()
+    def ready(self) -> bool:
+        """Whether a step would find the mask it needs; has it computed if nothing has asked for it yet."""
+        self._clock.begin_step()
+        return self._note_end(self._find((), self._patience_s))
+
+    def knows(self, path: Path) -> bool:
+        """Whether the mask behind a drafted path is there, or comes within a moment."""
+        return self._find(path, _PATIENCE_S)
 
     def mask(self, path: Path = ()) -> Mask | None:
-        """What may follow `path`, None if anything may; its tokens were allowed one after the other."""
-        if path not in self._masks:
-            coming, self._coming = self._coming, None
-            try:
-                if coming is not None:
-                    self._masks[()] = coming.result()
-                    self._clock.begin_step()  # what the lane has done cost the engine's thread nothing
-                if path not in self._masks:
-                    self._masks[path] = self._computed(path)
-            except _LIBRARY_ERRORS as error:
-                raise GuideError(f"the constraint cannot go on: {one_line(str(error))}") from None
-        return self._masks[path]
+        """What may follow `path`, None if anything may; waits for it as long as that takes."""
+        self._find(path, None)
+        found = self._masks[path]
+        if isinstance(found, GuideError):
+            raise found
+        return found
 
     def draft_mask(self, path: Path) -> Mask | None:
-        """The mask behind a drafted path, which nothing depends on: refused if this step's masks have taken long."""
-        if self._clock.exhausted and path not in self._masks:
-            raise GuideError("the masks of this step have taken long enough")
+        """The mask behind a drafted path, which nothing depends on: refused if this step's masks take long."""
+        if path not in self._masks and (self._clock.exhausted or not self.knows(path)):
+            raise GuideError("the masks of this step take long enough")
         return self.mask(path)
-
-    def _computed(self, path: Path) -> Mask | None:
-        forced = self._budget.forced(path) if self._budget is not None else None
-        if forced is not None:
-            return Mask.single(forced, self._vocab_size)
-        if self._matcher is None:
-            return None
-        if self._broken is not None:
-            raise GuideError(self._broken)
-        with self._clock:
-            scout = self._at(path)
-            bits = scout.compute_bitmask()
-        _must_live(scout)
-        self._broken = self._clock.overdrawn()
-        if self._broken is not None:
-            raise GuideError(self._broken)
-        return Mask(bits, self._vocab_size, scout.is_stopped())
 
     def observe(self, token: int) -> None:
         """Takes a committed token, which the mask before it has allowed."""
-        self._masks.clear()
+        self._written.append(token)
         self._clock.tokens += 1
         if self._budget is not None:
             self._budget.observe(token)
-        if self._matcher is None or self._broken is not None:
-            return
-        self._scout, self._ahead = self._matcher, ()
-        try:
-            with self._clock:
-                self._matcher.consume_token(token)
-            _must_live(self._matcher)
-            self.complete = self._matcher.is_stopped()
-        except (GuideError, *_LIBRARY_ERRORS) as error:
-            self._broken = one_line(str(error))
+        self._masks = {path[1:]: found for path, found in self._masks.items() if path[:1] == (token,)}
+        for path in [path for path in self._coming if path[:1] != (token,)]:
+            self._coming.pop(path).cancel()
+        self._coming = {path[1:]: future for path, future in self._coming.items()}
+        self._note_end(self._find((), self._patience_s))
 
-    def _at(self, path: Path) -> LLMatcher:
-        """A matcher at the end of a path. None is ever taken back: what the library found out about masks before stays
-        with it, and holds for other texts of the same length as well.
-        """
-        assert self._matcher is not None and self._scout is not None
-        known = len(self._ahead)
-        if path[:known] != self._ahead or len(path) == known == 0:
-            self._scout, self._ahead, known = self._matcher, (), 0
-        if len(path) > known:
-            if not known:
-                self._scout = self._matcher.deep_copy()
-            self._ahead = path
-            self._scout.consume_tokens(list(path[known:]))
-        try:
-            _must_live(self._scout)
-        except GuideError:
-            self._scout, self._ahead = self._matcher, ()
-            raise
-        return self._scout
+    def abandon(self) -> None:
+        """Its request is over: a mask that nothing waits for any more is not begun."""
+        for future in self._coming.values():
+            future.cancel()
+        if self._matcher is not None:
+            self._matcher.close()
+
+    @property
+    def _patience_s(self) -> float:
+        return 0.0 if self.slow else _PATIENCE_S
+
+    def _note_end(self, found: bool) -> bool:
+        mask = self._masks.get(())
+        self.complete = bool(self._written) and isinstance(mask, Mask) and mask.end
+        return found
+
+    def _find(self, path: Path, patience_s: float | None) -> bool:
+        """Whether what is behind a path is known by then; None waits until it is."""
+        if path in self._masks:
+            return True
+        forced = self._budget.forced(path) if self._budget is not None else None
+        if forced is not None:
+            self._masks[path] = Mask.single(forced, self._vocab_size)
+        elif self._matcher is None:
+            self._masks[path] = None
+        else:
+            if path not in self._coming:
+                self._coming[path] = self._lane.submit(partial(self._matcher, tuple(self._written), path))
+            try:
+                self._masks[path] = self._taken(self._coming[path].result(patience_s))
+            except TimeoutError:
+                if patience_s:
+                    self._clock.waited_in_vain()
+                return False
+            except GuideError as error:
+                self._masks[path] = error
+            del self._coming[path]
+        return True
+
+    def _taken(self, answer: Answer) -> Mask:
+        self._clock.add(answer.work_s)
+        self._clock.check()
+        return Mask(answer.bits, self._vocab_size, answer.stopped)
 
 
 class _Clock:
-    """What one guide has cost. A grammar is judged by the work of its thread, because a busy machine makes none slow;
-    what the engine's thread has lost in a step is time.
-    """
+    """What one guide has cost, in processor time of its process: a busy machine makes no grammar slow."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._spent_s = 0.0
-        self._step_s = 0.0  # of work
-        self._step_time_s = 0.0
+        self._step_s = 0.0
         self._average_s = 0.0
         self._quick = 0  # answers in a row that took less than a step's share
-        self._needed = 1  # of those, until the guide answers on the engine's thread
-        self._began = (0.0, 0.0)
+        self._needed = 1  # of those, until the engine's thread waits for the guide
 
-    def __enter__(self) -> None:
-        self._began = (time.thread_time(), time.perf_counter())
-
-    def __exit__(self, *exc: object) -> None:
-        seconds = time.thread_time() - self._began[0]
+    def add(self, seconds: float) -> None:
         self._spent_s += seconds
         self._step_s += seconds
-        self._step_time_s += time.perf_counter() - self._began[1]
         self._average_s += (seconds - self._average_s) / _AVERAGED_ANSWERS
         if seconds <= STEP_S:
             self._quick += 1
         else:
-            # a slow answer after quick ones has held up a step; doubling makes these few, however they are spread
-            self._quick, self._needed = 0, 2 * self._needed
+            self.waited_in_vain()
 
-    def begin_step(self) -> float:
-        """Starts a step's account and returns how long the one before has kept the engine's thread."""
-        kept_s, self._step_time_s, self._step_s = self._step_time_s, 0.0, 0.0
-        return kept_s
+    def waited_in_vain(self) -> None:
+        """A slow answer after quick ones has held up a step; doubling makes these few, however they are spread."""
+        self._quick, self._needed = 0, 2 * self._needed
+
+    def begin_step(self) -> None:
+        self._step_s = 0.0
 
     @property
     def quick(self) -> bool:
@@ -237,27 +209,15 @@ class _Clock:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the step has had its share of the engine's thread."""
+        """Whether the step's drafts have had their share."""
         return self._step_s > STEP_S
 
-    def overdrawn(self) -> str | None:
-        """Why the request may not go on, if its guide keeps taking long."""
-        if self._spent_s <= _GRACE_S + _TOKEN_S * self.tokens:
-            return None
-        return f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
-
-
-def _must_live(matcher: LLMatcher) -> None:
-    """A matcher that gave up stays so."""
-    if matcher.is_error():
-        raise GuideError(f"the constraint cannot go on: {one_line(matcher.get_error())}")
-
-
-def one_line(error: str) -> str:
-    """The library draws arrows under what it dislikes; people get a sentence."""
-    lines = [line.strip() for line in error.splitlines()]
-    words = [line for line in lines if line and set(line) - set("^|~- ")]
-    return " ".join(words).replace(" <non-verbose/>", "")[:400]
+    def check(self) -> None:
+        """Ends a request whose guide keeps taking long."""
+        if self._spent_s > _GRACE_S + _TOKEN_S * self.tokens:
+            raise GuideError(
+                f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

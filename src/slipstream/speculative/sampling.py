@@ -19,7 +19,7 @@ from slipstream.kernels.ranking import (
     noisy_top,
     top_scores,
 )
-from slipstream.speculative.accept import children_of
+from slipstream.speculative.accept import NOT_CHOSEN, children_of
 from slipstream.speculative.guide import Guide, GuideError, Mask, Path
 from slipstream.speculative.guided import DraftRule
 from slipstream.types import Proposal, SamplingParams
@@ -173,6 +173,9 @@ class RowSampler:
             if child is None:
                 break
             row, path = child, (*path, token)
+            if not guide.knows(path):
+                ids[row] = NOT_CHOSEN
+                break
         return ids
 
     def _allowed(self, guide: Guide, logits: Tensor, position: int, path: Path, favourite: int) -> int:

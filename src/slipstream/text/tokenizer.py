@@ -236,6 +236,11 @@ class Tokenizer:
     def is_special(self, index: int) -> bool:
         return index in self._special
 
+    def serialized(self) -> str:
+        """Everything another process needs to cut texts as this tokenizer does."""
+        text: str = self._backend.to_str()
+        return text
+
     def _literal_backend(self) -> Backend:
         # A second copy: the switch is a property of the backend, and flipping it would race with other threads.
         if self._literal is None:
