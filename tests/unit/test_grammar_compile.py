@@ -92,18 +92,21 @@ def test_waiting_for_other_constraints_has_an_end(compiler: Grammars, monkeypatc
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_closed_or_dropped_model_leaves_no_process(tmp_path: Path) -> None:
-    for close in (True, False):
-        llm = tiny_llm(tmp_path, draft=False)
-        llm.tokenizer.chat_template = "{{ messages[0].content }}"
-        llm.generate("x", constraint=grammars.regex("a+"), max_tokens=2)
-        llm.prompt_ids("x", chat=True)
-        pids = [llm.engine.grammars._trial.pid, llm.engine.grammars._masks.helper.pid, llm._templates.pid]
-        assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
-        engine = llm.engine
-        if close:
-            llm.close()
-            assert all(gone(pid, 5) for pid in pids if pid is not None), "closing is enough, whatever is still held"
-        del llm, engine
-        gc.collect()
-        assert all(gone(pid, 5) for pid in pids if pid is not None)
+def test_a_closed_model_leaves_no_process(tmp_path: Path) -> None:
+    llm = tiny_llm(tmp_path, draft=False)
+    llm.generate("x", constraint=grammars.regex("a+"), max_tokens=2)
+    found = llm.engine.grammars
+    pids = [found._trial.pid, found._masks.helper.pid]
+    assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
+    llm.close()
+    assert all(gone(pid, 5) for pid in pids if pid is not None), "closing is enough, whatever is still held"
+
+
+def test_a_dropped_vocabulary_leaves_no_process() -> None:
+    found = Grammars(Tokenizer(_byte_tokenizer(), eos_ids=[EOS]), VOCAB)
+    guide = found.guide(grammars.regex("a+"), None)
+    assert guide is not None and guide.mask() is not None
+    pids = [found._trial.pid, found._masks.helper.pid]
+    del found, guide
+    gc.collect()
+    assert all(pid is not None and gone(pid, 5) for pid in pids)
