@@ -72,8 +72,8 @@ class FileBytes:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._state = os.fstat(self._file)
+            self._file = path.open("rb", buffering=0)
+            self._state = os.fstat(self._file.fileno())
         except FileNotFoundError:
             raise SourceError(f"there is no file {path}", "check the path") from None
         except OSError as error:
@@ -87,14 +87,14 @@ class FileBytes:
 
     def read(self, offset: int, size: int) -> Bytes:
         """A copy of some bytes, in memory of its own; any thread may ask."""
-        if self._file < 0:
+        if self._file.closed:
             raise IntegrityError(f"{self._path.name} is read after it was closed")
         data = np.empty(size, np.uint8)
         done = 0
         try:
-            while done < size and (count := os.preadv(self._file, [data[done:].data], offset + done)):
+            while done < size and (count := os.preadv(self._file.fileno(), [data[done:].data], offset + done)):
                 done += count
-            now = os.fstat(self._file)
+            now = os.fstat(self._file.fileno())
         except OSError as error:
             raise SourceError(f"{self._path} cannot be read: {error.strerror or error}", "check the disk") from None
         if done < size or (now.st_size, now.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
@@ -102,13 +102,7 @@ class FileBytes:
         return data
 
     def close(self) -> None:
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self.close()
+        self._file.close()
 
 
 def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:
