@@ -142,7 +142,9 @@ class Episode:
         assert self.engine.prefix is not None
         self.engine.prefix.clear()
         whole = [ask for ask in asks if ask.seen.finish_reason != "cancelled"]
-        fixed = [ask for ask in whole if ask.request.gate.kind == "off" and ask.request.mode.kind != "plain"]
+        # a grammar's masks are judged by the clock of their process, and drafts follow that
+        free = [ask for ask in whole if ask.request.constraint is None and ask.request.gate.kind == "off"]
+        fixed = [ask for ask in free if ask.request.mode.kind != "plain"]
         fixed.sort(key=lambda ask: -ask.seen.stats.cached_tokens)
         for ask in fixed[:DRAFTS_CHECKED]:
             (alone,) = self.world.llm.run([replace(ask.request, id="alone", cache_prompt=False)])
