@@ -70,6 +70,7 @@ class Helper:
         self._limits = limits
         self._called = called
         self._child: _Child | None = None
+        self._first: bytes | None = None  # what a new child is told
         self._lock = threading.Lock()
         _helpers.add(self)
 
@@ -128,10 +129,12 @@ class Helper:
 
     def _start(self) -> _Child:
         limits = self._limits
-        first = json.dumps([self._factory, self._arguments(), limits.cpu_s, limits.memory_bytes]).encode()
+        if self._first is None:  # kept: a large vocabulary takes a quarter of a second to write
+            arguments = self._arguments()
+            self._first = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()
         try:
             self._child = _Child(self)
-            _result(self._child.exchange(first, _START_S, limits.answer_bytes), limits)
+            _result(self._child.exchange(self._first, _START_S, limits.answer_bytes), limits)
         except (OSError, EOFError, OverrunError) as error:
             self._end()
             reason = str(error) or type(error).__name__
@@ -300,8 +303,13 @@ def _limit_next(cpu_s: int, memory_bytes: int) -> None:
     """The kernel ends a call that takes longer, whatever holds the interpreter's lock, and gives it no more memory."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
-    resource.setrlimit(resource.RLIMIT_CPU, (until_s, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space_bytes() + memory_bytes, resource.RLIM_INFINITY))
+    _set_limit(resource.RLIMIT_CPU, until_s)
+    _set_limit(resource.RLIMIT_AS, _address_space_bytes() + memory_bytes)
+
+
+def _set_limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _address_space_bytes() -> int:

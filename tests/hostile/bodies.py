@@ -158,6 +158,9 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("a wrong part after valid ones", _turns(head, '{"type":"text","text":"abc"}', size, ",{}"))
     yield worst("valid messages within the limit",
                 fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS), None, PROMPTS)
+    yield worst("arguments of a call", fill(
+        f'{head}[{{"role":"assistant","tool_calls":[{{"id":"a","function":{{"name":"f","arguments":"[', "{}",
+        ']"}}]}]}', size), None, PROMPTS)
     yield worst("many valid parts", fill(
         f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None)
     yield worst("many valid messages", fill(f"{head}[", '{"role":"user","content":""}', "]}", size), None)

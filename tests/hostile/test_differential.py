@@ -27,11 +27,6 @@ def test_random_company_changes_no_text_of_the_real_pair() -> None:
     assert report.ok, "\n".join(report.different[:3])
 
 
-def test_an_episode_repeats_itself() -> None:
-    first, second = (differential.run_world("llama", 30, seed=4) for _ in range(2))
-    assert first.happened == second.happened
-
-
 def later_noise(patch: pytest.MonkeyPatch) -> None:
     """Verified rows draw the noise of the position behind theirs."""
     choose = RowSampler.choose

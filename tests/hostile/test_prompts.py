@@ -94,5 +94,7 @@ def test_a_long_text_comes_back_whole(server: Server) -> None:
         assert server.post("/detokenize", {"tokens": answer["tokens"]})["content"] == text
         pieces = server.post("/tokenize", {"content": text, "with_pieces": True, **options})
         assert [piece["id"] for piece in pieces["tokens"]] == answer["tokens"]
-    status, _, body = server.ask("/detokenize", {"tokens": [2] * 900_000})
-    assert status == 400 and "bytes" in json.loads(body)["error"]["message"]
+    words = {"content": " internationalization responsibilities", "with_pieces": True}
+    longest = max(server.post("/tokenize", words)["tokens"], key=lambda piece: len(piece["piece"]))
+    status, _, body = server.ask("/detokenize", {"tokens": [longest["id"]] * 500_000})
+    assert len(longest["piece"]) > 9 and status == 400 and "bytes" in json.loads(body)["error"]["message"]

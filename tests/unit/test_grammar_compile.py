@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.errors import BusyError, RequestError
-from slipstream.speculative import grammar_compile, grammar_library, grammar_process
+from slipstream.speculative import grammar_library, grammar_process
 from slipstream.speculative.grammar_bounds import MOST_REFERENCES, check_bounds
 from slipstream.speculative.grammar_compile import Grammars
 from slipstream.text import grammars
@@ -84,11 +85,23 @@ def test_a_panic_of_the_library_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_waiting_for_other_constraints_has_an_end(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.prepare(grammars.regex("ready"), None)
-    monkeypatch.setattr(grammar_compile, "_WAIT_S", 0.01)
-    with compiler._turn():
+    monkeypatch.setattr(compiler._trial, "_limits", replace(compiler._trial._limits, wait_s=0.01))
+    with compiler._trial._lock:
         compiler.prepare(grammars.regex("ready"), None)
-        with pytest.raises(BusyError, match="too many new constraints"):
+        with pytest.raises(BusyError, match="tries constraints has been busy"):
             compiler.prepare(grammars.regex("new"), None)
+
+
+def test_a_question_that_fails_does_not_move_a_request_on() -> None:
+    """Tokens and a drafted path come in one question: the tokens may be taken in before the path fails."""
+    work = grammar_process._Desk(grammar_process._tokenizer(["a", "b", "<end>"], [2], [2], None, None)).mask
+    opening = ["regex", "a*b", None]
+    expected = work(0, opening, [0], [], [])[:2]
+    work(1, opening, [], [], [])
+    with pytest.raises(RequestError):
+        work(1, None, [0], [1, 1], [])
+    assert work(1, None, [0], [], []) is None, "the request has to be opened again"
+    assert work(1, opening, [0], [], [])[:2] == expected
 
 
 @pytest.mark.usefixtures("threads")

@@ -13,7 +13,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import BusyError
 from slipstream.server import generation, preparing
 from slipstream.server.anthropic_schemas import TextBlock, UserMessage, to_messages
-from slipstream.server.jobs import Job
+from slipstream.server.jobs import Job, Tool
 from slipstream.server.model_files import ModelSpec
 from slipstream.server.preparing import LARGE_CHARS, Preparation, prompt_chars
 from slipstream.server.router import Router
@@ -105,7 +105,12 @@ def test_the_size_of_a_prompt() -> None:
     assert prompt_chars(Job("m", prompt="abc")) == 3
     assert prompt_chars(Job("m", prompt=[1, 2])) == 2
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": None, "reasoning_content": "de"}]
-    assert prompt_chars(Job("m", messages=messages)) == len("user") + 3 + len("assistant") + 2
+    plain = prompt_chars(Job("m", messages=messages))
+    assert 18 <= plain < 60, "names of fields may count"
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x" * 1000}}]}
+    assert prompt_chars(Job("m", messages=[*messages, call])) > plain + 1000
+    tool = Tool("f", "d" * 1000, {"properties": {"p" * 1000: {"enum": ["e" * 1000]}}})
+    assert prompt_chars(Job("m", messages=messages, tools=[tool], template_kwargs={"k": "v" * 1000})) > plain + 4000
 
 
 def test_content_in_many_blocks_is_joined_once() -> None:

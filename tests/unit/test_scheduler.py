@@ -220,7 +220,7 @@ def test_prompts_take_half_of_the_time_beside_decoding() -> None:
         plan = bench.step()
         assert names(plan.decode) == ["decoder"], "no step without the decoder"
         took = 0.15 if plan.prefill else 0.01
-        bench.now += took
+        bench.scheduler.took(plan, took)
         seconds[bool(plan.prefill)] += took
     assert seconds[True] == pytest.approx(8 * 0.15)
     assert seconds[False] == pytest.approx(7 * 0.15, rel=0.1), "as long alone as each of the chunks before it took"
@@ -233,9 +233,21 @@ def test_prompts_that_are_alone_wait_for_nothing() -> None:
     bench.step()
     long = bench.add("long", 64, max_tokens=1)
     for _ in range(8):
-        bench.step()
-        bench.now += 0.15
+        bench.scheduler.took(bench.step(), 0.15)
     assert long.generated == 1, "the decoder has ended beside the first chunk"
+
+
+def test_idle_time_is_owed_to_nothing() -> None:
+    bench = Bench(pages=64, chunk=8)
+    bench.add("decoder", 4, max_tokens=2)
+    bench.step()
+    bench.add("brief", 4, max_tokens=1)
+    bench.scheduler.took(bench.step(), 0.15)
+    bench.now += 3600
+    bench.add("decoder", 4, max_tokens=20)
+    bench.scheduler.took(bench.step(), 0.15)
+    bench.add("late", 8, max_tokens=1)
+    assert spans(bench.step()) == [("late", 0, 8)]
 
 
 def test_a_later_prompt_does_not_slip_past_one_that_did_not_fit() -> None:

@@ -337,13 +337,24 @@ def test_a_prompt_in_a_slot_ages_too() -> None:
     at(bench, 0.0)
     patient = urgent(bench, "patient", 6, 0, max_tokens=1)
     first = []
-    for step in range(40):
+    for step in range(60):
         at(bench, step * AGEING_S / 10)
         if len(bench.scheduler.running) + len(bench.scheduler.waiting) < 2:
             urgent(bench, f"large {step}", 4, 2, max_tokens=1)
         first += [step for name, _, _ in spans(bench.step()) if name == "patient"]
     assert patient.generated == 1 and len(first) == 2
-    assert first[-1] <= 22, "prompts of a larger priority had every step until it had waited as long as they count more"
+    assert first[-1] <= 44, "prompts of a larger priority had every step until it had waited as long as they count more"
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_much_earlier() -> None:
+    bench = Bench(pages=128, chunk=4, rows=4)
+    long = bench.add("long", 100, max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    bench.now += 2 * AGEING_S
+    bench.add("short", 8, max_tokens=1)
+    assert [name for _ in range(4) for name, _, _ in spans(bench.step())].count("short") == 2
+    assert not long.generated
 
 
 def test_a_request_that_cannot_start_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

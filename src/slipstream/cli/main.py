@@ -116,8 +116,11 @@ def _settle(stream: TextIO | None) -> None:
         return
     try:
         stream.flush()
+    except ValueError:
+        return  # it is closed already
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())
 
 
 if __name__ == "__main__":

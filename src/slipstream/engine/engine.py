@@ -20,6 +20,7 @@ from slipstream.engine.proposer import Plan, Proposer
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.scheduler import PrefillChunk, Scheduler, StepPlan, Ticket
 from slipstream.engine.session import Session
+from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
 from slipstream.speculative.accept import NO_TOKEN, accept
@@ -71,6 +72,7 @@ class Engine:
         )
         self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
         self._sessions: dict[str, Session] = {}
+        self._stepping = StepLock()
 
     @property
     def has_work(self) -> bool:
@@ -195,15 +197,22 @@ class Engine:
         cached = self.prefix.size if self.prefix is not None else 0
         return self._table.total - self._table.free, cached, self._table.total
 
-    @torch.inference_mode()
     def step(self) -> list[GenEvent]:
         """Does one step for everybody and says what came of it."""
+        with self._stepping:
+            return self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> list[GenEvent]:
         events = self._drop_cancelled()
+        self.grammars.lane.begin_step()
         self.scheduler.admit()
         plan = self.scheduler.plan()
         events += self._end_complete(plan)
         if plan:
+            began = time.perf_counter()
             events += self._run(plan)
+            self.scheduler.took(plan, time.perf_counter() - began)
         elif self.scheduler.running:
             self.grammars.lane.wait()
         if self._config.check_integrity:
@@ -219,11 +228,11 @@ class Engine:
         return events
 
     def _end_complete(self, plan: StepPlan) -> list[GenEvent]:
-        """Ends requests of which only now is known that their constraint leaves nothing more to write."""
-        complete = [session for session in map(self._session, plan.decode) if session.sampler.complete]
-        for session in complete:
+        """Ends requests of which only now is known whether their constraint leaves anything more to write."""
+        over = [s for s in map(self._session, plan.decode) if s.sampler.complete or not s.ticket.room]
+        for session in over:
             plan.decode.remove(session.ticket)
-        return self._settle([Outcome(session, [], text=session.end()) for session in complete])
+        return self._settle([Outcome(session, [], text=session.end()) for session in over])
 
     def _run(self, plan: StepPlan) -> list[GenEvent]:
         began = time.perf_counter()

@@ -51,7 +51,8 @@ class Ticket:
     place: int = 0  # in the line, by arrival
     since: float = 0.0  # when it lined up: from then on it ages
     level: int = 0  # its priority when it got its slot, raised by what it had waited: only larger ones take it away
-    turn: int = 0  # when it last had a prefill chunk, or got its slot
+    turn: int = 0  # the order in which prompts had their last chunk, or got their slots
+    chunk_at: float = 0.0  # when that was: from then on a prompt ages
     kept_tokens: tuple[int, ...] = ()  # what a sequence that lost its pages is computed from again
     _seated_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
 
@@ -79,9 +80,9 @@ class Ticket:
         """Where it stands in the line: a priority is worth as much as having come that much earlier."""
         return self.since - AGEING_S * self.priority, self.place
 
-    def aged(self, now: float) -> int:
-        """Its priority, raised by the time it has waited."""
-        return self.priority + int((now - self.since) / AGEING_S)
+    def aged(self, now: float, since: float | None = None) -> int:
+        """Its priority, raised by the time it has waited, for a slot or since another moment."""
+        return self.priority + int((now - (self.since if since is None else since)) / AGEING_S)
 
     @property
     def phase(self) -> Phase:
@@ -91,8 +92,8 @@ class Ticket:
             return "paused-evicted" if self.kept_tokens else "paused"
         return "yielded" if self.state.pages or self.kept_tokens else "waiting"
 
-    def sit_down(self, turn: int, level: int) -> None:
-        self.where, self.turn, self.level = "running", turn, level
+    def sit_down(self, turn: int, now: float) -> None:
+        self.where, self.turn, self.level, self.chunk_at = "running", turn, self.aged(now), now
         self._seated_at = (self.generated, self.state.length)
 
     @property
@@ -144,8 +145,6 @@ class Scheduler:
         self._quantum = quantum
         self._states = states
         self._clock = clock
-        self._planned_at = clock()
-        self._shared = False  # the last step had prompts beside decoding sequences
         self._owed_s = 0.0  # how long decoding goes on alone before the next prompt
         self._pauses = 0
         self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # what could not start, and from which supply
@@ -219,7 +218,7 @@ class Scheduler:
             if len(self.running) >= self._max_sequences:
                 leaving = self._who_yields_to(ticket)
                 if leaving is None:
-                    break  # the line is sorted: whom the first cannot replace, nobody can
+                    break  # the line is sorted: those behind wait too
             # who cannot start is not overtaken, except by those who hold their pages and will only give some back
             if not ticket.state.pages and (short_of_pages or not self._try_start(ticket)):
                 short_of_pages = True
@@ -228,7 +227,7 @@ class Scheduler:
                 self._yield(leaving)
             self.waiting.remove(ticket)
             self.running.append(ticket)
-            ticket.sit_down(next(self._turns), ticket.aged(self._clock()))
+            ticket.sit_down(next(self._turns), self._clock())
 
     def _who_yields_to(self, newcomer: Ticket) -> Ticket | None:
         """The lowest priority's sequence that has had most, if it may be asked to make room for this one."""
@@ -341,17 +340,18 @@ class Scheduler:
                 prefilling.append(ticket)
             elif ticket.ready():
                 plan.decode.append(ticket)
-        now = self._clock()
-        took_s, self._planned_at = now - self._planned_at, now
-        self._owed_s = took_s if self._shared else max(0.0, self._owed_s - took_s)
         if not (plan.decode and self._owed_s):
-            self._add_prompts(plan, prefilling, now)
-        self._shared = bool(plan.prefill and plan.decode)
+            self._add_prompts(plan, prefilling)
         return plan
 
-    def _add_prompts(self, plan: StepPlan, prefilling: list[Ticket], now: float) -> None:
-        room = self._chunk if plan.decode else self._step_rows
-        for ticket in sorted(prefilling, key=lambda t: (-t.aged(now), t.turn)):
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Notes how long a planned step took."""
+        shared = plan.prefill and plan.decode
+        self._owed_s = seconds if shared else max(0.0, self._owed_s - seconds)
+
+    def _add_prompts(self, plan: StepPlan, prefilling: list[Ticket]) -> None:
+        room, now = self._chunk if plan.decode else self._step_rows, self._clock()
+        for ticket in sorted(prefilling, key=lambda t: (-t.aged(now, t.chunk_at), t.turn)):
             start = ticket.state.length
             # chunk borders lie on an absolute grid, so a prompt is summed the same way whatever shares the step
             stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)
@@ -360,7 +360,7 @@ class Scheduler:
                 continue
             if plan.prefill and stop - start > room:
                 break
-            ticket.turn = next(self._turns)
+            ticket.turn, ticket.chunk_at = next(self._turns), now
             plan.prefill.append(chunk)
             room -= stop - start
 

@@ -93,6 +93,8 @@ class Session:
             if stopped or token.id in self.ticket.request.stop_token_ids or self.sampler.complete:
                 self.finish_reason = "stop"
             elif self.ticket.generated >= self.ticket.max_tokens:
+                if not self.sampler.settled:
+                    return count, text  # the mask that says whether the text is complete ends it, with `end`
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 return count, text if stopped else text + self._leftover_text()
@@ -127,7 +129,7 @@ class Session:
 
     def end(self) -> str:
         """Ends the request behind its last token; returns the text that was held back."""
-        self.finish_reason = "stop"
+        self.finish_reason = "stop" if self.sampler.complete else "length"
         return self._leftover_text()
 
     def fail(self, message: str) -> str:

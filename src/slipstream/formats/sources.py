@@ -42,7 +42,7 @@ class ModelSource:
                 yield
             finally:
                 # whatever the block has made of a damaged file, or failed at, this is the reason
-                if digest.result() != self.published.sha256:
+                if digest.exception() is None and digest.result() != self.published.sha256:
                     raise SourceError(
                         f"{self.path} is damaged: it is not the file that was published", "delete it to fetch it again"
                     ) from None

@@ -47,8 +47,12 @@ class WeightTensor:
 
     def raw(self) -> Bytes:
         """The rows' bytes as stored [rows, bytes], in memory."""
-        parts = [part for _, part in self._chunks(whole=self._index is None)]
+        parts = [part for _, part in self._chunks(None if self._index is None else CHUNK_ELEMENTS)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def raw_pieces(self, elements: int) -> Iterator[Bytes]:
+        """The same, about so many elements at a time."""
+        return (part for _, part in self._chunks(elements))
 
     def q4_groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Nibbles, scales and minima of a 4-bit tensor, value = q * scale + minimum per group of 32; else None."""
@@ -97,9 +101,11 @@ class WeightTensor:
         """Rows that can be read on their own: the first dimension, unless blocks span it."""
         return self.shape[0] if self.shape and (len(self.shape) > 1 or self._entry.block == 1) else 1
 
-    def _chunks(self, whole: bool = False) -> Iterator[tuple[int, Bytes]]:
+    def _chunks(self, elements: int | None = CHUNK_ELEMENTS) -> Iterator[tuple[int, Bytes]]:
+        """Rows of about so many elements, None for all, and where they begin."""
         count = self._row_count()
-        step = count if whole else max(1, CHUNK_ELEMENTS * count // max(1, int(np.prod(self.shape, dtype=np.int64))))
+        size = max(1, int(np.prod(self.shape, dtype=np.int64)))
+        step = count if elements is None else max(1, elements * count // size)
         for start in range(0, count, step):
             stop = min(start + step, count)
             if self._index is None:

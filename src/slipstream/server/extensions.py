@@ -6,8 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from slipstream.errors import RequestError
-from slipstream.server.errors_http import ApiError, refuse
+from slipstream.server.errors_http import refuse
 from slipstream.server.openai_schemas import MAX_TOKENS, DraftLora, Speculative, Strict
 from slipstream.server.settings import ServerSettings
 from slipstream.types import MAX_SEED
@@ -41,7 +40,7 @@ class Extensions(Strict):
         )
         said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.speculative is not None:
-            said["mode"] = _mode(self.speculative)
+            said["mode"] = self.speculative.mode_name()
         return said
 
 
@@ -50,13 +49,3 @@ def allowed_priority(asked: int | None, settings: ServerSettings) -> int:
     if asked is not None and asked > 0 and not settings.allow_priority:
         raise refuse("priority", "may not be above 0 here", "leave it out, or start the server with --allow-priority")
     return asked or 0
-
-
-def _mode(asked: Speculative) -> str:
-    for name, kind in (("width", "chain"), ("budget", "tree")):
-        if getattr(asked, name) is not None and asked.mode != kind:
-            raise refuse(f"speculative.{name}", f"belongs to mode {kind}", "leave it out, or change the mode")
-    try:
-        return asked.mode_name()
-    except RequestError as error:
-        raise ApiError(400, error.message, error.hint, param="speculative.mode", code="invalid_value") from None

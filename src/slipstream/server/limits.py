@@ -51,7 +51,7 @@ class Gatekeeper:
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             _check_framing(headers)
-            self._check_key(scope["path"], headers)
+            self._check_key(scope["method"], scope["path"], headers)
             self._check_host(headers)
             self._check_origin(scope["method"], headers)
             if scope["method"] in _WITH_BODY:
@@ -70,8 +70,8 @@ class Gatekeeper:
             arriving.let_go()
         await self._app(scope, receive, send)
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or path in OPEN_PATHS:
+    def _check_key(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or (path in OPEN_PATHS and method in _READING):
             return
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")

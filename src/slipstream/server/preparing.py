@@ -7,7 +7,7 @@ they need a bound of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from slipstream.errors import BusyError
@@ -56,7 +56,23 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def prompt_chars(job: Job) -> int:
-    """How many characters the prompt of a job is made of, about."""
+    """How many characters a prompt is made of, about: messages, calls, tools, and what its template is told."""
     if job.messages is None:
         return len(job.prompt or ())
-    return sum(len(value) for message in job.messages for value in message.values() if isinstance(value, str))
+    tools = [(tool.name, tool.description, tool.parameters) for tool in job.tools]
+    return _chars([job.messages, tools, job.template_kwargs])
+
+
+def _chars(value: object) -> int:
+    count, todo = 0, [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, str):
+            count += len(part)
+        elif isinstance(part, Mapping):
+            todo += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            todo += part
+        else:
+            count += 1
+    return count

@@ -17,6 +17,9 @@ from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer, TooLongError
 
 MAX_PIECE_CHARS = 1 << 18  # they take up to 75 MB while they are tokenised, less than 20 bodies of 4 MiB
+# Of the arguments of all calls together; beyond that they are shown as they were written. A value takes up to 25 times
+# the memory of its text.
+MAX_ARGUMENT_VALUES = 1 << 16
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template"})
 
 
@@ -105,7 +108,8 @@ def render_messages(template: str | None, job: Job, bos_token: str = "", eos_tok
     """The conversation as one text; tools a template cannot tell about are told in a system message."""
     kwargs = _template_kwargs(template or "", job.template_kwargs)
     tools = [] if job.tool_choice.kind == "none" else [_described(tool) for tool in job.tools]
-    messages = [_plain_message(message) for message in job.messages or ()]
+    readable = _argument_values(job.messages or ()) <= MAX_ARGUMENT_VALUES
+    messages = [_plain_message(message, readable) for message in job.messages or ()]
     begun = messages.pop()["content"] if job.continues and messages else ""
     native = knows_tools(template)
     if not native:
@@ -143,23 +147,31 @@ def _described(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _plain_message(message: JsonObject) -> dict[str, Any]:
-    """A message as templates expect it: text content, system for developer, arguments as objects."""
+def _argument_values(messages: Sequence[JsonObject]) -> int:
+    """How many values the arguments of all calls hold at most, each a JSON text inside of a body's strings."""
+    functions = (call.get("function", call) for message in messages for call in message.get("tool_calls") or ())
+    texts = (function.get("arguments") for function in functions)
+    return sum(text.count(",") + text.count("{") + text.count("[") for text in texts if isinstance(text, str))
+
+
+def _plain_message(message: JsonObject, readable: bool) -> dict[str, Any]:
+    """A message as templates expect it: text content, system for developer, arguments as objects if `readable`."""
     plain = {key: value for key, value in message.items() if value is not None}
     plain["role"] = "system" if message.get("role") == "developer" else message.get("role")
     plain["content"] = message.get("content") or ""
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = [_plain_call(call, readable) for call in calls]
     return plain
 
 
-def _plain_call(call: JsonObject) -> dict[str, Any]:
+def _plain_call(call: JsonObject, readable: bool) -> dict[str, Any]:
     function: Mapping[str, Any] = call.get("function", call)
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        # what is no JSON is shown to the model as it was written
+    if isinstance(arguments, str) and readable:
+        # what is no JSON, or too deep, is shown to the model as it was written
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
+            json.dumps(arguments)
     named = {"name": function.get("name", ""), "arguments": arguments}
     return {"type": "function", "id": call.get("id", ""), "function": named}
 

@@ -48,7 +48,7 @@ class ServerSettings:
         for name in ("keep_alive_s", "stall_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}", "it must be above 0 seconds")
-        if any(not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ConfigError("an API key has characters that a header cannot carry", "use printable ASCII, no spaces")
         for name in self.allowed_hosts:
             if not name or "/" in name or any(mark.isspace() for mark in name):

@@ -7,16 +7,13 @@ So it runs in two child processes: one tries new constraints, the other computes
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from slipstream.errors import BusyError, RequestError
+from slipstream.errors import RequestError
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.speculative.guide import Budget, Guide, Vocabulary
 from slipstream.speculative.lane import Lane, MaskProcess
@@ -26,8 +23,7 @@ MOST_SOURCE_BYTES = 512 * 1024  # a schema of 300 definitions with 10 fields eac
 _REMEMBERED = 4096  # constraints that are known to be good, by their hashes
 # 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
 # default; 17 MiB of it are the stack of the trial.
-_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB)
-_WAIT_S = 3.0  # for other constraints to be tried; a server prepares requests on few threads
+_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0)  # a server prepares on few threads
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
@@ -41,9 +37,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self.lane = Lane()
-        self._good: OrderedDict[tuple[str, bytes, Thinking | None], None] = OrderedDict()
-        self._lock = threading.Lock()
-        self._trying = threading.Lock()
+        self._good: set[tuple[str, bytes, Thinking | None]] = set()
         self._trial = Helper(
             "slipstream.speculative.grammar_process:trial", _LIMITS, self._described, "process that tries constraints"
         )
@@ -72,23 +66,10 @@ class Grammars:
         key = (constraint.kind, digest, replace(thinking, budget=None) if thinking is not None else None)
         if key in self._good:
             return
-        with self._turn():
-            if key not in self._good:
-                self._try(constraint, thinking)
-        with self._lock:
-            self._good[key] = None
-            while len(self._good) > _REMEMBERED:
-                self._good.popitem(last=False)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One constraint is tried at a time: each may take a processor and the limit of memory."""
-        if not self._trying.acquire(timeout=_WAIT_S):
-            raise BusyError("too many new constraints are being compiled")
-        try:
-            yield
-        finally:
-            self._trying.release()
+        self._try(constraint, thinking)
+        if len(self._good) >= _REMEMBERED:
+            self._good.clear()
+        self._good.add(key)
 
     def _try(self, constraint: Constraint, thinking: Thinking | None) -> None:
         name = _NAMES[constraint.kind]

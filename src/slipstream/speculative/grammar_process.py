@@ -29,7 +29,7 @@ from slipstream.speculative.grammar_library import (
 # The library takes up to 21 KiB of stack for a reference.
 _COMPILE_STACK_BYTES = 16 * 2**20
 _MASKS = 4  # the start of a text: what a constraint forces there is all taken in at the first
-_REMEMBERED_GRAMMARS = 64
+_REMEMBERED_GRAMMARS = 16  # beside those in use; one may hold 20 MiB
 _NICENESS = 10  # where cores are few, masks get a tenth of what a thread of the model gets
 
 Work = Callable[..., Any]
@@ -94,6 +94,7 @@ class _Desk:
             place.write(tokens)
             bits, stopped = place.mask(tuple(path))
         except (GrammarError, ValueError, RuntimeError) as error:
+            self._places.pop(number, None)  # it may have taken the tokens already; the next question opens it anew
             raise RequestError(one_line(str(error))) from None
         return [base64.b64encode(bits).decode(), stopped, time.process_time() - began]
 

@@ -22,7 +22,6 @@ from slipstream.types import Thinking
 
 STEP_S = 0.004  # of work that the masks of a step's drafts may take, beside a step of 5 to 50 ms
 _QUICK_S = 0.001  # of work for an answer, on average, that a step is held up for: ordinary grammars take 0.1 ms
-_PATIENCE_S = 0.05  # for one answer of a quick guide: it takes 0.2 ms, some more where the machine is busy
 _AVERAGED_ANSWERS = 5
 # A request may take this much work: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
 _GRACE_S = 10.0
@@ -99,15 +98,20 @@ class Guide:
     def ready(self) -> bool:
         """Whether a step would find the mask it needs; has it computed if nothing has asked for it yet."""
         self._clock.begin_step()
-        return self._note_end(self._find((), self._patience_s))
+        return self._note_end(self._find((), patient=not self.slow))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the mask behind the committed text is there."""
+        return () in self._masks
 
     def knows(self, path: Path) -> bool:
         """Whether the mask behind a drafted path is there, or comes within a moment."""
-        return self._find(path, _PATIENCE_S)
+        return self._find(path, patient=True)
 
     def mask(self, path: Path = ()) -> Mask | None:
         """What may follow `path`, None if anything may; waits for it as long as that takes."""
-        self._find(path, None)
+        self._find(path, patient=None)
         found = self._masks[path]
         if isinstance(found, GuideError):
             raise found
@@ -129,26 +133,22 @@ class Guide:
         for path in [path for path in self._coming if path[:1] != (token,)]:
             self._coming.pop(path).cancel()
         self._coming = {path[1:]: future for path, future in self._coming.items()}
-        self._note_end(self._find((), self._patience_s))
+        self._note_end(self._find((), patient=not self.slow))
 
     def abandon(self) -> None:
         """Its request is over: a mask that nothing waits for any more is not begun."""
         for future in self._coming.values():
             future.cancel()
         if self._matcher is not None:
-            self._matcher.close()
-
-    @property
-    def _patience_s(self) -> float:
-        return 0.0 if self.slow else _PATIENCE_S
+            self._lane.submit(self._matcher.close)
 
     def _note_end(self, found: bool) -> bool:
         mask = self._masks.get(())
         self.complete = bool(self._written) and isinstance(mask, Mask) and mask.end
         return found
 
-    def _find(self, path: Path, patience_s: float | None) -> bool:
-        """Whether what is behind a path is known by then; None waits until it is."""
+    def _find(self, path: Path, patient: bool | None) -> bool:
+        """Whether what is behind a path is known, or comes within what a step may wait; None waits until it does."""
         if path in self._masks:
             return True
         forced = self._budget.forced(path) if self._budget is not None else None
@@ -158,11 +158,13 @@ class Guide:
             self._masks[path] = None
         else:
             if path not in self._coming:
-                self._coming[path] = self._lane.submit(partial(self._matcher, tuple(self._written), path))
+                work = partial(self._matcher, tuple(self._written), path)
+                self._coming[path] = self._lane.submit(work, urgent=not self.slow)
+            future = self._coming[path]
             try:
-                self._masks[path] = self._taken(self._coming[path].result(patience_s))
+                self._masks[path] = self._taken(self._lane.result(future, patient))
             except TimeoutError:
-                if patience_s:
+                if patient and future.running():
                     self._clock.waited_in_vain()
                 return False
             except GuideError as error:

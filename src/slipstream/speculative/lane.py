@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import itertools
+import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import PriorityQueue
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import SlipstreamError
@@ -18,7 +22,11 @@ Path = tuple[int, ...]
 
 # A mask has the limits its grammar was compiled with and takes 0.2 s at most, but some grammars pass by these limits
 # and never end. The process then ends, and other requests have theirs opened again in the next one.
-_LIMITS = Limits(cpu_s=1, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
+# Opening takes as much as the trial of a constraint, so it has the same limits.
+_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
+# Of the engine's thread in a step, for the masks of all requests: one takes 0.2 ms, more on a busy machine. Above
+# 0.1 s a mask that never ends would be noticed by its neighbours.
+_STEP_PATIENCE_S = 0.05
 _MAX_WAIT_S = 0.02  # for the engine's thread, which must look at its commands now and then
 
 
@@ -45,22 +53,66 @@ class Matcher(Protocol):
 
 
 class Lane:
-    """One thread and its queue; every engine has its own. The thread starts with the first mask."""
+    """One thread and its queue, and how long the engine's thread may wait for it; every engine has its own.
+
+    The thread starts with the first mask, and once more in a forked process. It is a daemon: the end of the interpreter
+    does not wait for it.
+    """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._process = 0  # the one that the thread belongs to
+        self._queue: PriorityQueue[_Item] = PriorityQueue()
+        self._order = itertools.count()
         self._finished = threading.Event()
+        self._patience_s = _STEP_PATIENCE_S
 
-    def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Does the work behind what was submitted before."""
-        future = self._threads.submit(work)
-        future.add_done_callback(lambda _: self._finished.set())
+    def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
+        """Does the work behind what was submitted before; what is not urgent, behind everything that is."""
+        if self._process != os.getpid():
+            self._start()
+        future: Future[Result] = Future()
+        self._queue.put((not urgent, next(self._order), future, work))
         return future
+
+    def begin_step(self) -> None:
+        self._patience_s = _STEP_PATIENCE_S
+
+    def result(self, future: Future[Result], patient: bool | None) -> Result:
+        """The outcome of a work: at once or not at all, within the step's patience, or (None) whenever it comes."""
+        if patient is None:
+            return future.result()
+        began = time.monotonic()
+        try:
+            return future.result(self._patience_s if patient else 0.0)
+        finally:
+            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
 
     def wait(self) -> None:
         """Sleeps until some work is done, for a moment at most."""
         self._finished.wait(_MAX_WAIT_S)
         self._finished.clear()
+
+    def _start(self) -> None:
+        self._process, self._queue, self._finished = os.getpid(), PriorityQueue(), threading.Event()
+        threading.Thread(target=_serve, args=(self._queue, self._finished), name="masks", daemon=True).start()
+        weakref.finalize(self, self._queue.put, (True, next(self._order), None, None))
+
+
+_Item = tuple[bool, int, Future[Any] | None, Callable[[], Any] | None]
+
+
+def _serve(queue: PriorityQueue[_Item], finished: threading.Event) -> None:
+    while True:
+        _, _, future, work = queue.get()
+        if future is None or work is None:
+            return
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del future, work
+        finished.set()
 
 
 class MaskProcess:
@@ -94,6 +146,8 @@ class _RemoteMatcher:
             raise GuideError(f"the grammar takes too long: computing what may follow {error} (simplify it)") from None
         except SlipstreamError as error:
             raise GuideError(f"the constraint cannot go on: {error.message}") from None
+        except Exception as error:  # whatever it is, it must end this request only
+            raise GuideError(f"the constraint cannot go on: {type(error).__name__}: {error}") from error
         self._told = len(written)
         bits, stopped, work_s = answer
         return Answer(base64.b64decode(bits), stopped, work_s)

@@ -205,6 +205,11 @@ class RowSampler:
         return self.guide is not None and self.guide.complete
 
     @property
+    def settled(self) -> bool:
+        """Whether it is known if the constraint leaves anything more to write."""
+        return self.guide is None or self.guide.settled
+
+    @property
     def slow(self) -> bool:
         """Whether the constraint is too slow to hold drafts to it."""
         return self.guide is not None and self.guide.slow

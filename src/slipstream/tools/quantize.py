@@ -151,10 +151,12 @@ def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator
     width = tensor.shape[-1]
 
     def pieces() -> Iterator[Bytes]:
-        stored = tensor.raw().reshape(math.prod(tensor.shape[:-1]), -1)
         rows = max(1, CHUNK_ELEMENTS // width)
-        for start in range(0, len(stored), rows):
-            yield _rewritten(stored[start : start + rows], result)
+        row_bytes = tensor.nbytes * width // math.prod(tensor.shape)
+        for piece in tensor.raw_pieces(CHUNK_ELEMENTS):
+            stored = piece.reshape(-1, row_bytes)
+            for start in range(0, len(stored), rows):
+                yield _rewritten(stored[start : start + rows], result)
 
     return pieces
 
