@@ -151,7 +151,7 @@ def test_a_request_needs_a_token_a_length_and_real_stop_strings() -> None:
     [
         ({"weight_format": "int3"}, "unknown dtype 'int3'"),
         ({"max_sequences": 0}, "max_sequences is 0"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1"),
         ({"step_rows": 0}, "step_rows is 0"),
         ({"max_waiting": 0}, "max_waiting is 0"),
         ({"cache_tokens": -1}, "cache_tokens is -1"),

@@ -7,7 +7,7 @@ import gc
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -83,6 +83,7 @@ class LLM:
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
         self._gpu = gpu_backend(self.config)
+        self.config = replace(self.config, prefill_chunk=self.config.chunk_rows(self._gpu is not None))
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None
         with self.target_source.checked():

@@ -97,7 +97,7 @@ class GpuBackend:
         positions = max_context + 4 * MOST_ROWS
         most_pages = -(-positions // PAGE_TOKENS)
         gpu_target = GpuTarget(self._kernels, target, positions, self.device)
-        passes = Passes(gpu_target, pools, most_pages, self._config.prefill_chunk, self.graphs)
+        passes = Passes(gpu_target, pools, most_pages, self._config.chunk_rows(on_gpu=True), self.graphs)
         most = bucket(self._config.max_sequences)
         state = DecodeState(most, most_pages, pages, self.device, slots)
         loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
