@@ -32,7 +32,7 @@ engine = {{ cache_tokens = 4096, max_waiting = {queue} }}
 """
 _LINE_LIMIT = 2**20
 _PATIENCE_S = 120.0
-_MOST_WARM_UPS = 4
+_MOST_WARM_UPS = 8
 
 
 def mixed_bodies(count: int, model: str = "smollm2") -> list[dict[str, Any]]:

@@ -126,4 +126,4 @@ def test_signals_reach_a_server_whose_template_hangs_and_it_leaves_no_process(se
     with server.open_stream(CHAT, body("power", stream=True)):
         assert server.stop(signal.SIGTERM, seconds=60) == 0
     gone, alive = psutil.wait_procs(left, timeout=30)
-    assert not alive and len(gone) == 2
+    assert not alive and len(gone) == 3
