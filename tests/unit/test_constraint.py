@@ -239,7 +239,8 @@ def test_a_new_process_takes_up_where_the_last_one_ended(pair: LLM) -> None:
     text = ""
     while pair.engine.has_work:
         text += "".join(event.text for event in pair.engine.step())
-        pair.engine.grammars._masks.helper.close()
+        if len(text) in range(5, 30):
+            pair.engine.grammars._masks.helper.close()
     assert text == alone.text
     assert_idle(pair)
 

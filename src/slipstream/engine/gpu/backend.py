@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -69,7 +69,7 @@ class GpuBackend:
                 f"allow at most {EXACT_ROWS} at once, or leave --exact out",
             )
         self.device = device
-        self._config = config
+        self._config = replace(config, prefill_chunk=config.chunk_rows(on_gpu=True))
         self.scratch = Scratch(device)
         self._kernels: GpuKernels = gpu_kernels(config.kernels)
         self.graphs = Graphs(device, config.graphs and config.kernels == "triton")
@@ -97,7 +97,7 @@ class GpuBackend:
         positions = max_context + 4 * MOST_ROWS
         most_pages = -(-positions // PAGE_TOKENS)
         gpu_target = GpuTarget(self._kernels, target, positions, self.device)
-        passes = Passes(gpu_target, pools, most_pages, self._config.chunk_rows(on_gpu=True), self.graphs)
+        passes = Passes(gpu_target, pools, most_pages, self._config.prefill_chunk, self.graphs)
         most = bucket(self._config.max_sequences)
         state = DecodeState(most, most_pages, pages, self.device, slots)
         loop = DecodeLoop(state, self._make_step, self.graphs, self.device)
