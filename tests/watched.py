@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slipstream.engine.llm import LLM
 from slipstream.speculative.guide import Guide
-from slipstream.speculative.lane import Answer, Matcher, Path
+from slipstream.speculative.lane import Allowed, Matcher, Path
 from slipstream.types import Request
 
 PATIENCE_S = 20.0  # how long a closed gate holds a mask before it gives up, so that a faulty engine ends its test
@@ -35,7 +35,7 @@ class WatchedMatcher:
         self._matcher = matcher
         self._watch = watch
 
-    def __call__(self, written: Sequence[int], path: Path) -> Answer:
+    def __call__(self, written: Sequence[int], path: Path) -> Allowed:
         watch = self._watch
         with _Alone(watch.using):
             watch.paths.append(path)

@@ -152,11 +152,11 @@ class _Child:
 
     def __init__(self, owner: Helper) -> None:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        self.socket, theirs = socket.socketpair()
-        with theirs:
+        self.socket, child_end = socket.socketpair()
+        with child_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path)],
-                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=child_end.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env={**environment, **_ONE_HEAP}, start_new_session=True,
             )
         # also runs when the interpreter exits

@@ -144,7 +144,7 @@ class Gate:
         return ":".join([self.kind, *([",".join(f"{n}={getattr(self, n)}" for n in names)] if names else [])])
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """What an answer must be, in a notation llguidance reads; `text.grammars` writes the usual ones."""
 

@@ -84,7 +84,7 @@ class Gatekeeper:
             )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """Keeps out pages of other sites that gave this machine's address a name of theirs, which CORS cannot see.
+        """Keeps out pages of other sites whose own name was pointed at this machine's address, which CORS cannot see.
 
         Such a name has a dot. So an address is accepted, and in public also a name without one.
         """

@@ -35,7 +35,7 @@ def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]
     """For `logging.config.dictConfig` and uvicorn's `log_config`: one handler on stderr, no access log but ours."""
     quiet = {"handlers": [], "level": "CRITICAL", "propagate": False}
     ours = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
-    theirs = {**ours, "handlers": ["libraries"]}
+    libraries = {**ours, "handlers": ["libraries"]}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -45,7 +45,7 @@ def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]
             "stderr": {"class": "logging.StreamHandler", "formatter": "lines"},
             "libraries": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["rarely"]},
         },
-        "loggers": {"slipstream": ours, "uvicorn": theirs, "asyncio": theirs, "uvicorn.access": quiet},
+        "loggers": {"slipstream": ours, "uvicorn": libraries, "asyncio": libraries, "uvicorn.access": quiet},
     }
 
 

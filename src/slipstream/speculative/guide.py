@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.errors import RequestError
 from slipstream.lazy import cached_property
-from slipstream.speculative.lane import Answer, GuideError, Lane, Matcher, Path
+from slipstream.speculative.lane import Allowed, GuideError, Lane, Matcher, Path
 from slipstream.types import Thinking
 
 STEP_S = 0.004  # of work that the masks of a step's drafts may take, beside a step of 5 to 50 ms
@@ -86,7 +86,7 @@ class Guide:
         self._written: list[int] = []
         # of paths behind the committed text: what is known, and what the lane was asked for
         self._masks: dict[Path, Mask | GuideError | None] = {}
-        self._coming: dict[Path, Future[Answer]] = {}
+        self._coming: dict[Path, Future[Allowed]] = {}
         self._clock = _Clock()
         self.complete = False  # nothing but an end may follow
 
@@ -172,7 +172,7 @@ class Guide:
             del self._coming[path]
         return True
 
-    def _taken(self, answer: Answer) -> Mask:
+    def _taken(self, answer: Allowed) -> Mask:
         self._clock.add(answer.work_s)
         self._clock.check()
         return Mask(answer.bits, self._vocab_size, answer.stopped)

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 Path = tuple[int, ...]
 
 # A mask has the limits its grammar was compiled with and takes 0.2 s at most, but some grammars pass by these limits
-# and never end. The process then ends, and other requests have theirs opened again in the next one.
+# and never end. The process then ends, and the grammars of other requests are opened again in the next one.
 # Opening takes as much as the trial of a constraint, so it has the same limits.
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
 # Of the engine's thread in a step, for the masks of all requests: one takes 0.2 ms, more on a busy machine. Above
@@ -35,7 +35,7 @@ class GuideError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Allowed:
     """What may follow a text: a bit per token, whether the text is over, and the processor time that took."""
 
     bits: bytes
@@ -46,7 +46,7 @@ class Answer:
 class Matcher(Protocol):
     """One request's grammar. Belongs to the lane's thread, where it may take its time."""
 
-    def __call__(self, written: Sequence[int], path: Path) -> Answer:
+    def __call__(self, written: Sequence[int], path: Path) -> Allowed:
         """What may follow the written tokens and a drafted path behind them; `GuideError` says why nothing may."""
 
     def close(self) -> None: ...
@@ -137,7 +137,7 @@ class _RemoteMatcher:
         self._opening = opening
         self._told = 0  # of the written tokens, how many the process knows
 
-    def __call__(self, written: Sequence[int], path: Path) -> Answer:
+    def __call__(self, written: Sequence[int], path: Path) -> Allowed:
         try:
             answer = self._ask(None, written[self._told :], path)
             if answer is None:  # a new process, or one that has never heard of this request
@@ -150,7 +150,7 @@ class _RemoteMatcher:
             raise GuideError(f"the constraint cannot go on: {type(error).__name__}: {error}") from error
         self._told = len(written)
         bits, stopped, work_s = answer
-        return Answer(base64.b64decode(bits), stopped, work_s)
+        return Allowed(base64.b64decode(bits), stopped, work_s)
 
     def _ask(self, opening: Sequence[Any] | None, tokens: Sequence[int], path: Path) -> Any:
         ended, self._process.ended = self._process.ended, []
