@@ -141,3 +141,10 @@ def test_a_message_that_comes_again_and_again_is_written_once_in_a_while() -> No
     assert [made.created for made in shown] == [0.0, 10.0, 20.0]
     assert [getattr(made, "fields", {}).get("left_out") for made in shown] == [None, 999, 999]
     assert rarely.filter(record("something else", 25.0))
+
+
+def test_a_body_needs_the_key_on_open_paths_too() -> None:
+    """What may be read without a key takes no bodies without one: they would hold memory and the parser."""
+    gate = Gatekeeper(Inner(), state(api_keys=("key",)))
+    for path in ("/health", "/", "/v1/models"):
+        assert status_of(asyncio.run(exchange(gate, body(b"{}"), path))) == 401

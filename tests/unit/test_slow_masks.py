@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 
@@ -11,6 +13,7 @@ from slipstream.engine.llm import LLM
 from slipstream.speculative import guide as guide_module
 from slipstream.speculative.guide import STEP_S, GuideError
 from slipstream.speculative.guided import DraftRule
+from slipstream.speculative.lane import Lane
 from slipstream.text import grammars
 from slipstream.types import Constraint, GenEvent
 from tests.tiny import assert_idle, tiny_llm
@@ -237,3 +240,25 @@ def test_a_constraint_that_stays_slow_ends_its_request(pair: LLM, monkeypatch: p
     assert event.finish_reason == "error" and "takes too long" in (event.error or "") and 4 < len(text) < 20
     assert ended[other.id][1].finish_reason == "stop"
     assert_idle(pair)
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(4, "stop"), (3, "length")])
+def test_the_last_token_says_the_same_however_late_its_mask_comes(pair: LLM, tokens: int, reason: str) -> None:
+    settings = {"constraint": grammars.regex("ABCD"), "mode": "plain", "temperature": 0, "max_tokens": tokens}
+    for burn_s in (0.0, SLOW_S):
+        request = pair.request(pair.prompt_ids("x"), **settings)
+        add_watched(pair, request, burn_s=burn_s)
+        text, event = run_until(pair, [request.id])[request.id]
+        assert (text, event.finish_reason) == ("ABCD"[:tokens], reason)
+    assert_idle(pair)
+
+
+def test_a_lane_works_in_a_forked_process() -> None:
+    lane = Lane()
+    assert lane.submit(lambda: 7).result(10) == 7
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os._exit(lane.submit(lambda: 8).result(10))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
