@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request, Response
@@ -33,15 +32,18 @@ _HALF_PAIR = re.compile(
 )
 _PARSED = "slipstream.body"  # where a request's scope has its parsed body
 _STAND_IN = b" "  # goes on in the place of a parsed body, whose bytes need not be kept
-# One thread: several large bodies at once would hold the interpreter for the sum of their times.
-_parser = ThreadPoolExecutor(1, "bodies")
 
 
-async def parse(body: bytes) -> Any:
-    """The value of a body; a large one is parsed in a thread, one after the other."""
+async def parse(body: bytes, turn: asyncio.Lock) -> Any:
+    """The value of a body; a large one waits for its turn and is parsed in a thread.
+
+    Parsing and checking a body hold the interpreter, and streams must not wait for the sum of several bodies. The task
+    that gives its turn away checks its value at once, so the next body is parsed only after that.
+    """
     if len(body) <= _LARGE_BYTES:
         return check_json(body)
-    return await asyncio.get_running_loop().run_in_executor(_parser, check_json, body)
+    async with turn:
+        return await asyncio.to_thread(check_json, body)
 
 
 def check_json(body: bytes) -> Any:
@@ -147,13 +149,13 @@ class ParsedRoute(APIRoute):
         return handle_parsed
 
 
-async def hand_on(scope: Scope, receive: Receive, body: bytes) -> Receive:
+async def hand_on(scope: Scope, receive: Receive, body: bytes, turn: asyncio.Lock) -> Receive:
     """Parses a body into the scope of its request, where `ParsedRequest` finds it, and gives out a byte instead.
 
     What comes after that (the client leaving) is the connection's own word.
     """
     if body:
-        scope[_PARSED] = await parse(body)
+        scope[_PARSED] = await parse(body, turn)
     message: Message | None = {"type": "http.request", "body": _STAND_IN if body else b"", "more_body": False}
 
     async def handed_on() -> Message:

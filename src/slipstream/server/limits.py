@@ -41,6 +41,7 @@ class Gatekeeper:
         self._keys = [key.encode() for key in state.settings.api_keys]
         named = (state.settings.host, socket.gethostname(), *state.settings.allowed_hosts)
         self._hosts = {name.lower() for name in named}
+        self._turn = asyncio.Lock()  # of a large body to be parsed
         self._held = _Held(max(_HELD_BYTES, 2 * state.settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +60,7 @@ class Gatekeeper:
                 body = await self._read(headers, arriving)
                 if body:
                     _check_content_type(headers)
-                receive = await hand_on(scope, receive, body)
+                receive = await hand_on(scope, receive, body, self._turn)
                 del body  # its value goes on, and its bytes would stay as long as the response takes
         except ApiError as error:
             self._state.metrics.refused(error.code or error.kind)

@@ -30,7 +30,7 @@ from slipstream.speculative.grammar_library import (
 _COMPILE_STACK_BYTES = 16 * 2**20
 _MASKS = 4  # the start of a text: what a constraint forces there is all taken in at the first
 _REMEMBERED_GRAMMARS = 16  # beside those in use; one may hold 20 MiB
-_NICENESS = 10  # where cores are few, masks get a tenth of what a thread of the model gets
+_NICENESS = 19  # where cores are few, masks get a seventieth of what a thread of the model gets
 
 Work = Callable[..., Any]
 
