@@ -56,6 +56,7 @@ class Limits:
     answer_bytes: int
     growth_bytes: int = 0  # a child that keeps more than this between calls is replaced; 0: half of `memory_bytes`
     wait_s: float = 5.0  # for other calls to end
+    rest: float = 0.0  # of the time of a call must pass before the next begins: 1 leaves half of a core to others
 
 
 class Helper:
@@ -72,6 +73,7 @@ class Helper:
         self._child: _Child | None = None
         self._first: bytes | None = None  # what a new child is told
         self._lock = threading.Lock()
+        self._rested_at = 0.0  # when the next call may begin
         _helpers.add(self)
 
     def __call__(self, *values: Any) -> Any:
@@ -80,6 +82,7 @@ class Helper:
         if not self._lock.acquire(timeout=self._limits.wait_s):
             raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
         try:
+            time.sleep(max(0.0, self._rested_at - time.monotonic()))
             answer = self._exchange(message)
             if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
                 self._end()  # what earlier calls left behind must not become a later call's limit
@@ -119,13 +122,16 @@ class Helper:
         if self._child is not None and self._child.process.poll() is not None:
             self._end()
         child = self._child or self._start()
-        wall_s = self._limits.cpu_s * _WALL_PER_CPU
+        wall_s, began = self._limits.cpu_s * _WALL_PER_CPU, time.monotonic()
         try:
             return child.exchange(message, wall_s, self._limits.answer_bytes)
         except TimeoutError:
             raise OverrunError(f"took more than {wall_s} s") from None
         except (OSError, EOFError):
             raise OverrunError(_cause(child.status(), self._limits)) from None
+        finally:
+            now = time.monotonic()
+            self._rested_at = now + self._limits.rest * (now - began)
 
     def _start(self) -> _Child:
         limits = self._limits

@@ -48,6 +48,7 @@ def hostile_bodies() -> dict[str, dict[str, Any]]:
     return {
         "an ordinary story": _STORY,
         **{f"a slow grammar ({name})": hostile_body(grammar) for name, grammar in SLOW_GRAMMARS.items()},
+        "a quick grammar and a text that is easy to draft": hostile_body("start: /[a-z ]{4000}/"),
         "64 stops of 1,000 characters": {**_STORY, "stop": _STOPS},
         "2,048 biases": {**_STORY, "logit_bias": {str(token): 1.0 for token in range(1000, 3048)}},
         "penalties and 20 log-probabilities": {

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.errors import BusyError, RequestError
@@ -111,6 +112,7 @@ def test_a_closed_model_leaves_no_process(tmp_path: Path) -> None:
     found = llm.engine.grammars
     pids = [found._trial.pid, found._masks.helper.pid]
     assert all(pid is not None and Path(f"/proc/{pid}").exists() for pid in pids), pids
+    assert all(psutil.Process(pid).nice() > psutil.Process().nice() for pid in pids), "the model's threads go first"
     llm.close()
     assert all(gone(pid, 5) for pid in pids if pid is not None), "closing is enough, whatever is still held"
 

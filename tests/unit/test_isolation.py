@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,14 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
     """) as process:
         assert process.stdout is not None
         assert process.stdout.read().split() == ["0", "3", "True"]
+
+
+def test_a_call_rests_for_as_long_as_the_one_before_it_took() -> None:
+    resting = Helper(WORK, replace(LIMITS, rest=1.0))
+    resting("greet", None)  # starts the child
+    began = time.monotonic()
+    resting("sleep", 0.3)
+    worked = time.monotonic()
+    resting("greet", None)
+    assert time.monotonic() - worked >= 0.9 * (worked - began)
+    resting.close()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from slipstream.engine.llm import LLM
 from slipstream.speculative import guide as guide_module
 from slipstream.speculative.guide import STEP_S, GuideError
 from slipstream.speculative.guided import DraftRule
-from slipstream.speculative.lane import Lane
+from slipstream.speculative.lane import Allowed, Lane
 from slipstream.text import grammars
 from slipstream.types import Constraint, GenEvent
 from tests.tiny import assert_idle, tiny_llm
@@ -262,3 +263,23 @@ def test_a_lane_works_in_a_forked_process() -> None:
             os._exit(lane.submit(lambda: 8).result(10))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+
+
+def test_slow_work_rests_while_the_engine_is_busy_and_quick_work_does_not() -> None:
+    lane, order = Lane(), list[str]()
+
+    def work(name: str) -> Allowed:
+        order.append(name)
+        return Allowed(b"", False, 30.0)
+
+    assert lane.submit(partial(work, "slow"), urgent=False).result(10)
+    waiting = lane.submit(partial(work, "slow again"), urgent=False)
+    lane.submit(partial(work, "quick")).result(10)
+    assert order == ["slow", "quick"] and not waiting.done()
+    while not waiting.done():
+        lane.wait()  # the engine has nothing else to do
+    assert order == ["slow", "quick", "slow again"]
+    lane.begin_forward()
+    waiting = lane.submit(partial(work, "slow at last"), urgent=False)
+    lane.submit(partial(work, "quick")).result(10)
+    assert not waiting.done()

@@ -210,6 +210,7 @@ class Engine:
         plan = self.scheduler.plan()
         events += self._end_complete(plan)
         if plan:
+            self.grammars.lane.begin_forward()
             began = time.perf_counter()
             events += self._run(plan)
             self.scheduler.took(plan, time.perf_counter() - began)

@@ -11,6 +11,11 @@ from slipstream.lazy import cached_property
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.sequence_policy import SequencePolicy
 
+# One sequence's drafts make the step longer for all. No sequence may expect less than this share of the tokens per
+# millisecond that plain steps would give it: without the limit, one text that is easy to draft makes the others in its
+# batch 2.8 times as slow.
+LEAST_SHARE = 0.5
+
 
 class Offer(NamedTuple):
     """A decoding sequence after drafting: calibrated survival probabilities, or nothing if it did not draft.
@@ -37,6 +42,10 @@ class Step:
         self._most = plain.rows + most_nodes
         self.straight = self._times(branching=False)  # ms by nodes
         self.plain_rate = plain.batch / self.straight[0]
+
+    def fair(self, ms: float, fewest_tokens: float) -> bool:
+        """Whether a step of `ms` is acceptable for the sequence that expects the fewest tokens of it."""
+        return fewest_tokens * self.straight[0] >= LEAST_SHARE * ms
 
     @cached_property
     def branched(self) -> list[float]:
@@ -74,13 +83,28 @@ def best_prefix(
     straight = _before_branching(order, lists, offers) if branching else len(order)
     times = [*step.straight[1 : straight + 1], *(step.branched[straight + 1 : len(order) + 1] if branching else ())]
     tokens = list(accumulate(survivals, initial=float(step.batch)))
-    worths = [gained - price * (spent_ms + ms) for gained, ms in zip(tokens[1:], times, strict=True)]
+    fewest = _fewest_tokens(order, survivals, len(offers))
+    worths = [
+        gained - price * (spent_ms + ms) if step.fair(spent_ms + ms, least) else -inf
+        for gained, ms, least in zip(tokens[1:], times, fewest, strict=True)
+    ]
     best = worths.index(max(worths)) + 1
+    if worths[best - 1] == -inf:
+        return None
     chosen = order[:best]
     counts = [chosen.count(index) for index in range(len(offers))]
     each = tuple(1.0 + sum(nodes[:count]) for nodes, count in zip(lists, counts, strict=True))
     ms = spent_ms + times[best - 1]
     return Taken(tuple(counts), branching, each, ms, tokens[best] / ms)
+
+
+def _fewest_tokens(order: Sequence[int], survivals: Sequence[float], offers: int) -> list[float]:
+    """For every prefix of the nodes, the tokens that the offer with the least of them expects."""
+    expected, fewest = [1.0] * offers, []
+    for index, survival in zip(order, survivals, strict=True):
+        expected[index] += survival
+        fewest.append(min(expected))
+    return fewest
 
 
 def _best_of_one(

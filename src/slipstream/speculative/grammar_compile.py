@@ -23,7 +23,9 @@ MOST_SOURCE_BYTES = 512 * 1024  # a schema of 300 definitions with 10 fields eac
 _REMEMBERED = 4096  # constraints that are known to be good, by their hashes
 # 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
 # default; 17 MiB of it are the stack of the trial.
-_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0)  # a server prepares on few threads
+# A server prepares on few threads, hence 3 s. A trial writes many megabytes, which takes the weights of a running model
+# out of the processor's cache: without the rest, trials one after the other make running requests twice as slow.
+_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0, rest=1.0)
 _TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer

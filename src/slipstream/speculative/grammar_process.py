@@ -30,13 +30,16 @@ from slipstream.speculative.grammar_library import (
 _COMPILE_STACK_BYTES = 16 * 2**20
 _MASKS = 4  # the start of a text: what a constraint forces there is all taken in at the first
 _REMEMBERED_GRAMMARS = 16  # beside those in use; one may hold 20 MiB
-_NICENESS = 19  # where cores are few, masks get a seventieth of what a thread of the model gets
+# Where cores are few, these processes give way to the model's threads: a trial gets a tenth of what such a thread gets,
+# masks a seventieth. Without it, a client whose grammar is refused again and again makes its neighbours twice as slow.
+_TRIAL_NICENESS, _MASK_NICENESS = 10, 19
 
 Work = Callable[..., Any]
 
 
 def trial(*vocabulary: Any) -> Work:
     """Tries constraints on a vocabulary; raises `RequestError` where one fails."""
+    os.nice(_TRIAL_NICENESS)
     tokenizer = _tokenizer(*vocabulary)
 
     def attempt(kind: str, source: str, before: str | None) -> None:
@@ -63,7 +66,7 @@ def _take_masks(matcher: LLMatcher) -> None:
 
 def desk(*vocabulary: Any) -> Work:
     """Keeps the places of requests in their grammars and computes masks."""
-    os.nice(_NICENESS)
+    os.nice(_MASK_NICENESS)
     return _Desk(_tokenizer(*vocabulary)).mask
 
 

@@ -28,6 +28,7 @@ _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=
 # 0.1 s a mask that never ends would be noticed by its neighbours.
 _STEP_PATIENCE_S = 0.05
 _MAX_WAIT_S = 0.02  # for the engine's thread, which must look at its commands now and then
+_LOOK_S = 0.002  # the lane's thread looks this often whether quick work has come while slow work rests
 
 
 class GuideError(Exception):
@@ -55,6 +56,9 @@ class Matcher(Protocol):
 class Lane:
     """One thread and its queue, and how long the engine's thread may wait for it; every engine has its own.
 
+    Work that is not urgent is slow. After each piece of it the next one rests for as long as that piece took, because
+    slow masks read much memory and slow down the model's steps. If the engine has nothing else to do, nothing rests.
+
     The thread starts with the first mask, and once more in a forked process. It is a daemon: the end of the interpreter
     does not wait for it.
     """
@@ -64,6 +68,7 @@ class Lane:
         self._queue: PriorityQueue[_Item] = PriorityQueue()
         self._order = itertools.count()
         self._finished = threading.Event()
+        self._idle = threading.Event()  # the engine has nothing to do until some work is done
         self._patience_s = _STEP_PATIENCE_S
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
@@ -77,6 +82,10 @@ class Lane:
     def begin_step(self) -> None:
         self._patience_s = _STEP_PATIENCE_S
 
+    def begin_forward(self) -> None:
+        """The engine is about to run the model: slow work rests from now on."""
+        self._idle.clear()
+
     def result(self, future: Future[Result], patient: bool | None) -> Result:
         """The outcome of a work: at once or not at all, within the step's patience, or (None) whenever it comes."""
         if patient is None:
@@ -88,29 +97,43 @@ class Lane:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
 
     def wait(self) -> None:
-        """Sleeps until some work is done, for a moment at most."""
+        """Sleeps until some work is done, for a moment at most; only an engine without other work may call this."""
+        self._idle.set()
         self._finished.wait(_MAX_WAIT_S)
         self._finished.clear()
 
     def _start(self) -> None:
-        self._process, self._queue, self._finished = os.getpid(), PriorityQueue(), threading.Event()
-        threading.Thread(target=_serve, args=(self._queue, self._finished), name="masks", daemon=True).start()
+        self._process, self._queue = os.getpid(), PriorityQueue()
+        self._finished, self._idle = threading.Event(), threading.Event()
+        arguments = self._queue, self._finished, self._idle
+        threading.Thread(target=_serve, args=arguments, name="masks", daemon=True).start()
         weakref.finalize(self, self._queue.put, (True, next(self._order), None, None))
 
 
 _Item = tuple[bool, int, Future[Any] | None, Callable[[], Any] | None]
 
 
-def _serve(queue: PriorityQueue[_Item], finished: threading.Event) -> None:
+def _serve(queue: PriorityQueue[_Item], finished: threading.Event, idle: threading.Event) -> None:
+    rested_at = 0.0  # when slow work may go on
     while True:
-        _, _, future, work = queue.get()
+        slow, order, future, work = queue.get()
         if future is None or work is None:
             return
+        if slow and time.monotonic() < rested_at and not idle.is_set():
+            queue.put((slow, order, future, work))
+            idle.wait(_LOOK_S)
+            continue
+        began, work_s = time.monotonic(), 0.0
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(work())
+                result = work()
+                work_s = result.work_s if isinstance(result, Allowed) else 0.0
+                future.set_result(result)
             except BaseException as error:
+                work_s = time.monotonic() - began
                 future.set_exception(error)
+        if slow:
+            rested_at = time.monotonic() + work_s
         del future, work
         finished.set()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from slipstream.speculative.allocation import Step
@@ -70,16 +71,19 @@ def _grow(
 ) -> tuple[float, int, float]:
     """The best of one, two, ... sequences drafting to their depth for so many nodes: worth, sequences, rate."""
     best = (0.0, 0, 0.0)
-    tokens, nodes, margin = float(step.batch), 0, 0.0
+    tokens, nodes, margin, fewest = float(step.batch), 0, 0.0, inf
     times = step.branched if branching else step.straight
     for count, (policy, gains, depth) in enumerate(prospects, start=1):
         wide = branching and not policy.chains_only
         wanted = min(width, policy.max_nodes) if wide else min(width, depth)
-        tokens += gains.expected(wanted, depth, wide)
+        gained = gains.expected(wanted, depth, wide)
+        tokens += gained
+        fewest = min(fewest, 1.0 + gained)
         nodes += wanted
         margin = max(margin, policy.margin)
-        rate = tokens / (spent[count - 1] + times[nodes])
-        if rate / margin > best[0]:
+        ms = spent[count - 1] + times[nodes]
+        rate = tokens / ms
+        if rate / margin > best[0] and step.fair(ms, fewest if count == step.batch else 1.0):
             best = (rate / margin, count, rate)
     return best
 
