@@ -22,7 +22,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet -
 
 setup: $(STAMP)
 
-NATIVE := setup.py $(wildcard src/slipstream/kernels/native/*.cpp src/slipstream/kernels/native/*.h)
+NATIVE := setup.py $(wildcard src/slipstream/kernels/cpu/native/*.cpp src/slipstream/kernels/cpu/native/*.h)
 
 # dflash is only the tests' oracle and pins packages its model code never imports, hence --no-deps.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)

@@ -9,13 +9,22 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("src/slipstream/kernels/native")
+FOLDER = Path("src/slipstream/kernels/cpu/native")
 # every kernel is compiled once per instruction set, and the module picks the best one the machine has
 KERNELS = ("matmul.cpp", "attention.cpp", "step.cpp", "sampling.cpp", "growth.cpp", "calibration.cpp", "floors.cpp")
 COMMON = ("team.cpp", "module.cpp", "pack.cpp", "rows.cpp")
 FLAGS = [
-    "-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-Wall",
-    "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # GCC's own intrinsics use undefined registers
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",  # GCC's own intrinsics use undefined registers
 ]
 ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -30,8 +39,11 @@ class NativeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         def compile_source(name: str, isa: str, flags: list[str]) -> list[str]:
             return self.compiler.compile(
-                [str(FOLDER / name)], os.path.join(self.build_temp, isa), extra_postargs=[*FLAGS, *flags],
-                depends=ext.depends, macros=[("SLIP_ISA", isa)],
+                [str(FOLDER / name)],
+                os.path.join(self.build_temp, isa),
+                extra_postargs=[*FLAGS, *flags],
+                depends=ext.depends,
+                macros=[("SLIP_ISA", isa)],
             )
 
         # the linker keeps the first of several copies of an inline function, so the plainest machine's come first
@@ -48,7 +60,7 @@ class NativeBuild(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "slipstream.kernels.native._rows",
+            "slipstream.kernels.cpu._rows",
             sources=[str(path) for path in sorted(FOLDER.glob("*.cpp"))],
             depends=[str(path) for path in sorted(FOLDER.glob("*.h"))],
             optional=True,

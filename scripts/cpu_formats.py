@@ -1,6 +1,6 @@
 """Milliseconds for all matrices of one decoding step, per weight format and row count, on this machine.
 
-    python scripts/cpu_formats.py            shapes of SmolLM2-135M
+python scripts/cpu_formats.py            shapes of SmolLM2-135M
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 
 import torch
 
+from slipstream.kernels.cpu.linear import DENSE_DTYPES, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from slipstream.kernels.machine import prepare_torch
-from slipstream.kernels.matmul import DENSE_DTYPES, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 
 LAYERS, HIDDEN, INNER, QKV, VOCAB = 30, 576, 1536, 960, 49152
 SHAPES = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))

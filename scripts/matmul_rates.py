@@ -1,6 +1,6 @@
 """Products per second of single matrices by rows, instruction set and threads: where a step's time goes.
 
-    python scripts/matmul_rates.py [--threads 2]
+python scripts/matmul_rates.py [--threads 2]
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 import torch
 from row_costs import RandomTensor
 
-from slipstream.kernels.native.library import Library, availability
-from slipstream.kernels.native.matrix import PackedLinear, multiply
+from slipstream.kernels.cpu.native_library import Library, availability
+from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 
 MATRICES = (("Q4_1", 3072, 576, 30), ("Q4_1", 576, 1536, 30), ("Q8_0", 49152, 576, 1))
 ROWS = (1, 4, 8, 16, 32, 64)

@@ -13,10 +13,10 @@ import time
 import numpy as np
 import torch
 
-from slipstream.kernels.native.library import Library, availability
-from slipstream.kernels.native.matrix import PackedLinear
-from slipstream.kernels.native.stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
-from slipstream.kernels.native.threads import set_threads
+from slipstream.kernels.cpu.native_library import Library, availability
+from slipstream.kernels.cpu.native_matrix import PackedLinear
+from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
+from slipstream.kernels.cpu.native_threads import set_threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -50,8 +50,18 @@ class Model:
         norm = torch.full((HIDDEN,), 0.05)
         parts = [
             LayerParts(
-                linear(HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM), linear(HIDDEN, inputs=HEADS * DIM),
-                linear(INNER, INNER), linear(HIDDEN, inputs=INNER), norm, norm, None, None, None, None, None, None,
+                linear(HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM),
+                linear(HIDDEN, inputs=HEADS * DIM),
+                linear(INNER, INNER),
+                linear(HIDDEN, inputs=INNER),
+                norm,
+                norm,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
                 AttentionPattern(),
             )
             for _ in range(LAYERS)
@@ -71,8 +81,14 @@ class Model:
         span = range(context, context + rows)
         group = make_group(0, span, range(16), PAGE, AttentionPattern())
         places = [divmod(position, PAGE) for position in span]
-        batch = RowBatch([0] * rows, span, [p for p, _ in places], [o for _, o in places], context + rows,
-                         {AttentionPattern(): [group]})
+        batch = RowBatch(
+            [0] * rows,
+            span,
+            [p for p, _ in places],
+            [o for _, o in places],
+            context + rows,
+            {AttentionPattern(): [group]},
+        )
         x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(3))
         return self.stack.run(batch, x, self._pools, self._rotary, (), range(rows), self.head)
 

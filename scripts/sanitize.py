@@ -19,7 +19,8 @@ TESTS = [test for test in TESTS if "library" not in test]
 SHARE = "16"  # every sixteenth case: a sanitized kernel is some ten times slower, and cases differ in sizes only
 # apart, because both checks together make the kernels' templates take many minutes to compile
 FLAGS = {
-    "memory": "-fsanitize=address", "thread": "-fsanitize=thread",
+    "memory": "-fsanitize=address",
+    "thread": "-fsanitize=thread",
     "undefined": "-fsanitize=undefined -fno-sanitize-recover=undefined",
 }
 RUNTIMES = {"memory": "libasan.so", "thread": "libtsan.so", "undefined": "libubsan.so"}
@@ -54,8 +55,11 @@ def runtime(name: str) -> str:
 def check(kind: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = {
-            **os.environ, **OPTIONS[kind], "SLIPSTREAM_NATIVE": str(build(kind, Path(folder))),
-            "LD_PRELOAD": runtime(RUNTIMES[kind]), "SLIPSTREAM_TEST_SHARE": SHARE,
+            **os.environ,
+            **OPTIONS[kind],
+            "SLIPSTREAM_NATIVE": str(build(kind, Path(folder))),
+            "LD_PRELOAD": runtime(RUNTIMES[kind]),
+            "SLIPSTREAM_TEST_SHARE": SHARE,
             "PYTHONPATH": str(ROOT / "src"),
         }
         # ThreadSanitizer wants memory where it expects it, which random addresses prevent

@@ -1,7 +1,7 @@
 """Writes what a drafter promises, tokens per step by class of prompts, into its GGUF file; tensors stay as they are.
 
-    slipstream bench --prompts humaneval --modes chain --json    # tau of "chain" is the value for code, and so on
-    python scripts/set_expected_tau.py drafter.gguf code=4.7 maths=4.8 chat=1.8
+slipstream bench --prompts humaneval --modes chain --json    # tau of "chain" is the value for code, and so on
+python scripts/set_expected_tau.py drafter.gguf code=4.7 maths=4.8 chat=1.8
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.errors import SlipstreamError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.gguf_write import ValueKind, as_read, copied_tensors, number_entry, stored_metadata, write_gguf
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.formats.adapters import PEFT_CONFIG, PEFT_WEIGHTS
-from slipstream.formats.weights import WeightFile, open_weights
+from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
 from tests.tiny import HIDDEN, MASK, VOCAB, write_pair
 
@@ -22,7 +22,12 @@ RANK = 4
 HEAD_RANK = 6
 GROUPS = 4
 LAYER_MODULES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
     "mlp.down_proj",
 )
 ADAPTABLE = ("fc", *(f"layers.{index}.{module}" for index in range(8) for module in LAYER_MODULES))
@@ -34,14 +39,19 @@ EXTRA: dict[str, tuple[str, ...]] = {
     "gated": ("markov_head.markov_w1", "markov_head.markov_w2", "markov_head.gate_proj"),
     "rnn": ("markov_head.markov_w1", "markov_head.markov_w2", "markov_head.joint_proj"),
     "dflash2": (
-        "layers.0.attention_conv.kernel_projection", "layers.1.mlp_conv.kernel_projection",
-        "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
+        "layers.0.attention_conv.kernel_projection",
+        "layers.1.mlp_conv.kernel_projection",
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
         "candidate_selector.hidden_projection",
     ),
 }
 _SHAPES = {
-    "embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN), "markov_head.markov_w1": (VOCAB, HEAD_RANK),
-    "markov_head.markov_w2": (VOCAB, HEAD_RANK), "confidence_head.proj": (1, HIDDEN + HEAD_RANK),
+    "embed_tokens": (VOCAB, HIDDEN),
+    "lm_head": (VOCAB, HIDDEN),
+    "markov_head.markov_w1": (VOCAB, HEAD_RANK),
+    "markov_head.markov_w2": (VOCAB, HEAD_RANK),
+    "confidence_head.proj": (1, HIDDEN + HEAD_RANK),
     "markov_head.gate_proj": (HEAD_RANK, HIDDEN + HEAD_RANK),
     "markov_head.joint_proj": (3 * HEAD_RANK, HIDDEN + 2 * HEAD_RANK),
     "candidate_selector.predecessor_codebook": (VOCAB, HEAD_RANK),
@@ -49,7 +59,9 @@ _SHAPES = {
     "candidate_selector.hidden_projection": (HEAD_RANK, HIDDEN),
 }
 EMBEDDINGS = (
-    "embed_tokens", "markov_head.markov_w1", "candidate_selector.predecessor_codebook",
+    "embed_tokens",
+    "markov_head.markov_w1",
+    "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook",
 )
 
@@ -68,8 +80,12 @@ def write_drafter(folder: Path, kind: str = "plain") -> Path:
     if kind == "dflash2":
         config = json.loads((draft / "config.json").read_text())
         config["dflash_config"] |= {
-            "target_layer_ids": [0, 1], "mask_token_id": MASK, "conv_kernel_size": 2,
-            "conv_group_size": HIDDEN // GROUPS, "selector_rank": HEAD_RANK, "selector_top_k": 5,
+            "target_layer_ids": [0, 1],
+            "mask_token_id": MASK,
+            "conv_kernel_size": 2,
+            "conv_group_size": HIDDEN // GROUPS,
+            "selector_rank": HEAD_RANK,
+            "selector_top_k": 5,
         }
         (draft / "config.json").write_text(json.dumps(config))
         for name in (f"layers.{index}.{part}_conv." for index in range(2) for part in ("attention", "mlp")):
@@ -101,11 +117,24 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -> P
     """A PEFT folder; a change of None takes a key of its config away."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
-        "peft_type": "LORA", "base_model_name_or_path": "draft", "task_type": None, "r": RANK, "lora_alpha": 8,
-        "lora_dropout": 0.05, "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
-        "init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+        "peft_type": "LORA",
+        "base_model_name_or_path": "draft",
+        "task_type": None,
+        "r": RANK,
+        "lora_alpha": 8,
+        "lora_dropout": 0.05,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
-        "inference_mode": True, "layer_replication": None, "trainable_token_indices": None,
+        "inference_mode": True,
+        "layer_replication": None,
+        "trainable_token_indices": None,
     } | changes
     (folder / PEFT_CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     save_file(dict(tensors), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
@@ -159,9 +188,7 @@ def gguf_drafter(path: Path, folder: Path, kind: str = "F32", spelling: int = 0)
     """The tensors of a drafter folder in a GGUF file, matrices quantised where their rows allow it."""
     source = open_weights(folder)
     writer = gguf.GGUFWriter(path, "dflash")
-    tensors = {
-        gguf_spellings(canonical_name(name))[spelling]: source.tensor(name).dense() for name in source.names()
-    }
+    tensors = {gguf_spellings(canonical_name(name))[spelling]: source.tensor(name).dense() for name in source.names()}
     _write(writer, tensors, kind)
     return open_weights(path)
 

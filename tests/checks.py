@@ -16,8 +16,15 @@ from slipstream.types import Request
 GREEDY: dict[str, object] = {}
 SAMPLED: dict[str, object] = {"temperature": 0.8, "seed": 7}
 EVERYTHING: dict[str, object] = {
-    "temperature": 0.8, "seed": 11, "top_p": 0.95, "top_k": 200, "min_p": 0.01, "repetition_penalty": 1.1,
-    "presence_penalty": 0.3, "frequency_penalty": 0.2, "logprobs": 3,
+    "temperature": 0.8,
+    "seed": 11,
+    "top_p": 0.95,
+    "top_k": 200,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logprobs": 3,
 }
 GREEDY_PENALISED: dict[str, object] = {"repetition_penalty": 1.2, "frequency_penalty": 0.1}
 
@@ -82,8 +89,13 @@ def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completio
             result.same += plain.text == speculative.text and same_logprobs
         else:
             tie = explain_difference(
-                llm.target_source.path, request.prompt_ids, plain.token_ids, speculative.token_ids, request.sampling,
-                str(llm.describe()["weight_format"]), llm.exact,
+                llm.target_source.path,
+                request.prompt_ids,
+                plain.token_ids,
+                speculative.token_ids,
+                request.sampling,
+                str(llm.describe()["weight_format"]),
+                llm.exact,
             )
             result.near_ties += tie.is_near_tie
     return result

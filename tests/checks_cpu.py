@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from slipstream.bench.comparison_report import QUIET
 from slipstream.bench.floors import ROWS, RowCost, row_costs
 from slipstream.bench.measure import Plan
 from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
-from slipstream.bench.race import Race, Watch, prose_ids, race
-from slipstream.bench.report import QUIET
 from slipstream.bench.rival import NAME, Rival
+from slipstream.bench.rival_race import Race, Watch, prose_ids, race
 from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM

@@ -15,7 +15,7 @@ from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.formats.sources import resolve
-from slipstream.tools.convert import convert
+from slipstream.tools.conversion import convert
 from tests.helpers_models import smollm2_path
 from tests.llama_cpp import speculate
 from tests.oracles import Loop, full_block_steps, real_prompts
@@ -138,7 +138,12 @@ def write_exact_target(folder: Path) -> Path:
 
 
 def both_taus(
-    target: Path, drafter: Path, prompts: int, tokens: int, weight_format: WeightFormat = "auto", threads: int = 0,
+    target: Path,
+    drafter: Path,
+    prompts: int,
+    tokens: int,
+    weight_format: WeightFormat = "auto",
+    threads: int = 0,
     heads: bool = False,
 ) -> BothTaus:
     """Whole chains over chat prompts, greedy, each side on what it writes itself.
@@ -158,7 +163,8 @@ def both_taus(
 
     pairs = [(whole(mine.step_sizes), whole(other.step_sizes)) for mine, other in zip(ours, theirs, strict=True)]
     return BothTaus(
-        [(sum(mine), len(mine)) for mine, _ in pairs], [(sum(other), len(other)) for _, other in pairs],
+        [(sum(mine), len(mine)) for mine, _ in pairs],
+        [(sum(other), len(other)) for _, other in pairs],
         sum(mine.text == other.text for mine, other in zip(ours, theirs, strict=True)),
         sum(mine == other for mine, other in pairs),
     )

@@ -45,8 +45,11 @@ def mixed_bodies(count: int, model: str = "smollm2") -> list[dict[str, Any]]:
         question = prompts[index * 31 % len(prompts)]
         text = f"{preamble}\n{question}" if index % 3 == 0 else question
         body: dict[str, Any] = {
-            "model": model, "messages": [{"role": "user", "content": text}], "seed": index,
-            "max_tokens": chance.choice([8, 16, 24, 48]), "temperature": chance.choice([0, 0, 0.5, 0.8, 1.0]),
+            "model": model,
+            "messages": [{"role": "user", "content": text}],
+            "seed": index,
+            "max_tokens": chance.choice([8, 16, 24, 48]),
+            "temperature": chance.choice([0, 0, 0.5, 0.8, 1.0]),
         }
         if index % 5 == 1:
             body |= {"top_p": 0.9, "frequency_penalty": 0.3}
@@ -117,7 +120,8 @@ def crowd(server: Server, count: int) -> Crowd:
     auto_crowd, chain_crowd = together(server, bodies), together(server, bodies, **chain)
     texts = sum(
         (seen.text, seen.finish) != (expected.text, expected.finish)
-        for found in (auto_crowd, chain_crowd) for seen, expected in zip(found, plain, strict=True)
+        for found in (auto_crowd, chain_crowd)
+        for seen, expected in zip(found, plain, strict=True)
     )
     counts = sum(
         (seen.drafted, seen.accepted) != (expected.drafted, expected.accepted)
@@ -226,9 +230,13 @@ async def _client(server: Server, index: int, seen: Load, tokens: int, deadline:
     prompts = [conversation[0][:400] for conversation in read_prompts("mt-bench")]
     while time.monotonic() < deadline:
         body = {
-            "model": "smollm2", "stream": True, "max_tokens": tokens, "seed": chance.randrange(1000),
+            "model": "smollm2",
+            "stream": True,
+            "max_tokens": tokens,
+            "seed": chance.randrange(1000),
             "messages": [{"role": "user", "content": chance.choice(prompts)}],
-            "temperature": chance.choice([0, 0.8]), "stream_options": {"include_usage": True},
+            "temperature": chance.choice([0, 0.8]),
+            "stream_options": {"include_usage": True},
         }
         leave_after = chance.randrange(1, tokens // 2) if chance.random() < 0.25 else None
         try:

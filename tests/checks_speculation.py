@@ -13,7 +13,7 @@ from slipstream.bench.measure import Comparison, Plan, compare
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
-from slipstream.kernels.matmul import DenseMatrix, Int8Matrix, Matrix
+from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix, Matrix
 from slipstream.speculative.costs import CostTable
 from slipstream.stats import RequestStats
 from tests import checks

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.delta import DeltaRule, DeltaShape, DeltaStep
+from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape, DeltaStep
 
 SHAPE = DeltaShape(layers=2, key_heads=2, value_heads=6, key_dim=5, value_dim=7, kernel=4)
 

@@ -166,14 +166,20 @@ class Episode:
         """Everything that decides a text but the prompt."""
         rng, world = self.rng, self.world
         chosen: dict[str, object] = {
-            "max_tokens": rng.randint(1, world.most_tokens), "seed": rng.randrange(2**40),
-            "temperature": rng.choice((0.0, 0.0, 0.4, 0.9, 1.4)), "ignore_eos": rng.random() < 0.5,
+            "max_tokens": rng.randint(1, world.most_tokens),
+            "seed": rng.randrange(2**40),
+            "temperature": rng.choice((0.0, 0.0, 0.4, 0.9, 1.4)),
+            "ignore_eos": rng.random() < 0.5,
         }
         now_and_then: dict[str, Callable[[], object]] = {
-            "top_k": lambda: rng.choice((1, 4, 40)), "top_p": lambda: rng.choice((0.3, 0.8, 0.95)),
-            "min_p": lambda: rng.choice((0.01, 0.2)), "repetition_penalty": lambda: rng.choice((0.9, 1.1, 1.5)),
-            "presence_penalty": lambda: rng.choice((-0.5, 0.4, 2.0)), "logprobs": lambda: rng.choice((0, 1, 5)),
-            "frequency_penalty": lambda: rng.choice((-0.3, 0.3, 1.0)), "stop": lambda: rng.choice(world.stops),
+            "top_k": lambda: rng.choice((1, 4, 40)),
+            "top_p": lambda: rng.choice((0.3, 0.8, 0.95)),
+            "min_p": lambda: rng.choice((0.01, 0.2)),
+            "repetition_penalty": lambda: rng.choice((0.9, 1.1, 1.5)),
+            "presence_penalty": lambda: rng.choice((-0.5, 0.4, 2.0)),
+            "logprobs": lambda: rng.choice((0, 1, 5)),
+            "frequency_penalty": lambda: rng.choice((-0.3, 0.3, 1.0)),
+            "stop": lambda: rng.choice(world.stops),
             "logit_bias": lambda: {token: rng.choice((-100.0, -3.0, 2.0, 6.0)) for token in world.some_tokens(rng)},
             "thinking": lambda: Thinking(rng.choice((0, 2, 7, None)), opened=rng.random() < 0.6),
         }
@@ -193,8 +199,12 @@ class Episode:
             if mode.seeded and gate.kind == "auto":
                 gate = Gate("off")
             request = self.world.llm.request(
-                question.prompt, mode=str(mode), gate=str(gate), share_noise=rng.random() < 0.8,
-                cache_prompt=rng.random() < 0.85, draft_lora=rng.choice(self.world.llm.draft_variants),
+                question.prompt,
+                mode=str(mode),
+                gate=str(gate),
+                share_noise=rng.random() < 0.8,
+                cache_prompt=rng.random() < 0.85,
+                draft_lora=rng.choice(self.world.llm.draft_variants),
                 **question.settings,
             )
             request = replace(request, id=f"{number}", priority=rng.choice((0, 0, 0, 3, -3)))

@@ -13,22 +13,28 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.engine.variants import DraftVariant
 from slipstream.formats.sources import pair_draft, resolve
-from slipstream.kernels.native.library import library
+from slipstream.grammar import notations as grammars
+from slipstream.kernels.cpu.native_library import library
 from slipstream.server.jobs import Tool, ToolChoice
-from slipstream.text import grammars
 from slipstream.types import BASE_VARIANT, Constraint
 from tests.adapters import write_random_adapter
 from tests.tiny import write_pair
 
 FEW_PAGES = 13  # of 64 tokens: two or three requests fit, so that others wait, and cached and paused ones lose theirs
 COMMON: dict[str, Any] = {
-    "cache_tokens": FEW_PAGES * PAGE_TOKENS, "max_sequences": 3, "prefill_chunk": 48, "step_rows": 96, "threads": 1,
+    "cache_tokens": FEW_PAGES * PAGE_TOKENS,
+    "max_sequences": 3,
+    "prefill_chunk": 48,
+    "step_rows": 96,
+    "threads": 1,
     "max_context": 384,
 }
 ALONE: dict[str, Any] = {"prefix_cache": False, "max_sequences": 1, "threads": 1, "max_context": 384}
 EXACT: WeightFormat = "native" if library() is not None else "int8"
 SCHEMA = {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["b"],
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
+    "required": ["b"],
     "additionalProperties": False,
 }
 TOOLS = [Tool("look", parameters=SCHEMA), Tool("wait")]
@@ -74,8 +80,14 @@ def open_world(name: str, folder: Path, device: str) -> World:
 
 
 def _world(
-    name: str, folder: Path, target: str, draft: Path, device: str, weight_format: WeightFormat,
-    make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]], **rest: Any,
+    name: str,
+    folder: Path,
+    target: str,
+    draft: Path,
+    device: str,
+    weight_format: WeightFormat,
+    make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]],
+    **rest: Any,
 ) -> World:
     """Loads both sides, and adapters of which one changes the draft context and one does not."""
     common = {"device": device, "weight_format": weight_format, "exact": device != "cpu"}
@@ -97,8 +109,12 @@ def _constraints(letters: str) -> list[Constraint]:
     offered = grammars.tool_constraint(TOOLS, ToolChoice())
     assert called is not None and offered is not None
     return [
-        grammars.json_schema(SCHEMA), grammars.json_object(), grammars.regex(f"[{letters}]{{2,12}}( [0-9]+)?"),
-        grammars.lark('start: item ("," item)*\nitem: /[a-z]{1,4}/ | "(" start ")"\n'), called, offered,
+        grammars.json_schema(SCHEMA),
+        grammars.json_object(),
+        grammars.regex(f"[{letters}]{{2,12}}( [0-9]+)?"),
+        grammars.lark('start: item ("," item)*\nitem: /[a-z]{1,4}/ | "(" start ")"\n'),
+        called,
+        offered,
     ]
 
 
@@ -120,8 +136,17 @@ def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int
 def _llama(name: str, folder: Path, device: str) -> World:
     target, draft = write_pair(folder)
     return _world(
-        name, folder, str(target), draft, device, "int8" if name.endswith("int8") else EXACT, _stems(range(256)),
-        constraints=_constraints("a-zA-Z"), stops=(("A",), ("bc", "c"), ("CCC", "zz")), tiny=True, most_tokens=40,
+        name,
+        folder,
+        str(target),
+        draft,
+        device,
+        "int8" if name.endswith("int8") else EXACT,
+        _stems(range(256)),
+        constraints=_constraints("a-zA-Z"),
+        stops=(("A",), ("bc", "c"), ("CCC", "zz")),
+        tiny=True,
+        most_tokens=40,
         questions=10,
     )
 
@@ -133,8 +158,17 @@ def _recurrent(name: str, folder: Path, device: str) -> World:
 
     target, draft = write_family_pair(hybrid("pattern"), folder)
     return _world(
-        name, folder, str(target), draft, device, EXACT, _stems(range(3, FOLDER_VOCAB)), constraints=(),
-        stops=(("a",), ("B", "c")), tiny=True, most_tokens=16,
+        name,
+        folder,
+        str(target),
+        draft,
+        device,
+        EXACT,
+        _stems(range(3, FOLDER_VOCAB)),
+        constraints=(),
+        stops=(("a",), ("B", "c")),
+        tiny=True,
+        most_tokens=16,
         questions=10,
     )
 
@@ -157,8 +191,17 @@ def _smollm2(name: str, folder: Path, device: str) -> World:
         return prompt
 
     return _world(
-        name, folder, "smollm2", resolve(label).path, device, "auto", prompts,
-        constraints=_constraints("a-zA-Z ,"), stops=(("\n\n",), (" the", "."), (",",)), tiny=False, most_tokens=24,
+        name,
+        folder,
+        "smollm2",
+        resolve(label).path,
+        device,
+        "auto",
+        prompts,
+        constraints=_constraints("a-zA-Z ,"),
+        stops=(("\n\n",), (" the", "."), (",",)),
+        tiny=False,
+        most_tokens=24,
         questions=6,
     )
 
@@ -169,6 +212,8 @@ class Kind(NamedTuple):
 
 
 WORLDS: dict[str, Kind] = {
-    "llama": Kind(_llama, 0.45), "llama-int8": Kind(_llama, 0.15), "recurrent": Kind(_recurrent, 0.3),
+    "llama": Kind(_llama, 0.45),
+    "llama-int8": Kind(_llama, 0.15),
+    "recurrent": Kind(_recurrent, 0.3),
     "smollm2": Kind(_smollm2, 0.1),
 }

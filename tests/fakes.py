@@ -15,18 +15,9 @@ from typing import Any, ClassVar
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.speculative.novel import novel_steps
+from slipstream.speculative.new_text import novel_steps
 from slipstream.stats import Decision, RequestStats
-from slipstream.types import (
-    Gate,
-    GenEvent,
-    Mode,
-    Proposal,
-    SamplingParams,
-    StepRecord,
-    TokenOut,
-    Verdict,
-)
+from slipstream.types import Gate, GenEvent, Mode, Proposal, SamplingParams, StepRecord, TokenOut, Verdict
 
 STEP = 4  # tokens a speculative step of the fake commits
 BLOCK = 16  # rows of the fake's chain; a tree has a second guess beside the first drafted token
@@ -100,9 +91,16 @@ class FakeLLM:
 
     def describe(self) -> dict[str, object]:
         return {
-            "target": self.target, "draft": self.draft, "weight_format": "int4", "exact": True, "threads": 2,
+            "target": self.target,
+            "draft": self.draft,
+            "weight_format": "int4",
+            "exact": True,
+            "threads": 2,
             "block_size": 16,
-            "weight_bytes": 90_000_000, "floor_ms": 3.0, "bandwidth_gbs": 30.0, "format_choice": "int4 was fastest.",
+            "weight_bytes": 90_000_000,
+            "floor_ms": 3.0,
+            "bandwidth_gbs": 30.0,
+            "format_choice": "int4 was fastest.",
         }
 
     def chat(self, messages: Sequence[dict[str, str]], **settings: Any) -> FakeCompletion:
@@ -120,8 +118,12 @@ class FakeLLM:
             position += size
             last = position >= len(done.tokens)
             yield GenEvent(
-                f"fake-{len(self.requests)}", tokens, "".join(chr(token.id) for token in tokens),
-                done.finish_reason if last else None, done.stats if last else None, step=step,  # type: ignore[arg-type]
+                f"fake-{len(self.requests)}",
+                tokens,
+                "".join(chr(token.id) for token in tokens),
+                done.finish_reason if last else None,
+                done.stats if last else None,
+                step=step,  # type: ignore[arg-type]
             )
 
     def prompt_ids(self, messages: Sequence[dict[str, str]], *, chat: bool) -> list[int]:

@@ -49,9 +49,17 @@ def ids_of(length: int, seed: int = 1) -> list[int]:
 def family_settings(**changes: Any) -> dict[str, Any]:
     """The numbers tiny targets of all families share."""
     return {
-        "vocab_size": FOLDER_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "vocab_size": FOLDER_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     } | changes
 
 
@@ -163,8 +171,14 @@ def write_family_pair(target: PreTrainedModel, folder: Path, **changes: Any) -> 
 
 def open_pair(pair: tuple[Path, Path], weight_format: WeightFormat, **settings: Any) -> LLM:
     chosen: dict[str, Any] = {
-        "weight_format": weight_format, "check_integrity": True, "max_context": 384, "cache_tokens": 2048,
-        "max_sequences": 4, "prefill_chunk": 64, "threads": 1, **settings,
+        "weight_format": weight_format,
+        "check_integrity": True,
+        "max_context": 384,
+        "cache_tokens": 2048,
+        "max_sequences": 4,
+        "prefill_chunk": 64,
+        "threads": 1,
+        **settings,
     }
     return LLM(str(pair[0]), str(pair[1]), config=EngineConfig(**chosen))
 
@@ -230,8 +244,12 @@ def speculate(
     rng, report = random.Random(seed), Speculated()
     prompts = random_prompts(count, seed, longest)
     settings = [
-        {"max_tokens": rng.randint(tokens // 2, tokens), "ignore_eos": True, "seed": index,
-         "temperature": rng.choice([0.0, 0.0, 0.9])}
+        {
+            "max_tokens": rng.randint(tokens // 2, tokens),
+            "ignore_eos": True,
+            "seed": index,
+            "temperature": rng.choice([0.0, 0.0, 0.9]),
+        }
         for index in range(count)
     ]
     plain = [

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
-from slipstream.tools.convert import convert
-from slipstream.tools.quantize import quantize_file
+from slipstream.tools.conversion import convert
 from slipstream.tools.quantize_recipes import RecipeName
+from slipstream.tools.requantize import quantize_file
 from tests.oracles import edit_config, save_model
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.formats.adapters import PEFT_CONFIG, PEFT_WEIGHTS, AdapterSource, read_adapter
-from slipstream.formats.weights import WeightFile, open_weights
+from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.models.lora import fit_adapter, merged_weights
 from tests.adapters import factors, gguf_tensors, peft_tensors, write_drafter, write_gguf_adapter, write_peft
 from tests.fuzz_formats import (
@@ -33,12 +33,46 @@ from tests.tiny import HIDDEN
 MAX_OVERHEAD = 4 << 20
 MAX_EXPANSION = 4  # float32 bytes per byte of a factor; Q8_0 needs 3.8
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 4, 5, 2**70, 1e300, float("nan"), float("inf"), "", "none", "all", "q_proj", [],
-    ["fc"], ["nothing"], {}, {"fc": 2}, {"(a+)+$": 3}, {"fc": None}, [[]], {"fc": {}},
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    4,
+    5,
+    2**70,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "none",
+    "all",
+    "q_proj",
+    [],
+    ["fc"],
+    ["nothing"],
+    {},
+    {"fc": 2},
+    {"(a+)+$": 3},
+    {"fc": None},
+    [[]],
+    {"fc": {}},
 )
 CONFIG_KEYS = (
-    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "target_modules", "bias",
-    "modules_to_save", "use_dora", "peft_type", "init_lora_weights", "layer_replication",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "fan_in_fan_out",
+    "target_modules",
+    "bias",
+    "modules_to_save",
+    "use_dora",
+    "peft_type",
+    "init_lora_weights",
+    "layer_replication",
 )
 Damage = Callable[[random.Random, bytes], bytes]
 

@@ -17,9 +17,9 @@ import gguf
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.tools.inspect import inspect_file
+from slipstream.tools.file_report import inspect_file
 from tests.helpers_models import safetensors_bytes, write_gguf
 
 # Beyond the file, unpacked where it is packed: what Python makes of a header.

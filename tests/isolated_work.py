@@ -30,7 +30,10 @@ def _raise(value: str) -> None:
 def _surroundings(_: Any) -> dict[str, Any]:
     names = {number: os.readlink(f"/proc/self/fd/{number}") for number in range(256) if _is_open(number)}
     return {
-        "descriptors": names, "environment": dict(os.environ), "session": os.getsid(0), "pid": os.getpid(),
+        "descriptors": names,
+        "environment": dict(os.environ),
+        "session": os.getsid(0),
+        "pid": os.getpid(),
         "core": resource.getrlimit(resource.RLIMIT_CORE)[0],
     }
 

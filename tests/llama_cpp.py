@@ -1,6 +1,6 @@
 """llama.cpp's own speculation with a DFlash drafter, in a process of its own because its mistakes end the process.
 
-    echo '{"target": "t.gguf", ...}' | python -m tests.llama_cpp
+echo '{"target": "t.gguf", ...}' | python -m tests.llama_cpp
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def _ask(prompts: Sequence[Sequence[int]], **settings: object) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.llama_cpp"],
         input=json.dumps({"prompts": [list(ids) for ids in prompts], **settings}),
-        timeout=START_SECONDS + PROMPT_SECONDS * len(prompts), check=False, cwd=Path(__file__).parents[1],
-        capture_output=True, text=True,
+        timeout=START_SECONDS + PROMPT_SECONDS * len(prompts),
+        check=False,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}"
     answers: list[Any] = json.loads(done.stdout.splitlines()[-1])
@@ -92,8 +95,7 @@ def main() -> None:
         kinds = xllamacpp.common_speculative_type
         settings.speculative.draft.mparams.path = asked["drafter"]
         settings.speculative.types = [
-            kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK if asked["heads"]
-            else kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH
+            kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK if asked["heads"] else kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH
         ]
         settings.speculative.draft.n_max, settings.speculative.draft.p_min = asked["drafts"], 0.0
     for parameters in (settings, settings.speculative.draft):
@@ -111,18 +113,35 @@ def main() -> None:
 
 def _speculated(server: Any, prompt: list[int], asked: Mapping[str, Any]) -> dict[str, Any]:
     chunks: list[dict[str, Any]] = []
-    server.handle_completions({
-        "prompt": prompt, "n_predict": asked["tokens"], "cache_prompt": False, "stream": True,
-        "timings_per_token": True, "samplers": ["top_k"], "top_k": 1, "temperature": 1.0,
-    }, chunks.append)
+    server.handle_completions(
+        {
+            "prompt": prompt,
+            "n_predict": asked["tokens"],
+            "cache_prompt": False,
+            "stream": True,
+            "timings_per_token": True,
+            "samplers": ["top_k"],
+            "top_k": 1,
+            "temperature": 1.0,
+        },
+        chunks.append,
+    )
     return asdict(gather(chunks))
 
 
 def _scored(server: Any, prompt: list[int], asked: Mapping[str, Any]) -> list[tuple[int, float]]:
-    reply = server.handle_completions({
-        "prompt": prompt, "n_predict": 1, "cache_prompt": False, "stream": False, "logprobs": SCORED_TOKENS,
-        "samplers": ["top_k"], "top_k": 1, "temperature": 1.0,
-    })
+    reply = server.handle_completions(
+        {
+            "prompt": prompt,
+            "n_predict": 1,
+            "cache_prompt": False,
+            "stream": False,
+            "logprobs": SCORED_TOKENS,
+            "samplers": ["top_k"],
+            "top_k": 1,
+            "temperature": 1.0,
+        }
+    )
     best = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return [(token["id"], token["logprob"]) for token in best]
 

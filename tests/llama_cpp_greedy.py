@@ -1,6 +1,6 @@
 """llama.cpp's greedy answers to prompts of tokens that spell their own ids (see `family_gguf`).
 
-    echo '{"model": "t.gguf", "prompts": [[5, 6]], "tokens": 8}' | python -m tests.llama_cpp_greedy
+echo '{"model": "t.gguf", "prompts": [[5, 6]], "tokens": 8}' | python -m tests.llama_cpp_greedy
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ def llama_cpp_tokens(path: Path, prompts: Sequence[Sequence[int]], tokens: int) 
     """llama.cpp's greedy answers, from a process of its own because its mistakes end the process."""
     request = json.dumps({"model": str(path), "prompts": [list(ids) for ids in prompts], "tokens": tokens})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.llama_cpp_greedy"], input=request, capture_output=True, text=True,
-        timeout=SECONDS, check=False, cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "tests.llama_cpp_greedy"],
+        input=request,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}"
     answers: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
@@ -46,10 +51,18 @@ def main() -> None:
     server = xllamacpp.Server(settings)
     answers = []
     for prompt in asked["prompts"]:
-        reply = server.handle_completions({
-            "prompt": prompt, "n_predict": asked["tokens"], "cache_prompt": False, "stream": False, "ignore_eos": True,
-            "samplers": ["top_k"], "top_k": 1, "temperature": 1.0,
-        })
+        reply = server.handle_completions(
+            {
+                "prompt": prompt,
+                "n_predict": asked["tokens"],
+                "cache_prompt": False,
+                "stream": False,
+                "ignore_eos": True,
+                "samplers": ["top_k"],
+                "top_k": 1,
+                "temperature": 1.0,
+            }
+        )
         answers.append([int(token) for token in re.findall(r"\d+", reply["choices"][0]["text"])])
     print(json.dumps(answers), file=replies, flush=True)
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from slipstream.formats.quants import decode_rows
-from slipstream.kernels.native.library import Library, availability
+from slipstream.kernels.cpu.native_library import Library, availability
 
 QUANTISED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 FLOATS = ("F16", "BF16", "F32")

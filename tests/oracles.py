@@ -37,8 +37,8 @@ from transformers import (
 from transformers.utils import logging
 
 from slipstream import LLM
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.llm import Completion
@@ -67,13 +67,19 @@ MASK = 2
 def tiny_target(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A small random llama or qwen3 whose every weight matters: norms and biases are random too."""
     settings: dict[str, Any] = {
-        "vocab_size": FOLDER_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": None,
+        "vocab_size": FOLDER_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": None,
     } | changes
-    config, model = {
-        "llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)
-    }[family]
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
     return randomised(model(config(**settings)), seed)
 
 
@@ -111,8 +117,14 @@ def edit_tensors(folder: Path, drop: Sequence[str] = (), **changes: Tensor) -> N
 
 
 def write_target_gguf(
-    model: PreTrainedModel, path: Path, kind: str = "F32", *, drop: Sequence[str] = (), without_theta: bool = False,
-    rotary_dim: int | None = None, extra: Sequence[str] = (),
+    model: PreTrainedModel,
+    path: Path,
+    kind: str = "F32",
+    *,
+    drop: Sequence[str] = (),
+    without_theta: bool = False,
+    rotary_dim: int | None = None,
+    extra: Sequence[str] = (),
 ) -> None:
     """Writes a target as llama.cpp's converter does, and leaves in `model` the values the file then holds."""
     config = model.config
@@ -251,9 +263,17 @@ def our_target(
 def tiny_drafter(seed: int = 0, *, taps: Sequence[int] = (0, 1), **changes: Any) -> authors.DFlashDraftModel:
     """The authors' drafter with random weights, for the tiny targets."""
     settings: dict[str, Any] = {
-        "vocab_size": FOLDER_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6, "block_size": 8, "num_target_layers": 3,
+        "vocab_size": FOLDER_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "block_size": 8,
+        "num_target_layers": 3,
         "dflash_config": {"target_layer_ids": list(taps), "mask_token_id": MASK},
     } | changes
     return randomised(authors.DFlashDraftModel(Qwen3Config(**settings)), seed)
@@ -264,12 +284,17 @@ def drafter_from_gguf(path: Path) -> authors.DFlashDraftModel:
     reader = gguf.GGUFReader(path)
     keys = {name: item.contents() for name, item in reader.fields.items() if not name.startswith("GGUF.")}
     config = Qwen3Config(
-        vocab_size=keys["dflash.vocab_size"], hidden_size=keys["dflash.embedding_length"],
-        intermediate_size=keys["dflash.feed_forward_length"], num_hidden_layers=keys["dflash.block_count"],
+        vocab_size=keys["dflash.vocab_size"],
+        hidden_size=keys["dflash.embedding_length"],
+        intermediate_size=keys["dflash.feed_forward_length"],
+        num_hidden_layers=keys["dflash.block_count"],
         num_attention_heads=keys["dflash.attention.head_count"],
-        num_key_value_heads=keys["dflash.attention.head_count_kv"], head_dim=keys["dflash.attention.key_length"],
-        rms_norm_eps=keys["dflash.attention.layer_norm_rms_epsilon"], rope_theta=keys["dflash.rope.freq_base"],
-        block_size=keys["dflash.block_size"], num_target_layers=keys["slipstream.num_target_layers"],
+        num_key_value_heads=keys["dflash.attention.head_count_kv"],
+        head_dim=keys["dflash.attention.key_length"],
+        rms_norm_eps=keys["dflash.attention.layer_norm_rms_epsilon"],
+        rope_theta=keys["dflash.rope.freq_base"],
+        block_size=keys["dflash.block_size"],
+        num_target_layers=keys["slipstream.num_target_layers"],
         dflash_config={
             "target_layer_ids": [layer - 1 for layer in keys["dflash.target_layers"]],
             "mask_token_id": keys["tokenizer.ggml.mask_token_id"],
@@ -289,16 +314,25 @@ def drafter_from_gguf(path: Path) -> authors.DFlashDraftModel:
 
 def _drafter_name(name: str) -> str:
     whole = {
-        "fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight",
+        "fc.weight": "fc.weight",
+        "enc.output_norm.weight": "hidden_norm.weight",
+        "output_norm.weight": "norm.weight",
     }
     if name in whole:
         return whole[name]
     _, layer, module, kind = name.split(".")
     modules = {
-        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
     }
     return f"layers.{layer}.{modules[module]}.{kind}"
 
@@ -318,8 +352,11 @@ class TheirDrafts:
         size, start = self.model.block_size, self._length + taps.shape[0]
         ids = torch.tensor([anchor, *[self.model.mask_token_id] * (size - 1)])
         hidden = self.model(
-            target_hidden=taps[None], noise_embedding=self._embedding[ids][None],
-            position_ids=torch.arange(self._length, start + size)[None], past_key_values=self._cache, use_cache=True,
+            target_hidden=taps[None],
+            noise_embedding=self._embedding[ids][None],
+            position_ids=torch.arange(self._length, start + size)[None],
+            past_key_values=self._cache,
+            use_cache=True,
         )
         authors._crop_to(self._cache, start)
         self._length = start
@@ -332,7 +369,8 @@ class TheirDrafts:
         first = max(0, start - window)
         ids = torch.tensor([anchor, *[self.model.mask_token_id] * (size - 1)])
         return self.model(
-            target_hidden=taps[None, first:], noise_embedding=self._embedding[ids][None],
+            target_hidden=taps[None, first:],
+            noise_embedding=self._embedding[ids][None],
             position_ids=torch.arange(first, start + size)[None],
         )[0]
 
@@ -426,7 +464,10 @@ class Loop:
 
 
 def their_loop(
-    target: PreTrainedModel, drafter: authors.DFlashDraftModel, ids: Sequence[int], tokens: int,
+    target: PreTrainedModel,
+    drafter: authors.DFlashDraftModel,
+    ids: Sequence[int],
+    tokens: int,
     stop: Sequence[int] = (),
 ) -> Loop:
     """The authors' own generation, greedy."""
@@ -481,7 +522,8 @@ def train_drafter(
         ids = torch.full((len(text), block), drafter.mask_token_id)
         ids[:, 0] = text[:, start]
         hidden = drafter(
-            target_hidden=taps[:, :start], noise_embedding=table[ids].detach(),
+            target_hidden=taps[:, :start],
+            noise_embedding=table[ids].detach(),
             position_ids=torch.arange(start + block)[None],
         )
         loss = nn.functional.cross_entropy(
@@ -554,8 +596,7 @@ def _difference(prompt: int, ids: Sequence[int], ours: Sequence[int], theirs: Se
 def their_greedy(ids: Sequence[int], tokens: int, stop: Sequence[int]) -> list[int]:
     """transformers' greedy text of SmolLM2, the stop token included."""
     done = smollm2_oracle().generate(
-        torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, eos_token_id=list(stop),
-        pad_token_id=stop[0],
+        torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, eos_token_id=list(stop), pad_token_id=stop[0]
     )
     return done[0, len(ids) :].tolist()
 

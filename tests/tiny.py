@@ -46,17 +46,34 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     save_file(_target_tensors(generator), target / "model.safetensors")
     save_file(_draft_tensors(generator), draft / "model.safetensors")
     shape = {
-        "hidden_size": HIDDEN, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS, "head_dim": _DIM, "intermediate_size": _INNER, "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "rope_theta": 10000.0, "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _DIM,
+        "intermediate_size": _INNER,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
     }
     (target / "config.json").write_text(json.dumps({**shape, "model_type": "llama", "eos_token_id": EOS}))
     speculation = {"target_layer_ids": [0, 1], "mask_token_id": MASK}
     layer_types = ["sliding_attention", "full_attention"]
-    (draft / "config.json").write_text(json.dumps({
-        **shape, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": speculation,
-        "num_target_layers": _LAYERS, "layer_types": layer_types, "sliding_window": 48,
-    }))
+    (draft / "config.json").write_text(
+        json.dumps(
+            {
+                **shape,
+                "architectures": ["DFlashDraftModel"],
+                "block_size": BLOCK,
+                "dflash_config": speculation,
+                "num_target_layers": _LAYERS,
+                "layer_types": layer_types,
+                "sliding_window": 48,
+            }
+        )
+    )
     _byte_tokenizer().save(str(target / "tokenizer.json"))
     return target, draft
 
@@ -66,8 +83,15 @@ def tiny_llm(folder: Path, *, draft: bool = True, **settings: object) -> LLM:
     if not (folder / "target").is_dir():
         write_pair(folder)
     chosen: dict[str, object] = {
-        "weight_format": "fp32", "check_integrity": True, "max_context": 512, "cache_tokens": 24 * PAGE_TOKENS,
-        "max_sequences": 4, "prefill_chunk": 64, "step_rows": 128, "threads": 1, **settings,
+        "weight_format": "fp32",
+        "check_integrity": True,
+        "max_context": 512,
+        "cache_tokens": 24 * PAGE_TOKENS,
+        "max_sequences": 4,
+        "prefill_chunk": 64,
+        "step_rows": 128,
+        "threads": 1,
+        **settings,
     }
     config = EngineConfig(**chosen)  # type: ignore[arg-type]
     return LLM(str(folder / "target"), str(folder / "draft") if draft else None, config=config)
@@ -143,8 +167,12 @@ def _byte_tokenizer() -> Tokenizer:
 def _layer(prefix: str, generator: torch.Generator, strength: float) -> dict[str, Tensor]:
     queries, keys = _HEADS * _DIM, _KV_HEADS * _DIM
     shapes = {
-        "self_attn.q_proj": (queries, HIDDEN), "self_attn.k_proj": (keys, HIDDEN), "self_attn.v_proj": (keys, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, queries), "mlp.gate_proj": (_INNER, HIDDEN), "mlp.up_proj": (_INNER, HIDDEN),
+        "self_attn.q_proj": (queries, HIDDEN),
+        "self_attn.k_proj": (keys, HIDDEN),
+        "self_attn.v_proj": (keys, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, queries),
+        "mlp.gate_proj": (_INNER, HIDDEN),
+        "mlp.up_proj": (_INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, _INNER),
     }
     tensors = {}
@@ -173,7 +201,8 @@ def _target_tensors(generator: torch.Generator) -> dict[str, Tensor]:
 def _draft_tensors(generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {
         "fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator),
-        "hidden_norm.weight": torch.ones(HIDDEN), "norm.weight": torch.ones(HIDDEN),
+        "hidden_norm.weight": torch.ones(HIDDEN),
+        "norm.weight": torch.ones(HIDDEN),
     }
     for index in range(_LAYERS):
         tensors |= _layer(f"layers.{index}.", generator, 0.06)
@@ -254,18 +283,27 @@ class Driver:
         prompt = rng.choice(self.shared)[: rng.randrange(1, 210)]
         prompt += [rng.randrange(256) for _ in range(rng.randrange(6))]
         sampling = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 0.8]), seed=rng.randrange(1000), top_p=rng.choice([1.0, 0.9]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.2]), logprobs=rng.choice([None, None, 2]),
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            seed=rng.randrange(1000),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            logprobs=rng.choice([None, None, 2]),
         )
         mode = Mode.parse(rng.choice(MODES))
         gate = gate_for(mode)
         if mode.kind in ("chain", "tree"):
             gate = Gate(rng.choice(["off", "off", "ema", "entropy", "off" if mode.seeded else "auto"]))
         request = Request(
-            id=f"r{sum(self.report.done.values())}", prompt_ids=tuple(prompt), sampling=sampling,
-            mode=mode, gate=gate,
-            max_tokens=rng.randrange(1, 20), stop=rng.choice([(), (), ("DD",)]), stop_token_ids=frozenset({EOS}),
-            share_noise=rng.random() < 0.8, cache_prompt=rng.random() < 0.9,
+            id=f"r{sum(self.report.done.values())}",
+            prompt_ids=tuple(prompt),
+            sampling=sampling,
+            mode=mode,
+            gate=gate,
+            max_tokens=rng.randrange(1, 20),
+            stop=rng.choice([(), (), ("DD",)]),
+            stop_token_ids=frozenset({EOS}),
+            share_noise=rng.random() < 0.8,
+            cache_prompt=rng.random() < 0.9,
         )
         if len(self.live) >= 10:
             self._step()

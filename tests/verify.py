@@ -103,8 +103,17 @@ def operations(report: Report) -> None:
 
 Section = Callable[[Report], None]
 SIDE_BY_SIDE: tuple[Section, ...] = (
-    sampled_alone, greedy_alone, *speculation.SIDE_BY_SIDE, mixed_batches, edges, prefix_hits, chunked_prefill,
-    oracles, operations, *files.SIDE_BY_SIDE, *cpu.SIDE_BY_SIDE,
+    sampled_alone,
+    greedy_alone,
+    *speculation.SIDE_BY_SIDE,
+    mixed_batches,
+    edges,
+    prefix_hits,
+    chunked_prefill,
+    oracles,
+    operations,
+    *files.SIDE_BY_SIDE,
+    *cpu.SIDE_BY_SIDE,
     *families.SIDE_BY_SIDE,
 )
 TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *hostile.TIMED, *gpu.TIMED)

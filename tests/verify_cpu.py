@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 
-from slipstream.bench import race, rival
+from slipstream.bench import rival
+from slipstream.bench import rival_race as race
+from slipstream.bench.comparison_report import built_for, prefill_sentence
 from slipstream.bench.quality import BOUND
-from slipstream.bench.report import built_for, prefill_sentence
 from slipstream.bench.workloads import BUILT_IN
 from slipstream.config import WeightFormat
 from slipstream.engine.llm import LLM
@@ -41,11 +42,16 @@ def cpu_speed(report: Report) -> None:
 def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
     about = opponent.describe()
     prefill = race.race_prefill(llm, opponent)
-    _add(report, promises.Bar(
-        f"prefill of {prefill.tokens} tokens over {rival.NAME}", prefill.against.value, promises.PREFILL,
-        f"{prefill_sentence(prefill)} It is {about['version']}, {built_for(str(about['system']))}, "
-        f"{llm.threads} threads each",
-    ))
+    _add(
+        report,
+        promises.Bar(
+            f"prefill of {prefill.tokens} tokens over {rival.NAME}",
+            prefill.against.value,
+            promises.PREFILL,
+            f"{prefill_sentence(prefill)} It is {about['version']}, {built_for(str(about['system']))}, "
+            f"{llm.threads} threads each",
+        ),
+    )
     for temperature in TEMPERATURES:
         for name in BUILT_IN:
             seen = promises.run_race(llm, opponent, name, RACE_PROMPTS, RACE_TOKENS, temperature)
@@ -62,7 +68,7 @@ def _add(report: Report, bar: promises.Bar) -> None:
 
 def has_amx() -> bool:
     """Whether our kernels use AMX here."""
-    from slipstream.kernels.native.library import library
+    from slipstream.kernels.cpu.native_library import library
 
     native = library()
     return native is not None and native.amx

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from slipstream import LLM
 from slipstream.bench import rival
 from slipstream.config import WeightFormat
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.native_library import library
 from tests.families import (
     MODES,
     TOLERANCE,

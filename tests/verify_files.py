@@ -60,14 +60,13 @@ def llama_cpp_tau(report: Report) -> None:
     fair = abs(difference.value - 1) <= RIVAL_BOUND or difference.verdict == "within noise"
     report.add(
         f"smollm2 as shipped and {DSPARK}: within {RIVAL_BOUND:.0%}, or no real difference on texts that part",
-        shipped.row(), fair,
+        shipped.row(),
+        fair,
     )
 
 
 def fuzz_files(report: Report) -> None:
-    for what, seen in (
-        ("models", fuzz_formats.run(DAMAGED, seed=2)), ("adapters", fuzz_adapters.run(DAMAGED, seed=2)),
-    ):
+    for what, seen in (("models", fuzz_formats.run(DAMAGED, seed=2)), ("adapters", fuzz_adapters.run(DAMAGED, seed=2))):
         text = (
             f"{seen.cases} files: {seen.loaded} loaded, {seen.refused} refused, {len(seen.failures)} failed, slowest "
             f"{seen.slowest:.2f} s, largest allocation {seen.largest_allocation / 1e6:.1f} MB"

@@ -75,5 +75,10 @@ def sanitizers(report: Report) -> None:
 
 # Those that keep both cores busy by themselves run alone, like those that measure time.
 TIMED: tuple[Section, ...] = (
-    hostile_bodies, hostile_connections, hostile_company, fuzzed_constraints, differential_texts, sanitizers,
+    hostile_bodies,
+    hostile_connections,
+    hostile_company,
+    fuzzed_constraints,
+    differential_texts,
+    sanitizers,
 )

@@ -21,7 +21,8 @@ def server_crowd(report: Report) -> None:
         ratio = promises.batch_speedup(server)
         report.add(
             "eight requests together against one after the other",
-            f"{ratio:.2f} times as fast (the middle of 3 rounds)", ratio >= LEAST_BATCH_SPEEDUP,
+            f"{ratio:.2f} times as fast (the middle of 3 rounds)",
+            ratio >= LEAST_BATCH_SPEEDUP,
         )
 
 

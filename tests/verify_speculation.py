@@ -67,7 +67,8 @@ def contexts(report: Report) -> None:
     worst = min(tau / taus[promises.CONTEXTS[0]] for tau in taus.values())
     report.add(
         f"tau behind long documents is at least 0.9 of its value at {promises.CONTEXTS[0]} tokens",
-        f"{text}; worst {worst:.2f} ({CONTEXT_QUESTIONS} questions, {report.tokens} tokens)", worst >= 0.9,
+        f"{text}; worst {worst:.2f} ({CONTEXT_QUESTIONS} questions, {report.tokens} tokens)",
+        worst >= 0.9,
     )
 
 
@@ -87,8 +88,21 @@ def auto_speed(report: Report) -> None:
     for name in BUILT_IN:
         for temperature in ("0", "0.8"):
             command = [
-                "slipstream", "bench", "--prompts", name, "--limit", str(TIMED_PROMPTS), "--max-tokens",
-                str(TIMED_TOKENS), "--modes", BENCH_MODES, "--temperature", temperature, "--seed", "1", "--json",
+                "slipstream",
+                "bench",
+                "--prompts",
+                name,
+                "--limit",
+                str(TIMED_PROMPTS),
+                "--max-tokens",
+                str(TIMED_TOKENS),
+                "--modes",
+                BENCH_MODES,
+                "--temperature",
+                temperature,
+                "--seed",
+                "1",
+                "--json",
             ]
             program = str(Path(sys.executable).parent / command[0])
             done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=True)
@@ -118,7 +132,8 @@ def adversarial(report: Report) -> None:
     last = max((written for written, nodes in steps if nodes), default=0)
     report.add("a shuffled drafter is given up", f"the last drafted rows were verified after {last} tokens", last < 64)
     for what, llm, conversations, temperature in (
-        ("random words at T 1.2", normal, words, 1.2), ("a shuffled drafter, greedy", shuffled, usual, 0.0),
+        ("random words at T 1.2", normal, words, 1.2),
+        ("a shuffled drafter, greedy", shuffled, usual, 0.0),
     ):
         seen = promises.auto_against_plain(llm, conversations, 2 * TIMED_TOKENS, temperature)
         report.add(f"{what}: auto against plain, interleaved", *_against_plain(seen))
@@ -136,6 +151,11 @@ def _against_plain(seen: Comparison) -> tuple[str, bool]:
 
 
 SIDE_BY_SIDE: tuple[Section, ...] = (
-    dspark_sampled, dflash_sampled, dspark_greedy, dflash_greedy, contexts, conversation,
+    dspark_sampled,
+    dflash_sampled,
+    dspark_greedy,
+    dflash_greedy,
+    contexts,
+    conversation,
 )
 TIMED: tuple[Section, ...] = (auto_speed, adversarial)

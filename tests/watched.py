@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.engine.llm import LLM
-from slipstream.speculative.guide import Guide
-from slipstream.speculative.lane import Allowed, Matcher, Path
+from slipstream.grammar.guide import Guide
+from slipstream.grammar.mask_lane import Allowed, Matcher, Path
 from slipstream.types import Request
 
 PATIENCE_S = 20.0  # how long a closed gate holds a mask before it gives up, so that a faulty engine ends its test

@@ -1,7 +1,7 @@
 """Paged attention on a real GPU: right against torch in fp64, the bits of a row its own in any company, and timings.
 
-    python scripts/gpu/checks_attention.py [--tune]   # on the GPU; --tune also tries other splits
-    python scripts/gpu/checks_attention.py --tiny     # on a CPU under Triton's interpreter: finds typos, times nothing
+python scripts/gpu/checks_attention.py [--tune]   # on the GPU; --tune also tries other splits
+python scripts/gpu/checks_attention.py --tiny     # on a CPU under Triton's interpreter: finds typos, times nothing
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import torch
 from checks_elementwise import COPY_GB_S, SHAPES, Shape, median_us
 from torch import Tensor
 
-from slipstream.kernels.gpu import attention
-from slipstream.kernels.gpu.attention import AttentionScratch, paged_attention, paged_attention_reference
-from slipstream.kernels.gpu.rows import DeviceRows, Kind
+from slipstream.kernels.gpu import paged_attention as attention
+from slipstream.kernels.gpu.device_rows import DeviceRows, Kind
+from slipstream.kernels.gpu.paged_attention import AttentionScratch, paged_attention, paged_attention_reference
 
 # heads of other families: several per key head that is no power of two, twice and four times as wide
 WIDE = (
-    Shape("qwen3.6-27b", 0, 24, 4, 256, 0, 0), Shape("qwen3.6-35b", 0, 16, 2, 256, 0, 0),
-    Shape("laguna", 0, 48, 8, 128, 0, 0), Shape("gemma4-31b", 0, 32, 4, 512, 0, 0),
+    Shape("qwen3.6-27b", 0, 24, 4, 256, 0, 0),
+    Shape("qwen3.6-35b", 0, 16, 2, 256, 0, 0),
+    Shape("laguna", 0, 48, 8, 128, 0, 0),
+    Shape("gemma4-31b", 0, 32, 4, 512, 0, 0),
 )
 TINY = (Shape("tiny", 0, 2, 1, 16, 0, 0), Shape("tiny-wide", 0, 3, 1, 256, 0, 0))
 L2_BYTES = 100e6  # what must lie between two uses of the same memory, with room to spare
@@ -62,8 +64,15 @@ class World:
 
 
 def make_world(
-    shape: Shape, kind: Kind, bases: Sequence[int], each: int, page: int, device: torch.device, layers: int = 1,
-    branching: int = 4, unused: int = 0,
+    shape: Shape,
+    kind: Kind,
+    bases: Sequence[int],
+    each: int,
+    page: int,
+    device: torch.device,
+    layers: int = 1,
+    branching: int = 4,
+    unused: int = 0,
 ) -> World:
     """Random keys in shuffled pages; a tree's row hangs on one of the `branching` rows before it."""
     held = [-(-(base + each) // page) for base in bases]
@@ -86,7 +95,9 @@ def make_world(
     pool = layers, sum(held) + 1, shape.kv_heads, page, shape.dim
     make = {"device": device, "dtype": torch.bfloat16}
     return World(
-        rows, torch.randn(rows.rows, shape.heads, shape.dim, **make), torch.randn(pool, **make),  # type: ignore[call-overload]
+        rows,
+        torch.randn(rows.rows, shape.heads, shape.dim, **make),
+        torch.randn(pool, **make),  # type: ignore[call-overload]
         torch.randn(pool, **make),  # type: ignore[call-overload]
     )
 
@@ -124,7 +135,14 @@ def check_values(device: torch.device, shape: Shape, page: int, contexts: Sequen
             found = world.attend(window)[0].double()
             expected = torch.full_like(found, float("nan"))
             paged_attention_reference(
-                world.queries, world.keys[0], world.values[0], world.rows, shape.dim**-0.5, window, expected, None,
+                world.queries,
+                world.keys[0],
+                world.values[0],
+                world.rows,
+                shape.dim**-0.5,
+                window,
+                expected,
+                None,
                 torch.float64,
             )
             error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).max()
@@ -177,10 +195,21 @@ def time_case(
 
 
 CASES: tuple[tuple[Kind, int, int, int], ...] = (
-    ("chain", 1, 1, 1024), ("chain", 1, 16, 1024), ("tree", 1, 16, 1024), ("tree", 1, 32, 1024),
-    ("tree", 1, 64, 1024), ("block", 1, 16, 1024), ("tree", 1, 16, 8192), ("chain", 1, 1, 32000),
-    ("tree", 1, 16, 32000), ("tree", 1, 64, 32000), ("chain", 16, 1, 1024), ("chain", 64, 1, 1024),
-    ("tree", 16, 16, 1024), ("chain", 1, 512, 512), ("chain", 1, 512, 8192),
+    ("chain", 1, 1, 1024),
+    ("chain", 1, 16, 1024),
+    ("tree", 1, 16, 1024),
+    ("tree", 1, 32, 1024),
+    ("tree", 1, 64, 1024),
+    ("block", 1, 16, 1024),
+    ("tree", 1, 16, 8192),
+    ("chain", 1, 1, 32000),
+    ("tree", 1, 16, 32000),
+    ("tree", 1, 64, 32000),
+    ("chain", 16, 1, 1024),
+    ("chain", 64, 1, 1024),
+    ("tree", 16, 16, 1024),
+    ("chain", 1, 512, 512),
+    ("chain", 1, 512, 8192),
 )
 TINY_CASES: tuple[tuple[Kind, int, int, int], ...] = (("tree", 1, 4, 40), ("chain", 2, 1, 40), ("chain", 1, 40, 20))
 

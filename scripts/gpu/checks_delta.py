@@ -1,7 +1,7 @@
 """Gated delta nets on a real GPU: right against torch, the same bits on every way, and how long a layer takes.
 
-    python scripts/gpu/checks_delta.py          # on the GPU
-    python scripts/gpu/checks_delta.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+python scripts/gpu/checks_delta.py          # on the GPU
+python scripts/gpu/checks_delta.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
-from slipstream.cache.gpu_states import GpuStateTensors
-from slipstream.kernels.delta import DeltaRule, DeltaShape
-from slipstream.kernels.gpu.delta import TRITON, DeltaKernels, DeviceStates, Replay
+from slipstream.cache.gpu.device_states import GpuStateTensors
+from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
+from slipstream.kernels.gpu.delta_net_launch import TRITON, DeltaKernels, DeviceStates, Replay
 from slipstream.kernels.gpu.delta_reference import REFERENCE
-from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows, padded_rows
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows, padded_rows
 
 SHAPES = {
     "qwen3.6-27b": DeltaShape(48, 16, 48, 128, 128, 4),
@@ -62,7 +62,9 @@ class World:
         self.tensors.windows.copy_(self._random(*self.tensors.windows.shape))
         self.tensors.memories.copy_(0.1 * self._random(*self.tensors.memories.shape))
         self.rule = DeltaRule(
-            shape, 0.5 * self._random(shape.channels, shape.kernel), -self._random(shape.value_heads).abs(),
+            shape,
+            0.5 * self._random(shape.channels, shape.kernel),
+            -self._random(shape.value_heads).abs(),
             self._random(shape.value_heads),
         )
         self.norm = self._random(shape.value_dim)
@@ -110,9 +112,7 @@ class World:
         kernels.plan(rows, states)
         return states, [self.read(kernels, rows, states, layer, first) for layer in range(self.shape.layers)]
 
-    def read(
-        self, kernels: DeltaKernels, rows: DeviceRows, states: DeviceStates, layer: int, first: int
-    ) -> Tensor:
+    def read(self, kernels: DeltaKernels, rows: DeviceRows, states: DeviceStates, layer: int, first: int) -> Tensor:
         states.log.reads.fill_(torch.nan)
         self.layer(kernels, rows, states, layer, first)
         used = rows.places[: rows.rows] < SCRATCH
@@ -245,9 +245,11 @@ def main() -> None:
     asked = Asked.read(__doc__)
     tiny, device = asked.tiny, asked.device
     shapes = TINY_SHAPES if tiny else SHAPES
-    kinds = [("plain", 1), ("chain", 4), ("tree", 4)] if tiny else [
-        ("plain", 1), ("chain", 16), ("tree", 16), ("chain", 64), ("tree", 64), ("chain", 512),
-    ]
+    kinds = (
+        [("plain", 1), ("chain", 4), ("tree", 4)]
+        if tiny
+        else [("plain", 1), ("chain", 16), ("tree", 16), ("chain", 64), ("tree", 64), ("chain", 512)]
+    )
     wrong, table = [], [f"{'shape':<16} {'rows':<12} {' '.join(f'{part:>8}' for part in PARTS)} {'floor us':>9}"]
     with torch.inference_mode():
         for name, shape in shapes.items():

@@ -1,7 +1,7 @@
 """The kernels between the matmuls on a real GPU: right against torch, rows for themselves, and how long they take.
 
-    python scripts/gpu/checks_elementwise.py          # on the GPU
-    python scripts/gpu/checks_elementwise.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+python scripts/gpu/checks_elementwise.py          # on the GPU
+python scripts/gpu/checks_elementwise.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if "--tiny" in sys.argv:
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu import blending
 from slipstream.kernels.gpu import elementwise as kernels
+from slipstream.kernels.gpu import layer_extras as blending
 
 EPS, PAGE = 1e-6, 64
 COPY_GB_S = 4300.0  # what an H200 copies at
@@ -131,18 +131,48 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
     zero = torch.zeros_like(delta)
     k = kernels
     return [
-        Case("add_norm", add_norm, k.add_norm, k.add_norm_reference,
-             lambda: k.add_norm(residual, zero, weight, EPS, normed, None), rows * hidden * 12),
-        Case("add_norm+tap", add_norm, k.add_norm, k.add_norm_reference,
-             lambda: k.add_norm(residual, zero, weight, EPS, normed, tap), rows * hidden * 14),
-        Case("rotary_write", rotary_write, k.rotary_write, k.rotary_write_reference,
-             lambda: k.rotary_write(qkv, None, head_norm[0], head_norm[1], EPS, cos, sin, positions, places, queries,
-                                    pool[0], pool[1]), 4 * qkv.numel()),
-        Case("context_write", context_write, k.context_write, k.context_write_reference,
-             lambda: k.context_write(projected, None, k_norms, EPS, cos, sin, positions, places, drafts[0], drafts[1]),
-             4 * projected.numel()),
-        Case("silu_mul", silu_mul, k.silu_mul, k.silu_mul_reference,
-             lambda: k.silu_mul(gate_up, None, gated), 6 * gated.numel()),
+        Case(
+            "add_norm",
+            add_norm,
+            k.add_norm,
+            k.add_norm_reference,
+            lambda: k.add_norm(residual, zero, weight, EPS, normed, None),
+            rows * hidden * 12,
+        ),
+        Case(
+            "add_norm+tap",
+            add_norm,
+            k.add_norm,
+            k.add_norm_reference,
+            lambda: k.add_norm(residual, zero, weight, EPS, normed, tap),
+            rows * hidden * 14,
+        ),
+        Case(
+            "rotary_write",
+            rotary_write,
+            k.rotary_write,
+            k.rotary_write_reference,
+            lambda: k.rotary_write(
+                qkv, None, head_norm[0], head_norm[1], EPS, cos, sin, positions, places, queries, pool[0], pool[1]
+            ),
+            4 * qkv.numel(),
+        ),
+        Case(
+            "context_write",
+            context_write,
+            k.context_write,
+            k.context_write_reference,
+            lambda: k.context_write(projected, None, k_norms, EPS, cos, sin, positions, places, drafts[0], drafts[1]),
+            4 * projected.numel(),
+        ),
+        Case(
+            "silu_mul",
+            silu_mul,
+            k.silu_mul,
+            k.silu_mul_reference,
+            lambda: k.silu_mul(gate_up, None, gated),
+            6 * gated.numel(),
+        ),
     ]
 
 
@@ -191,16 +221,46 @@ def family_cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
     normed = torch.empty_like(taps)
     calm, still = residual.clone(), torch.zeros_like(delta)
     return [
-        Case("join_norm", join_norm, k.join_norm, k.join_norm_reference,
-             lambda: k.join_norm(calm, still, None, norm, None, None, 1.0, norm, EPS, outs[0]), rows * hidden * 12),
-        Case("gate_mul head", gate_mul(mixed, head_gate, "softplus"), k.gate_mul, k.gate_mul_reference,
-             lambda: k.gate_mul(mixed, head_gate, None, gated, "softplus"), 4 * mixed.numel()),
-        Case("gate_mul gelu", gate_mul(up, gate, "gelu"), k.gate_mul, k.gate_mul_reference,
-             lambda: k.gate_mul(up, gate, None, inner, "gelu"), 3 * gate_up.numel()),
-        Case("norm_parts", norm_parts, k.norm_parts, k.norm_parts_reference,
-             lambda: k.norm_parts(taps, three, EPS, normed), 4 * taps.numel()),
-        Case("convolve", convolve, k.convolve, k.convolve_reference,
-             lambda: k.convolve(delta, None, dynamic, base, False, block, outs[1]), 4 * delta.numel()),
+        Case(
+            "join_norm",
+            join_norm,
+            k.join_norm,
+            k.join_norm_reference,
+            lambda: k.join_norm(calm, still, None, norm, None, None, 1.0, norm, EPS, outs[0]),
+            rows * hidden * 12,
+        ),
+        Case(
+            "gate_mul head",
+            gate_mul(mixed, head_gate, "softplus"),
+            k.gate_mul,
+            k.gate_mul_reference,
+            lambda: k.gate_mul(mixed, head_gate, None, gated, "softplus"),
+            4 * mixed.numel(),
+        ),
+        Case(
+            "gate_mul gelu",
+            gate_mul(up, gate, "gelu"),
+            k.gate_mul,
+            k.gate_mul_reference,
+            lambda: k.gate_mul(up, gate, None, inner, "gelu"),
+            3 * gate_up.numel(),
+        ),
+        Case(
+            "norm_parts",
+            norm_parts,
+            k.norm_parts,
+            k.norm_parts_reference,
+            lambda: k.norm_parts(taps, three, EPS, normed),
+            4 * taps.numel(),
+        ),
+        Case(
+            "convolve",
+            convolve,
+            k.convolve,
+            k.convolve_reference,
+            lambda: k.convolve(delta, None, dynamic, base, False, block, outs[1]),
+            4 * delta.numel(),
+        ),
         Case("bend", bend, k.bend, k.bend_reference, lambda: k.bend(logits, 1.0, 30.0), 8 * logits.numel()),
     ]
 

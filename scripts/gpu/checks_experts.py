@@ -1,8 +1,8 @@
 """Checks and times mixtures of experts on a GPU at real shapes.
 
-    python scripts/gpu/checks_experts.py                    checks, then times of every launch and of whole blocks
-    python scripts/gpu/checks_experts.py --variants         also other launches than the ones in plans.py
-    python scripts/gpu/checks_experts.py --tiny             the same code at tiny sizes under Triton's interpreter
+python scripts/gpu/checks_experts.py                    checks, then times of every launch and of whole blocks
+python scripts/gpu/checks_experts.py --variants         also other launches than the ones in plans.py
+python scripts/gpu/checks_experts.py --tiny             the same code at tiny sizes under Triton's interpreter
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from checks_matmul import milliseconds
 from shapes import LAGUNA_XS_2, QWEN3_6_35B_A3B, RandomMatrices, RandomWeights
 from torch import Tensor
 
-from slipstream.kernels.gpu import experts as launchers
-from slipstream.kernels.gpu.experts import ExpertStack, Gate, Mixture, Routing, RoutingRule
-from slipstream.kernels.gpu.kernels import gpu_kernels
-from slipstream.kernels.gpu.matmul import GpuMatrix, Scratch, joined_in_order
+from slipstream.kernels.gpu import expert_mixture as launchers
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
+from slipstream.kernels.gpu.expert_mixture import ExpertStack, Gate, Mixture, Routing, RoutingRule
+from slipstream.kernels.gpu.kernel_set import gpu_kernels
+from slipstream.kernels.gpu.matmul_plans import Launch
+from slipstream.kernels.gpu.matrices import GpuMatrix, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.kernels.gpu.plans import Launch
-from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
 from slipstream.models.gemma4 import gelu
 from slipstream.models.gpu_moe import GpuExperts, GpuMoe
 from slipstream.models.moe import Experts, MoeBlock, MoeShape, Router
@@ -48,11 +48,18 @@ SHAPES = {
     "Gemma4-26B-A4B": MoeShape(2816, 128, 8, 704),
 }
 TINY_SHAPES = {
-    "gated": MoeShape(64, 6, 2, 64, shared_size=64, shared_gate=True), "plain": MoeShape(256, 5, 3, 64, "sigmoid"),
+    "gated": MoeShape(64, 6, 2, 64, shared_size=64, shared_gate=True),
+    "plain": MoeShape(256, 5, 3, 64, "sigmoid"),
 }
 VARIANTS = (
-    Launch(64, 4, 2), Launch(64, 4, 3), Launch(64, 4, 4), Launch(64, 4, 6), Launch(64, 8, 4), Launch(128, 4, 3),
-    Launch(128, 8, 3), Launch(128, 8, 4),
+    Launch(64, 4, 2),
+    Launch(64, 4, 3),
+    Launch(64, 4, 4),
+    Launch(64, 4, 6),
+    Launch(64, 8, 4),
+    Launch(128, 4, 3),
+    Launch(128, 8, 3),
+    Launch(128, 8, 4),
 )
 
 
@@ -77,13 +84,24 @@ def make_case(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Case:
     joined = shape.shared_size == shape.intermediate_size
     count, inner, hidden = shape.experts + joined, shape.intermediate_size, shape.hidden_size
     rule = RoutingRule(
-        shape.experts, shape.active, shape.scores == "sigmoid", shape.renormalise, shape.scale, shape.router_softcap,
-        joined, joined and shape.shared_gate, joined,
+        shape.experts,
+        shape.active,
+        shape.scores == "sigmoid",
+        shape.renormalise,
+        shape.scale,
+        shape.router_softcap,
+        joined,
+        joined and shape.shared_gate,
+        joined,
     )
     matrices = RandomMatrices(scratch, kind)
     return Case(
-        f"{name} {kind}", shape, rule, "gelu" if name.startswith("Gemma") else "silu",
-        matrices.experts([[(inner, hidden)] * 2] * count), matrices.experts([[(hidden, inner)]] * count),
+        f"{name} {kind}",
+        shape,
+        rule,
+        "gelu" if name.startswith("Gemma") else "silu",
+        matrices.experts([[(inner, hidden)] * 2] * count),
+        matrices.experts([[(hidden, inner)]] * count),
     )
 
 
@@ -226,7 +244,8 @@ def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Cal
     return {
         "score": lambda i: launchers.score(router, x, parts),
         "route+sum": lambda i: (
-            launchers.route(parts, None, None, places, SCRATCH_PLACE, spare), launchers.combine(spare_mixture, out),
+            launchers.route(parts, None, None, places, SCRATCH_PLACE, spare),
+            launchers.combine(spare_mixture, out),
         ),
         "gate_up": lambda i: launchers.expert_gate_up(case.gate_up, x, routings[i % 16], case.gate, inner),
         "down": lambda i: launchers.expert_down(case.down, inner, routings[i % 16], answers),
@@ -251,8 +270,13 @@ def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[La
             moved = touched * stack.nbytes // stack.experts if stack is not None else 0
             shown = "" if launch is None else f"{launch.tile}/{launch.warps}w/{launch.stages}s"
             line = {
-                "case": case.label, "rows": rows, "launch": name, "variant": shown + ("" if launch != usual else " *"),
-                "us": round(us, 2), "touched": touched, "GB/s": round(moved / us / 1e3) if moved else "",
+                "case": case.label,
+                "rows": rows,
+                "launch": name,
+                "variant": shown + ("" if launch != usual else " *"),
+                "us": round(us, 2),
+                "touched": touched,
+                "GB/s": round(moved / us / 1e3) if moved else "",
             }
             print(line, flush=True)
             yield line
@@ -285,9 +309,7 @@ def time_blocks(
     case = make_case(name, shape, kind, scratch)
     blocks = [block_of(name, shape, kind, scratch) for _ in range(4 if device.type == "cuda" else 1)]
     for count in counts:
-        rows = replace(
-            DeviceRows.empty("tree", 1, count, 1, device, SCRATCH_PLACE), places=some_places(count, device)
-        )
+        rows = replace(DeviceRows.empty("tree", 1, count, 1, device, SCRATCH_PLACE), places=some_places(count, device))
         padded = max(count, LEAST_ROWS)
         xs = [torch.randn(padded, shape.hidden_size, device=device).to(torch.bfloat16) for _ in blocks]
         us = milliseconds(lambda i, rows=rows, xs=xs: blocks[i](xs[i], rows), len(blocks), device) * 1e3  # type: ignore
@@ -295,8 +317,13 @@ def time_blocks(
         touched = touched_by(routed(case, logits, rows.places, count))
         moved = touched * case.touched_bytes
         yield {
-            "case": case.label, "rows": count, "launch": "whole block", "variant": "", "us": round(us, 2),
-            "touched": touched, "GB/s": round(moved / us / 1e3),
+            "case": case.label,
+            "rows": count,
+            "launch": "whole block",
+            "variant": "",
+            "us": round(us, 2),
+            "touched": touched,
+            "GB/s": round(moved / us / 1e3),
         }
 
 
@@ -339,8 +366,10 @@ def main() -> int:
         options.out.write_text(json.dumps(times, indent=1))
     print(f"\n{'case':32} {'rows':>4} {'launch':12} {'variant':12} {'us':>9} {'experts':>8} {'GB/s':>6}")
     for line in times:
-        print(f"{line['case']!s:32} {line['rows']!s:>4} {line['launch']!s:12} {line['variant']!s:12} "
-              f"{line['us']!s:>9} {line['touched']!s:>8} {line['GB/s']!s:>6}")
+        print(
+            f"{line['case']!s:32} {line['rows']!s:>4} {line['launch']!s:12} {line['variant']!s:12} "
+            f"{line['us']!s:>9} {line['touched']!s:>8} {line['GB/s']!s:>6}"
+        )
     print(f"{time.perf_counter() - began:.0f} s in all; {len(faults)} faults {faults}")
     return 1 if faults else 0
 

@@ -1,7 +1,7 @@
 """Growing, accepting and moving on a real GPU: hundreds of random cases against the host, and how long it takes.
 
-    python scripts/gpu/checks_growth.py          # on the GPU
-    python scripts/gpu/checks_growth.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+python scripts/gpu/checks_growth.py          # on the GPU
+python scripts/gpu/checks_growth.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from slipstream.kernels.gpu import commit
 from slipstream.kernels.gpu.commit import ContextRows, HeldTaps, Outcome
-from slipstream.kernels.gpu.growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
-from slipstream.kernels.gpu.growth_reference import grow_reference
-from slipstream.kernels.gpu.heads import Gate, HeadWeights, Trust, score_heads, score_heads_reference
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.head_tables import Gate, HeadWeights, Trust, score_heads, score_heads_reference
+from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
+from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.speculative.calibration import Calibration
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
@@ -53,9 +53,13 @@ class Step:
     def outputs(self) -> dict[str, Tensor]:
         rows, grown, used = self.rows, self.grown, slice(0, self.rows.rows)
         return {
-            "tokens": rows.tokens[used], "positions": rows.positions[used], "places": rows.places[used],
+            "tokens": rows.tokens[used],
+            "positions": rows.positions[used],
+            "places": rows.places[used],
             "paths": rows.paths,
-            "parents": grown.parents, "counts": grown.counts, "broken": grown.broken,
+            "parents": grown.parents,
+            "counts": grown.counts,
+            "broken": grown.broken,
         }
 
     def poison(self) -> None:
@@ -111,7 +115,8 @@ def check_growth(step: Step, name: str) -> list[str]:
     step.grow_on_host()
     wrong = [
         f"grow {name}: {part} of {int((value != found[part]).view(len(step.tokens), -1).any(1).sum())} sequences differ"
-        for part, value in step.outputs().items() if not torch.equal(value, found[part])
+        for part, value in step.outputs().items()
+        if not torch.equal(value, found[part])
     ]
     if not torch.allclose(chances, step.grown.chances, rtol=1e-5):
         wrong.append(f"grow {name}: chances differ")
@@ -124,9 +129,7 @@ def verified(step: Step) -> Tensor:
     """The target's tokens after a grown step: mostly those of some child, now and then none."""
     rows, sequences = step.rows, step.rows.sequences
     chosen = torch.randint(0, 1000, (sequences, rows.each))
-    tokens, parents = (
-        part[: rows.rows].view(sequences, -1).cpu() for part in (rows.tokens, step.grown.parents)
-    )
+    tokens, parents = (part[: rows.rows].view(sequences, -1).cpu() for part in (rows.tokens, step.grown.parents))
     for sequence, count in enumerate(step.grown.counts.tolist()):
         for row in range(1, count + 1):
             if torch.rand(()) < 0.8:
@@ -149,14 +152,26 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
             part.fill_(-99)
         accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
         compact(moved, moved_values, step.rows, outcome)
-        results.append((
-            outcome.path, outcome.tokens, outcome.taken, outcome.failed, context.gather, context.positions,
-            context.places, step.rows.base.clone(), anchors, moved, -moved_values,
-        ))
+        results.append(
+            (
+                outcome.path,
+                outcome.tokens,
+                outcome.taken,
+                outcome.failed,
+                context.gather,
+                context.positions,
+                context.places,
+                step.rows.base.clone(),
+                anchors,
+                moved,
+                -moved_values,
+            )
+        )
         step.rows.base.copy_(base)
     names = ["path", "tokens", "taken", "failed", "gather", "positions", "places", "base", "anchors", "keys", "values"]
     return [
-        f"commit {name}: {part} differ" for part, one, other in zip(names, *results, strict=True)
+        f"commit {name}: {part} differ"
+        for part, one, other in zip(names, *results, strict=True)
         if not torch.equal(one, other)
     ]
 
@@ -227,7 +242,13 @@ class HeadCase:
 
 
 def random_heads(
-    device: torch.device, kind: str, sequences: int, slots: int, candidates: int, vocabulary: int, hidden: int,
+    device: torch.device,
+    kind: str,
+    sequences: int,
+    slots: int,
+    candidates: int,
+    vocabulary: int,
+    hidden: int,
     rank: int,
 ) -> HeadCase:
     def floats(*shape: int) -> Tensor:
@@ -235,7 +256,9 @@ def random_heads(
 
     before, after = floats(vocabulary, rank).bfloat16(), floats(vocabulary, rank).bfloat16()
     weights = HeadWeights(
-        before, after, floats(rank, hidden) if kind == "selector" else None,
+        before,
+        after,
+        floats(rank, hidden) if kind == "selector" else None,
         Gate(floats(rank, rank), floats(rank, hidden), floats(rank)) if kind == "gated" else None,
         Trust(floats(hidden), 0.1, before, floats(rank)),
     )
@@ -288,8 +311,14 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
         outcome, context = Outcome.empty(sequences, device), ContextRows.empty(sequences, each, device)
         anchors, base = step.wishes.anchors.clone(), step.rows.base.clone()
 
-        def accept(outcome: Outcome = outcome, context: ContextRows = context, chosen: Tensor = chosen,
-                   step: Step = step, anchors: Tensor = anchors, base: Tensor = base) -> None:
+        def accept(
+            outcome: Outcome = outcome,
+            context: ContextRows = context,
+            chosen: Tensor = chosen,
+            step: Step = step,
+            anchors: Tensor = anchors,
+            base: Tensor = base,
+        ) -> None:
             step.rows.base.copy_(base)  # the same step again
             commit.accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
 

@@ -1,7 +1,7 @@
 """Checks the matrix kernels on a GPU against plain torch, then times them in every weight format.
 
-    python scripts/gpu/checks_matmul.py            everything, on a GPU
-    python scripts/gpu/checks_matmul.py --tiny     the same code at tiny sizes under Triton's interpreter
+python scripts/gpu/checks_matmul.py            everything, on a GPU
+python scripts/gpu/checks_matmul.py --tiny     the same code at tiny sizes under Triton's interpreter
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch, library_product, rows_agree
+from slipstream.kernels.gpu.matmul_plans import Launch, ShapePlan, dense_launch, quant_launch, quant_plan
+from slipstream.kernels.gpu.matrices import GpuDense, GpuMatrix, GpuQuantised, Scratch, library_product, rows_agree
 from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, Kind, QuantPlanes, dequantised, pack
-from slipstream.kernels.gpu.plans import Launch, ShapePlan, dense_launch, quant_launch, quant_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Shapes = dict[str, tuple[int, int]]
 QWEN3_8B: Shapes = {
-    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288), "head": (151936, 4096),
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "head": (151936, 4096),
 }
 QWEN3_8B_LAYERS = 36
 SMOLLM2: Shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
@@ -54,8 +58,15 @@ LAUNCHES: dict[int, tuple[Launch, ...]] = {
 DENSE_LAUNCHES: dict[int, tuple[Launch, ...]] = {
     16: (Launch(64, 4, 4), Launch(64, 4, 6), Launch(128, 4, 4), Launch(128, 4, 6), Launch(128, 8, 5)),
     32: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(128, 4, 4), Launch(128, 8, 5)),
-    64: (Launch(64, 4, 4), Launch(64, 4, 5), Launch(64, 4, 6), Launch(128, 4, 3), Launch(128, 4, 4), Launch(128, 8, 3),
-         Launch(128, 8, 4)),
+    64: (
+        Launch(64, 4, 4),
+        Launch(64, 4, 5),
+        Launch(64, 4, 6),
+        Launch(128, 4, 3),
+        Launch(128, 4, 4),
+        Launch(128, 8, 3),
+        Launch(128, 8, 4),
+    ),
 }
 SPLITS = (1, 2, 4, 8)
 MOST_SPLITS = 16
@@ -148,9 +159,9 @@ def check_packing(name: str, device: torch.device) -> Iterator[str]:
     blocks = raw.reshape(outputs, -1, kind.block_bytes)
     halves = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}.get(name, (0, 2))
     for at in halves:
-        blocks[..., at : at + 2] = np.random.default_rng(6).uniform(1e-3, 1e-2, blocks.shape[:2] + (1,)).astype(
-            np.float16
-        ).view(np.uint8)
+        blocks[..., at : at + 2] = (
+            np.random.default_rng(6).uniform(1e-3, 1e-2, blocks.shape[:2] + (1,)).astype(np.float16).view(np.uint8)
+        )
     there, here = (pack([raw], kind, inputs, where) for where in (device, torch.device("cpu")))
     for part in ("words", "high", "scales", "offsets"):
         one, other = getattr(there, part), getattr(here, part)

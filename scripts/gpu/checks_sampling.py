@@ -1,7 +1,7 @@
 """Choosing tokens and ranking candidates on a real GPU: right against torch, every row for itself, and how fast.
 
-    python scripts/gpu/checks_sampling.py          # on the GPU
-    python scripts/gpu/checks_sampling.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
+python scripts/gpu/checks_sampling.py          # on the GPU
+python scripts/gpu/checks_sampling.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import torch
 from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
-from slipstream.kernels.gpu import sampling
+from slipstream.kernels.gpu import token_choice as sampling
 from slipstream.kernels.gpu.filters import FilterScratch, find_floors
-from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
 
 VOCABULARIES = {"qwen3-8b": 151936, "smollm2": 49152}
 # name: temperature, top_k, top_p, min_p
 KINDS = {
-    "greedy": (0.0, 0, 1.0, 0.0), "sampled": (0.8, 0, 1.0, 0.0), "top-k": (0.8, 20, 1.0, 0.0),
-    "top-p": (1.0, 0, 0.95, 0.0), "all": (0.7, 50, 0.9, 0.02), "flat": (6.0, 0, 0.98, 0.0),
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "sampled": (0.8, 0, 1.0, 0.0),
+    "top-k": (0.8, 20, 1.0, 0.0),
+    "top-p": (1.0, 0, 0.95, 0.0),
+    "all": (0.7, 50, 0.9, 0.02),
+    "flat": (6.0, 0, 0.98, 0.0),
 }
 NEAR = 1e-4  # sums that are closer than this may change places: logarithms differ in their last bits
 
@@ -172,8 +176,17 @@ def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
     lines = [f"{'groups':>6} {'of':>4} {'warps':>5} {'of rows':>7} {names}  (us, {rows} rows)"]
     constants = "_GROUPS", "_GROUP", "_STRETCH_WARPS", "_ROW_WARPS"
     kept = [getattr(sampling, name) for name in constants]
-    for chosen in ((64, 64, 8, 8), (64, 64, 8, 4), (64, 64, 8, 16), (64, 64, 4, 8), (32, 64, 4, 8), (128, 32, 8, 8),
-                   (64, 32, 4, 8), (32, 128, 8, 8), (64, 128, 8, 8)):
+    for chosen in (
+        (64, 64, 8, 8),
+        (64, 64, 8, 4),
+        (64, 64, 8, 16),
+        (64, 64, 4, 8),
+        (32, 64, 4, 8),
+        (128, 32, 8, 8),
+        (64, 32, 4, 8),
+        (32, 128, 8, 8),
+        (64, 128, 8, 8),
+    ):
         for name, value in zip(constants, chosen, strict=True):
             setattr(sampling, name, value)
         times = []

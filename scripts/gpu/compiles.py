@@ -32,7 +32,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from slipstream.engine.gpu.backend import GpuBackend
-from slipstream.kernels.gpu import attention, delta, matmul
+from slipstream.kernels.gpu import delta_net_launch as delta
+from slipstream.kernels.gpu import matrices as matmul
+from slipstream.kernels.gpu import paged_attention as attention
 from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.gpu_models import GpuDrafter
 

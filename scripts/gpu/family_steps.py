@@ -32,14 +32,14 @@ from shapes import FAMILIES, RandomWeights, tiny_family
 from step_times import copy_bandwidth, kernel_times
 from torch import Tensor
 
-from slipstream.cache.pools import PoolShape
+from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.engine.gpu.passes import GpuBlocks
 from slipstream.engine.gpu.state import Decoding, Wish
 from slipstream.engine.gpu.step import DecodeStep
-from slipstream.kernels.gpu.experts import ExpertStack, Routing
-from slipstream.kernels.gpu.growth import CHAIN, TREE
+from slipstream.kernels.gpu.expert_mixture import ExpertStack, Routing
+from slipstream.kernels.gpu.tree_growth import CHAIN, TREE
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.delta_net import DeltaNetLayer
@@ -104,7 +104,14 @@ class Bench:
             PoolShape.alike(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
         )
         self.engine = self.backend.build(
-            self.target, drafter, pools, None, tokens, ROOM, "random", None  # type: ignore[arg-type]
+            self.target,
+            drafter,
+            pools,
+            None,
+            tokens,
+            ROOM,
+            "random",
+            None,  # type: ignore[arg-type]
         )
         blocks = self.engine._runner.drafter
         assert isinstance(blocks, GpuBlocks)
@@ -195,8 +202,23 @@ def small_drafter(target: DecoderConfig) -> DFlashConfig:
     """Taps five layers and drafts blocks of 16, so that steps have all their phases; its own are not timed."""
     taps = tuple(sorted({round((target.layers - 3) * i / 4) + 1 for i in range(5)}))
     return DFlashConfig(
-        "random", target.hidden_size, 1, 4, 2, 64, 256, target.vocab_size, target.rms_eps, RopeConfig(1e6, 64), False,
-        BLOCK, 3, taps, target.layers, (AttentionPattern(causal=False),), 0,
+        "random",
+        target.hidden_size,
+        1,
+        4,
+        2,
+        64,
+        256,
+        target.vocab_size,
+        target.rms_eps,
+        RopeConfig(1e6, 64),
+        False,
+        BLOCK,
+        3,
+        taps,
+        target.layers,
+        (AttentionPattern(causal=False),),
+        0,
     )
 
 

@@ -37,8 +37,12 @@ Row = dict[str, object]
 
 def load(options: argparse.Namespace, dtype: str, sequences: int = 4) -> LLM:
     config = EngineConfig(
-        weight_format=dtype, device=options.device, kernels=options.kernels, graphs=not options.no_graphs,  # type: ignore[arg-type]
-        max_sequences=sequences, max_context=2048,
+        weight_format=dtype,
+        device=options.device,
+        kernels=options.kernels,
+        graphs=not options.no_graphs,  # type: ignore[arg-type]
+        max_sequences=sequences,
+        max_context=2048,
     )
     return LLM(str(options.target), str(options.draft), config=config)
 
@@ -83,12 +87,19 @@ def modes(options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES)
             same = sum(a.token_ids == b.token_ids for a, b in zip(plain, answers, strict=True))
             steps = sum(answer.stats.steps for answer in answers)
             committed = sum(answer.stats.committed for answer in answers)
-            rows.append({
-                "weights": dtype, "set": name, "mode": mode, "tokens_per_s": round(speed(answers), 1),
-                "over_plain": round(speed(answers) / speed(plain), 3), "tau": round(committed / max(1, steps), 3),
-                "ms_per_step": round(sum(a.stats.decode_ms for a in answers) / max(1, steps), 3),
-                "same_texts": f"{same}/{len(answers)}", "tokens": sum(len(a.token_ids) for a in answers),
-            })
+            rows.append(
+                {
+                    "weights": dtype,
+                    "set": name,
+                    "mode": mode,
+                    "tokens_per_s": round(speed(answers), 1),
+                    "over_plain": round(speed(answers) / speed(plain), 3),
+                    "tau": round(committed / max(1, steps), 3),
+                    "ms_per_step": round(sum(a.stats.decode_ms for a in answers) / max(1, steps), 3),
+                    "same_texts": f"{same}/{len(answers)}",
+                    "tokens": sum(len(a.token_ids) for a in answers),
+                }
+            )
             print(rows[-1], flush=True)
     llm.close()
     return rows
@@ -118,10 +129,16 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
                     seen.append(tokens / (time.perf_counter() - began))
         plain, auto = (median(speeds[mode]) for mode in ("plain", "auto"))
         each = [free / own for own, free in zip(speeds["plain"], speeds["auto"], strict=True)]
-        rows.append({
-            "weights": dtype, "batch": batch, "plain": round(plain, 1), "auto": round(auto, 1),
-            "auto_over_plain": round(auto / plain, 3), "of_rounds": [round(ratio, 3) for ratio in each],
-        })
+        rows.append(
+            {
+                "weights": dtype,
+                "batch": batch,
+                "plain": round(plain, 1),
+                "auto": round(auto, 1),
+                "auto_over_plain": round(auto / plain, 3),
+                "of_rounds": [round(ratio, 3) for ratio in each],
+            }
+        )
         print(rows[-1], flush=True)
     llm.close()
     return rows
@@ -186,13 +203,22 @@ def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
             whole, waited, tokens, drafted = (list(column) for column in zip(*clock.steps, strict=True))
             speeds[mode] = sum(tokens) / sum(whole)
             host = [all_of_it - idle for all_of_it, idle in zip(whole, waited, strict=True)]
-            rows.append({
-                "weights": dtype, "batch": batch, "mode": mode, "tokens_per_s": round(speeds[mode], 1),
-                "over_plain": round(speeds[mode] / speeds["plain"], 3), "step_ms": round(1e3 * median(whole), 3),
-                "host_ms": round(1e3 * median(host), 3), "host_us_per_sequence": round(1e6 * median(host) / batch, 1),
-                "longest_ms": round(1e3 * max(whole), 1), "steps": len(whole), "drafted_steps": sum(drafted),
-                "prompts_ms": round(1e3 * clock.prompts, 1),
-            })
+            rows.append(
+                {
+                    "weights": dtype,
+                    "batch": batch,
+                    "mode": mode,
+                    "tokens_per_s": round(speeds[mode], 1),
+                    "over_plain": round(speeds[mode] / speeds["plain"], 3),
+                    "step_ms": round(1e3 * median(whole), 3),
+                    "host_ms": round(1e3 * median(host), 3),
+                    "host_us_per_sequence": round(1e6 * median(host) / batch, 1),
+                    "longest_ms": round(1e3 * max(whole), 1),
+                    "steps": len(whole),
+                    "drafted_steps": sum(drafted),
+                    "prompts_ms": round(1e3 * clock.prompts, 1),
+                }
+            )
             print(rows[-1], flush=True)
     llm.close()
     return rows
@@ -263,10 +289,15 @@ def theirs(options: argparse.Namespace) -> list[Row]:
                 if turn:  # the first is a warm-up
                     tokens, seconds, steps = tokens + count, seconds + time.perf_counter() - began, steps + taken
             results[label] = tokens, seconds, steps
-            rows.append({
-                "set": name, "who": label, "tokens_per_s": round(tokens / seconds, 1),
-                "ms_per_step": round(1e3 * seconds / steps, 2), "tau": round(tokens / steps, 2),
-            })
+            rows.append(
+                {
+                    "set": name,
+                    "who": label,
+                    "tokens_per_s": round(tokens / seconds, 1),
+                    "ms_per_step": round(1e3 * seconds / steps, 2),
+                    "tau": round(tokens / steps, 2),
+                }
+            )
             print(rows[-1], flush=True)
     llm.close()
     return rows

@@ -65,9 +65,7 @@ class Jobs:
         """All of them at once; what they say is kept together."""
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             list(pool.map(lambda name: self.run(name, CHECKS[name], False), names))
-        said = [
-            {"check": name, "ok": name not in self.failed, "said": _last_line(self._log(name))} for name in names
-        ]
+        said = [{"check": name, "ok": name not in self.failed, "said": _last_line(self._log(name))} for name in names]
         (self._out / "checks.json").write_text(json.dumps(said, indent=1))
 
     def run(self, name: str, arguments: Iterable[str], writes: bool) -> None:

@@ -1,8 +1,9 @@
 """Times a target's steps under other settings of the kernels, all in one process, and says whether bits stay the same.
 
-    python scripts/gpu/settings.py --try attention.PROGRAMS=132 --try "attention.AT_ONCE=8 elementwise._GATE_BLOCK=512"
-    python scripts/gpu/settings.py --shape Laguna-XS.2 --format Q4_K --try "attention.TILINGS[128].last_warps=2"
-    python scripts/gpu/settings.py --tiny --try attention.PROGRAMS=8          the same code on a CPU, kernels in torch
+    python scripts/gpu/settings.py --try paged_attention.PROGRAMS=132
+    python scripts/gpu/settings.py --try "paged_attention.AT_ONCE=8 elementwise._GATE_BLOCK=512"
+    python scripts/gpu/settings.py --shape Laguna-XS.2 --format Q4_K --try "paged_attention.TILINGS[128].last_warps=2"
+    python scripts/gpu/settings.py --tiny --try paged_attention.PROGRAMS=8      the same code on a CPU, kernels in torch
 
 A setting is a module of slipstream.kernels.gpu, a name in it (or a field of an entry of a table) and a value. Weights
 are random. The usual settings are timed first and last: what lies between those two is noise.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.formats.quantise import encode_rows
-from slipstream.formats.weights import WeightTensor
-from slipstream.kernels.delta import DeltaShape
-from slipstream.kernels.gpu.experts import ExpertStack
-from slipstream.kernels.gpu.matmul import GpuDense, GpuMatrix, GpuQuantised, Scratch
+from slipstream.formats.weight_files import WeightTensor
+from slipstream.kernels.cpu.delta_rule import DeltaShape
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.gpu.expert_mixture import ExpertStack
+from slipstream.kernels.gpu.matrices import GpuDense, GpuMatrix, GpuQuantised, Scratch
 from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack
-from slipstream.kernels.matmul import Matrix
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
@@ -35,26 +35,66 @@ QWEN3_8B = DecoderConfig(
 TINY = DecoderConfig("qwen3", 64, 2, 4, 2, 16, 128, 512, 1e-6, RopeConfig(1e6, 16), 4096, False, True, False, False)
 
 QWEN3_6_27B = Qwen35Config(
-    family="qwen3_5", hidden_size=5120, layers=64, heads=24, kv_heads=4, head_dim=256, intermediate_size=17408,
-    vocab_size=248320, rms_eps=1e-6, rope=RopeConfig(1e7, 64, width=256), max_positions=262144, tied_head=False,
-    qk_norm=True, attention_bias=False, mlp_bias=False, recurrent=(True, True, True, False) * 16,
-    delta=DeltaShape(48, 16, 48, 128, 128, 4), as_gguf=False, moe=None,
+    family="qwen3_5",
+    hidden_size=5120,
+    layers=64,
+    heads=24,
+    kv_heads=4,
+    head_dim=256,
+    intermediate_size=17408,
+    vocab_size=248320,
+    rms_eps=1e-6,
+    rope=RopeConfig(1e7, 64, width=256),
+    max_positions=262144,
+    tied_head=False,
+    qk_norm=True,
+    attention_bias=False,
+    mlp_bias=False,
+    recurrent=(True, True, True, False) * 16,
+    delta=DeltaShape(48, 16, 48, 128, 128, 4),
+    as_gguf=False,
+    moe=None,
 )
 QWEN3_6_35B_A3B = replace(
-    QWEN3_6_27B, family="qwen3_5_moe", hidden_size=2048, layers=40, heads=16, kv_heads=2, intermediate_size=512,
-    recurrent=(True, True, True, False) * 10, delta=DeltaShape(30, 16, 32, 128, 128, 4),
+    QWEN3_6_27B,
+    family="qwen3_5_moe",
+    hidden_size=2048,
+    layers=40,
+    heads=16,
+    kv_heads=2,
+    intermediate_size=512,
+    recurrent=(True, True, True, False) * 10,
+    delta=DeltaShape(30, 16, 32, 128, 128, 4),
     moe=MoeShape(2048, 256, 8, 512, shared_size=512, shared_gate=True),
 )
 LAGUNA_XS_2 = LagunaConfig(
-    family="laguna", hidden_size=2048, layers=40, heads=48, kv_heads=8, head_dim=128, intermediate_size=8192,
-    vocab_size=100352, rms_eps=1e-6, rope=RopeConfig(5e5, 64, width=128), max_positions=131072, tied_head=False,
-    qk_norm=True, attention_bias=False, mlp_bias=False, layer_heads=(48, 64, 64, 64) * 10,
-    sliding=(False, True, True, True) * 10, window=512, sliding_rope=RopeConfig(1e4, 128),
+    family="laguna",
+    hidden_size=2048,
+    layers=40,
+    heads=48,
+    kv_heads=8,
+    head_dim=128,
+    intermediate_size=8192,
+    vocab_size=100352,
+    rms_eps=1e-6,
+    rope=RopeConfig(5e5, 64, width=128),
+    max_positions=131072,
+    tied_head=False,
+    qk_norm=True,
+    attention_bias=False,
+    mlp_bias=False,
+    layer_heads=(48, 64, 64, 64) * 10,
+    sliding=(False, True, True, True) * 10,
+    window=512,
+    sliding_rope=RopeConfig(1e4, 128),
     sparse=(False, *(True,) * 39),
-    moe=MoeShape(2048, 256, 8, 512, "sigmoid", scale=2.5, selection_bias=True, shared_size=512), gate_per_head=True,
+    moe=MoeShape(2048, 256, 8, 512, "sigmoid", scale=2.5, selection_bias=True, shared_size=512),
+    gate_per_head=True,
 )
 FAMILIES: dict[str, DecoderConfig] = {
-    "Qwen3.6-27B": QWEN3_6_27B, "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B, "Laguna-XS.2": LAGUNA_XS_2,
+    "Qwen3.6-27B": QWEN3_6_27B,
+    "Qwen3.6-35B-A3B": QWEN3_6_35B_A3B,
+    "Laguna-XS.2": LAGUNA_XS_2,
 }
 
 
@@ -76,12 +116,18 @@ def tiny_family(name: str) -> DecoderConfig:
     )
     if isinstance(few, LagunaConfig):
         return replace(
-            few, rope=RopeConfig(5e5, 8, width=16), layer_heads=(4, 6, 6, 6), window=128,
-            sliding_rope=RopeConfig(1e4, 16), moe=_tiny_experts(few.moe),
+            few,
+            rope=RopeConfig(5e5, 8, width=16),
+            layer_heads=(4, 6, 6, 6),
+            window=128,
+            sliding_rope=RopeConfig(1e4, 16),
+            moe=_tiny_experts(few.moe),
         )
     assert isinstance(few, Qwen35Config)
     return replace(
-        few, rope=RopeConfig(1e7, 4, width=16), delta=DeltaShape(3, 2, 4, 16, 16, 4),
+        few,
+        rope=RopeConfig(1e7, 4, width=16),
+        delta=DeltaShape(3, 2, 4, 16, 16, 4),
         moe=_tiny_experts(few.moe) if few.moe is not None else None,
     )
 
@@ -93,9 +139,23 @@ def _tiny_experts(moe: MoeShape) -> MoeShape:
 def drafter_config(target: DecoderConfig, layers: int = 5, block: int = 16) -> DFlashConfig:
     taps = tuple(sorted({round((target.layers - 3) * i / max(1, layers - 1)) + 1 for i in range(layers)}))
     return DFlashConfig(
-        "random", target.hidden_size, layers, target.heads, target.kv_heads, target.head_dim,
-        target.intermediate_size, target.vocab_size, target.rms_eps, target.rope, False, block, 3, taps,
-        target.layers, (AttentionPattern(causal=False),) * layers, 0,
+        "random",
+        target.hidden_size,
+        layers,
+        target.heads,
+        target.kv_heads,
+        target.head_dim,
+        target.intermediate_size,
+        target.vocab_size,
+        target.rms_eps,
+        target.rope,
+        False,
+        block,
+        3,
+        taps,
+        target.layers,
+        (AttentionPattern(causal=False),) * layers,
+        0,
     )
 
 
@@ -142,7 +202,11 @@ class RandomMatrices:
 
         words, scales = cast(Tensor, repeated(pattern.words)), cast(Tensor, repeated(pattern.scales))
         return replace(
-            pattern, outputs=outputs, words=words, high=repeated(pattern.high), scales=scales,
+            pattern,
+            outputs=outputs,
+            words=words,
+            high=repeated(pattern.high),
+            scales=scales,
             offsets=repeated(pattern.offsets),
         )
 

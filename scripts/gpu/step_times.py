@@ -1,11 +1,11 @@
 """Times whole decoding steps on a GPU with random weights of the Qwen3-8B shape, beside the floor of their bytes.
 
-    python scripts/gpu/step_times.py                          bf16 at 1K context
-    python scripts/gpu/step_times.py --format Q8_0            the same quantised (Q4_K, Q4_0, Q6_K, ...)
-    python scripts/gpu/step_times.py --contexts 1024,8192,32768
-    python scripts/gpu/step_times.py --batches 1,4,16,64
-    python scripts/gpu/step_times.py --kernels                which kernels a step's time goes to
-    python scripts/gpu/step_times.py --tiny                   the same code at tiny sizes on a CPU, kernels in torch
+python scripts/gpu/step_times.py                          bf16 at 1K context
+python scripts/gpu/step_times.py --format Q8_0            the same quantised (Q4_K, Q4_0, Q6_K, ...)
+python scripts/gpu/step_times.py --contexts 1024,8192,32768
+python scripts/gpu/step_times.py --batches 1,4,16,64
+python scripts/gpu/step_times.py --kernels                which kernels a step's time goes to
+python scripts/gpu/step_times.py --tiny                   the same code at tiny sizes on a CPU, kernels in torch
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from shapes import QWEN3_8B, TINY, RandomWeights, drafter_config
 
-from slipstream.cache.pools import PoolShape
+from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.gpu.backend import GpuBackend
 from slipstream.engine.gpu.passes import GpuBlocks
 from slipstream.engine.gpu.state import Decoding, Wish
 from slipstream.engine.gpu.step import MOST_HELD_TURNS, bucket
-from slipstream.kernels.gpu.growth import TREE
 from slipstream.kernels.gpu.packing import KINDS
+from slipstream.kernels.gpu.tree_growth import TREE
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.weights import keep_name
@@ -53,8 +53,11 @@ class Bench:
         most_tokens = max(batches) * 1024 + max(contexts) + 8192
         self.context_room = max(contexts) + 4096
         config = EngineConfig(
-            kernels="reference" if options.tiny else "triton", graphs=not options.no_graphs,
-            max_sequences=max(batches), max_context=self.context_room, cache_tokens=most_tokens,
+            kernels="reference" if options.tiny else "triton",
+            graphs=not options.no_graphs,
+            max_sequences=max(batches),
+            max_context=self.context_room,
+            cache_tokens=most_tokens,
         )
         self.backend = GpuBackend(device, config)
         scratch = self.backend.scratch
@@ -71,7 +74,14 @@ class Bench:
         )
         self.pages = -(-most_tokens // PAGE_TOKENS)
         self.engine = self.backend.build(
-            self.target, self.drafter, pools, None, self.context_room, 2048, "random", None  # type: ignore[arg-type]
+            self.target,
+            self.drafter,
+            pools,
+            None,
+            self.context_room,
+            2048,
+            "random",
+            None,  # type: ignore[arg-type]
         )
         blocks = self.engine._runner.drafter
         assert isinstance(blocks, GpuBlocks)
@@ -99,9 +109,7 @@ class Bench:
         loop = self.engine.loop
         each_pages = -(-(context + 2048) // PAGE_TOKENS)
         own = [
-            Decoding(
-                context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True
-            )
+            Decoding(context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True)
             for s in range(batch)
         ]
         wishes = [Wish(nodes, self.gpu_drafter.proposals, TREE)] * batch if nodes else [Wish()] * batch
@@ -179,10 +187,18 @@ def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str,
                 (short, few), (long, many) = took
                 rounds.append((long - short) * 1e3 / max(1, many - few))
             ms = statistics.median(rounds[1:])  # the first is a warm-up
-            lines.append({
-                "format": "bf16", "batch": 1, "context": options.contexts[0], "step": label, "ms": round(ms, 3),
-                "floor_ms": "", "ratio": "", "rounds": [round(each, 1) for each in rounds[1:]],
-            })
+            lines.append(
+                {
+                    "format": "bf16",
+                    "batch": 1,
+                    "context": options.contexts[0],
+                    "step": label,
+                    "ms": round(ms, 3),
+                    "floor_ms": "",
+                    "ratio": "",
+                    "rounds": [round(each, 1) for each in rounds[1:]],
+                }
+            )
             print(lines[-1], flush=True)
     return lines
 
@@ -251,8 +267,10 @@ def main() -> None:
     began = time.perf_counter()
     bandwidth = copy_bandwidth(device, 2**24 if options.tiny else 2**32)
     bench = Bench(options, TINY if options.tiny else QWEN3_8B, device)
-    print(f"loaded in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s; "
-          f"weights {bench.target.step_bytes / 1e9:.2f} GB, drafter {bench.drafter.step_bytes / 1e9:.2f} GB")
+    print(
+        f"loaded in {time.perf_counter() - began:.0f} s; copy {bandwidth / 1e12:.2f} TB/s; "
+        f"weights {bench.target.step_bytes / 1e9:.2f} GB, drafter {bench.drafter.step_bytes / 1e9:.2f} GB"
+    )
     if options.kernels:
         print_kernels(options, bench)
         return
@@ -261,10 +279,17 @@ def main() -> None:
         for batch in options.batches:
             for label, ms, drafting in step_kinds(options, bench, batch, context):
                 floor = bench.floor_ms(bandwidth, batch, context, drafting)
-                lines.append({
-                    "format": options.format, "batch": batch, "context": context, "step": label,
-                    "ms": round(ms, 3), "floor_ms": round(floor, 3), "ratio": round(ms / floor, 2),
-                })
+                lines.append(
+                    {
+                        "format": options.format,
+                        "batch": batch,
+                        "context": context,
+                        "step": label,
+                        "ms": round(ms, 3),
+                        "floor_ms": round(floor, 3),
+                        "ratio": round(ms / floor, 2),
+                    }
+                )
                 print(lines[-1], flush=True)
     if options.reference:
         lines += reference_lines(options, bench)

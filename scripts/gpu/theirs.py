@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.llama import gguf_name, stored_rotary_rows
 from slipstream.models.loading import read_target_config
+from slipstream.tools.authors_drafter import build_authors_drafter
 from slipstream.tools.model_file import open_model
-from slipstream.tools.reference import build_authors_drafter
 
 
 def build_target(path: Path, device: torch.device) -> Any:
@@ -23,9 +23,15 @@ def build_target(path: Path, device: torch.device) -> Any:
     with open_weights(path) as file:
         shape, _ = read_target_config(path, file)
         config = LlamaConfig(
-            vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim, rms_norm_eps=shape.rms_eps, max_position_embeddings=shape.max_positions,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=shape.rms_eps,
+            max_position_embeddings=shape.max_positions,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
             tie_word_embeddings=shape.tied_head,
         )
@@ -56,10 +62,16 @@ def build_random_pair(shape: DecoderConfig, draft: DFlashConfig, device: torch.d
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     common = {
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "rms_norm_eps": shape.rms_eps,
-        "intermediate_size": shape.intermediate_size, "max_position_embeddings": shape.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta}, "tie_word_embeddings": False,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_eps,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope.theta},
+        "tie_word_embeddings": False,
     }
     speculation = {"target_layer_ids": list(draft.target_layer_ids), "mask_token_id": draft.mask_token_id}
     before = torch.get_default_dtype()
@@ -67,10 +79,15 @@ def build_random_pair(shape: DecoderConfig, draft: DFlashConfig, device: torch.d
     try:
         with device:
             target = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=shape.layers, **common)).eval()
-            drafter = DFlashDraftModel(Qwen3Config(
-                num_hidden_layers=draft.layers, block_size=draft.block_size, num_target_layers=shape.layers,
-                dflash_config=speculation, **common,
-            )).eval()
+            drafter = DFlashDraftModel(
+                Qwen3Config(
+                    num_hidden_layers=draft.layers,
+                    block_size=draft.block_size,
+                    num_target_layers=shape.layers,
+                    dflash_config=speculation,
+                    **common,
+                )
+            ).eval()
     finally:
         torch.set_default_dtype(before)
     return target, drafter

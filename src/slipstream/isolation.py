@@ -162,8 +162,11 @@ class _Child:
         with child_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path)],
-                stdin=child_end.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={**environment, **_ONE_HEAP}, start_new_session=True,
+                stdin=child_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**environment, **_ONE_HEAP},
+                start_new_session=True,
             )
         # also runs when the interpreter exits
         self.end = weakref.finalize(owner, _end, self.process, self.socket)

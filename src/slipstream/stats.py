@@ -16,7 +16,8 @@ class Decision:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "choice": self.choice, "reason": self.reason,
+            "choice": self.choice,
+            "reason": self.reason,
             "expected_tokens": None if self.expected_tokens is None else round(self.expected_tokens, 4),
             "expected_ms": None if self.expected_ms is None else round(self.expected_ms, 4),
         }
@@ -147,7 +148,9 @@ class RequestStats:
             "decode_ms": round(self.decode_ms, 3),
             "tokens_per_second": round(self.tokens_per_second, 3),
             "time_split_ms": {
-                "draft": round(self.draft_ms, 3), "verify": round(self.verify_ms, 3), "other": round(self.other_ms, 3),
+                "draft": round(self.draft_ms, 3),
+                "verify": round(self.verify_ms, 3),
+                "other": round(self.other_ms, 3),
             },
             "bad_drafts": self.bad_drafts,
             "draft_lora": self.draft_lora,
@@ -156,6 +159,19 @@ class RequestStats:
 
 
 _SUMMED = (
-    "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "committed",
-    "novel_steps", "novel_committed", "ttft_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms", "bad_drafts",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "steps",
+    "drafted",
+    "accepted",
+    "committed",
+    "novel_steps",
+    "novel_committed",
+    "ttft_ms",
+    "decode_ms",
+    "draft_ms",
+    "verify_ms",
+    "other_ms",
+    "bad_drafts",
 )

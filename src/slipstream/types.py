@@ -15,7 +15,9 @@ MAX_SEED = 2**63 - 1
 MAX_TREE_ROWS = 256
 BASE_VARIANT = "base"  # the drafter as it is, without an adapter
 GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
-    "off": (), "entropy": ("floor", "hard", "patience"), "ema": ("margin", "sustain", "warmup"),
+    "off": (),
+    "entropy": ("floor", "hard", "patience"),
+    "ema": ("margin", "sustain", "warmup"),
     "auto": ("margin", "probe"),
 }
 
@@ -42,7 +44,9 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(
             _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty", self.repetition_penalty, "above 0 (1 is off)",
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0 (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -291,8 +295,10 @@ class StepRecord:
             "position": self.position,
             "proposal": {"tokens": list(self.proposal.tokens), "parents": list(self.proposal.parents)},
             "verdict": {
-                "path": list(self.verdict.path), "tokens": list(self.verdict.tokens),
-                "accepted": self.verdict.accepted, "failed": self.verdict.failed,
+                "path": list(self.verdict.path),
+                "tokens": list(self.verdict.tokens),
+                "accepted": self.verdict.accepted,
+                "failed": self.verdict.failed,
             },
             "policy": self.decision.to_json(),
             "times_ms": {"draft": round(self.draft_ms, 4), "verify": round(self.verify_ms, 4)},

@@ -1,9 +1,9 @@
 """A real server for tests: `slipstream serve` in a process of its own, on a free port, ended like people end it.
 
-    @pytest.fixture(scope="module")
-    def server() -> Iterator[Server]:
-        with serve() as running:
-            yield running
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve() as running:
+        yield running
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ START_S = 120.0
 STOP_S = 60.0
 MODEL = "smollm2"
 PERSON = {
-    "type": "object", "additionalProperties": False, "required": ["name", "age"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age"],
     "properties": {
-        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
     },
 }
 WEATHER_ARGUMENTS = {
-    "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-    "required": ["city", "unit"], "additionalProperties": False,
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
 }
 
 
@@ -68,7 +73,12 @@ class Server:
         return Anthropic(base_url=self.url, **{"api_key": "none", "max_retries": 0, **settings})
 
     def ask(
-        self, path: str, body: object = None, *, method: str | None = None, headers: Mapping[str, str] | None = None,
+        self,
+        path: str,
+        body: object = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout: float = 60.0,
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of one plain HTTP exchange; bytes are sent as they are, anything else as JSON."""
@@ -110,7 +120,9 @@ class Server:
         data = json.dumps(body).encode()
         raw = socket.create_connection(self.address, timeout=60)
         head = [
-            f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
             f"Content-Length: {len(data)}",
         ]
         raw.sendall("\r\n".join([*head, "", ""]).encode() + data)
@@ -154,7 +166,10 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-    *options: str, model: str | None = MODEL, ready: bool = True, environment: Mapping[str, str] | None = None,
+    *options: str,
+    model: str | None = MODEL,
+    ready: bool = True,
+    environment: Mapping[str, str] | None = None,
     files: int | None = None,
 ) -> Iterator[Server]:
     """Starts `slipstream serve MODEL OPTIONS` (no MODEL if None), waits until it listens (or is ready), and ends it.

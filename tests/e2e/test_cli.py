@@ -16,8 +16,19 @@ __all__ = ["cli"]
 pytestmark = pytest.mark.e2e
 SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
 STATS = {
-    "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "tau", "tau_novel",
-    "accept_rate", "accepted_per_position", "ttft_ms", "decode_ms", "tokens_per_second",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "steps",
+    "drafted",
+    "accepted",
+    "tau",
+    "tau_novel",
+    "accept_rate",
+    "accepted_per_position",
+    "ttft_ms",
+    "decode_ms",
+    "tokens_per_second",
 }
 
 
@@ -73,8 +84,17 @@ def test_bench_compares_modes(tmp_path: Path) -> None:
     prompts.write_text('{"turns": ["Add 17 and 25.", "Now double it."]}\n{"turns": ["Name three colours."]}\n')
     picture = tmp_path / "plot.svg"
     modes = as_json(
-        "bench", "--prompts", str(prompts), "--max-tokens", "24", "--turns", "all", "--modes", "chain,tree:24,auto",
-        "--plot", str(picture),
+        "bench",
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "24",
+        "--turns",
+        "all",
+        "--modes",
+        "chain,tree:24,auto",
+        "--plot",
+        str(picture),
     )["modes"]
     assert list(modes) == ["plain", "chain", "tree:24", "auto"]
     for mode in modes.values():

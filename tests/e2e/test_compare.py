@@ -10,8 +10,8 @@ import pytest
 from slipstream.bench.workloads import read_prompts
 from slipstream.cli import compare as cli_compare
 from slipstream.formats.sources import resolve
+from slipstream.tools.authors_drafter import AuthorBlocks
 from slipstream.tools.logits import Settings, compare_drafters, load_blocks, write_passages
-from slipstream.tools.reference import AuthorBlocks
 
 pytestmark = pytest.mark.e2e
 

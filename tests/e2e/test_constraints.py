@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM, Completion
+from slipstream.grammar import notations as grammars
 from slipstream.server.jobs import Tool
 from slipstream.server.jobs import ToolChoice as Choice
-from slipstream.speculative.guided import DraftRule
-from slipstream.text import grammars
+from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Thinking
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,9 @@ PERSON = {
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "colours": {"type": "array", "items": {"enum": ["röt", "green", "blue"]}, "minItems": 1, "maxItems": 2},
         "home": {
-            "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
             "additionalProperties": False,
         },
     },
@@ -35,11 +37,15 @@ PERSON = {
 }
 
 
-WEATHER = Tool("get_weather", parameters={
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-    "required": ["city", "unit"], "additionalProperties": False,
-})
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+)
 TOOLS = [WEATHER, Tool("get_time")]
 
 
@@ -104,9 +110,7 @@ def test_a_tool_that_may_be_called_leaves_other_text_alone(llm: LLM, temperature
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_a_bias(llm: LLM, temperature: float) -> None:
     banned = {token for word in (" the", " a", " sea", ",") for token in llm.tokenizer.encode(word, add_bos=False)}
-    answers = in_every_mode(
-        llm, "Write a line about the sea.", temperature, 40, logit_bias=dict.fromkeys(banned, -100)
-    )
+    answers = in_every_mode(llm, "Write a line about the sea.", temperature, 40, logit_bias=dict.fromkeys(banned, -100))
     assert not banned & set(answers["plain"].token_ids)
     assert answers["chain"].stats.accepted > 0
 
@@ -114,8 +118,12 @@ def test_a_bias(llm: LLM, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_reasoning_within_a_budget_then_a_schema(llm: LLM, temperature: float) -> None:
     answers = in_every_mode(
-        llm, "Think, then describe a person as JSON.", temperature, 120,
-        thinking=Thinking(12), constraint=grammars.json_schema(PERSON),
+        llm,
+        "Think, then describe a person as JSON.",
+        temperature,
+        120,
+        thinking=Thinking(12),
+        constraint=grammars.json_schema(PERSON),
     )
     plain = answers["plain"]
     reasoning, tag, answer = plain.text.partition("</think>")

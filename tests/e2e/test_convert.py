@@ -18,9 +18,9 @@ from slipstream.config import EngineConfig
 from slipstream.engine.llm import Completion
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.sources import resolve
-from slipstream.tools.convert import convert
-from slipstream.tools.quantize import quantize_file
+from slipstream.tools.conversion import convert
 from slipstream.tools.quantize_recipes import RecipeName
+from slipstream.tools.requantize import quantize_file
 from tests.checks_files import both_taus, write_real_drafter
 from tests.helpers_models import smollm2_path
 from tests.llama_cpp import Scored, greedy, speculate
@@ -143,7 +143,8 @@ def _distance(mine: list[Scored], theirs: list[Scored]) -> float:
     """The mean difference of the log-probabilities of the tokens both rank among the first."""
     found = [
         abs(a.log_probabilities[token] - b.log_probabilities[token])
-        for a, b in zip(mine, theirs, strict=True) for token in a.log_probabilities.keys() & b.log_probabilities.keys()
+        for a, b in zip(mine, theirs, strict=True)
+        for token in a.log_probabilities.keys() & b.log_probabilities.keys()
     ]
     return sum(found) / len(found)
 
@@ -192,9 +193,21 @@ def test_the_real_pair_accepts_as_much_in_llama_cpp(real: Path) -> None:
 def test_the_command_line_converts(tmp_path: Path) -> None:
     out = tmp_path / "folder"
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream.cli.main", "convert", str(resolve("smollm2-dspark").path), "--out", str(out),
-         "--target", "smollm2", "--json"],
-        capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "-m",
+            "slipstream.cli.main",
+            "convert",
+            str(resolve("smollm2-dspark").path),
+            "--out",
+            str(out),
+            "--target",
+            "smollm2",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}

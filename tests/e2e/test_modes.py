@@ -70,7 +70,8 @@ def test_trees_keep_what_penalties_and_filters_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "settings"), [("smollm2-dspark", checks.GREEDY), ("smollm2-dflash", checks.SAMPLED)],
+    ("draft", "settings"),
+    [("smollm2-dspark", checks.GREEDY), ("smollm2-dflash", checks.SAMPLED)],
     ids=["dspark-greedy", "dflash-sampled"],
 )
 def test_wider_trees_accept_more(draft: str, settings: dict[str, object]) -> None:

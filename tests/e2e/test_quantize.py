@@ -13,10 +13,10 @@ from slipstream.engine.llm import LLM
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import decode_rows
 from slipstream.formats.sources import resolve
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from slipstream.stats import RequestStats
-from slipstream.tools.quantize import QuantizeReport, quantize_file
 from slipstream.tools.quantize_recipes import RecipeName
+from slipstream.tools.requantize import QuantizeReport, quantize_file
 from tests import checks
 from tests.ggml_oracle import Ggml
 

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.e2e
 KEY = "open-sesame"
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 COUNT = [{"role": "user", "content": "Count from one to ten in words, separated by commas."}]
-WEATHER = {
-    "name": "get_weather", "description": "The weather in a city",
-    "input_schema": WEATHER_ARGUMENTS,
-}
+WEATHER = {"name": "get_weather", "description": "The weather in a city", "input_schema": WEATHER_ARGUMENTS}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +89,10 @@ def test_tools_give_the_same_calls_with_and_without_speculation(
     client: anthropic.Anthropic, choice: dict[str, str]
 ) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "max_tokens": 120, "messages": QUESTION, "tools": [WEATHER],
+        "model": MODEL,
+        "max_tokens": 120,
+        "messages": QUESTION,
+        "tools": [WEATHER],
         "tool_choice": {**choice, "disable_parallel_tool_use": True},
     }
     answers = {name: client.messages.create(**asked, extra_body=mode(name)) for name in ("plain", "auto")}
@@ -116,7 +116,8 @@ def test_a_conversation_goes_on_after_a_call(client: anthropic.Anthropic) -> Non
     )
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "18 degrees, sunny"}]}
-        for block in first.content if block.type == "tool_use"
+        for block in first.content
+        if block.type == "tool_use"
     ]
     turns: Any = [*QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     after = client.messages.create(
@@ -132,7 +133,9 @@ def test_a_conversation_goes_on_after_a_call(client: anthropic.Anthropic) -> Non
 
 def test_a_schema_holds_with_and_without_speculation(client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Describe a person as JSON."}],
+        "model": MODEL,
+        "max_tokens": 100,
+        "messages": [{"role": "user", "content": "Describe a person as JSON."}],
         "output_config": {"format": {"type": "json_schema", "schema": PERSON}},
     }
     texts = [client.messages.create(**asked, extra_body=mode(name)).content[0].text for name in ("plain", "auto")]
@@ -156,8 +159,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("change", "named"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
-        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"), ({"messages": []}, "messages"),
-        ({"temperature": -1}, "temperature"), ({"colour": "blue"}, "colour"), ({"container": "abc"}, "container"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"colour": "blue"}, "colour"),
+        ({"container": "abc"}, "container"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
@@ -185,8 +192,6 @@ def test_unknown_models_and_wrong_keys(server: Server, client: anthropic.Anthrop
     assert "claude" in str(missing.value)
     for stream in (True, False):
         with pytest.raises(anthropic.AuthenticationError) as refused:
-            server.anthropic(api_key="wrong").messages.create(
-                model=MODEL, max_tokens=10, messages=COUNT, stream=stream
-            )
+            server.anthropic(api_key="wrong").messages.create(model=MODEL, max_tokens=10, messages=COUNT, stream=stream)
         body: Any = refused.value.body
         assert body["error"]["type"] == "authentication_error"

@@ -118,8 +118,28 @@ def test_bodies_must_say_that_they_are_json(server: Server) -> None:
 
 
 NASTY: list[Any] = [
-    None, True, False, 0, -1, 1.5, -0.0, 2**63, -(2**70), 1e308, "", "x", "\x00", "\U0001f600", "9" * 400, [], [None],
-    [[]], {}, {"": None}, [{"type": "text"}], {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    -0.0,
+    2**63,
+    -(2**70),
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "\U0001f600",
+    "9" * 400,
+    [],
+    [None],
+    [[]],
+    {},
+    {"": None},
+    [{"type": "text"}],
+    {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
 ]
 
 
@@ -144,10 +164,18 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
                 ask(path, {**base, name: value})
     # and bodies with several things wrong at once, deep inside
     rich: dict[str, Any] = {
-        **ASK, "stop": ["x"], "logit_bias": {"5": 1}, "stream": True, "stream_options": {"include_usage": True},
+        **ASK,
+        "stop": ["x"],
+        "logit_bias": {"5": 1},
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-        "tool_choice": "auto", "chat_template_kwargs": {"enable_thinking": True}, "speculative": {"mode": "chain"},
-        "metadata": {"a": "b"}, "logprobs": True, "top_logprobs": 2,
+        "tool_choice": "auto",
+        "chat_template_kwargs": {"enable_thinking": True},
+        "speculative": {"mode": "chain"},
+        "metadata": {"a": "b"},
+        "logprobs": True,
+        "top_logprobs": 2,
     }
     for _ in range(60):
         body = copy.deepcopy(rich)
@@ -204,18 +232,44 @@ def test_documentation_needs_no_other_host(server: Server) -> None:
     page = server.get("/docs")
     document = server.get("/openapi.json")
     assert "://" not in page
-    for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/models",
-                 "/tokenize", "/detokenize", "/health", "/props", "/slots", "/metrics"):
+    for path in (
+        CHAT,
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/props",
+        "/slots",
+        "/metrics",
+    ):
         assert path in document["paths"], path
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     assert "422" not in json.dumps(document) and "400" in document["paths"][CHAT]["post"]["responses"]
 
 
 def test_only_who_has_the_key_is_answered(server: Server) -> None:
-    for path, body in ((CHAT, ASK), ("/v1/models", None), ("/slots", None), ("/metrics", None), ("/props", None),
-                       ("/models/reload", {}), ("/v1/messages", MESSAGES), ("/tokenize", {"content": "x"})):
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {KEY}x"},
-                        {"Authorization": f"Basic {KEY}"}, {"x-api-key": "wrong"}, {"Authorization": "Bearer \xe9"}):
+    for path, body in (
+        (CHAT, ASK),
+        ("/v1/models", None),
+        ("/slots", None),
+        ("/metrics", None),
+        ("/props", None),
+        ("/models/reload", {}),
+        ("/v1/messages", MESSAGES),
+        ("/tokenize", {"content": "x"}),
+    ):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": f"Bearer {KEY}x"},
+            {"Authorization": f"Basic {KEY}"},
+            {"x-api-key": "wrong"},
+            {"Authorization": "Bearer \xe9"},
+        ):
             status, sent, answer = server.ask(path, body, headers=headers)
             assert status == 401, (path, headers)
             assert "error" in json.loads(answer) and sent["www-authenticate"] == "Bearer"
@@ -228,10 +282,15 @@ def test_only_who_has_the_key_is_answered(server: Server) -> None:
 
 def test_pages_of_other_origins_are_kept_out(server: Server) -> None:
     def preflight(origin: str) -> tuple[int, dict[str, str], bytes]:
-        return server.ask(CHAT, method="OPTIONS", headers={
-            "Origin": origin, "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization, content-type",
-        })
+        return server.ask(
+            CHAT,
+            method="OPTIONS",
+            headers={
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization, content-type",
+            },
+        )
 
     status, headers, _ = preflight("https://good.example")
     assert status == 200 and headers["access-control-allow-origin"] == "https://good.example"
@@ -259,7 +318,8 @@ def test_a_slow_reader_stalls_nobody(server: Server) -> None:
     raw.connect(server.address)
     raw.sendall(
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\n\r\n".encode() + data
+        f"Content-Length: {len(data)}\r\n\r\n".encode()
+        + data
     )
     # it reads nothing, and still everybody else is answered, and its own answer comes to its end
     for _ in range(3):

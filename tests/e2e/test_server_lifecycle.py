@@ -17,7 +17,10 @@ from tests.e2e.serving import MODEL, serve
 pytestmark = pytest.mark.e2e
 
 ENDLESS = {
-    "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000, "ignore_eos": True,
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4000,
+    "ignore_eos": True,
     "stream": True,
 }
 

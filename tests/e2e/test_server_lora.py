@@ -26,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("adapters")
     context = {
         f"layers.{layer}.self_attn.{part}_proj": factors((KEYS, HIDDEN), seed=10 * layer + number)
-        for layer in LAYERS for number, part in enumerate("kv")
+        for layer in LAYERS
+        for number, part in enumerate("kv")
     }
     inner = {f"layers.{layer}.mlp.down_proj": factors((HIDDEN, INNER), seed=100 + 10 * layer) for layer in LAYERS}
     write_gguf_adapter(place / "context.gguf", gguf_tensors(context))
@@ -43,18 +44,32 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, path: Path) -> Iterator[Server]:
     with serve(
-        "--draft-lora", f"{folder}/context.gguf@0.05", "--draft-lora", f"inner={folder}/inner@0.3",
-        "--draft-lora-folder", str(folder), "--stream-socket", str(path),
+        "--draft-lora",
+        f"{folder}/context.gguf@0.05",
+        "--draft-lora",
+        f"inner={folder}/inner@0.3",
+        "--draft-lora-folder",
+        str(folder),
+        "--stream-socket",
+        str(path),
     ) as running:
         yield running
 
 
 def chat(server: Server, variant: str | None, mode: str = "chain", **settings: Any) -> Any:
     named = {} if variant is None else {"draft_lora": variant}
-    return server.post("/v1/chat/completions", {
-        "model": MODEL, "messages": [{"role": "user", "content": STORY}], "max_tokens": 40, "temperature": 0,
-        "speculative": {"mode": mode}, **named, **settings,
-    })
+    return server.post(
+        "/v1/chat/completions",
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": STORY}],
+            "max_tokens": 40,
+            "temperature": 0,
+            "speculative": {"mode": mode},
+            **named,
+            **settings,
+        },
+    )
 
 
 def drafts(answer: Any) -> tuple[Any, ...]:
@@ -133,10 +148,18 @@ def test_the_status_names_variants_and_the_canary_judges_the_base_alone(server: 
 
 def test_a_variant_is_added_used_and_removed_while_others_draft(server: Server) -> None:
     expected = drafts(chat(server, "inner"))
-    running = server.open_stream("/v1/chat/completions", {
-        "model": MODEL, "messages": [{"role": "user", "content": STORY}], "max_tokens": 4000, "ignore_eos": True,
-        "stream": True, "draft_lora": "inner", "speculative": {"mode": "chain"},
-    })
+    running = server.open_stream(
+        "/v1/chat/completions",
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": STORY}],
+            "max_tokens": 4000,
+            "ignore_eos": True,
+            "stream": True,
+            "draft_lora": "inner",
+            "speculative": {"mode": "chain"},
+        },
+    )
     running.recv(1)
     added = server.post("/v1/draft-lora", {"path": "inner", "name": "again", "scale": 0.3})
     assert added == {"name": "again", "model": MODEL, "draft_variants": [*VARIANTS, "again"]}

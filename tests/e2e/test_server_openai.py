@@ -36,7 +36,8 @@ WEATHER = {
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
     },
     "required": ["name", "age"],
     "additionalProperties": False,
@@ -112,9 +113,9 @@ def test_a_stream_says_what_a_whole_answer_says(client: OpenAI) -> None:
 
 
 def test_without_usage_asked_for_the_last_chunk_has_the_timings(server: Server) -> None:
-    lines = server.stream_lines("/v1/chat/completions", {
-        "model": MODEL, "messages": ASK, "max_tokens": 4, "stream": True,
-    })
+    lines = server.stream_lines(
+        "/v1/chat/completions", {"model": MODEL, "messages": ASK, "max_tokens": 4, "stream": True}
+    )
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
     assert chunks[-1]["timings"]["predicted_n"] == 4
@@ -195,7 +196,8 @@ def test_a_bias_can_forbid_and_force_tokens(client: OpenAI) -> None:
 
 def test_a_schema_holds_in_every_mode(client: OpenAI) -> None:
     wanted = {
-        "messages": [{"role": "user", "content": "Describe a person named Ada."}], "max_tokens": 60,
+        "messages": [{"role": "user", "content": "Describe a person named Ada."}],
+        "max_tokens": 60,
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
     }
     plain = chat(client, PLAIN, **wanted).choices[0]
@@ -206,15 +208,25 @@ def test_a_schema_holds_in_every_mode(client: OpenAI) -> None:
     text, _, _ = gathered(chat(client, CHAIN, **wanted, stream=True))
     assert text == plain.message.content
     with pytest.raises(openai.BadRequestError):
-        chat(client, **{**wanted, "response_format": {
-            "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}},
-        }})
+        chat(
+            client,
+            **{
+                **wanted,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "no such type"}},
+                },
+            },
+        )
 
 
 def test_tools_are_called_alike_whole_and_streamed(client: OpenAI) -> None:
     wanted: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "tools": [WEATHER],
-        "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 80,
     }
     plain = chat(client, PLAIN, **wanted).choices[0]
     assert plain.finish_reason == "tool_calls"
@@ -234,7 +246,8 @@ def test_tools_are_called_alike_whole_and_streamed(client: OpenAI) -> None:
     assert len(calls - {None}) == 1
     # and the conversation goes on from the call's result
     after = [
-        *wanted["messages"], plain.message,
+        *wanted["messages"],
+        plain.message,
         {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees"},
     ]
     assert chat(client, messages=after, tools=[WEATHER]).usage.prompt_tokens > 50
@@ -246,8 +259,13 @@ def test_tools_are_called_alike_whole_and_streamed(client: OpenAI) -> None:
 
 def test_roles_and_parts_mean_the_same(client: OpenAI) -> None:
     system = [{"role": "system", "content": "Answer like a pirate."}, *ASK]
-    developer = [{"role": "developer", "content": [{"type": "text", "text": "Answer like "},
-                                                   {"type": "text", "text": "a pirate."}]}, *ASK]
+    developer = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Answer like "}, {"type": "text", "text": "a pirate."}],
+        },
+        *ASK,
+    ]
     answers = [chat(client, messages=messages) for messages in (system, developer)]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
     assert answers[0].choices[0].message.content != chat(client).choices[0].message.content
@@ -255,10 +273,17 @@ def test_roles_and_parts_mean_the_same(client: OpenAI) -> None:
 
 def test_draft_info_marks_the_text_it_comes_with(server: Server) -> None:
     def ask(mode: str) -> tuple[list[Any], list[bool]]:
-        chunks = server.events("/v1/chat/completions", {
-            "model": MODEL, "messages": ASK, "max_tokens": 32, "stream": True, "include_draft_info": True,
-            "speculative": {"mode": mode},
-        })
+        chunks = server.events(
+            "/v1/chat/completions",
+            {
+                "model": MODEL,
+                "messages": ASK,
+                "max_tokens": 32,
+                "stream": True,
+                "include_draft_info": True,
+                "speculative": {"mode": mode},
+            },
+        )
         marked = [chunk for chunk in chunks if "slipstream" in chunk]
         for chunk in marked:
             text = "".join(token["text"] for token in chunk["slipstream"]["tokens"])
@@ -306,8 +331,10 @@ def test_draft_info_marks_the_text_it_comes_with(server: Server) -> None:
         ({"response_format": {"type": "json_object"}, "tools": [WEATHER]}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"speculative": {"mode": "warp"}}, "speculative.mode"),
         ({"speculative": {"mode": "auto", "width": 4}}, "speculative.width"),
@@ -329,9 +356,16 @@ def test_what_is_not_taken_is_refused_by_name(client: OpenAI, changes: dict[str,
 
 @pytest.mark.parametrize(
     ("changes", "param"),
-    [({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix"), ({"echo": True, "logprobs": 1}, "echo"),
-     ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt[0]"), ({"prompt": [1, -1]}, "prompt[1]"),
-     ({"logprobs": True}, "logprobs"), ({"messages": ASK}, "messages")],
+    [
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": ASK}, "messages"),
+    ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_completions_refuse_by_name_too(client: OpenAI, changes: dict[str, Any], param: str) -> None:
@@ -358,9 +392,10 @@ def test_a_request_ends_at_its_deadline(server: Server, client: OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         chat(client, {"timeout": 0.4, **ENDLESS}, max_tokens=4000)
     assert caught.value.status_code == 504 and time.monotonic() - began < 20
-    lines = server.stream_lines("/v1/chat/completions", {
-        "model": MODEL, "messages": ASK, "max_tokens": 4000, "stream": True, "timeout": 1.0, **ENDLESS,
-    })
+    lines = server.stream_lines(
+        "/v1/chat/completions",
+        {"model": MODEL, "messages": ASK, "max_tokens": 4000, "stream": True, "timeout": 1.0, **ENDLESS},
+    )
     last = json.loads(lines[-1])
     assert "time is up" in last["error"]["message"] and len(lines) > 1
     server.wait_idle()

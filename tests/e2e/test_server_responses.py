@@ -14,7 +14,10 @@ pytestmark = pytest.mark.e2e
 
 COUNT = "Count from one to ten in words, separated by commas."
 WEATHER: Any = {
-    "type": "function", "name": "get_weather", "description": "The weather in a city", "strict": True,
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "strict": True,
     "parameters": WEATHER_ARGUMENTS,
 }
 
@@ -65,8 +68,12 @@ def test_a_stream_in_the_documented_order(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
 def test_calls_are_the_same_with_and_without_speculation(client: openai.OpenAI, choice: Any) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "input": "What is the weather in Paris?", "tools": [WEATHER], "tool_choice": choice,
-        "max_output_tokens": 120, "parallel_tool_calls": False,
+        "model": MODEL,
+        "input": "What is the weather in Paris?",
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "max_output_tokens": 120,
+        "parallel_tool_calls": False,
     }
     answers = {name: client.responses.create(**asked, extra_body=mode(name)) for name in ("plain", "auto")}
     calls = {name: [(item.name, item.arguments) for item in answer.output] for name, answer in answers.items()}
@@ -77,7 +84,10 @@ def test_calls_are_the_same_with_and_without_speculation(client: openai.OpenAI, 
     names = [event.type for event in events]
     order = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     assert list(dict.fromkeys(names)) == [
-        "response.created", "response.in_progress", *(f"response.{name}" for name in order), "response.completed"
+        "response.created",
+        "response.in_progress",
+        *(f"response.{name}" for name in order),
+        "response.completed",
     ]
     written = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     assert written == calls["auto"][0][1] == events[-1].response.output[0].arguments
@@ -88,7 +98,11 @@ def test_calls_are_the_same_with_and_without_speculation(client: openai.OpenAI, 
 def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
     turns: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
     first = client.responses.create(
-        model=MODEL, input=turns, tools=[WEATHER], tool_choice="required", max_output_tokens=120,
+        model=MODEL,
+        input=turns,
+        tools=[WEATHER],
+        tool_choice="required",
+        max_output_tokens=120,
         parallel_tool_calls=False,
     )
     call: Any = first.output[0]
@@ -100,7 +114,9 @@ def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
 
 def test_a_schema_holds_with_and_without_speculation(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "input": "Describe a person as JSON.", "max_output_tokens": 100,
+        "model": MODEL,
+        "input": "Describe a person as JSON.",
+        "max_output_tokens": 100,
         "text": {"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}},
     }
     texts = [client.responses.create(**asked, extra_body=mode(name)).output_text for name in ("plain", "auto")]
@@ -109,7 +125,10 @@ def test_a_schema_holds_with_and_without_speculation(client: openai.OpenAI) -> N
 
 def test_log_probabilities_are_those_of_plain_decoding(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
-        "model": MODEL, "input": COUNT, "max_output_tokens": 16, "include": ["message.output_text.logprobs"],
+        "model": MODEL,
+        "input": COUNT,
+        "max_output_tokens": 16,
+        "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
     }
     parts: list[Any] = [
@@ -120,7 +139,8 @@ def test_log_probabilities_are_those_of_plain_decoding(client: openai.OpenAI) ->
     assert all(len(entry.top_logprobs) == 2 for entry in parts[1].logprobs)
     streamed = [
         (entry.token, round(entry.logprob, 3))
-        for event in client.responses.create(**asked, stream=True) if event.type == "response.output_text.delta"
+        for event in client.responses.create(**asked, stream=True)
+        if event.type == "response.output_text.delta"
         for entry in event.logprobs
     ]
     assert streamed == told[0]
@@ -129,13 +149,18 @@ def test_log_probabilities_are_those_of_plain_decoding(client: openai.OpenAI) ->
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"), ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"background": True}, "background"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"truncation": "auto"}, "truncation"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"colour": "blue"}, "colour"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"colour": "blue"}, "colour"),
         ({"speculative": {"mode": "chain", "budget": 8}}, "speculative.budget"),
     ],
 )

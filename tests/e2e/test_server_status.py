@@ -71,8 +71,11 @@ def test_health_is_open_and_tells_no_names(server: Server) -> None:
 
 def test_the_metrics_add_up_to_what_the_answers_say(server: Server) -> None:
     before = numbers(server)
-    answers = [chat(server, text, speculative={"mode": mode}) for text in (CODE, "Tell me about the sea.")
-               for mode in ("chain", "plain")]
+    answers = [
+        chat(server, text, speculative={"mode": mode})
+        for text in (CODE, "Tell me about the sea.")
+        for mode in ("chain", "plain")
+    ]
     after = numbers(server)
 
     def grown(name: str, *labels: str) -> float:
@@ -108,8 +111,12 @@ def test_the_prefix_cache_and_refusals_are_counted(server: Server) -> None:
     cached = chat(server, long, max_tokens=4)["timings"]["cached_n"]
     assert cached > 0
     assert server.ask("/v1/chat/completions", {"model": MODEL, "messages": [], "magic": 1}, headers=key())[0] == 400
-    assert server.ask("/v1/chat/completions", {"model": "nobody", "messages": [
-        {"role": "user", "content": "x"}]}, headers=key())[0] == 404
+    assert (
+        server.ask(
+            "/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}, headers=key()
+        )[0]
+        == 404
+    )
     after = numbers(server)
     hits, tokens = (f"slipstream_prefix_cache_{kind}_total" for kind in ("hits", "tokens"))
     assert after[hits, f"model={MODEL}"] - before[hits, f"model={MODEL}"] == 1

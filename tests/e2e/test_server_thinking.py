@@ -51,7 +51,10 @@ def test_chat(server: Server) -> None:
 def test_messages(server: Server) -> None:
     client = server.anthropic()
     asked: dict[str, Any] = {
-        "model": "target", "max_tokens": 40, "messages": ASK, "thinking": {"type": "enabled", "budget_tokens": BUDGET},
+        "model": "target",
+        "max_tokens": 40,
+        "messages": ASK,
+        "thinking": {"type": "enabled", "budget_tokens": BUDGET},
     }
     message = client.messages.create(**asked)
     assert [block.type for block in message.content] == ["thinking", "text"]
@@ -86,11 +89,17 @@ def test_responses(server: Server) -> None:
 def test_a_format_begins_after_the_reasoning(server: Server) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     answers = [
-        server.post("/v1/chat/completions", {
-            "model": "target", "messages": ASK, "max_tokens": 100, "thinking_budget": BUDGET,
-            "speculative": {"mode": name},
-            "response_format": {"type": "json_schema", "json_schema": {"name": "pick", "schema": schema}},
-        })["choices"][0]["message"]
+        server.post(
+            "/v1/chat/completions",
+            {
+                "model": "target",
+                "messages": ASK,
+                "max_tokens": 100,
+                "thinking_budget": BUDGET,
+                "speculative": {"mode": name},
+                "response_format": {"type": "json_schema", "json_schema": {"name": "pick", "schema": schema}},
+            },
+        )["choices"][0]["message"]
         for name in ("plain", "chain")
     ]
     assert answers[0] == answers[1] and answers[0]["reasoning_content"]

@@ -16,7 +16,9 @@ from tests.tiny import write_pair
 
 pytestmark = pytest.mark.e2e
 QUESTIONS = {
-    "colour": "Name three colours.", "sum": "What is 17 plus 25?", "story": "Tell me a short story about a fox.",
+    "colour": "Name three colours.",
+    "sum": "What is 17 plus 25?",
+    "story": "Tell me a short story about a fox.",
     "poem": "Write two lines about the sea.",
 }
 
@@ -35,8 +37,12 @@ class Client:
 
     def ask(self, name: str, **settings: Any) -> None:
         self.send(
-            op="start", id=name, model=MODEL, max_tokens=32,
-            messages=[{"role": "user", "content": QUESTIONS[name.split(":")[0]]}], **settings,
+            op="start",
+            id=name,
+            model=MODEL,
+            max_tokens=32,
+            messages=[{"role": "user", "content": QUESTIONS[name.split(":")[0]]}],
+            **settings,
         )
 
     def frame(self) -> dict[str, Any]:
@@ -73,7 +79,9 @@ def plain(server: Server) -> dict[str, str]:
     answers = {}
     for name, question in QUESTIONS.items():
         body = {
-            "model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 32,
+            "model": MODEL,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 32,
             "speculative": {"mode": "plain"},
         }
         answers[name] = server.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
@@ -115,7 +123,7 @@ def test_pauses_do_not_change_a_text_under_speculation(client: Client, server: S
         assert frame["type"] == "continue", frame
         epochs.append(frame["epoch"])
         counts.append(frame["generated"])
-        slot, = server.busy()
+        (slot,) = server.busy()
         assert slot["paused"] and slot["generated"] == counts[-1]
         client.send(op="continue", id="story", epoch=frame["epoch"])
     assert text == plain["story"]
@@ -139,7 +147,12 @@ def test_what_a_server_leaves_behind_is_no_obstacle(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     options = ("--stream-socket", str(path), "--draft", "none")
     start: dict[str, Any] = {
-        "op": "start", "id": "r", "model": "target", "prompt": "hello", "max_tokens": 500, "ignore_eos": True,
+        "op": "start",
+        "id": "r",
+        "model": "target",
+        "prompt": "hello",
+        "max_tokens": 500,
+        "ignore_eos": True,
     }
     with serve(*options, model=str(target)) as first:
         start["model"] = first.get("/v1/models")["data"][0]["id"]

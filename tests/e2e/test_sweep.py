@@ -28,8 +28,18 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 def test_a_coarse_drafter_drafts_otherwise_and_changes_no_text(tmp_path: Path) -> None:
     found = bench(
-        "--sweep", "draft=as-is,q4_0", "--prompts", "gsm8k", "--limit", "5", "--max-tokens", "24", "--modes", "chain",
-        "--out", str(tmp_path / "out"),
+        "--sweep",
+        "draft=as-is,q4_0",
+        "--prompts",
+        "gsm8k",
+        "--limit",
+        "5",
+        "--max-tokens",
+        "24",
+        "--modes",
+        "chain",
+        "--out",
+        str(tmp_path / "out"),
     )
     original, coarse = found["columns"]
     assert coarse["about"]["draft"]["how"] == "requantised"
@@ -42,8 +52,18 @@ def test_a_coarse_drafter_drafts_otherwise_and_changes_no_text(tmp_path: Path) -
 def test_a_spoiling_adapter_really_costs_tau(tmp_path: Path) -> None:
     adapter = write_random_adapter(tmp_path / "noise", resolve("smollm2-dspark").path, ("fc",), size=1.0)
     found = bench(
-        "--draft-lora", str(adapter), "--prompts", "gsm8k", "--limit", "5", "--max-tokens", "24", "--modes", "chain",
-        "--out", str(tmp_path / "out"),
+        "--draft-lora",
+        str(adapter),
+        "--prompts",
+        "gsm8k",
+        "--limit",
+        "5",
+        "--max-tokens",
+        "24",
+        "--modes",
+        "chain",
+        "--out",
+        str(tmp_path / "out"),
     )
     assert [column["name"] for column in found["columns"]] == ["base", "noise"]
     against = found["columns"][1]["sets"]["gsm8k"]["tau_against"]

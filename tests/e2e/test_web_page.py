@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 KEY = "a-key-for-tests"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium is not installed"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium is not installed")]
 QUESTION = "Write a Python function that checks whether a word is a palindrome."
 STORY = "Write a very long story about a river. Do not stop."
 ANSWER = "#talk article:last-child .said"
@@ -49,8 +46,13 @@ def browser() -> Iterator[Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-        "--hide-scrollbars", "--window-size=1280,860",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+        "--window-size=1280,860",
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

@@ -20,7 +20,12 @@ PROMPTS, CONSTRAINTS = "prompts", "constraints"
 _LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
 # Texts that are hard to cut or to tokenise, each a piece that is repeated.
 TEXTS = {
-    "words": "many short words of a text ", "one word": "a", "digits": "7", "spaces": " ", "kanji": "日", "rules": "=",
+    "words": "many short words of a text ",
+    "one word": "a",
+    "digits": "7",
+    "spaces": " ",
+    "kanji": "日",
+    "rules": "=",
     "accents": "e\u0301",
 }
 
@@ -108,7 +113,7 @@ def _general(size: int) -> Iterator[tuple[str, Build]]:
     yield "unknown fields", numbered("{", '"%d":0', "}", size)
     yield "unknown fields within the limit", numbered("{", '"%d":0', "}", size, STRUCTURE)
     yield "strings within the limit", numbered("[", '"%d"', "]", size, VALUES)
-    yield "floats within the limit", numbered("[", '%d.5', "]", size, VALUES)
+    yield "floats within the limit", numbered("[", "%d.5", "]", size, VALUES)
     yield "floats", fill("[", "1.5", "]", size)
     yield "short strings", fill("[", '"ab"', "]", size)
     yield "half surrogates", fill('{"model":"', r"\ud83d", '"}', size, "")
@@ -130,8 +135,9 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("empty parts", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size))
     yield worst("wrong parts", fill(f'{head}[{{"role":"user","content":[', '{"type":"image"}', "]}]}", size))
     yield worst("empty tool calls", fill(f'{head}[{{"role":"assistant","tool_calls":[', "{}", "]}]}", size))
-    yield worst("empty parts within the limit",
-                fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size, most=STRUCTURE))
+    yield worst(
+        "empty parts within the limit", fill(f'{head}[{{"role":"user","content":[', "{}", "]}]}", size, most=STRUCTURE)
+    )
     yield worst("wrong messages", fill(f"{head}[", '{"role":"x"}', "]}", size))
     yield worst("numbers as messages", fill(f"{head}[", "0", "]}", size))
     yield worst("empty stops", fill(f'{head}{user},"stop":[', '""', "]}", size))
@@ -140,35 +146,87 @@ def _chat(size: int) -> Iterator[Worst]:
     yield worst("empty tools", fill(f'{head}{user},"tools":[', "{}", "]}", size))
     yield worst("a long tag", padded(f'{head}[{{"role":"', "r", '","content":"a"}]}', size))
     yield worst("template settings", numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size), None)
-    yield worst("template settings within the limit",
-                numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size, STRUCTURE), None)
-    yield worst("a schema of enums within the limit", numbered(
-        f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
-        '"%d"', "]}}}}", size, VALUES), None, CONSTRAINTS)
-    yield worst("a schema of enums", fill(
-        f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
-        '"ab"', "]}}}}", size), None)
-    yield worst("tool parameters", numbered(
-        f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
-        '"properties":{', '"p%d":{}', "}}}}]}", size), None)
-    yield worst("tool parameters within the limit", numbered(
-        f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
-        '"properties":{', '"p%d":{}', "}}}}]}", size, STRUCTURE // 2), None, CONSTRAINTS)
+    yield worst(
+        "template settings within the limit",
+        numbered(f'{head}{user},"chat_template_kwargs":{{', '"k%d":0', "}}", size, STRUCTURE),
+        None,
+    )
+    yield worst(
+        "a schema of enums within the limit",
+        numbered(
+            f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
+            '"%d"',
+            "]}}}}",
+            size,
+            VALUES,
+        ),
+        None,
+        CONSTRAINTS,
+    )
+    yield worst(
+        "a schema of enums",
+        fill(
+            f'{head}{user},"response_format":{{"type":"json_schema","json_schema":{{"name":"a","schema":{{"enum":[',
+            '"ab"',
+            "]}}}}",
+            size,
+        ),
+        None,
+    )
+    yield worst(
+        "tool parameters",
+        numbered(
+            f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
+            '"properties":{',
+            '"p%d":{}',
+            "}}}}]}",
+            size,
+        ),
+        None,
+    )
+    yield worst(
+        "tool parameters within the limit",
+        numbered(
+            f'{head}{user},"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"type":"object",'
+            '"properties":{',
+            '"p%d":{}',
+            "}}}}]}",
+            size,
+            STRUCTURE // 2,
+        ),
+        None,
+        CONSTRAINTS,
+    )
     yield worst("valid parts within the limit", _turns(head, '{"type":"text","text":"abc"}', size), None, PROMPTS)
     yield worst("a wrong part after valid ones", _turns(head, '{"type":"text","text":"abc"}', size, ",{}"))
-    yield worst("valid messages within the limit",
-                fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS), None, PROMPTS)
-    yield worst("arguments of a call", fill(
-        f'{head}[{{"role":"assistant","tool_calls":[{{"id":"a","function":{{"name":"f","arguments":"[', "{}",
-        ']"}}]}]}', size), None, PROMPTS)
-    yield worst("many valid parts", fill(
-        f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None)
+    yield worst(
+        "valid messages within the limit",
+        fill(f"{head}[", '{"role":"user","content":"abc"}', "]}", size, most=MAX_ITEMS),
+        None,
+        PROMPTS,
+    )
+    yield worst(
+        "arguments of a call",
+        fill(
+            f'{head}[{{"role":"assistant","tool_calls":[{{"id":"a","function":{{"name":"f","arguments":"[',
+            "{}",
+            ']"}}]}]}',
+            size,
+        ),
+        None,
+        PROMPTS,
+    )
+    yield worst(
+        "many valid parts", fill(f'{head}[{{"role":"user","content":[', '{"type":"text","text":""}', "]}]}", size), None
+    )
     yield worst("many valid messages", fill(f"{head}[", '{"role":"user","content":""}', "]}", size), None)
     yield worst("a long text", text(f'{head}[{{"role":"user","content":', "}]}", size), None, PROMPTS)
-    yield worst("escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None,
-                PROMPTS)
-    yield worst("one wide letter", padded(f'{head}[{{"role":"user","content":"\U0001f600', "a", '"}]}', size), None,
-                PROMPTS)
+    yield worst(
+        "escapes", fill(f'{head}[{{"role":"user","content":"', r"\ud83d\ude00", '"}]}', size, ""), None, PROMPTS
+    )
+    yield worst(
+        "one wide letter", padded(f'{head}[{{"role":"user","content":"\U0001f600', "a", '"}]}', size), None, PROMPTS
+    )
 
 
 def _turns(head: str, part: str, size: int, last: str = "") -> Build:
@@ -218,17 +276,34 @@ def _messages(size: int) -> Iterator[Worst]:
         ):
             yield Worst("POST", path, name, build)
         for name, build in (
-            ("tool input", numbered(
-                f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
-                '"%d":0', "}}]}]}", size)),
-            ("tool input within the limit", numbered(
-                f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
-                '"%d":0', "}}]}]}", size, STRUCTURE - 100)),
+            (
+                "tool input",
+                numbered(
+                    f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
+                    '"%d":0',
+                    "}}]}]}",
+                    size,
+                ),
+            ),
+            (
+                "tool input within the limit",
+                numbered(
+                    f'{head}[{{"role":"assistant","content":[{{"type":"tool_use","id":"a","name":"f","input":{{',
+                    '"%d":0',
+                    "}}]}]}",
+                    size,
+                    STRUCTURE - 100,
+                ),
+            ),
             ("valid blocks within the limit", _turns(head, '{"type":"text","text":"a"}', size)),
-            ("valid messages within the limit",
-             fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS)),
-            ("many valid blocks", fill(
-                f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size)),
+            (
+                "valid messages within the limit",
+                fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS),
+            ),
+            (
+                "many valid blocks",
+                fill(f'{head}[{{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", size),
+            ),
             ("many valid messages", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size)),
             ("a long text", text(f'{head}[{{"role":"user","content":', "}]}", size)),
         ):
@@ -247,13 +322,33 @@ def _responses(size: int) -> Iterator[Worst]:
         ("much metadata", numbered(f'{head}"a","metadata":{{', '"%d":0', "}}", size)),
     ):
         yield Worst("POST", path, name, build)
-    yield Worst("POST", path, "logprobs sent back", fill(
-        f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size))
-    yield Worst("POST", path, "logprobs within the limit", fill(
-        f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size,
-        most=MAX_ITEMS), None)
-    yield Worst("POST", path, "valid items within the limit",
-                fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS), None, PROMPTS)
+    yield Worst(
+        "POST",
+        path,
+        "logprobs sent back",
+        fill(f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[', "{}", "]}]}]}", size),
+    )
+    yield Worst(
+        "POST",
+        path,
+        "logprobs within the limit",
+        fill(
+            f'{head}[{{"role":"user","content":[{{"type":"output_text","text":"a","logprobs":[',
+            "{}",
+            "]}]}]}",
+            size,
+            most=MAX_ITEMS,
+        ),
+        None,
+    )
+    yield Worst(
+        "POST",
+        path,
+        "valid items within the limit",
+        fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size, most=MAX_ITEMS),
+        None,
+        PROMPTS,
+    )
     yield Worst("POST", path, "many valid items", fill(f"{head}[", '{"role":"user","content":"a"}', "]}", size), None)
     yield Worst("POST", path, "a long text", text(head, "}", size), None, PROMPTS)
 
@@ -262,11 +357,12 @@ def _text(size: int) -> Iterator[Worst]:
     yield from _anywhere("/tokenize", size)
     yield Worst("POST", "/tokenize", "a long text", text('{"content":', "}", size), None, PROMPTS)
     yield Worst("POST", "/tokenize", "a text of one word", padded('{"content":"', "a", '"}', size), 400, PROMPTS)
-    yield Worst("POST", "/tokenize", "a long text with pieces", text('{"with_pieces":true,"content":', "}", size), None,
-                PROMPTS)
+    yield Worst(
+        "POST", "/tokenize", "a long text with pieces", text('{"with_pieces":true,"content":', "}", size), None, PROMPTS
+    )
     yield from _anywhere("/detokenize", size)
     yield Worst("POST", "/detokenize", "wrong tokens", fill('{"tokens":[', '""', "]}", size))
-    yield Worst("POST", "/detokenize", "a wrong last token", fill('{"tokens":[', "257", ',-1]}', size, most=VALUES))
+    yield Worst("POST", "/detokenize", "a wrong last token", fill('{"tokens":[', "257", ",-1]}", size, most=VALUES))
     yield Worst("POST", "/detokenize", "tokens", fill('{"tokens":[', "257", "]}", size, most=VALUES), None, PROMPTS)
 
 

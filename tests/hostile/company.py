@@ -1,6 +1,6 @@
 """Ordinary streams of a real server beside a hostile client: how fast they are, and how long they are silent.
 
-    python -m tests.hostile.company [PART OF A NAME] [--streams N] [--tokens N] [--rounds N]
+python -m tests.hostile.company [PART OF A NAME] [--streams N] [--tokens N] [--rounds N]
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ CHAT = "/v1/chat/completions"
 SLOW_GRAMMARS = {
     "growing": 'start: s\ns: s s | s s s | "a"',
     "ambiguous": "start: s\ns: s s | s s s | s s s s | /[a-z ]/",
-    "states": "start: (" + "|".join(f"T{i}" for i in range(30)) + ")+\n" + "\n".join(
-        f"T{i}: /[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i + 3}}}/" for i in range(30)
-    ),
+    "states": "start: ("
+    + "|".join(f"T{i}" for i in range(30))
+    + ")+\n"
+    + "\n".join(f"T{i}: /[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i + 3}}}/" for i in range(30)),
     "late": 'start: /[A-Z ]{40}/ s\ns: s s | s s s | s s s s | "a" | "b" | " "',
 }
 
@@ -36,8 +37,11 @@ SLOW_GRAMMARS = {
 # Every stop begins as a text may go on, so that much is held back and compared.
 _STOPS = [f"{'the ' * 247}{number:012}" for number in range(64)]
 _STORY: dict[str, Any] = {
-    "model": MODEL, "messages": [{"role": "user", "content": "Tell me a story of the sea."}], "max_tokens": 1000,
-    "ignore_eos": True, "stream": True,
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Tell me a story of the sea."}],
+    "max_tokens": 1000,
+    "ignore_eos": True,
+    "stream": True,
 }
 SLOWDOWN_LIMIT = 2.0
 SILENCE_LIMIT_S = 0.25
@@ -52,12 +56,20 @@ def hostile_bodies() -> dict[str, dict[str, Any]]:
         "64 stops of 1,000 characters": {**_STORY, "stop": _STOPS},
         "2,048 biases": {**_STORY, "logit_bias": {str(token): 1.0 for token in range(1000, 3048)}},
         "penalties and 20 log-probabilities": {
-            **_STORY, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "temperature": 1.0,
-            "logprobs": True, "top_logprobs": 20,
+            **_STORY,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.1,
+            "temperature": 1.0,
+            "logprobs": True,
+            "top_logprobs": 20,
         },
         "priority 100": {**_STORY, "priority": 100},
         "prompts as long as the context": {
-            **_STORY, "messages": [{"role": "user", "content": "word " * 7000}], "cache_prompt": False, "max_tokens": 1,
+            **_STORY,
+            "messages": [{"role": "user", "content": "word " * 7000}],
+            "cache_prompt": False,
+            "max_tokens": 1,
         },
     }
 
@@ -95,7 +107,9 @@ def hostile_body(grammar: str) -> dict[str, Any]:
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Write the letter a again and again: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}],
-        "response_format": {"type": "grammar", "grammar": grammar}, "max_tokens": 1000, "stream": True,
+        "response_format": {"type": "grammar", "grammar": grammar},
+        "max_tokens": 1000,
+        "stream": True,
     }
 
 
@@ -106,8 +120,10 @@ def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, toke
         beside = _streams(server, streams, tokens)
     return Neighbourhood(
         max(heard.seconds for heard in beside) / max(heard.seconds for heard in alone),
-        max(heard.silence_s for heard in beside), [h.text for h in alone] == [h.text for h in beside],
-        sum(heard.pieces for heard in beside), told,
+        max(heard.silence_s for heard in beside),
+        [h.text for h in alone] == [h.text for h in beside],
+        sum(heard.pieces for heard in beside),
+        told,
     )
 
 
@@ -154,8 +170,13 @@ def measure(names: Iterable[str], streams: int, tokens: int, rounds: int) -> Ite
 
 def _streams(server: Server, count: int, tokens: int) -> list[Heard]:
     bodies = [
-        {"model": MODEL, "messages": [{"role": "user", "content": f"Tell me a story of {number} ships."}],
-         "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"Tell me a story of {number} ships."}],
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         for number in range(count)
     ]
     with ThreadPoolExecutor(count) as clients:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import RequestError
-from slipstream.speculative.grammar_compile import Grammars
-from slipstream.speculative.guide import GuideError
+from slipstream.grammar.constraints import Grammars
+from slipstream.grammar.guide import GuideError
 from slipstream.types import Constraint, Thinking
 from tests.hostile.chains import KINDS, chain
 
@@ -157,7 +157,11 @@ def leaf(chance: Chance) -> Json:
     kinds = ["string", "null", "boolean", "object", "array", ["string", "null"]]
     made: Json = chance.pick(
         [
-            {}, {"type": chance.choice(kinds)}, number, text, {**text, "pattern": pattern(chance, 3)},
+            {},
+            {"type": chance.choice(kinds)},
+            number,
+            text,
+            {**text, "pattern": pattern(chance, 3)},
             {**number, "multipleOf": chance.pick([1, 0.1, 3, 7, 997], [0, -1, 1e-9, 1e300, 100_003])},
             {"type": "string", "format": chance.pick(formats, ["unknown"])},
             {"const": chance.pick([None, 1, "a", {"b": [1, {}]}, [[]]], [1e400, "\ud800", 10**400])},
@@ -214,19 +218,30 @@ def alternatives(chance: Chance, names: Sequence[str], depth: int, inside: bool 
 def atom(chance: Chance, names: Sequence[str], depth: int, inside: bool) -> str:
     """One piece of a rule, or of a terminal, which may hold no rules and no schemas."""
     usual: list[Callable[[], str]] = [
-        *([lambda: chance.choice(names)] * 3 if names else []), lambda: '"a"', lambda: '"bc"i', lambda: '"a".."z"',
+        *([lambda: chance.choice(names)] * 3 if names else []),
+        lambda: '"a"',
+        lambda: '"bc"i',
+        lambda: '"a".."z"',
         lambda: f"/{pattern(chance, 2)}/",
     ]
     if depth:
         usual.append(lambda: f"({alternatives(chance, names, depth - 1, inside)})")
     if not inside and chance.random() < 0.1:
         usual = [
-            lambda: f"%json {json.dumps(document(chance))}", lambda: '%regex {"substring_words": "a b c a b"}',
-            lambda: "<|x|>", lambda: "<[267]>",
+            lambda: f"%json {json.dumps(document(chance))}",
+            lambda: '%regex {"substring_words": "a b c a b"}',
+            lambda: "<|x|>",
+            lambda: "<[267]>",
         ]
     wild = [
-        lambda: f"~({alternatives(chance, names, 0, inside)})", lambda: "%lark {\nstart: /a/\n}", lambda: '""',
-        lambda: "<[9999999]>", lambda: "@answer", lambda: "@nothing", lambda: "//", lambda: "unknown",
+        lambda: f"~({alternatives(chance, names, 0, inside)})",
+        lambda: "%lark {\nstart: /a/\n}",
+        lambda: '""',
+        lambda: "<[9999999]>",
+        lambda: "@answer",
+        lambda: "@nothing",
+        lambda: "//",
+        lambda: "unknown",
     ]
     many = chance.pick(["", "", "", "", "*", "+", "?", "{2}", "{0,9}"], ["{3,}", "{1000}", "{9,3}", "{99999}"])
     return str(chance.pick(usual, wild if chance.random() < 0.3 else [])()) + many
@@ -278,8 +293,11 @@ def run_batch(first: int, count: int) -> Counter[str]:
             at = Path(folder) / "at"
             command = [sys.executable, "-m", "tests.hostile.fuzz_constraints", "--batch", str(at)]
             done = subprocess.run(
-                [*command, "--seed", str(first), "--count", str(end - first)], capture_output=True, text=True,
-                env={**os.environ, "PYTHONPATH": path}, cwd=ROOT,
+                [*command, "--seed", str(first), "--count", str(end - first)],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+                cwd=ROOT,
             )
             found = json.loads(at.read_text().splitlines()[0]) if at.exists() else {"seed": None, "outcomes": {}}
         if done.returncode not in (0, -signal.SIGALRM):

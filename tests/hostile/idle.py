@@ -1,6 +1,6 @@
 """Connections that ask for nothing, from several processes, and what a newcomer and a stream notice of them.
 
-    python -m tests.hostile.idle [CONNECTIONS] [--seconds S]
+python -m tests.hostile.idle [CONNECTIONS] [--seconds S]
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def idle_connections(server: Server, count: int) -> Iterator[int]:
     host, port = server.address
     holders = [
         subprocess.Popen(
-            [sys.executable, "-S", "-c", _HOLDER, host, str(port), str(share)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-S", "-c", _HOLDER, host, str(port), str(share)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for share in shares
     ]

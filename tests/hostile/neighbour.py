@@ -26,7 +26,11 @@ from tests.hostile.bodies import Worst, table
 SILENCE_LIMIT_MS = 250.0  # beside one request; several at once may make a stream wait twice as long
 GROWTH_LIMIT = 20.0  # times the body
 _ASK: dict[str, Any] = {
-    "model": MODEL, "stream": True, "ignore_eos": True, "max_tokens": 2000, "speculative": {"mode": "plain"},
+    "model": MODEL,
+    "stream": True,
+    "ignore_eos": True,
+    "max_tokens": 2000,
+    "speculative": {"mode": "plain"},
     "messages": [{"role": "user", "content": "Tell a long story."}],
 }
 
@@ -86,8 +90,11 @@ class Neighbour:
     def longest_silence_ms(self, since: float, until: float) -> float:
         """The longest time between two pieces, of which at least a part lies between the two moments."""
         times = list(self._times)
-        gaps = [after - before for before, after in zip(times, times[1:], strict=False)
-                if after >= since and before <= until]
+        gaps = [
+            after - before
+            for before, after in zip(times, times[1:], strict=False)
+            if after >= since and before <= until
+        ]
         return 1e3 * max(gaps, default=float("inf"))
 
     def _run(self) -> None:

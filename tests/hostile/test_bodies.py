@@ -47,9 +47,7 @@ def test_every_endpoint_has_its_worst_body(server: Server) -> None:
 
 
 @pytest.mark.parametrize("worst", chosen(), ids=lambda worst: worst.label)
-def test_no_body_silences_a_neighbour_or_takes_much_memory(
-    server: Server, neighbour: Neighbour, worst: Worst
-) -> None:
+def test_no_body_silences_a_neighbour_or_takes_much_memory(server: Server, neighbour: Neighbour, worst: Worst) -> None:
     seen = beside(server, neighbour, worst)
     assert seen.statuses == ((worst.refused,) if worst.refused is not None else seen.statuses)
     assert 200 <= seen.statuses[0] < 500

@@ -41,8 +41,9 @@ async def small_server(limit: int, header_s: float, idle_s: int = 30) -> AsyncIt
     """A server in this process that waits shorter than ours does."""
     door = Door(limit, header_s)
     protocol: Any = partial(GuardedProtocol, door=door)
-    config = uvicorn.Config(small_app, http=protocol, ws="none", lifespan="off", log_config=None,
-                            timeout_keep_alive=idle_s)
+    config = uvicorn.Config(
+        small_app, http=protocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=idle_s
+    )
     config.load()
     state: Any = uvicorn.Server(config).server_state
     loop = asyncio.get_running_loop()
@@ -195,8 +196,11 @@ def test_names_of_others_read_nothing(server: Server) -> None:
 def test_priority_is_refused_with_the_option_that_allows_it(server: Server) -> None:
     ask: dict[str, Any] = {"model": "smollm2", "max_tokens": 1, "priority": 100}
     turn = [{"role": "user", "content": "a"}]
-    for path, more in (("/v1/chat/completions", {"messages": turn}), ("/v1/completions", {"prompt": "a"}),
-                       ("/v1/messages", {"messages": turn})):
+    for path, more in (
+        ("/v1/chat/completions", {"messages": turn}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/messages", {"messages": turn}),
+    ):
         status, _, answer = server.ask(path, {**ask, **more})
         assert status == 400 and "--allow-priority" in answer.decode(), path
     response = {"model": "smollm2", "max_output_tokens": 1, "priority": 100, "input": "a"}

@@ -126,8 +126,14 @@ def _failing_open(raw: type[io.FileIO]) -> Callable[..., Any]:
     """What `open` does, on top of files that fail."""
 
     def opened(
-        file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-        newline: str | None = None, closefd: bool = True, opener: Any = None,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
     ) -> Any:
         found = raw(file, mode.replace("b", "").replace("t", ""), closefd, opener)
         if buffering == 0:
@@ -143,8 +149,14 @@ def failing_disk() -> Iterator[Disk]:
     """Everything a process does with files goes through a disk that fails where it is told to."""
     disk, patch = Disk(), pytest.MonkeyPatch()
     system = {
-        "open": ("open",), "write": ("write", "pwrite"), "read": ("read", "pread"), "close": ("close",),
-        "fsync": ("fsync", "fdatasync"), "truncate": ("ftruncate",), "stat": ("fstat",), "chmod": ("fchmod",),
+        "open": ("open",),
+        "write": ("write", "pwrite"),
+        "read": ("read", "pread"),
+        "close": ("close",),
+        "fsync": ("fsync", "fdatasync"),
+        "truncate": ("ftruncate",),
+        "stat": ("fstat",),
+        "chmod": ("fchmod",),
     }
 
     def failing(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,11 @@ def test_a_damaged_cached_model_is_named(tmp_path: Path) -> None:
         file.write(bytes([byte ^ 1]))
     done = subprocess.run(
         [sys.executable, "-m", "slipstream.cli.main", "generate", "--prompt", "x", "--max-tokens", "1"],
-        env={**os.environ, "SLIPSTREAM_CACHE": str(tmp_path)}, capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "SLIPSTREAM_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.native_library import library
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150  # a hang; the programs take seconds
@@ -40,8 +40,10 @@ def write_in_background(llm):
     threading.Thread(target=forever, daemon=True).start()
     assert writing.wait({LIMIT_S})
 """
-FORKS = START + """
-from slipstream.kernels.native.matrix import _common
+FORKS = (
+    START
+    + """
+from slipstream.kernels.cpu.native_matrix import _common
 from tests.tiny import tiny_llm
 
 llm = LLM("smollm2")
@@ -68,11 +70,15 @@ print("forked")
 sys.stdout.flush()
 os.execv(sys.executable, [sys.executable, "-c", "print('replaced')"])
 """
-ENDS = START + """
+)
+ENDS = (
+    START
+    + """
 llm = LLM("smollm2")
 write_in_background(llm)
 print("ending")
 """
+)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -107,8 +107,10 @@ def test_large_ones_of_honest_people_are_taken(server: Server) -> None:
     schema = {**large_object(0), "$defs": definitions}
     answer = server.post(CHAT, body(response_format=schema_format(schema), max_tokens=8))
     assert answer["choices"][0]["message"]["content"].startswith("{")
-    tools = [tool({**large_object(i), "$defs": {f"Kind{j}": {"type": "string"} for j in range(200)}}, f"f{i}")
-             for i in range(64)]
+    tools = [
+        tool({**large_object(i), "$defs": {f"Kind{j}": {"type": "string"} for j in range(200)}}, f"f{i}")
+        for i in range(64)
+    ]
     server.post(CHAT, body(tools=tools, tool_choice="required", max_tokens=8))
 
 

@@ -41,8 +41,10 @@ def check(seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("/v1/chat/completions", "a long text"), ("/v1/chat/completions", "valid messages within the limit"),
-        ("/v1/responses", "a long text"), ("/v1/messages", "a long text"),
+        ("/v1/chat/completions", "a long text"),
+        ("/v1/chat/completions", "valid messages within the limit"),
+        ("/v1/responses", "a long text"),
+        ("/v1/messages", "a long text"),
         *(("/v1/completions", f"a text of {name}") for name in ("digits", "one word", "spaces", "kanji")),
     ],
 )
@@ -65,7 +67,8 @@ def test_eight_at_once_do_not_add_up(server: Server, neighbour: Neighbour) -> No
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("/v1/messages/count_tokens", "a long text"), ("/tokenize", "a long text"),
+        ("/v1/messages/count_tokens", "a long text"),
+        ("/tokenize", "a long text"),
         ("/tokenize", "a long text with pieces"),
     ],
 )

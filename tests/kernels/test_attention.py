@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.gpu import attention
-from slipstream.kernels.gpu.attention import AttentionScratch, paged_attention, paged_attention_reference
-from slipstream.kernels.gpu.rows import DeviceRows, Kind
+from slipstream.kernels.gpu import paged_attention as attention
+from slipstream.kernels.gpu.device_rows import DeviceRows, Kind
+from slipstream.kernels.gpu.paged_attention import AttentionScratch, paged_attention, paged_attention_reference
 
 CPU = torch.device("cpu")
 PAGE, POOL = 16, 40
@@ -54,8 +54,15 @@ class World:
 
 
 def make_world(
-    kind: Kind, bases: list[int], each: int, heads: int = 2, kv_heads: int = 1, dim: int = 16, unused: int = 0,
-    earliest: int = 0, seed: int = 0,
+    kind: Kind,
+    bases: list[int],
+    each: int,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dim: int = 16,
+    unused: int = 0,
+    earliest: int = 0,
+    seed: int = 0,
 ) -> World:
     """Sequences with random keys in shuffled pages; trees have random parents, `unused` rows look like row 0."""
     chance = random.Random(seed)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu import blending as kernels
-from slipstream.kernels.gpu.blending import Gating
+from slipstream.kernels.gpu import layer_extras as kernels
+from slipstream.kernels.gpu.layer_extras import Gating
 from tests.kernels.test_elementwise import EPS, assert_alike, poisoned, random
 
 FP32 = torch.float32

@@ -18,8 +18,8 @@ from slipstream.kernels.gpu.commit import (
     hold,
     hold_reference,
 )
-from slipstream.kernels.gpu.growth import Grown
-from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
+from slipstream.kernels.gpu.tree_growth import Grown
 from slipstream.speculative.accept import accept as host_accept
 from slipstream.types import Proposal
 

@@ -15,10 +15,24 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "compiles.py"
 SHAPES = "Qwen3-8B,Qwen3.6-35B-A3B"
 # of every part of a step one: rows, products, attention, experts, recurrent layers, choice, commit
 KERNELS = (
-    "gather_kernel", "_add_norm_kernel", "dense_matmul_kernel", "quant_matmul_kernel", "shared_kernel",
-    "last_groups_kernel", "combine_kernel", "prefill_kernel", "dense_experts_kernel", "quant_experts_kernel",
-    "recur_kernel", "commit_kernel", "_search_kernel", "_grow_kernel", "_accept_kernel", "_compact_kernel",
-    "_hold_kernel", "_context_write_kernel",
+    "gather_kernel",
+    "_add_norm_kernel",
+    "dense_matmul_kernel",
+    "quant_matmul_kernel",
+    "shared_kernel",
+    "last_groups_kernel",
+    "combine_kernel",
+    "prefill_kernel",
+    "dense_experts_kernel",
+    "quant_experts_kernel",
+    "recur_kernel",
+    "commit_kernel",
+    "_search_kernel",
+    "_grow_kernel",
+    "_accept_kernel",
+    "_compact_kernel",
+    "_hold_kernel",
+    "_context_write_kernel",
 )
 
 

@@ -10,20 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.cache.gpu_states import GpuStateTensors, LoggedRows
-from slipstream.kernels.delta import DeltaShape, DeltaStep
-from slipstream.kernels.gpu.delta import TRITON, DeltaKernels, DeviceStates, Replay, most_shelves
+from slipstream.cache.gpu.device_states import GpuStateTensors, LoggedRows
+from slipstream.kernels.cpu.delta_rule import DeltaShape, DeltaStep
+from slipstream.kernels.gpu.delta_net_launch import TRITON, DeltaKernels, DeviceStates, Replay, most_shelves
 from slipstream.kernels.gpu.delta_reference import REFERENCE
-from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
 from tests.deltas import SHAPE, draw, make_rule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDE = DeltaShape(layers=2, key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=3, tiled=True)
 SMALL = DeltaShape(layers=1, key_heads=1, value_heads=2, key_dim=5, value_dim=12, kernel=3)  # the interpreter is slow
-KINDS = pytest.mark.parametrize(("kernels", "shape"), [
-    (REFERENCE, SHAPE), (REFERENCE, WIDE), (REFERENCE, replace(WIDE, kernel=2, layers=1)), (TRITON, SMALL),
-    (TRITON, replace(SMALL, layers=2, key_heads=2, value_dim=3, kernel=4, tiled=True)),
-], ids=["torch", "torch-wide", "torch-short", "triton", "triton-tiled"])
+KINDS = pytest.mark.parametrize(
+    ("kernels", "shape"),
+    [
+        (REFERENCE, SHAPE),
+        (REFERENCE, WIDE),
+        (REFERENCE, replace(WIDE, kernel=2, layers=1)),
+        (TRITON, SMALL),
+        (TRITON, replace(SMALL, layers=2, key_heads=2, value_dim=3, kernel=4, tiled=True)),
+    ],
+    ids=["torch", "torch-wide", "torch-short", "triton", "triton-tiled"],
+)
 SOME_KINDS = pytest.mark.parametrize(
     ("kernels", "shape"), [(REFERENCE, SHAPE), (REFERENCE, WIDE), (TRITON, SMALL)], ids=["torch", "wide", "triton"]
 )
@@ -130,9 +137,9 @@ class Logged:
         for sequence, own in enumerate(paths):
             path[sequence, : len(own)] = torch.tensor(own)
         taken = numbers(*(len(own) for own in paths))
-        self.world.kernels.commit(self.states, Replay(
-            numbers(*self.slots), numbers(*destinations), path, taken, self.rows.each
-        ))
+        self.world.kernels.commit(
+            self.states, Replay(numbers(*self.slots), numbers(*destinations), path, taken, self.rows.each)
+        )
 
     def replay(self, item: int, path: Sequence[int], slot: int) -> None:
         """As the host does it."""
@@ -151,8 +158,11 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 def cpu_step(world: World, stretches: Sequence[Stretch], slots: Sequence[int]) -> tuple[DeltaStep, list[Tensor]]:
     tensors = world.tensors
     step = DeltaStep(
-        tensors.windows.float().cpu(), tensors.memories.mT.contiguous().cpu(), slots,
-        [(len(own.inputs), own.parents) for own in stretches], [() for _ in stretches],
+        tensors.windows.float().cpu(),
+        tensors.memories.mT.contiguous().cpu(),
+        slots,
+        [(len(own.inputs), own.parents) for own in stretches],
+        [() for _ in stretches],
     )
     read = []
     for layer, rule in enumerate(world.rules):

@@ -11,14 +11,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.config import Kernels
-from slipstream.formats.weights import WeightFile, open_weights
-from slipstream.kernels.gpu import experts
+from slipstream.formats.weight_files import WeightFile, open_weights
+from slipstream.kernels.gpu import expert_mixture as experts
+from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.elementwise import add_norm
-from slipstream.kernels.gpu.experts import ExpertStack, Mixture, Routing, RoutingRule, make_expert_stack, stack_kind
-from slipstream.kernels.gpu.kernels import gpu_kernels
-from slipstream.kernels.gpu.matmul import GpuDense, Scratch, joined_in_order
+from slipstream.kernels.gpu.expert_mixture import (
+    ExpertStack,
+    Mixture,
+    Routing,
+    RoutingRule,
+    make_expert_stack,
+    stack_kind,
+)
+from slipstream.kernels.gpu.kernel_set import gpu_kernels
+from slipstream.kernels.gpu.matrices import GpuDense, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.kernels.gpu.rows import DeviceRows
 from slipstream.models.gemma4 import gelu
 from slipstream.models.gpu_moe import GpuExperts, GpuMoe
 from slipstream.models.gpu_weights import GpuWeights
@@ -50,8 +57,13 @@ def some_logits(rule: RoutingRule, rows: int, seed: int) -> Tensor:
 
 
 def route(
-    rule: RoutingRule, logits: Tensor, rows: int, own_places: Tensor, bias: Tensor | None = None,
-    scale: Tensor | None = None, reference: bool = False,
+    rule: RoutingRule,
+    logits: Tensor,
+    rows: int,
+    own_places: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    reference: bool = False,
 ) -> Routing:
     out = Routing.empty(rule, rows, rule.new_counts(CPU))
     for tensor in (out.shares, out.experts, out.lists, out.tiles):
@@ -307,10 +319,14 @@ def write_moe(folder: Path, shape: MoeShape) -> WeightFile:
     """A file with the tensors of one block, in bf16."""
     hidden, inner, shared, count = shape.hidden_size, shape.intermediate_size, shape.shared_size, shape.experts
     sizes: dict[str, tuple[int, ...]] = {
-        "mlp.gate.weight": (count, hidden), "mlp.experts.gate_up_proj": (count, 2 * inner, hidden),
-        "mlp.experts.down_proj": (count, hidden, inner), "mlp.experts.e_score_correction_bias": (count,),
-        "mlp.shared_expert.gate_proj.weight": (shared, hidden), "mlp.shared_expert.up_proj.weight": (shared, hidden),
-        "mlp.shared_expert.down_proj.weight": (hidden, shared), "mlp.shared_expert_gate.weight": (1, hidden),
+        "mlp.gate.weight": (count, hidden),
+        "mlp.experts.gate_up_proj": (count, 2 * inner, hidden),
+        "mlp.experts.down_proj": (count, hidden, inner),
+        "mlp.experts.e_score_correction_bias": (count,),
+        "mlp.shared_expert.gate_proj.weight": (shared, hidden),
+        "mlp.shared_expert.up_proj.weight": (shared, hidden),
+        "mlp.shared_expert.down_proj.weight": (hidden, shared),
+        "mlp.shared_expert_gate.weight": (1, hidden),
         "router.scale": (count,),
     }
     generator = torch.Generator().manual_seed(11)

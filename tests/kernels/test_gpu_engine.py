@@ -25,13 +25,13 @@ from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.engine.session import Session
 from slipstream.errors import IntegrityError
-from slipstream.kernels.gpu.growth import TREE, calibration_line
+from slipstream.grammar import notations as grammars
+from slipstream.kernels.gpu.tree_growth import TREE, calibration_line
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.sampling import RowSampler
-from slipstream.text import grammars
 from slipstream.types import BASE_VARIANT, Decision, SamplingParams
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
@@ -224,9 +224,7 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(
-    gpu: None, tmp_path: Path, kernels: str
-) -> None:
+def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None, tmp_path: Path, kernels: str) -> None:
     """And their candidates are those of whole blocks."""
     with keep_threads(), torch.inference_mode():
         llm = gpu_llm(tmp_path, kernels, max_sequences=8)
@@ -502,9 +500,7 @@ def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, mon
     assert made.call_count == 2
 
 
-def test_of_many_sequences_everybody_drafts_who_can(
-    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_sequences_everybody_drafts_who_can(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = gpu_llm(tmp_path)
     engine = llm.engine
     assert isinstance(engine, GpuEngine)

@@ -39,10 +39,7 @@ def profiled(llm: LLM, **settings: object) -> tuple[list[int], dict[str, StepPro
 
 @pytest.mark.parametrize(
     ("mode", "phases"),
-    [
-        ("plain", ["tree", "verify", "accept"]),
-        ("tree:16", ["draft", "tree", "verify", "accept", "context write"]),
-    ],
+    [("plain", ["tree", "verify", "accept"]), ("tree:16", ["draft", "tree", "verify", "accept", "context write"])],
 )
 def test_phases_are_replayed_and_nothing_moves(llm: LLM, mode: str, phases: list[str]) -> None:
     engine = llm.engine
@@ -90,8 +87,24 @@ def test_the_command_tells_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     prompts.write_text(json.dumps({"turns": ["hello"]}) + "\n")
     with keep_threads():
         done = cli(
-            "bench", "--profile", "--target", str(target), "--draft", str(draft), "--prompts", str(prompts),
-            "--max-tokens", "8", "--modes", "chain", "--device", "cuda", "--kernels", "reference", "--threads", "1",
+            "bench",
+            "--profile",
+            "--target",
+            str(target),
+            "--draft",
+            str(draft),
+            "--prompts",
+            str(prompts),
+            "--max-tokens",
+            "8",
+            "--modes",
+            "chain",
+            "--device",
+            "cuda",
+            "--kernels",
+            "reference",
+            "--threads",
+            "1",
         )
     assert done.code == 0, done.err
     assert "launched by a step, as torch.profiler counts them" in done.out

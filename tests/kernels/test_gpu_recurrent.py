@@ -68,8 +68,16 @@ def knowing(texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
 def answers(llm: LLM, prompts: Sequence[Sequence[int]], mode: str, **settings: Any) -> tuple[list[list[int]], set[int]]:
     """Texts of requests that run together, and how many drafted tokens steps kept."""
     requests = [
-        llm.request(ids, mode=mode, max_tokens=18, ignore_eos=True, seed=index, gate="off",
-                    temperature=0.9 * (index % 3 == 2), **settings)
+        llm.request(
+            ids,
+            mode=mode,
+            max_tokens=18,
+            ignore_eos=True,
+            seed=index,
+            gate="off",
+            temperature=0.9 * (index % 3 == 2),
+            **settings,
+        )
         for index, ids in enumerate(prompts)
     ]
     done = llm.run(requests)

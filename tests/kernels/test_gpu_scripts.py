@@ -35,7 +35,9 @@ def judged(script: list[str], name: str, section: Callable[[Report], None], fold
 
 def test_steps_of_the_dense_shape(tmp_path: Path) -> None:
     assert judged(["step_times.py", "--tiny"], "steps_bf16", verify_gpu.gpu_steps, tmp_path) == [
-        "bf16, 1K context, plain", "bf16, 1K context, draft + verify 16", "bf16",
+        "bf16, 1K context, plain",
+        "bf16, 1K context, draft + verify 16",
+        "bf16",
     ]
 
 

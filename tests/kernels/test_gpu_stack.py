@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.cache.gpu_pools import GpuPools
-from slipstream.cache.gpu_states import gpu_state_pool
+from slipstream.cache.cpu.page_pools import PoolShape
+from slipstream.cache.gpu.device_pools import GpuPools
+from slipstream.cache.gpu.device_states import gpu_state_pool
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine import devices
@@ -34,10 +34,10 @@ from slipstream.engine.gpu.passes import GpuBlocks, Passes
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.runner import RowWork
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import open_weights
-from slipstream.kernels.gpu.attention import DEEPEST_ROW
-from slipstream.kernels.gpu.kernels import gpu_kernels
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.formats.weight_files import open_weights
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.kernel_set import gpu_kernels
+from slipstream.kernels.gpu.paged_attention import DEEPEST_ROW
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter, load_drafter, read_drafter_config
@@ -73,8 +73,13 @@ def family(name: str, **changes: Any) -> PreTrainedModel:
 
 
 FAMILIES = [
-    "qwen3", *(f"gemma4:{name}" for name in test_gemma4.VARIANTS), *(f"laguna:{name}" for name in test_laguna.VARIANTS),
-    "qwen3_moe:plain", "qwen3_moe:every-second", "qwen3_5:dense", "qwen3_5:experts",
+    "qwen3",
+    *(f"gemma4:{name}" for name in test_gemma4.VARIANTS),
+    *(f"laguna:{name}" for name in test_laguna.VARIANTS),
+    "qwen3_moe:plain",
+    "qwen3_moe:every-second",
+    "qwen3_5:dense",
+    "qwen3_5:experts",
 ]
 
 
@@ -100,7 +105,11 @@ class OnDevice:
 
     @classmethod
     def load(
-        cls, path: Path, kernels: Any = "reference", taps: Sequence[int] = (), draft: Path | None = None,
+        cls,
+        path: Path,
+        kernels: Any = "reference",
+        taps: Sequence[int] = (),
+        draft: Path | None = None,
         weight_format: WeightFormat = "bf16",
     ) -> OnDevice:
         backend = GpuBackend(DEVICE, EngineConfig(kernels=kernels, graphs=False))
@@ -240,7 +249,8 @@ def write_draft(kind: str, folder: Path) -> Path:
         return save_model(model.to(torch.bfloat16), folder)
     speculation = {"target_layer_ids": [0, 3], "mask_token_id": MASK}
     changes: dict[str, Any] = {
-        "biases": {"attention_bias": True}, "causal window": SLIDING,
+        "biases": {"attention_bias": True},
+        "causal window": SLIDING,
         "window both ways": SLIDING | {"is_causal": False},
         "own scale": {"dflash_config": speculation | {"input_embedding_scale": 3.0}},
         "own softcap": {"dflash_config": speculation | {"final_logit_softcapping": 1.5}},
@@ -258,8 +268,19 @@ def write_draft(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "laguna per head", "laguna per number", "convolutions", "biases", "causal window", "window both ways",
-     "own scale", "own softcap", "few words", "own words"],
+    [
+        "plain",
+        "laguna per head",
+        "laguna per number",
+        "convolutions",
+        "biases",
+        "causal window",
+        "window both ways",
+        "own scale",
+        "own softcap",
+        "few words",
+        "own words",
+    ],
 )
 def test_draft_blocks_are_the_cpus(kind: str, tmp_path: Path) -> None:
     target = test_laguna.build() if kind.startswith("laguna") else test_gemma4.build(final_logit_softcapping=2.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from slipstream.kernels.gpu.growth import (
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.tree_growth import (
     CHAIN,
     SEEDED_TREE,
     TREE,
@@ -22,8 +23,7 @@ from slipstream.kernels.gpu.growth import (
     calibration_line,
     grow,
 )
-from slipstream.kernels.gpu.growth_reference import grow_reference
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import Growth
@@ -107,7 +107,8 @@ def expected(case: Case, sequence: int, most: int) -> Growth:
     """What the host grows; its shape, as the device is asked for it."""
     wishes, heads = case.wishes, case.heads
     drafts = BlockDrafts(
-        case.tokens[sequence].long().numpy(), case.scores[sequence].numpy(),
+        case.tokens[sequence].long().numpy(),
+        case.scores[sequence].numpy(),
         1.0 if heads is None else float(heads.scale[sequence]),
         0.0 if heads is None else float(heads.least_confidence[sequence]),
     )
@@ -116,8 +117,13 @@ def expected(case: Case, sequence: int, most: int) -> Growth:
     nodes, depth, shape = (int(part[sequence]) for part in (wishes.nodes, wishes.depth, wishes.shape))
     nodes = min(nodes, most)
     chain, tree = drafts.grow_plainly(
-        int(wishes.anchors[sequence]), min(nodes, depth), nodes, depth, case.calibrations[sequence],
-        shape == SEEDED_TREE, float(wishes.floor[sequence]),
+        int(wishes.anchors[sequence]),
+        min(nodes, depth),
+        nodes,
+        depth,
+        case.calibrations[sequence],
+        shape == SEEDED_TREE,
+        float(wishes.floor[sequence]),
     )
     return chain if shape == CHAIN else tree
 
@@ -135,15 +141,25 @@ def grown_rows(case: Case, each: int, kernel: bool = True) -> tuple[DeviceRows, 
     rows.base.copy_(torch.arange(sequences) * 37 + 50)
     grown = Grown.empty(rows)
     branches = Branches.empty(sequences, slots, candidates, case.heads is not None, DEVICE)
-    for poisoned in (rows.tokens, rows.positions, rows.places, rows.paths, grown.parents, grown.counts,
-                     grown.broken, branches.counts, branches.origins):
+    for poisoned in (
+        rows.tokens,
+        rows.positions,
+        rows.places,
+        rows.paths,
+        grown.parents,
+        grown.counts,
+        grown.broken,
+        branches.counts,
+        branches.origins,
+    ):
         poisoned.fill_(-99)
     for poisoned in (grown.chances, grown.survivals, branches.chances, branches.worths):
         poisoned.fill_(float("nan"))
     heads = None if case.heads is None else moved(case.heads)
     call = grow if kernel else grow_reference
-    call(case.tokens.to(DEVICE), case.scores.to(DEVICE), moved(case.wishes), heads, rows, SCRATCH, PAGE, grown,
-         branches)  # type: ignore[arg-type]
+    call(
+        case.tokens.to(DEVICE), case.scores.to(DEVICE), moved(case.wishes), heads, rows, SCRATCH, PAGE, grown, branches
+    )  # type: ignore[arg-type]
     return rows, grown
 
 

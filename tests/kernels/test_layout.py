@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slipstream.kernels.gpu.layout import block_rows, block_rows_reference
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.gpu.block_layout import block_rows, block_rows_reference
+from slipstream.kernels.gpu.device_rows import DeviceRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 64

@@ -15,8 +15,10 @@ from torch import Tensor
 from slipstream.errors import ConfigError, FormatError, IntegrityError
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import GGML_TYPES, decode_rows
-from slipstream.kernels.gpu import matmul, quant_kernels
-from slipstream.kernels.gpu.matmul import (
+from slipstream.kernels.gpu import matrices as matmul
+from slipstream.kernels.gpu import quant_kernels
+from slipstream.kernels.gpu.matmul_plans import Launch
+from slipstream.kernels.gpu.matrices import (
     GpuDense,
     GpuQuantised,
     GpuStacked,
@@ -26,7 +28,6 @@ from slipstream.kernels.gpu.matmul import (
     rows_agree,
 )
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.kernels.gpu.plans import Launch
 
 CPU = torch.device("cpu")
 BF16_ERROR = 8e-3  # the interpreter cuts bits off where a GPU rounds, which makes twice the error

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu import sampling
+from slipstream.kernels.gpu import token_choice as sampling
 from slipstream.kernels.gpu.filters import MOST_GATHERED, find_floors
-from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.speculative.sampling import RowSampler, filter_floors
 from slipstream.types import SamplingParams
@@ -71,8 +71,16 @@ def candidates(
 def poisoned(rows: int, vocabulary: int, count: int) -> RankingScratch:
     scratch = RankingScratch.empty(rows, vocabulary, count, DEVICE)
     filters = scratch.filters
-    for part in (filters.floors, filters.peaks, filters.cuts, filters.masses, filters.few, scratch.best, scratch.peaks,
-                 scratch.sums):
+    for part in (
+        filters.floors,
+        filters.peaks,
+        filters.cuts,
+        filters.masses,
+        filters.few,
+        scratch.best,
+        scratch.peaks,
+        scratch.sums,
+    ):
         part.fill_(float("nan"))
     filters.counts.fill_(2**30)
     scratch.listed.fill_(2**62)
@@ -110,10 +118,15 @@ def test_the_hosts_tokens_are_chosen(params: list[SamplingParams], kernel: bool)
 
 
 @KERNELS
-@pytest.mark.parametrize(("params", "shared", "count"), [
-    ([GREEDY, WARM, HOT], True, 8), ([GREEDY, WARM, HOT], False, 1), ([*FILTERS[:2], FILTERS[3]], True, 64),
-    ([*FILTERS[1:3], FILTERS[4]], False, 5),
-])
+@pytest.mark.parametrize(
+    ("params", "shared", "count"),
+    [
+        ([GREEDY, WARM, HOT], True, 8),
+        ([GREEDY, WARM, HOT], False, 1),
+        ([*FILTERS[:2], FILTERS[3]], True, 64),
+        ([*FILTERS[1:3], FILTERS[4]], False, 5),
+    ],
+)
 def test_the_hosts_candidates_are_ranked(params: list[SamplingParams], shared: bool, count: int, kernel: bool) -> None:
     logits = random_logits(count, 3)
     positions = numbers(5, 60, 700)
@@ -176,10 +189,15 @@ def test_a_nucleus_of_thousands_ends_where_the_hosts_does(share: float) -> None:
     assert inside > 1000 and abs(kept - inside) <= 2  # sums of thousands of numbers differ in their last bits
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=1.0, seed=21, top_p=0.005), SamplingParams(temperature=2.0, seed=21, top_k=20),
-    SamplingParams(temperature=1.0, seed=21, top_k=100, top_p=0.5, min_p=0.01),
-], ids=["top-p", "top-k", "all"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, seed=21, top_p=0.005),
+        SamplingParams(temperature=2.0, seed=21, top_k=20),
+        SamplingParams(temperature=1.0, seed=21, top_k=100, top_p=0.5, min_p=0.01),
+    ],
+    ids=["top-p", "top-k", "all"],
+)
 def test_more_equals_than_can_be_gathered_are_found_all_the_same(params: SamplingParams) -> None:
     logits = torch.full((1, MOST_GATHERED + 900), 1.5)
     logits[0, 50:90] = torch.linspace(2.0, 4.0, 40)

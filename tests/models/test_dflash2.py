@@ -16,16 +16,7 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.errors import ConfigError, FormatError
 from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.dflash import DFlashDrafter, load_drafter
-from tests.oracles import (
-    FOLDER_VOCAB,
-    MASK,
-    TOLERANCE,
-    TheirDrafts,
-    edit_config,
-    edit_tensors,
-    randomised,
-    save_model,
-)
+from tests.oracles import FOLDER_VOCAB, MASK, TOLERANCE, TheirDrafts, edit_config, edit_tensors, randomised, save_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PARTS = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
@@ -46,9 +37,18 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def tiny_dflash2(nested: dict[str, Any], top: dict[str, Any], seed: int = 0) -> authors.DFlash2DraftModel:
     settings: dict[str, Any] = {
-        "vocab_size": FOLDER_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6, "block_size": 8, "num_target_layers": 3, "architectures": ["DFlash2DraftModel"],
+        "vocab_size": FOLDER_VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "block_size": 8,
+        "num_target_layers": 3,
+        "architectures": ["DFlash2DraftModel"],
         "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": MASK, **PARTS, **nested},
     } | top
     model = randomised(authors.DFlash2DraftModel(Qwen3Config(**settings)), seed)
@@ -164,9 +164,7 @@ def test_codebooks_may_be_bare_parameters(tmp_path: Path) -> None:
     save_model(model, tmp_path)
     names = [f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor")]
     state = model.state_dict()
-    edit_tensors(
-        tmp_path, [f"{name}.weight" for name in names], **{name: state[f"{name}.weight"] for name in names}
-    )
+    edit_tensors(tmp_path, [f"{name}.weight" for name in names], **{name: state[f"{name}.weight"] for name in names})
     heads = load_drafter(tmp_path, "fp32").heads
     assert heads is not None and heads.candidate_limit == 4
 
@@ -203,7 +201,8 @@ def test_shapes_stand_in_for_missing_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "layers.1.mlp_conv.base_kernel", "layers.1.attention_conv.kernel_projection.weight",
+        "layers.1.mlp_conv.base_kernel",
+        "layers.1.attention_conv.kernel_projection.weight",
         "candidate_selector.successor_codebook.weight",
     ],
 )

@@ -31,8 +31,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 def kinds(*layers: str, window: int = 20, **more: Any) -> dict[str, Any]:
     return {
-        "num_hidden_layers": len(layers), "layer_types": list(layers), "use_sliding_window": True,
-        "sliding_window": window, **more,
+        "num_hidden_layers": len(layers),
+        "layer_types": list(layers),
+        "use_sliding_window": True,
+        "sliding_window": window,
+        **more,
     }
 
 
@@ -50,9 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mqa-wide-heads": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 96},
     "yarn": {"rope_parameters": YARN},
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
-    "three-taps": {
-        "block_size": 5, "dflash_config": {"target_layer_ids": [2, -1, 0], "mask_token_id": MASK},
-    },
+    "three-taps": {"block_size": 5, "dflash_config": {"target_layer_ids": [2, -1, 0], "mask_token_id": MASK}},
 }
 # how many positions of context come in before each block
 INSTALMENTS = {
@@ -150,7 +151,8 @@ def test_swa_flags_mean_sliding_on_both_sides(tmp_path: Path) -> None:
     save_model(model, tmp_path)
     nested = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
     edit_config(
-        tmp_path, ["layer_types", "is_causal", "sliding_window", "use_sliding_window"],
+        tmp_path,
+        ["layer_types", "is_causal", "sliding_window", "use_sliding_window"],
         dflash_config=nested | {"use_swa": True, "swa_window_size": 6},
     )
     embedding = table(64)

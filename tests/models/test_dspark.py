@@ -21,7 +21,7 @@ from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.dflash_config import DFlashConfig, read_gguf, read_hf
 from slipstream.models.dflash_names import gguf_spellings
 from slipstream.tools.convert_drafter import to_gguf
-from slipstream.tools.inspect import inspect_file
+from slipstream.tools.file_report import inspect_file
 from tests.models.test_dflash2 import tiny_dflash2
 from tests.models.test_heads import FOLDER_VOCAB, HIDDEN, confidence_tensors, markov_tensors, noise
 from tests.models.test_pair import GGUF
@@ -65,9 +65,17 @@ def refusal(folder: Path, kind: type[SlipstreamError] = ConfigError) -> str:
 def read(nested: dict[str, Any] | None = None, drop: tuple[str, ...] = (), **top: Any) -> DFlashConfig:
     """A config alone, its weights unknown."""
     config: dict[str, Any] = {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
-        "vocab_size": FOLDER_VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 512,
-        "block_size": 7, "mask_token_id": MASK, "target_layer_ids": [0, 1],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": FOLDER_VOCAB,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 512,
+        "block_size": 7,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 1],
         "dflash_config": nested or {},
     } | top
     return read_hf({key: value for key, value in config.items() if key not in drop}, "d")
@@ -76,8 +84,11 @@ def read(nested: dict[str, Any] | None = None, drop: tuple[str, ...] = (), **top
 @pytest.mark.parametrize(
     "marks",
     [
-        {"markov_rank": 256}, {"dflash_config": {"markov_rank": 256}}, {"enable_confidence_head": True},
-        {"architectures": ["Qwen3DSparkModel"]}, {"dflash_config": {"projector_type": "dspark"}},
+        {"markov_rank": 256},
+        {"dflash_config": {"markov_rank": 256}},
+        {"enable_confidence_head": True},
+        {"architectures": ["Qwen3DSparkModel"]},
+        {"dflash_config": {"projector_type": "dspark"}},
         {"dspark_markov_rank": 256},
     ],
 )
@@ -91,8 +102,11 @@ def test_a_dspark_config_without_the_key_uses_every_row(marks: dict[str, Any]) -
 @pytest.mark.parametrize(
     "marks",
     [
-        {}, {"architectures": ["DFlashDraftModel"]}, {"markov_rank": 0},
-        {"markov_rank": 256, "speculators_model_type": "dspark"}, {"selector_rank": 8, "selector_top_k": 4},
+        {},
+        {"architectures": ["DFlashDraftModel"]},
+        {"markov_rank": 0},
+        {"markov_rank": 256, "speculators_model_type": "dspark"},
+        {"selector_rank": 8, "selector_top_k": 4},
     ],
 )
 def test_other_configs_without_the_key_drop_the_anchor_row(marks: dict[str, Any]) -> None:
@@ -109,8 +123,11 @@ def test_a_block_of_one_needs_the_anchor_row() -> None:
 
 def test_bundle_spellings_are_read() -> None:
     config = read(
-        drop=("block_size", "mask_token_id", "target_layer_ids"), dspark_block_size=5, dspark_noise_token_id=9,
-        dspark_target_layer_ids=[2, 0], dspark_markov_rank=16,
+        drop=("block_size", "mask_token_id", "target_layer_ids"),
+        dspark_block_size=5,
+        dspark_noise_token_id=9,
+        dspark_target_layer_ids=[2, 0],
+        dspark_markov_rank=16,
     )
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (5, 9, (2, 0))
     assert config.parts.markov_rank == 16
@@ -118,7 +135,9 @@ def test_bundle_spellings_are_read() -> None:
 
 def test_head_keys_may_stand_at_either_level() -> None:
     keys = {
-        "markov_rank": 16, "markov_head_type": "rnn", "enable_confidence_head": True,
+        "markov_rank": 16,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
     assert read(keys).parts == read(**keys).parts
@@ -236,11 +255,14 @@ LUCEBOX = {
     "markov_head.markov_w2.weight": "dflash.dspark.markov.w2",
     "confidence_head.proj.weight": "dflash.dspark.confidence.weight",
     "confidence_head.proj.bias": "dflash.dspark.confidence.bias",
-    "fc.weight": "dflash.fc.weight", "hidden_norm.weight": "dflash.hidden_norm.weight",
+    "fc.weight": "dflash.fc.weight",
+    "hidden_norm.weight": "dflash.hidden_norm.weight",
 }
 LLAMA = {
-    "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
-    "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
 }
 
 
@@ -278,7 +300,9 @@ def lucebox_keys(described: dict[str, object], arch: str) -> dict[str, object]:
 
 
 DSPARK_KEYS: dict[str, object] = {
-    "dflash.dspark.enabled": True, "dflash.dspark.markov_rank": RANK, "dflash.dspark.vocab_size": FOLDER_VOCAB,
+    "dflash.dspark.enabled": True,
+    "dflash.dspark.markov_rank": RANK,
+    "dflash.dspark.vocab_size": FOLDER_VOCAB,
     "dflash.dspark.confidence_dim": HIDDEN + RANK,
 }
 
@@ -306,8 +330,7 @@ def test_lucebox_files_are_read_under_their_own_architecture(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("enabled", False), ("markov_rank", 16), ("vocab_size", 300), ("confidence_dim", HIDDEN)],
+    ("key", "value"), [("enabled", False), ("markov_rank", 16), ("vocab_size", 300), ("confidence_dim", HIDDEN)]
 )
 def test_gguf_keys_at_odds_with_the_weights_are_refused(folder: Path, key: str, value: object) -> None:
     tensors = load_file(folder / "model.safetensors")
@@ -387,8 +410,13 @@ def test_a_packed_causal_drafter_stays_causal(tmp_path: Path) -> None:
 def test_inspect_shows_what_a_drafter_proposes_with(folder: Path) -> None:
     shown = inspect_file(folder)["drafter"]
     assert json.loads(json.dumps(shown)) == {
-        "block_size": 8, "sample_from_anchor": True, "proposals": 8, "target_layer_ids": [0, 1], "mask_token_id": MASK,
-        "markov_head": "vanilla, rank 12", "confidence_head": "hidden state and previous token",
+        "block_size": 8,
+        "sample_from_anchor": True,
+        "proposals": 8,
+        "target_layer_ids": [0, 1],
+        "mask_token_id": MASK,
+        "markov_head": "vanilla, rank 12",
+        "confidence_head": "hidden state and previous token",
     }
 
 

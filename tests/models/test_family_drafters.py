@@ -106,9 +106,13 @@ def write_laguna_drafter(folder: Path, tensors: Mapping[str, Tensor], **changes:
     save_model(tiny_drafter(4, taps=TAPS, num_target_layers=4), folder)
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
     kind = "sliding_attention"
-    edit_config(folder, layer_types=[kind, kind], sliding_window=16, rope_parameters={
-        kind: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    }, **changes)
+    edit_config(
+        folder,
+        layer_types=[kind, kind],
+        sliding_window=16,
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        **changes,
+    )
     return folder
 
 
@@ -195,9 +199,9 @@ def test_a_laguna_drafter_norms_taps_and_context_and_gates_its_heads(
 def test_a_laguna_drafter_from_gguf_is_the_same(table: Tensor, taps: Tensor, tmp_path: Path) -> None:
     tensors = laguna_tensors(per_head=True, fused=False)
     twin = load_drafter(write_laguna_drafter(tmp_path / "hf", tensors), "fp32")
-    path = write_drafter_gguf(tmp_path / "d.gguf", tensors, {
-        "dflash.rope.dimension_count": 8, "dflash.attention.sliding_window": 16,
-    })
+    path = write_drafter_gguf(
+        tmp_path / "d.gguf", tensors, {"dflash.rope.dimension_count": 8, "dflash.attention.sliding_window": 16}
+    )
     ours = load_drafter(path, "fp32")
     assert (ours.config.parts, ours.config.patterns) == (twin.config.parts, twin.config.patterns)
     assert torch.equal(our_block(ours, table, taps, 5), our_block(twin, table, taps, 5))
@@ -207,11 +211,20 @@ def write_drafter_gguf(path: Path, tensors: Mapping[str, Tensor], keys: Mapping[
     """A drafter under llama.cpp's names and keys; more keys may be given."""
     writer = gguf.GGUFWriter(path, "dflash")
     numbers: dict[str, Any] = {
-        "dflash.context_length": 512, "dflash.embedding_length": 64, "dflash.block_count": 2,
-        "dflash.feed_forward_length": 96, "dflash.attention.head_count": 4, "dflash.attention.head_count_kv": 2,
-        "dflash.attention.key_length": 16, "dflash.attention.value_length": 16, "dflash.vocab_size": 259,
-        "dflash.rope.freq_base": 10000.0, "dflash.attention.layer_norm_rms_epsilon": 1e-6, "dflash.block_size": 8,
-        "tokenizer.ggml.mask_token_id": MASK, **keys,
+        "dflash.context_length": 512,
+        "dflash.embedding_length": 64,
+        "dflash.block_count": 2,
+        "dflash.feed_forward_length": 96,
+        "dflash.attention.head_count": 4,
+        "dflash.attention.head_count_kv": 2,
+        "dflash.attention.key_length": 16,
+        "dflash.attention.value_length": 16,
+        "dflash.vocab_size": 259,
+        "dflash.rope.freq_base": 10000.0,
+        "dflash.attention.layer_norm_rms_epsilon": 1e-6,
+        "dflash.block_size": 8,
+        "tokenizer.ggml.mask_token_id": MASK,
+        **keys,
     }
     for key, value in numbers.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
@@ -241,10 +254,15 @@ def test_a_window_without_a_pattern_is_every_layers(table: Tensor, taps: Tensor,
 def test_yarn_and_biases_of_a_gguf_drafter_are_read(table: Tensor, taps: Tensor, tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     model = tiny_drafter(6, taps=TAPS, attention_bias=True, rope_parameters=yarn)
-    path = write_drafter_gguf(tmp_path / "d.gguf", model.state_dict(), {
-        "dflash.rope.scaling.type": "yarn", "dflash.rope.scaling.factor": 4.0,
-        "dflash.rope.scaling.original_context_length": 128,
-    })
+    path = write_drafter_gguf(
+        tmp_path / "d.gguf",
+        model.state_dict(),
+        {
+            "dflash.rope.scaling.type": "yarn",
+            "dflash.rope.scaling.factor": 4.0,
+            "dflash.rope.scaling.original_context_length": 128,
+        },
+    )
     assert_close(our_block(load_drafter(path, "fp32"), table, taps, 7), TheirDrafts(model, table).block(taps, 7))
 
 
@@ -270,11 +288,20 @@ def test_a_checkpoint_of_the_speculators_format_is_the_same(
     config = json.loads((tmp_path / "config.json").read_text())
     inner = {key: value for key, value in config.items() if key not in ("dflash_config", "block_size", "is_causal")}
     verifier = {"architectures": ["Qwen3MoeForCausalLM"], "name_or_path": "somebody/something"}
-    (tmp_path / "config.json").write_text(json.dumps({
-        "speculators_model_type": "dflash", "transformer_layer_config": inner, "block_size": 8,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in TAPS], "mask_token_id": MASK, "draft_vocab_size": 259,
-        "speculators_config": {"verifier": verifier}, **own,
-    }))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "speculators_model_type": "dflash",
+                "transformer_layer_config": inner,
+                "block_size": 8,
+                "aux_hidden_state_layer_ids": [layer + 1 for layer in TAPS],
+                "mask_token_id": MASK,
+                "draft_vocab_size": 259,
+                "speculators_config": {"verifier": verifier},
+                **own,
+            }
+        )
+    )
     drafter = load_drafter(tmp_path, "fp32")
     assert (drafter.config.target_layer_ids, drafter.config.target_family) == (TAPS, "qwen3_moe")
     assert_close(our_block(drafter, table, taps, 7), TheirDrafts(model, table).block(taps, 7))

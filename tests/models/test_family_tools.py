@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from slipstream.formats.gguf import read_gguf
 from slipstream.tools.checks import check_file, failures
-from slipstream.tools.compare import compare_files
-from slipstream.tools.convert import convert
+from slipstream.tools.conversion import convert
 from slipstream.tools.fit import quantised_bytes
-from slipstream.tools.quantize import quantize_file
+from slipstream.tools.requantize import quantize_file
+from slipstream.tools.tensor_compare import compare_files
 from tests.family_gguf import save_family
 from tests.models.test_gemma4 import VARIANTS as GEMMA4
 from tests.models.test_gemma4 import build as gemma4
@@ -35,10 +35,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 # a part that only this family has, in its folder
 OWN_PART = {
-    "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight", "laguna": "model.layers.2.self_attn.g_proj.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
+    "laguna": "model.layers.2.self_attn.g_proj.weight",
     "gemma4": "model.layers.0.per_layer_input_gate.weight",
     "gemma4-experts": "model.layers.3.router.per_expert_scale",
-    "gemma4-shared": "model.layers.1.self_attn.k_norm.weight", "qwen3_5": "model.layers.0.linear_attn.conv1d.weight",
+    "gemma4-shared": "model.layers.1.self_attn.k_norm.weight",
+    "qwen3_5": "model.layers.0.linear_attn.conv1d.weight",
     "qwen3_5_moe": "model.layers.3.mlp.shared_expert_gate.weight",
 }
 

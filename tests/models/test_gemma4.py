@@ -13,7 +13,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from slipstream.bench import rival
 from slipstream.errors import ConfigError, FormatError
-from slipstream.kernels.reference import rms_norm
+from slipstream.kernels.cpu.torch_kernels import rms_norm
 from slipstream.models import gemma4
 from tests.families import (
     assert_close,
@@ -39,8 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts-tied": EXPERTS | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": True},
     "shared-keys-wide": {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0},
     "keys-are-values": {
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_key_value_heads": 4,
-        "final_logit_softcapping": None, "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_key_value_heads": 4,
+        "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 0,
     },
     "biases": {"attention_bias": True, "layer_types": [FULL, FULL, SLIDING, FULL]},
 }
@@ -49,9 +52,15 @@ IN_GGUF = [name for name in VARIANTS if name != "biases"]
 
 def build(seed: int = 7, **changes: Any) -> PreTrainedModel:
     settings = family_settings(
-        num_hidden_layers=4, vocab_size_per_layer_input=FOLDER_VOCAB, hidden_size_per_layer_input=16,
-        global_head_dim=32, sliding_window=24, layer_types=[SLIDING, FULL, SLIDING, FULL],
-        final_logit_softcapping=30.0, tie_word_embeddings=False, rope_parameters={
+        num_hidden_layers=4,
+        vocab_size_per_layer_input=FOLDER_VOCAB,
+        hidden_size_per_layer_input=16,
+        global_head_dim=32,
+        sliding_window=24,
+        layer_types=[SLIDING, FULL, SLIDING, FULL],
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=False,
+        rope_parameters={
             FULL: {"rope_type": "proportional", "rope_theta": 100000.0, "partial_rotary_factor": 0.25},
             SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
         },
@@ -134,9 +143,11 @@ def test_the_comparison_would_notice(fault: str, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(type(model.config), "softcap", 0.0)
     else:
         unweighed = [layer._plain for layer in model.layers]
-        monkeypatch.setattr(gemma4, "rms_norm", lambda x, weight, eps: (
-            x if any(weight is one for one in unweighed) else rms_norm(x, weight, eps)
-        ))
+        monkeypatch.setattr(
+            gemma4,
+            "rms_norm",
+            lambda x, weight, eps: x if any(weight is one for one in unweighed) else rms_norm(x, weight, eps),
+        )
     ids = ids_of(40)
     ((ours, _),) = our_target(model, [ids])
     with pytest.raises(AssertionError):

@@ -28,7 +28,9 @@ def noise(*shape: int, seed: int, size: float = 1.0) -> Tensor:
 def markov_tensors(kind: str, biases: bool = True) -> dict[str, Tensor]:
     tensors = {W1: noise(FOLDER_VOCAB, RANK, seed=1), W2: noise(FOLDER_VOCAB, RANK, seed=2)}
     name, outputs, inputs = {
-        "vanilla": ("", 0, 0), "gated": ("gate", RANK, HIDDEN + RANK), "rnn": ("joint", 3 * RANK, 2 * RANK + HIDDEN),
+        "vanilla": ("", 0, 0),
+        "gated": ("gate", RANK, HIDDEN + RANK),
+        "rnn": ("joint", 3 * RANK, 2 * RANK + HIDDEN),
     }[kind]
     if name:
         tensors[f"markov_head.{name}_proj.weight"] = noise(outputs, inputs, seed=3, size=0.3)
@@ -174,10 +176,12 @@ def test_a_selector_scores_with_its_codebooks_and_the_hidden_row(tmp_path: Path)
     heads = load_heads(
         tmp_path,
         {
-            prefix + "predecessor_codebook": before, prefix + "successor_codebook": after,
+            prefix + "predecessor_codebook": before,
+            prefix + "successor_codebook": after,
             prefix + "hidden_projection.weight": projection,
         },
-        selector_rank=6, selector_top_k=4,
+        selector_rank=6,
+        selector_top_k=4,
     )
     assert (heads.candidate_limit, heads.corrects, heads.has_confidence) == (4, True, False)
     hidden, candidates = noise(SLOTS, HIDDEN, seed=7), torch.randint(0, FOLDER_VOCAB, (SLOTS, 4))

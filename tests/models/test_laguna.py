@@ -27,21 +27,28 @@ from tests.oracles import edit_config, save_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {
-    "rope_type": "yarn", "rope_theta": 50000.0, "partial_rotary_factor": 0.5, "factor": 8.0,
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "partial_rotary_factor": 0.5,
+    "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "per-head": {},
     "per-element": {
-        "gating": "per-element", "rope_parameters": {FULL: YARN | {"attention_factor": 1.4}, SLIDING: PLAIN},
+        "gating": "per-element",
+        "rope_parameters": {FULL: YARN | {"attention_factor": 1.4}, SLIDING: PLAIN},
     },
     "all-full-dense": {"layer_types": None, "mlp_layer_types": ["dense"] * 4, "num_attention_heads_per_layer": None},
     "biases-capped-tied": {
-        "attention_bias": True, "moe_router_logit_softcapping": 1.5, "tie_word_embeddings": True,
+        "attention_bias": True,
+        "moe_router_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         "rope_parameters": {
-            FULL: PLAIN | {"partial_rotary_factor": 0.25}, SLIDING: PLAIN | {"partial_rotary_factor": 0.5},
+            FULL: PLAIN | {"partial_rotary_factor": 0.25},
+            SLIDING: PLAIN | {"partial_rotary_factor": 0.5},
         },
     },
 }
@@ -49,9 +56,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def build(seed: int = 6, **changes: Any) -> PreTrainedModel:
     settings = family_settings(
-        num_hidden_layers=4, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
-        shared_expert_intermediate_size=48, moe_routed_scaling_factor=2.5, sliding_window=24,
-        layer_types=[FULL, SLIDING, SLIDING, FULL], num_attention_heads_per_layer=[4, 6, 6, 4],
+        num_hidden_layers=4,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        moe_routed_scaling_factor=2.5,
+        sliding_window=24,
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        num_attention_heads_per_layer=[4, 6, 6, 4],
         rope_parameters={FULL: YARN, SLIDING: PLAIN},
     )
     return randomise(LagunaForCausalLM(LagunaConfig(**settings | changes)), seed)

@@ -42,7 +42,11 @@ class Pair:
 
     def llm(self, chunk: int = 256) -> LLM:
         config = EngineConfig(
-            weight_format="fp32", draft_window=0, cache_tokens=4096, prefill_chunk=chunk, threads=1,
+            weight_format="fp32",
+            draft_window=0,
+            cache_tokens=4096,
+            prefill_chunk=chunk,
+            threads=1,
             check_integrity=True,
         )
         return LLM(str(self.folder / "target"), str(self.folder / "draft"), config=config)
@@ -63,10 +67,16 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
         key = (family, kind, trained)
         if key not in made:
             target = predictable_target(family, seed=21) if trained else tiny_target(family, seed=21)
-            changes = {} if kind == "full" else {
-                "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 12,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            }
+            changes = (
+                {}
+                if kind == "full"
+                else {
+                    "num_hidden_layers": 3,
+                    "use_sliding_window": True,
+                    "sliding_window": 12,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                }
+            )
             drafter = tiny_drafter(seed=22, **changes)
             if trained:
                 train_drafter(drafter, target)

@@ -180,7 +180,10 @@ def test_speculation_keys_may_stand_at_either_level(folder: Path, key: str) -> N
     inside = read_hf({**config, "dflash_config": {**nested, key: value}}, "d")
     assert at_top == inside
     assert (at_top.block_size, at_top.mask_token_id, at_top.target_layer_ids, at_top.num_target_layers) == (
-        8, MASK, (0, 1), 3,
+        8,
+        MASK,
+        (0, 1),
+        3,
     )
 
 
@@ -217,8 +220,13 @@ def test_tensors_may_have_a_prefix(folder: Path) -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("markov_rank", 256), ("selector_rank", 64), ("conv_kernel_size", 4), ("enable_confidence_head", True),
-     ("draft_vocab_size", 100)],
+    [
+        ("markov_rank", 256),
+        ("selector_rank", 64),
+        ("conv_kernel_size", 4),
+        ("enable_confidence_head", True),
+        ("draft_vocab_size", 100),
+    ],
 )
 def test_parts_the_weights_lack_and_reduced_vocabularies_are_refused(
     folder: Path, key: str, value: object, nested: bool
@@ -243,7 +251,8 @@ def test_a_block_may_sample_from_the_anchor(folder: Path, nested: bool) -> None:
 
 def test_a_drafter_with_heads_is_paired_like_any_other(folder: Path, target: DecoderConfig) -> None:
     edit_tensors(
-        folder, markov_head__markov_w1__weight=torch.zeros(FOLDER_VOCAB, 4),
+        folder,
+        markov_head__markov_w1__weight=torch.zeros(FOLDER_VOCAB, 4),
         markov_head__markov_w2__weight=torch.zeros(FOLDER_VOCAB, 4),
     )
     drafter = load_drafter(folder, "fp32")
@@ -305,10 +314,18 @@ def test_a_senseless_pattern_is_refused(folder: Path, top: dict[str, Any], neste
 
 
 GGUF: dict[str, object] = {
-    "general.architecture": "dflash", "dflash.embedding_length": 64, "dflash.block_count": 2,
-    "dflash.feed_forward_length": 96, "dflash.attention.head_count": 4, "dflash.attention.head_count_kv": 2,
-    "dflash.attention.key_length": 16, "dflash.attention.layer_norm_rms_epsilon": 1e-6, "dflash.rope.freq_base": 1e6,
-    "dflash.vocab_size": FOLDER_VOCAB, "dflash.block_size": 8, "dflash.target_layers": [1, 3, 0],
+    "general.architecture": "dflash",
+    "dflash.embedding_length": 64,
+    "dflash.block_count": 2,
+    "dflash.feed_forward_length": 96,
+    "dflash.attention.head_count": 4,
+    "dflash.attention.head_count_kv": 2,
+    "dflash.attention.key_length": 16,
+    "dflash.attention.layer_norm_rms_epsilon": 1e-6,
+    "dflash.rope.freq_base": 1e6,
+    "dflash.vocab_size": FOLDER_VOCAB,
+    "dflash.block_size": 8,
+    "dflash.target_layers": [1, 3, 0],
     "tokenizer.ggml.mask_token_id": MASK,
 }
 
@@ -323,8 +340,12 @@ def test_gguf_tap_ids_are_stored_one_higher() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "dflash.target_layers", "dflash.rope.freq_base", "tokenizer.ggml.mask_token_id", "dflash.block_size",
-        "dflash.vocab_size", "dflash.attention.layer_norm_rms_epsilon",
+        "dflash.target_layers",
+        "dflash.rope.freq_base",
+        "tokenizer.ggml.mask_token_id",
+        "dflash.block_size",
+        "dflash.vocab_size",
+        "dflash.attention.layer_norm_rms_epsilon",
     ],
 )
 def test_a_missing_gguf_key_is_named(key: str) -> None:

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from slipstream.bench import rival
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.engine.runner import RowWork, Runner
@@ -38,7 +38,7 @@ from slipstream.formats.gguf_write import (
     stored_metadata,
     write_gguf,
 )
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.native_library import library
 from slipstream.models.loading import load_target
 from slipstream.types import Proposal
 from tests.families import (
@@ -60,13 +60,28 @@ from tests.tiny import Driver, assert_idle, page_table
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
 SETTINGS: dict[str, Any] = {
-    "vocab_size": FOLDER_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "rope_parameters": ROPE, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": FOLDER_VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": ROPE,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
 }
 LINEAR, FULL = "linear_attention", "full_attention"
 EXACT: WeightFormat = "native" if library() is not None else "int8"

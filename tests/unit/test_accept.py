@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.scheduler import Ticket
 from slipstream.engine.session import Session, Speculation
@@ -48,9 +48,14 @@ def test_every_chain_over_three_tokens() -> None:
                 assert verdict.path == tuple(range(len(verdict.tokens))) and not verdict.failed
 
 
-@given(st.integers(0, 15).flatmap(lambda n: st.tuples(
-    st.lists(st.integers(0, 2), min_size=n, max_size=n), st.lists(st.integers(0, 2), min_size=n + 1, max_size=n + 1),
-)))
+@given(
+    st.integers(0, 15).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(0, 2), min_size=n, max_size=n),
+            st.lists(st.integers(0, 2), min_size=n + 1, max_size=n + 1),
+        )
+    )
+)
 def test_long_chains(case: tuple[list[int], list[int]]) -> None:
     proposed, sampled = case
     assert list(accept(chain(proposed), sampled).tokens) == plain_decode(proposed, sampled)
@@ -196,7 +201,9 @@ def test_text_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
 
 
 @given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 5)), st.integers(1, 14),
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.sets(st.integers(0, 5)),
+    st.integers(1, 14),
     st.lists(st.integers(1, 5), min_size=12, max_size=12),
 )
 def test_a_text_ends_at_the_same_token_however_many_come_at_once(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.speculative.account import _LENT, _OWED, _SAVED, _SHARE, Account
+from slipstream.speculative.draft_debt import _LENT, _OWED, _SAVED, _SHARE, Account
 from slipstream.speculative.sequence_policy import Memory, SequencePolicy
 from slipstream.types import Gate, Mode
 

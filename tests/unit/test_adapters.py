@@ -68,9 +68,14 @@ def test_a_path_that_exists_is_meant_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base=x.gguf", "cannot be called 'base'"), ("some/base.gguf", "cannot be called 'base'"),
-        ("x.gguf@nan", "scale"), ("x.gguf@inf", "scale"), ("a=", "names no adapter"), ("", "names no adapter"),
-        ("some/my adapter", "cannot be the name"), ("@2", "names no adapter"),
+        ("base=x.gguf", "cannot be called 'base'"),
+        ("some/base.gguf", "cannot be called 'base'"),
+        ("x.gguf@nan", "scale"),
+        ("x.gguf@inf", "scale"),
+        ("a=", "names no adapter"),
+        ("", "names no adapter"),
+        ("some/my adapter", "cannot be the name"),
+        ("@2", "names no adapter"),
     ],
 )
 def test_senseless_sources_are_refused(text: str, said: str) -> None:
@@ -141,16 +146,31 @@ def test_how_the_base_stores_its_weights_does_not_matter(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"modules_to_save": ["lm_head", "norm"]}, "lm_head, norm"), ({"bias": "all"}, "'all'"),
-        ({"bias": "lora_only"}, "'lora_only'"), ({"use_dora": True}, "'use_dora'"), ({"peft_type": "LOHA"}, "'LOHA'"),
-        ({"peft_type": None}, "type None"), ({"init_lora_weights": "pissa"}, "'pissa'"),
-        ({"layer_replication": [[0, 1]]}, "'layer_replication'"), ({"lora_bias": True}, "'lora_bias'"),
-        ({"r": 0}, "r 0"), ({"r": -4}, "r -4"), ({"r": 4.0}, "r 4.0"), ({"r": True}, "r True"), ({"r": None}, "r None"),
-        ({"r": 10**9}, "r 1000000000"), ({"lora_alpha": "8"}, "lora_alpha '8'"), ({"lora_alpha": None}, "alpha None"),
-        ({"lora_alpha": float("nan")}, "lora_alpha nan"), ({"lora_alpha": True}, "lora_alpha True"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj 0"), ({"rank_pattern": [4]}, "'rank_pattern'"),
-        ({"alpha_pattern": {"k_proj": "x"}}, "alpha_pattern.k_proj 'x'"), ({"use_rslora": 1}, "use_rslora 1"),
-        ({"rank_pattern": {"(a+)+$": 4}}, "(a+)+$"), ({"trainable_token_indices": [3]}, "'trainable_token_indices'"),
+        ({"modules_to_save": ["lm_head", "norm"]}, "lm_head, norm"),
+        ({"bias": "all"}, "'all'"),
+        ({"bias": "lora_only"}, "'lora_only'"),
+        ({"use_dora": True}, "'use_dora'"),
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"peft_type": None}, "type None"),
+        ({"init_lora_weights": "pissa"}, "'pissa'"),
+        ({"layer_replication": [[0, 1]]}, "'layer_replication'"),
+        ({"lora_bias": True}, "'lora_bias'"),
+        ({"r": 0}, "r 0"),
+        ({"r": -4}, "r -4"),
+        ({"r": 4.0}, "r 4.0"),
+        ({"r": True}, "r True"),
+        ({"r": None}, "r None"),
+        ({"r": 10**9}, "r 1000000000"),
+        ({"lora_alpha": "8"}, "lora_alpha '8'"),
+        ({"lora_alpha": None}, "alpha None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+        ({"lora_alpha": True}, "lora_alpha True"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj 0"),
+        ({"rank_pattern": [4]}, "'rank_pattern'"),
+        ({"alpha_pattern": {"k_proj": "x"}}, "alpha_pattern.k_proj 'x'"),
+        ({"use_rslora": 1}, "use_rslora 1"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "(a+)+$"),
+        ({"trainable_token_indices": [3]}, "'trainable_token_indices'"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused_by_its_key(config: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -224,7 +244,8 @@ def test_a_pair_of_rank_one_may_lack_a_dimension(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"general__type": "model"}, "general.type 'model'"), ({"adapter__type": "ia3"}, "adapter.type 'ia3'"),
+        ({"general__type": "model"}, "general.type 'model'"),
+        ({"adapter__type": "ia3"}, "adapter.type 'ia3'"),
         ({"adapter__alora__invocation_tokens": "x"}, "certain tokens"),
     ],
 )

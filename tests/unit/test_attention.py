@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.reference import group_layout, page_runs, row_attention, write_rows
+from slipstream.kernels.cpu.torch_kernels import group_layout, page_runs, row_attention, write_rows
 from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
 PAGE = 64
@@ -45,8 +45,13 @@ def empty_pools(pages: int, kv_heads: int, dim: int, page: int = PAGE, filler: f
 
 
 def attend(
-    sequence: Sequence, positions: range, pages: list[int], pools: tuple[Tensor, Tensor],
-    pattern: AttentionPattern = CAUSAL, earliest: int = 0, page: int = PAGE,
+    sequence: Sequence,
+    positions: range,
+    pages: list[int],
+    pools: tuple[Tensor, Tensor],
+    pattern: AttentionPattern = CAUSAL,
+    earliest: int = 0,
+    page: int = PAGE,
 ) -> Tensor:
     group = make_group(0, positions, pages, page, pattern, earliest)
     queries = sequence.queries[positions.start : positions.stop]
@@ -59,7 +64,8 @@ def dense(sequence: Sequence, positions: range, pattern: AttentionPattern, earli
     rows = []
     for q in positions:
         seen = [
-            k for k in range(earliest, positions.stop)
+            k
+            for k in range(earliest, positions.stop)
             if (not pattern.causal or k <= q) and (not pattern.window or abs(q - k) < pattern.window)
         ]
         keys, values = sequence.keys[seen].double(), sequence.values[seen].double()
@@ -74,9 +80,13 @@ def dense(sequence: Sequence, positions: range, pattern: AttentionPattern, earli
 @pytest.mark.parametrize(
     ("pattern", "earliest"),
     [
-        (AttentionPattern(), 0), (AttentionPattern(causal=False), 0), (AttentionPattern(window=9), 0),
-        (AttentionPattern(window=9, causal=False), 0), (AttentionPattern(causal=False), 21),
-        (AttentionPattern(window=30), 21), (AttentionPattern(window=1), 0),
+        (AttentionPattern(), 0),
+        (AttentionPattern(causal=False), 0),
+        (AttentionPattern(window=9), 0),
+        (AttentionPattern(window=9, causal=False), 0),
+        (AttentionPattern(causal=False), 21),
+        (AttentionPattern(window=30), 21),
+        (AttentionPattern(window=1), 0),
     ],
     ids=str,
 )
@@ -221,10 +231,12 @@ class Tree:
         keys, values = self.sequence.keys[slots].double(), self.sequence.values[slots].double()
         query = self.sequence.queries[self.start + row].double()
         share = query.shape[0] // self.kv_heads
-        return torch.cat([
-            (keys[:, head // share] @ query[head] * self.sequence.scale).softmax(dim=0) @ values[:, head // share]
-            for head in range(query.shape[0])
-        ])
+        return torch.cat(
+            [
+                (keys[:, head // share] @ query[head] * self.sequence.scale).softmax(dim=0) @ values[:, head // share]
+                for head in range(query.shape[0])
+            ]
+        )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), TREE_SHAPES)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.bench.comparison_report import identity_sentence, ratio_sentence
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.measure import Plan, Turn, compare, parse_modes
-from slipstream.bench.report import identity_sentence, ratio_sentence
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.cli.ui import bar_chart
 from slipstream.errors import RequestError, SourceError
@@ -58,7 +58,15 @@ def test_modes_take_turns_at_going_first_without_the_prompt_cache() -> None:
     warm_ups, measured = llm.requests[:3], llm.requests[3:]
     assert tuple(request["mode"] for request in warm_ups) == modes
     assert [request["mode"] for request in measured] == [
-        "plain", "chain:8", "auto", "chain:8", "auto", "plain", "auto", "plain", "chain:8",
+        "plain",
+        "chain:8",
+        "auto",
+        "chain:8",
+        "auto",
+        "plain",
+        "auto",
+        "plain",
+        "chain:8",
     ]
     assert all(request["cache_prompt"] is False for request in llm.requests)
     assert {(request["temperature"], request["seed"], request["max_tokens"]) for request in measured} == {(0.5, 7, 20)}
@@ -167,9 +175,7 @@ def test_no_interval_and_no_ratio_where_there_is_nothing_to_tell() -> None:
     assert ratio_interval([(0, 0.0), (8, 2.0)], [(0, 0.0), (8, 4.0)]) == (2.0, 2.0)
 
 
-def test_a_differing_text_is_explained_or_counted(
-    fake_engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_differing_text_is_explained_or_counted(fake_engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def explain_difference(*arguments: Any) -> SimpleNamespace:
@@ -227,7 +233,10 @@ def test_the_command_prints_json_and_a_table(cli: Any, fake_engine: type[FakeLLM
     assert all(len(line) <= 80 for line in done.out.splitlines() if line[0] in "┏┃┡│└")
     assert "Mode auto chose chain:16 in 21 of 21 steps." in done.out and "in all 3 modes" in done.out
     assert [line.split()[0] for line in done.out.splitlines() if "█" in line and "x" in line] == [
-        "plain", "chain", "tree:64:seed", "auto"
+        "plain",
+        "chain",
+        "tree:64:seed",
+        "auto",
     ]
 
 

@@ -26,8 +26,14 @@ from slipstream.server.state import ServerState
 from slipstream.server.text_api import DetokenizeRequest, TokenizeRequest
 
 MODELS: list[type[BaseModel]] = [
-    ChatRequest, CompletionRequest, MessagesRequest, PromptRequest, ResponsesRequest, TokenizeRequest,
-    DetokenizeRequest, AddRequest,
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    PromptRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    AddRequest,
 ]
 
 
@@ -73,9 +79,19 @@ def test_marks_are_counted_outside_of_strings_wherever_the_pieces_end() -> None:
 
 @pytest.mark.parametrize(
     ("text", "whole"),
-    [(r"\ud83d\ude00", True), (r"\\ud83d", True), (r"\ud83d", False), (r"\ude00", False), (r"\ud83d\\\ude00", False),
-     (r"\ud83d\ud83d\ude00", False), (r"\ud83d\ude00\ude00", False), (r"\\\ud83d", False), (r"\\\\ud83d", True),
-     (r"\uD83D\uDE00", True), (r"\u00e9\ud83dx", False)],
+    [
+        (r"\ud83d\ude00", True),
+        (r"\\ud83d", True),
+        (r"\ud83d", False),
+        (r"\ude00", False),
+        (r"\ud83d\\\ude00", False),
+        (r"\ud83d\ud83d\ude00", False),
+        (r"\ud83d\ude00\ude00", False),
+        (r"\\\ud83d", False),
+        (r"\\\\ud83d", True),
+        (r"\uD83D\uDE00", True),
+        (r"\u00e9\ud83dx", False),
+    ],
 )
 def test_half_characters_are_found(text: str, whole: bool) -> None:
     body = f'{{"a": "{text}"}}'.encode()

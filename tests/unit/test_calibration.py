@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slipstream.kernels.native.growth import Learner
+from slipstream.kernels.cpu.native_growth import Learner
 from slipstream.speculative import calibration as calibrations
 from slipstream.speculative.calibration import Calibration, Outcome
 from tests.native import libraries
@@ -144,8 +144,12 @@ def test_chances_stay_inside_their_limits() -> None:
 def random_outcomes(source: random.Random, count: int) -> list[Outcome]:
     skill = source.choice([0.05, 0.5, 0.9])
     return [
-        (source.random() ** source.choice([0.2, 1, 3]), source.randint(1, 15), source.random() < skill,
-         source.random() < 0.7)
+        (
+            source.random() ** source.choice([0.2, 1, 3]),
+            source.randint(1, 15),
+            source.random() < skill,
+            source.random() < 0.7,
+        )
         for _ in range(count)
     ]
 

@@ -15,7 +15,7 @@ import pytest
 from scripts.set_expected_tau import rewrite
 from slipstream.errors import ConfigError
 from slipstream.formats.gguf import parse_header, read_gguf
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import read_hf
 from slipstream.server.canary import Canary, CanaryBoard, CanaryRules, Promise, is_telling, promise_of
@@ -137,8 +137,12 @@ def test_a_dead_drafter_is_noticed_though_auto_hardly_drafts_with_it() -> None:
 def test_a_fine_drafter_under_auto_raises_no_alarm() -> None:
     chooser, canary = random.Random(6), Canary(Promise({"chat": 2.77}, 15))
     for _ in range(3000):
-        stats = chains(chooser.choice((1, 2, 30)), chooser.choice((1, 3)), canary.promise.survival(None) * 0.95,
-                       seed=chooser.randrange(10**6))
+        stats = chains(
+            chooser.choice((1, 2, 30)),
+            chooser.choice((1, 3)),
+            canary.promise.survival(None) * 0.95,
+            seed=chooser.randrange(10**6),
+        )
         canary.observe(stats)
         assert canary.report().state != "warning"
 

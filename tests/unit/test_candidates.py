@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.ranking import top_scores
+from slipstream.kernels.cpu.ranking import top_scores
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import grow_chain, grow_tree
 

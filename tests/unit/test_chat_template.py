@@ -70,7 +70,7 @@ QWEN3_LIKE = """\
     {%- endif %}
 {%- endif %}
 """
-USER = {"role": "user", "content": "What is <b>2 & 2</b>? \"é\" 日本"}
+USER = {"role": "user", "content": 'What is <b>2 & 2</b>? "é" 日本'}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
     [{"role": "system", "content": "Be brief.\n"}, USER],

@@ -24,9 +24,7 @@ finally:
 def start(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished process and the seconds of processor time it took, which other processes hardly change."""
     before = os.times()
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60)
     after = os.times()
     return done, sum(after[2:4]) - sum(before[2:4])
 

@@ -45,9 +45,24 @@ def test_errors_that_cannot_be_written() -> None:
 def test_memory_that_runs_out(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY, "generate", "--prompt", "x", "--target", str(target), "--draft",
-         str(draft), "--max-context", "1000000"],
-        capture_output=True, text=True, timeout=120, check=False,
+        [
+            sys.executable,
+            "-c",
+            SHORT_OF_MEMORY,
+            "generate",
+            "--prompt",
+            "x",
+            "--target",
+            str(target),
+            "--draft",
+            str(draft),
+            "--max-context",
+            "1000000",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     said = "there is not enough memory (choose a smaller model or --max-context, or raise the limit on memory)"

@@ -15,8 +15,19 @@ from slipstream.types import TokenOut
 from tests.fakes import FakeDetokenizer, FakeLLM, FakeTokenizer
 
 STATS = {
-    "prompt_tokens", "cached_tokens", "completion_tokens", "steps", "drafted", "accepted", "tau", "tau_novel",
-    "accept_rate", "accepted_per_position", "ttft_ms", "decode_ms", "tokens_per_second",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "steps",
+    "drafted",
+    "accepted",
+    "tau",
+    "tau_novel",
+    "accept_rate",
+    "accepted_per_position",
+    "ttft_ms",
+    "decode_ms",
+    "tokens_per_second",
 }
 
 
@@ -33,25 +44,83 @@ def test_generate_json_is_one_object(cli: Any, fake_engine: type[FakeLLM]) -> No
 
 def test_generate_passes_every_option_on(cli: Any, fake_engine: type[FakeLLM]) -> None:
     done = cli(
-        "generate", "--prompt", "x", "--chat", "--target", "t", "--draft", "d", "--draft-lora", "l=x",
-        "--max-tokens", "9", "--stop", "a", "--stop", "b",
-        "--ignore-eos", "--mode", "chain:8", "--gate", "ema:margin=1.1", "--confidence", "0.25",
-        "--temperature", "0.5", "--seed", "3", "--top-k", "4",
-        "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.2",
-        "--frequency-penalty", "0.3", "--logprobs", "2", "--dtype", "int8", "--threads", "1", "--max-context", "100",
-        "--draft-window", "64", "--json",
+        "generate",
+        "--prompt",
+        "x",
+        "--chat",
+        "--target",
+        "t",
+        "--draft",
+        "d",
+        "--draft-lora",
+        "l=x",
+        "--max-tokens",
+        "9",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--ignore-eos",
+        "--mode",
+        "chain:8",
+        "--gate",
+        "ema:margin=1.1",
+        "--confidence",
+        "0.25",
+        "--temperature",
+        "0.5",
+        "--seed",
+        "3",
+        "--top-k",
+        "4",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.1",
+        "--presence-penalty",
+        "0.2",
+        "--frequency-penalty",
+        "0.3",
+        "--logprobs",
+        "2",
+        "--dtype",
+        "int8",
+        "--threads",
+        "1",
+        "--max-context",
+        "100",
+        "--draft-window",
+        "64",
+        "--json",
     )
     assert done.code == 0, done.err
     llm = fake_engine.made[0]
     assert (llm.target, llm.draft) == ("t", "d")
     assert (llm.config.weight_format, llm.config.threads) == ("int8", 1)
     assert (llm.config.max_context, llm.config.draft_window) == (100, 64)
-    assert llm.requests == [{
-        "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stop": ("a", "b"), "ignore_eos": True,
-        "mode": "chain:8", "gate": "ema:margin=1.1", "min_confidence": 0.25, "draft_lora": "l",
-        "temperature": 0.5, "seed": 3, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
-        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logprobs": 2,
-    }]
+    assert llm.requests == [
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 9,
+            "stop": ("a", "b"),
+            "ignore_eos": True,
+            "mode": "chain:8",
+            "gate": "ema:margin=1.1",
+            "min_confidence": 0.25,
+            "draft_lora": "l",
+            "temperature": 0.5,
+            "seed": 3,
+            "top_k": 4,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.2,
+            "frequency_penalty": 0.3,
+            "logprobs": 2,
+        }
+    ]
     first = json.loads(done.out)["logprobs"][0]
     assert first == {"token_id": 89, "logprob": -0.5, "top_logprobs": [{"token_id": 89, "logprob": -0.5}]}
 
@@ -101,8 +170,19 @@ def test_an_engine_error_is_one_sentence(cli: Any, fake_engine: type[FakeLLM], a
 def test_chat_keeps_history_and_obeys_commands(cli: Any, fake_engine: type[FakeLLM], tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = [
-        "/system Be brief.", "one", "two", "/undo", "/mode plain", "/temperature 0.5", "/seed 9", "/max-tokens 12",
-        "three", "/stats", f"/save {saved}", "/quit", "never reached",
+        "/system Be brief.",
+        "one",
+        "two",
+        "/undo",
+        "/mode plain",
+        "/temperature 0.5",
+        "/seed 9",
+        "/max-tokens 12",
+        "three",
+        "/stats",
+        f"/save {saved}",
+        "/quit",
+        "never reached",
     ]
     done = cli("chat", stdin="\n".join(lines) + "\n")
     assert done.code == 0, done.err
@@ -113,7 +193,9 @@ def test_chat_keeps_history_and_obeys_commands(cli: Any, fake_engine: type[FakeL
         ["Be brief.", "one", "You said one, the 2th message.", "three"],
     ]
     assert [(r["mode"], r["temperature"], r["seed"], r["max_tokens"]) for r in asked] == [
-        ("auto", 0.0, 0, 512), ("auto", 0.0, 0, 512), ("plain", 0.5, 9, 12),
+        ("auto", 0.0, 0, 512),
+        ("auto", 0.0, 0, 512),
+        ("plain", 0.5, 9, 12),
     ]
     assert done.out.splitlines() == ["You said one, the 2th message.", "You said two, the 4th message.", "You said thr"]
     assert "x plain decoding" in done.err and "tokens_per_second" in done.err
@@ -125,7 +207,10 @@ def test_chat_keeps_mode_and_gate_together(cli: Any, fake_engine: type[FakeLLM])
     done = cli("chat", "--mode", "chain", "--confidence", "0.5", stdin="\n".join(lines) + "\n")
     asked = [request for request in fake_engine.made[0].requests if "top_k" in request]
     assert [(request["mode"], request.get("gate")) for request in asked] == [
-        ("chain", None), ("chain", "entropy:floor=0.8"), ("tree:16:seed", "entropy:floor=0.8"), ("auto", None),
+        ("chain", None),
+        ("chain", "entropy:floor=0.8"),
+        ("tree:16:seed", "entropy:floor=0.8"),
+        ("auto", None),
     ]
     assert {request["min_confidence"] for request in asked} == {0.5}
     assert done.code == 2 and "gate ema does not go with mode auto" in done.err
@@ -134,7 +219,9 @@ def test_chat_keeps_mode_and_gate_together(cli: Any, fake_engine: type[FakeLLM])
 
 def test_the_last_adapter_drafts_unless_the_user_says_otherwise(cli: Any, fake_engine: type[FakeLLM]) -> None:
     for given, loaded, drafts in (
-        ([], [], "base"), (["a=x", "b=y@2"], ["a=x", "b=y@2"], "b"), (["a=x", "base"], ["a=x"], "base"),
+        ([], [], "base"),
+        (["a=x", "b=y@2"], ["a=x", "b=y@2"], "b"),
+        (["a=x", "base"], ["a=x"], "base"),
     ):
         done = cli("generate", "--prompt", "p", *(part for source in given for part in ("--draft-lora", source)))
         assert done.code == 0, done.err
@@ -213,7 +300,7 @@ def test_demo_says_when_speculation_does_not_pay(cli: Any, fake_engine: type[Fak
 def test_a_closed_pipe_is_no_traceback() -> None:
     code = "import sys; sys.argv = ['slipstream', '--help']; from slipstream.cli.main import run; run()"
     done = subprocess.run(
-        f"{sys.executable} -c \"{code}\" | true", shell=True, capture_output=True, text=True, timeout=60
+        f'{sys.executable} -c "{code}" | true', shell=True, capture_output=True, text=True, timeout=60
     )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 

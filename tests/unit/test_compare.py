@@ -21,10 +21,10 @@ from slipstream.errors import ConfigError, FormatError, RequestError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.sources import resolve
 from slipstream.models.dflash_names import gguf_spellings
-from slipstream.tools import compare as compare_module
-from slipstream.tools.compare import TensorDifference, compare_files, mark_outliers
+from slipstream.tools import tensor_compare as compare_module
+from slipstream.tools.authors_drafter import AuthorBlocks
 from slipstream.tools.logits import LogitComparison, Settings, compare_drafters, load_blocks, write_passages
-from slipstream.tools.reference import AuthorBlocks
+from slipstream.tools.tensor_compare import TensorDifference, compare_files, mark_outliers
 from tests.oracles import edit_tensors, save_model, save_tokenizer, tiny_drafter, tiny_target, write_target_gguf
 from tests.tiny import write_pair
 
@@ -270,7 +270,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def logit_options(pair: Path) -> dict[str, Any]:
     return {
-        "logits": True, "prompts": str(pair.parent / "prompts.jsonl"), "limit": 0, "max_tokens": 40, "dtype": "fp32",
+        "logits": True,
+        "prompts": str(pair.parent / "prompts.jsonl"),
+        "limit": 0,
+        "max_tokens": 40,
+        "dtype": "fp32",
         "threads": 1,
     }
 
@@ -333,9 +337,8 @@ def test_dflash2_drafters_agree_with_the_authors(tmp_path: Path) -> None:
     plain = tiny_drafter().config.to_dict()
     settings = plain | {
         "architectures": ["DFlash2DraftModel"],
-        "dflash_config": plain["dflash_config"] | {
-            "conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16,
-        },
+        "dflash_config": plain["dflash_config"]
+        | {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16},
     }
     model = randomised(authors.DFlash2DraftModel(Qwen3Config(**settings)), 3)
     model.save_pretrained(tmp_path / "draft")
@@ -345,7 +348,8 @@ def test_dflash2_drafters_agree_with_the_authors(tmp_path: Path) -> None:
     found = compare_drafters(AuthorBlocks(ours, tmp_path / "draft"), ours, passages, "fp32")
     assert found.rows > 50 and found.max_difference < 1e-3 and found.agreement == 1
     edit_tensors(
-        tmp_path / "draft", candidate_selector__hidden_projection__weight=torch.randn(8, 64),
+        tmp_path / "draft",
+        candidate_selector__hidden_projection__weight=torch.randn(8, 64),
         layers__0__mlp_conv__base_kernel=torch.randn(2, 3, 64),
     )
     (spoiled,) = load_blocks(tmp_path / "target", [("spoiled", tmp_path / "draft")], settings_)
@@ -367,9 +371,7 @@ def test_logits_that_are_no_numbers_are_counted_and_left_out() -> None:
     json.dumps(result.to_json(), allow_nan=False)
 
 
-def test_a_package_that_is_not_there_is_one_sentence(
-    pairs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_there_is_one_sentence(pairs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "dflash.model", None)

@@ -17,15 +17,15 @@ import torch
 
 from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
+from slipstream.grammar import constraints as grammar_compile
+from slipstream.grammar import notations as grammars
+from slipstream.grammar.guide import Guide
 from slipstream.server.jobs import Tool
 from slipstream.server.jobs import ToolChoice as Choice
-from slipstream.speculative import grammar_compile
 from slipstream.speculative.accept import NO_TOKEN
-from slipstream.speculative.guide import Guide
-from slipstream.speculative.guided import DraftRule
+from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.sampling import RowSampler
 from slipstream.speculative.tree import Growth
-from slipstream.text import grammars
 from slipstream.types import Constraint, Proposal, SamplingParams, Thinking
 from tests.tiny import EOS, VOCAB, assert_idle, tiny_llm
 
@@ -43,16 +43,26 @@ PERSON = {
     "additionalProperties": False,
 }
 TREE = {
-    "$defs": {"node": {
-        "type": "object", "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
-        "required": ["v"], "additionalProperties": False,
-    }},
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+    },
     "$ref": "#/$defs/node",
 }
-WEATHER = Tool("weather", parameters={
-    "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
-    "additionalProperties": False, "$defs": {"city": {"type": "string", "minLength": 1, "maxLength": 4}},
-})
+WEATHER = Tool(
+    "weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"type": "string", "minLength": 1, "maxLength": 4}},
+    },
+)
 CLOCK = Tool("clock")
 
 
@@ -93,7 +103,8 @@ MODES = ("chain", "tree:16:seed", "auto")
 
 
 @pytest.mark.parametrize(
-    ("schema", "temperature"), [(PERSON, 0.0), (PERSON, 0.8), (PERSON, 1.5), (TREE, 0.0), (TREE, 0.8)],
+    ("schema", "temperature"),
+    [(PERSON, 0.0), (PERSON, 0.8), (PERSON, 1.5), (TREE, 0.0), (TREE, 0.8)],
     ids=["flat-0", "flat-0.8", "flat-1.5", "recursive-0", "recursive-0.8"],
 )
 def test_a_schema_gives_the_same_valid_text_in_every_mode(
@@ -336,9 +347,16 @@ def test_tool_calls_follow_their_form(pair: LLM) -> None:
     rain = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
     time = '<tool_call>\n{"name": "clock", "arguments": {"zone": [1, {"a": null}]}}\n</tool_call>'
     for text, wanted in {
-        "just talk < tool": "auto once", "": "auto once", rain: "auto must named once", f"{rain}\n{time}": "auto must",
-        f"so: {rain}": "auto once", f"so: {rain} and {time} done": "auto", time: "auto must once",
-        "so <tool_call> no": "", rain.replace("Rom", "Byzantium"): "", rain.replace("weather", "waether"): "",
+        "just talk < tool": "auto once",
+        "": "auto once",
+        rain: "auto must named once",
+        f"{rain}\n{time}": "auto must",
+        f"so: {rain}": "auto once",
+        f"so: {rain} and {time} done": "auto",
+        time: "auto must once",
+        "so <tool_call> no": "",
+        rain.replace("Rom", "Byzantium"): "",
+        rain.replace("weather", "waether"): "",
     }.items():
         allowed = {"auto": auto, "must": must, "named": named, "once": once}
         assert {name for name, c in allowed.items() if reads(pair, c, text)} == set(wanted.split()), text
@@ -391,8 +409,12 @@ def test_where_reasoning_begins_and_ends(pair: LLM) -> None:
     constraint = grammars.regex("yes|no")
     opened, unopened = Thinking(), Thinking(opened=False)
     for text, wanted in {
-        "hm</think>yes": (True, False), "</think>\n\nno": (True, False), "yes": (False, True),
-        "<think>hm</think>\nno": (True, True), "hm</think>maybe": (False, False), "<think>hm": (False, False),
+        "hm</think>yes": (True, False),
+        "</think>\n\nno": (True, False),
+        "yes": (False, True),
+        "<think>hm</think>\nno": (True, True),
+        "hm</think>maybe": (False, False),
+        "<think>hm": (False, False),
     }.items():
         assert (reads(pair, constraint, text, opened), reads(pair, constraint, text, unopened)) == wanted, text
 

@@ -20,7 +20,7 @@ from slipstream.formats.gguf import read_gguf
 from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.tools.convert import convert
+from slipstream.tools.conversion import convert
 from tests.helpers_models import CHATML
 from tests.models.test_dflash2 import tiny_dflash2
 from tests.models.test_heads import confidence_tensors, markov_tensors
@@ -41,7 +41,11 @@ from tests.tiny import ask, keep_threads, prompt, tiny_llm, write_pair
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,20 +53,32 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3-scaling": ("llama", {"rope_parameters": LLAMA3}),
-    "linear-scaling": (
-        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
-    ),
+    "linear-scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "qwen3": ("qwen3", {}),
 }
 DRAFTERS = (
-    "dflash", "sliding", "vanilla", "gated", "rnn", "dflash2", "own-tables", "laguna", "reduced", "causal-yarn-biased",
+    "dflash",
+    "sliding",
+    "vanilla",
+    "gated",
+    "rnn",
+    "dflash2",
+    "own-tables",
+    "laguna",
+    "reduced",
+    "causal-yarn-biased",
 )
 # what differs from the plain drafter
 CHANGES: dict[str, dict[str, Any]] = {
     "sliding": {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5},
     "causal-yarn-biased": {
-        "is_causal": True, "attention_bias": True, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "is_causal": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
             "attention_factor": 1.3,
         },
     },
@@ -135,8 +151,15 @@ def test_a_target_survives_the_round_trip_to_the_bit(name: str, tmp_path: Path) 
     tolerance = 1e-4 if name == "llama3-scaling" else 0.0
     torch.testing.assert_close(logits[1], logits[0], rtol=tolerance, atol=tolerance)
     text = "Hello, 12 wörld"
-    assert len({tuple(Tokenizer.load(file, read_gguf(file).metadata if file.is_file() else None).encode(text))
-                for file in files}) == 1
+    assert (
+        len(
+            {
+                tuple(Tokenizer.load(file, read_gguf(file).metadata if file.is_file() else None).encode(text))
+                for file in files
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("naming", ["llama.cpp", "lucebox"])
@@ -152,8 +175,15 @@ def test_a_drafter_survives_the_round_trip_to_the_bit(name: str, naming: str, tm
     for drafter in drafters:
         assert drafter.config.parts == drafters[0].config.parts
         for key in (
-            "patterns", "mask_token_id", "target_layer_ids", "block_size", "first_slot", "num_target_layers",
-            "attention_bias", "draft_vocab_size", "target_family",
+            "patterns",
+            "mask_token_id",
+            "target_layer_ids",
+            "block_size",
+            "first_slot",
+            "num_target_layers",
+            "attention_bias",
+            "draft_vocab_size",
+            "target_family",
         ):
             assert getattr(drafter.config, key) == getattr(drafters[0].config, key), key
         assert (drafter.embed is None) == (name != "own-tables")
@@ -248,7 +278,8 @@ def test_a_drafter_is_held_against_its_target(tmp_path: Path) -> None:
     target, drafter = target_folder(tmp_path / "t"), drafter_folder(tmp_path / "d")
     convert(drafter, tmp_path / "good.gguf", target=target)
     for changes, words in (
-        ({"vocab_size": FOLDER_VOCAB + 5}, "vocabulary"), ({"hidden_size": 32}, "64 wide"),
+        ({"vocab_size": FOLDER_VOCAB + 5}, "vocabulary"),
+        ({"hidden_size": 32}, "64 wide"),
         ({"num_hidden_layers": 5}, "5 layers"),
     ):
         save_model(tiny_target("llama", **changes), tmp_path / words)
@@ -301,10 +332,12 @@ def test_a_count_of_taps_does_not_say_which(count: dict[str, int], tmp_path: Pat
 
 
 def test_the_mask_the_block_and_the_taps_are_required(tmp_path: Path) -> None:
-    for number, (drop, nested) in enumerate({
-        "block_size": {"target_layer_ids": [0, 1], "mask_token_id": MASK},
-        "mask_token_id": {"target_layer_ids": [0, 1]},
-    }.items()):
+    for number, (drop, nested) in enumerate(
+        {
+            "block_size": {"target_layer_ids": [0, 1], "mask_token_id": MASK},
+            "mask_token_id": {"target_layer_ids": [0, 1]},
+        }.items()
+    ):
         source = drafter_folder(tmp_path / str(number))
         edit_config(source, drop=(drop,), dflash_config=nested)
         with pytest.raises(ConfigError, match=drop):
@@ -349,9 +382,15 @@ def test_a_lucebox_file_says_what_lucebox_reads(tmp_path: Path) -> None:
     header = read_gguf(tmp_path / "d.gguf")
     arch = header.metadata["general.architecture"]
     expected = {
-        "block_size": 8, "mask_token_id": MASK, "target_layer_ids": [0, 1], "n_target_layers": 2,
-        "n_target_features": 128, "dspark.enabled": True, "dspark.markov_rank": 12,
-        "dspark.vocab_size": FOLDER_VOCAB, "dspark.confidence_dim": 76,
+        "block_size": 8,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 1],
+        "n_target_layers": 2,
+        "n_target_features": 128,
+        "dspark.enabled": True,
+        "dspark.markov_rank": 12,
+        "dspark.vocab_size": FOLDER_VOCAB,
+        "dspark.confidence_dim": 76,
     }
     assert {key: header.metadata[f"{arch}.dflash.{key}"] for key in expected} == expected
     names = {entry.name for entry in header.tensors}

@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.gguf_write import as_read
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.tools.convert import convert
+from slipstream.tools.conversion import convert
 from slipstream.tools.convert_vocab import folder_entries, write_folder
 from tests.fuzz_formats import _write_sentencepiece
 from tests.helpers_models import CHATML, tiny_vocab
@@ -27,9 +27,14 @@ def test_a_byte_level_tokenizer_keeps_its_way_of_cutting(pre: str, tmp_path: Pat
         tokens.append(merge.replace(" ", ""))
         types.append(1)
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.add_bos_token": pre == "llama-bpe",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": pre == "llama-bpe",
         "tokenizer.chat_template": CHATML,
     }
     assert write_folder(metadata, tmp_path) == ""
@@ -64,10 +69,13 @@ def test_a_sentencepiece_tokenizer_survives(tmp_path: Path) -> None:
 def test_a_tokenizer_gguf_has_no_words_for_is_refused(tmp_path: Path) -> None:
     source = target_folder(tmp_path / "hf")
     described = json.loads((source / "tokenizer.json").read_text())
-    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"String": "e"}, "behavior": "Removed", "invert": False},
-        described["pre_tokenizer"],
-    ]}
+    described["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"String": "e"}, "behavior": "Removed", "invert": False},
+            described["pre_tokenizer"],
+        ],
+    }
     (source / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match="pre-tokenizer"):
         convert(source, tmp_path / "t.gguf")

@@ -16,9 +16,7 @@ STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
 DRAFTS = {3: 8.9, 7: 9.7, 15: 13.5}
 
 
-def shape(
-    rows: int, batch: int = 1, context: int = 100, sampled: bool = False, branching: bool = False
-) -> StepShape:
+def shape(rows: int, batch: int = 1, context: int = 100, sampled: bool = False, branching: bool = False) -> StepShape:
     return StepShape(batch, rows, context, sampled, branching)
 
 

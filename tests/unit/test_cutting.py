@@ -19,7 +19,16 @@ from tests.unit.test_tokenizer import TEXTS, metadata, spm_metadata
 
 KINDS = ("smollm2", "gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "default", "gemma")
 LETTERS = [
-    *"ab  \n\n\t.,'12é日🇩-<|", "\r\n", "e\u0301", "\u00a0", "<|im_end|>", "it's ", " the", "\x1c", "\u2028", "\x04",
+    *"ab  \n\n\t.,'12é日🇩-<|",
+    "\r\n",
+    "e\u0301",
+    "\u00a0",
+    "<|im_end|>",
+    "it's ",
+    " the",
+    "\x1c",
+    "\u2028",
+    "\x04",
 ]
 
 
@@ -31,8 +40,12 @@ def tokenizer(kind: str) -> Tokenizer:
         tokens: Any = spm_metadata()["tokenizer.ggml.tokens"]
         merges = [f"{a} {b}" for a, b in (("▁", "a"), ("a", "n"), ("l", "l"), ("e", "ll"), ("▁a", "n"), ("▁", "t"))]
         return Tokenizer.from_gguf(
-            {**spm_metadata(), "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges,
-             "tokenizer.ggml.tokens": tokens}
+            {
+                **spm_metadata(),
+                "tokenizer.ggml.model": "gemma4",
+                "tokenizer.ggml.merges": merges,
+                "tokenizer.ggml.tokens": tokens,
+            }
         )
     return Tokenizer.from_gguf(metadata(pre=kind))
 
@@ -102,6 +115,7 @@ def test_half_characters_are_refused_anywhere(short_pieces: None) -> None:
 
 def odd_backends() -> Iterator[tuple[str, Backend]]:
     """Tokenizers that are not to be cut, each for another reason; all but the first lose bytes as well."""
+
     def plain() -> Backend:
         return gguf_vocab.build(metadata(pre="qwen2")).backend
 

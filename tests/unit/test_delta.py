@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.delta import DeltaRule, DeltaShape, DeltaStep, delta_is_exact
+from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape, DeltaStep, delta_is_exact
 from tests.deltas import SHAPE, draw, make_rule
 
 SHAPES = [
@@ -51,7 +51,9 @@ def test_tiled_heads_are_the_same_heads_in_another_order() -> None:
     width = 2 * shape.key_heads * shape.key_dim
     channels = torch.cat((torch.arange(width), width + (order[:, None] * 7 + torch.arange(7)).flatten()))
     tiled = DeltaRule(
-        replace(shape, tiled=True), draw(shape.channels, shape.kernel, seed=2)[channels], -0.2 * draw(6).abs()[order],
+        replace(shape, tiled=True),
+        draw(shape.channels, shape.kernel, seed=2)[channels],
+        -0.2 * draw(6).abs()[order],
         draw(6, seed=1)[order],
     )
     inputs, write, forget = draw(5, shape.channels), draw(5, 6, seed=7), draw(5, 6, seed=8)

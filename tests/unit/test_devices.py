@@ -24,8 +24,8 @@ def test_a_gpu_that_is_not_there_is_said_so(no_gpu: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"), [({"kernels": "reference"}, "--kernels"), ({"graphs": False}, "--no-graphs"),
-                          ({"exact": True}, "--exact")],
+    ("setting", "said"),
+    [({"kernels": "reference"}, "--kernels"), ({"graphs": False}, "--no-graphs"), ({"exact": True}, "--exact")],
 )
 def test_what_only_a_gpu_can_do_is_refused_on_a_cpu(no_gpu: None, setting: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

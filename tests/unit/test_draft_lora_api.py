@@ -56,9 +56,9 @@ def test_the_folder_must_be_there(tmp_path: Path) -> None:
         ServerSettings(draft_lora_folder=tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("path", [
-    "../outside", "inside/../../outside", "/etc", ".", "inside/..", "link", "link/deeper", "loop", "a\0b",
-])
+@pytest.mark.parametrize(
+    "path", ["../outside", "inside/../../outside", "/etc", ".", "inside/..", "link", "link/deeper", "loop", "a\0b"]
+)
 def test_only_paths_in_the_folder_are_looked_at(tmp_path: Path, path: str) -> None:
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     adapter(outside)
@@ -92,8 +92,13 @@ def test_nobodys_home_is_meant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "source"),
-    [({"path": "a"}, "{}/a@1.0"), ({"path": "./b/../a", "scale": 2}, "{}/a@2.0"), ({"path": "a@3"}, "{}/a@3@1.0"),
-     ({"path": "..@1"}, "{}/..@1@1.0"), ({"path": "x=y", "name": "n-1.b", "scale": 0.5}, "n-1.b={}/x=y@0.5")],
+    [
+        ({"path": "a"}, "{}/a@1.0"),
+        ({"path": "./b/../a", "scale": 2}, "{}/a@2.0"),
+        ({"path": "a@3"}, "{}/a@3@1.0"),
+        ({"path": "..@1"}, "{}/..@1@1.0"),
+        ({"path": "x=y", "name": "n-1.b", "scale": 0.5}, "n-1.b={}/x=y@0.5"),
+    ],
 )
 def test_what_the_engine_is_told(tmp_path: Path, asked: dict[str, Any], source: str) -> None:
     folder = tmp_path.resolve()

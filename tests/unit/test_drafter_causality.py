@@ -10,7 +10,8 @@ from slipstream.models.dflash_config import llama_cpp_keys, read_gguf
 from tests.models.test_pair import GGUF
 
 WINDOWS: dict[str, object] = {
-    "dflash.attention.sliding_window": 20, "dflash.attention.sliding_window_pattern": [True, False],
+    "dflash.attention.sliding_window": 20,
+    "dflash.attention.sliding_window_pattern": [True, False],
 }
 
 

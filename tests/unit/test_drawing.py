@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.drafts import MAX_LINES, Line, draw_step, draw_steps, visible
+from slipstream.cli.draft_drawing import MAX_LINES, Line, draw_step, draw_steps, visible
 from slipstream.cli.ui import Span, Ui, policy_line
 from slipstream.stats import Decision, PolicyStats
 from slipstream.types import Proposal, StepRecord, Verdict
@@ -19,9 +19,7 @@ from tests.fakes import FakeLLM
 CHAIN = Decision("chain:4", "it pays", 2.5, 12.0)
 
 
-def step(
-    tokens: str, parents: list[int], path: list[int], bonus: str = "!", decision: Decision = CHAIN
-) -> StepRecord:
+def step(tokens: str, parents: list[int], path: list[int], bonus: str = "!", decision: Decision = CHAIN) -> StepRecord:
     committed = [*[ord(tokens[row]) for row in path[1:]], *map(ord, bonus)]
     proposal = Proposal(tuple(map(ord, tokens)), tuple(parents))
     return StepRecord(7, proposal, Verdict(tuple(path), tuple(committed)), decision, 1.0, 2.0)
@@ -47,13 +45,7 @@ def test_branches_hang_under_the_token_they_follow() -> None:
     #      a ── b ── d ── e      accepted: a b d; rejected: e, c (beside b) with f behind it, g beside d, h beside f
     tree = step("abcdefgh", [-1, 0, 0, 1, 3, 2, 1, 2], [0, 1, 3])
     lines = [text(line) for line in draw_step(1, tree, chr)]
-    assert lines[1:] == [
-        "✓ a│b│d ⇒ !",
-        "✗  └c│f",
-        "✗      └e",
-        "✗    └g",
-        "✗    └h",
-    ]
+    assert lines[1:] == ["✓ a│b│d ⇒ !", "✗  └c│f", "✗      └e", "✗    └g", "✗    └h"]
 
 
 def test_a_plain_step_and_a_step_that_failed() -> None:
@@ -104,8 +96,13 @@ def test_lines_stay_within_the_width() -> None:
 @pytest.mark.parametrize(
     ("token", "shown"),
     [
-        ("\n", "\\n"), ("\t", "\\t"), ("\x1b[2J", "\\x1b[2J"), ("\u202e", "\\u202e"),
-        (" é", " é"), ("  ", "␣␣"), ("[bold]", "[bold]"),
+        ("\n", "\\n"),
+        ("\t", "\\t"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("\u202e", "\\u202e"),
+        (" é", " é"),
+        ("  ", "␣␣"),
+        ("[bold]", "[bold]"),
     ],
 )
 def test_what_would_move_the_cursor_is_escaped(token: str, shown: str) -> None:
@@ -167,7 +164,9 @@ def test_the_trace_has_a_line_per_step(cli: Any, fake_engine: type[FakeLLM], tmp
     assert "".join(line["text"] for line in lines) == result["text"][1:]
     assert {"position", "proposal", "verdict", "policy", "times_ms"} <= set(lines[0])
     for options, mode in (
-        (["--gate", "ema"], "chain"), (["--gate", "auto"], "auto"), (["--draft", "none"], "plain"),
+        (["--gate", "ema"], "chain"),
+        (["--gate", "auto"], "auto"),
+        (["--draft", "none"], "plain"),
         (["--plain"], "plain"),
     ):
         cli("generate", "--prompt", "x", "--trace", str(file), *options)

@@ -16,17 +16,7 @@ from slipstream.errors import IntegrityError, RequestError
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import DraftJob
 from slipstream.types import Gate, Mode, Request, SamplingParams
-from tests.tiny import (
-    BLOCK,
-    VOCAB,
-    ask,
-    assert_idle,
-    mixed_requests,
-    page_table,
-    prompt,
-    random_operations,
-    tiny_llm,
-)
+from tests.tiny import BLOCK, VOCAB, ask, assert_idle, mixed_requests, page_table, prompt, random_operations, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -120,9 +110,7 @@ def test_each_request_alone_writes_what_it_wrote_in_the_batch(folder: Path, mode
 @pytest.mark.parametrize("mode", ["chain", "tree:24"])
 def test_a_prefix_hit_keeps_text_and_acceptance(llm: LLM, mode: str) -> None:
     sampling = SamplingParams(temperature=0.8, seed=7)
-    cold, warm = (
-        llm.run([ask(name, prompt(150, 5), sampling, mode, max_tokens=60)])[0] for name in ("cold", "warm")
-    )
+    cold, warm = (llm.run([ask(name, prompt(150, 5), sampling, mode, max_tokens=60)])[0] for name in ("cold", "warm"))
     assert (cold.stats.cached_tokens, warm.stats.cached_tokens) == (0, 2 * PAGE_TOKENS)
     assert warm.token_ids == cold.token_ids
     assert warm.stats.accepted_at == cold.stats.accepted_at and warm.stats.accepted > 0

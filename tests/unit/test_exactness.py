@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.llm import LLM
-from slipstream.kernels import exactness
-from slipstream.kernels.matmul import Int8Matrix
+from slipstream.kernels.cpu import exactness
+from slipstream.kernels.cpu.linear import Int8Matrix
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.kernels.rows import RowGroup
 from slipstream.tools.near_tie import explain_difference, gumbel_noise, next_logits
@@ -118,5 +118,3 @@ def test_what_the_proof_does_not_cover_is_no_near_tie(folder: Path, sampling: di
         llm = tiny_llm(folder, weight_format="fp32")
     assert explain(llm, [7], [8], exact=False, **sampling) == math.inf
     assert explain(llm, [7], [7, 8], exact=False) == math.inf, "a text that merely ends earlier"
-
-

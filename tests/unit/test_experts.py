@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.experts import grouped_product, mix_experts
-from slipstream.kernels.matmul import DenseMatrix, Int8Matrix
-from slipstream.kernels.native.experts import multiply_grouped
-from slipstream.kernels.native.library import Library
-from slipstream.kernels.native.matrix import PackedLinear, multiply
+from slipstream.kernels.cpu.expert_products import grouped_product, mix_experts
+from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix
+from slipstream.kernels.cpu.native_experts import multiply_grouped
+from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 from tests.native import FLOATS, QUANTISED, every_library, stored
 
 COUNTS = ((1,), (0, 3, 0), (2, 0, 1, 17), (16, 16), (5, 33, 0, 1, 1, 40))

@@ -30,8 +30,10 @@ def test_the_pool_is_known_to_the_byte(folder: Path, draft: bool) -> None:
 def test_weights_count_as_they_will_lie_in_memory(folder: Path) -> None:
     target = folder / "target"
     size = (target / "model.safetensors").stat().st_size
-    sizes = {name: footprint(str(target), "none", EngineConfig(weight_format=name)).weight_bytes
-             for name in ("fp32", "bf16", "int8", "native")}
+    sizes = {
+        name: footprint(str(target), "none", EngineConfig(weight_format=name)).weight_bytes
+        for name in ("fp32", "bf16", "int8", "native")
+    }
     assert size * 0.9 < sizes["fp32"] <= size  # the file is fp32, and has a header
     assert sizes["bf16"] * 2 == sizes["fp32"] and sizes["int8"] < sizes["bf16"]
     assert sizes["native"] == sizes["fp32"]

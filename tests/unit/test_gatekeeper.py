@@ -31,11 +31,21 @@ def asked(headers: dict[str, str], method: str = "POST", **settings: Any) -> int
 @pytest.mark.parametrize(
     ("host", "local", "public", "with_key"),
     [
-        ("localhost:8080", 200, 200, 200), ("127.0.0.1", 200, 200, 200), ("[::1]:8080", 200, 200, 200),
-        ("LOCALHOST:1", 200, 200, 200), ("evil.example:8080", 403, 403, 200), ("127.0.0.1.evil.example", 403, 403, 200),
-        ("192.168.1.5:8080", 403, 200, 200), ("[fd00::5]:8080", 403, 200, 200), ("nas:8080", 403, 200, 200),
-        ("models.example", 200, 200, 200), ("MODELS.example:443", 200, 200, 200), ("", 403, 403, 200),
-        ("[bad", 403, 403, 200), ("localhost.", 403, 403, 200), ("a@localhost.evil.example", 403, 403, 200),
+        ("localhost:8080", 200, 200, 200),
+        ("127.0.0.1", 200, 200, 200),
+        ("[::1]:8080", 200, 200, 200),
+        ("LOCALHOST:1", 200, 200, 200),
+        ("evil.example:8080", 403, 403, 200),
+        ("127.0.0.1.evil.example", 403, 403, 200),
+        ("192.168.1.5:8080", 403, 200, 200),
+        ("[fd00::5]:8080", 403, 200, 200),
+        ("nas:8080", 403, 200, 200),
+        ("models.example", 200, 200, 200),
+        ("MODELS.example:443", 200, 200, 200),
+        ("", 403, 403, 200),
+        ("[bad", 403, 403, 200),
+        ("localhost.", 403, 403, 200),
+        ("a@localhost.evil.example", 403, 403, 200),
     ],
 )
 def test_only_names_of_this_server_are_answered(host: str, local: int, public: int, with_key: int) -> None:
@@ -54,8 +64,12 @@ def test_only_names_of_this_server_are_answered(host: str, local: int, public: i
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
 def test_pages_of_other_sites_change_nothing_even_without_a_body(host: str, method: str) -> None:
     assert asked({}, method, host=host) == 200
-    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"},
-                    {"sec-fetch-site": "same-site"}):
+    for headers in (
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ):
         assert asked(headers, method, host=host) == 403, headers
     assert asked({"sec-fetch-site": "same-origin"}, method, host=host) == 200
     assert asked({"origin": "http://localhost:8080", "sec-fetch-site": "same-origin"}, method, host=host) == 200
@@ -73,7 +87,9 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
     async def trickle() -> int:
         sent: list[Any] = []
         scope = {
-            "type": "http", "method": "POST", "path": "/x",
+            "type": "http",
+            "method": "POST",
+            "path": "/x",
             "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         }
 
@@ -113,8 +129,13 @@ def test_large_bodies_that_arrive_at_once_are_bounded(monkeypatch: pytest.Monkey
 def test_a_key_that_is_empty_does_not_open_the_server() -> None:
     assert read_api_keys((), None, {}) == ()
     assert read_api_keys(("a",), None, {KEY_VARIABLE: "b,c,"}) == ("a", "b", "c")
-    for given, environment in (([""], {}), (["a", ""], {}), ([], {KEY_VARIABLE: ","}), ([], {KEY_VARIABLE: ""}),
-                               (["a"], {KEY_VARIABLE: ","})):
+    for given, environment in (
+        ([""], {}),
+        (["a", ""], {}),
+        ([], {KEY_VARIABLE: ","}),
+        ([], {KEY_VARIABLE: ""}),
+        (["a"], {KEY_VARIABLE: ","}),
+    ):
         with pytest.raises(ConfigError, match="empty|holds no key"):
             read_api_keys(given, None, environment)
 

@@ -26,8 +26,14 @@ THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_think
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ASK = [{"role": "user", "content": "abc"}]
 ENGINE = EngineConfig(
-    weight_format="fp32", check_integrity=True, max_context=1024, cache_tokens=64 * PAGE_TOKENS, max_sequences=2,
-    prefill_chunk=64, step_rows=128, threads=1,
+    weight_format="fp32",
+    check_integrity=True,
+    max_context=1024,
+    cache_tokens=64 * PAGE_TOKENS,
+    max_sequences=2,
+    prefill_chunk=64,
+    step_rows=128,
+    threads=1,
 )
 
 
@@ -120,7 +126,10 @@ def test_the_stop_string_is_named_and_its_tokens_are_not_content(bench: Bench) -
 def test_reasoning_is_split_off_and_ended_by_its_budget(bench: Bench) -> None:
     for mode in ("plain", "chain"):
         job = Job(
-            "tiny", messages=ASK, settings={"seed": 3, "mode": mode}, thinking_budget=6,
+            "tiny",
+            messages=ASK,
+            settings={"seed": 3, "mode": mode},
+            thinking_budget=6,
             template_kwargs={"enable_thinking": True},
         )
         answer, deltas, _ = bench.answer(job)
@@ -135,7 +144,10 @@ def test_tool_calls_and_formats_hold_the_answer(bench: Bench) -> None:
     for mode in ("plain", "chain"):
         settings = {"seed": 5, "mode": mode, "max_tokens": 200, "ignore_eos": False}
         job = Job(
-            "tiny", messages=ASK, settings=settings, tools=[Tool("pick", "", schema)],
+            "tiny",
+            messages=ASK,
+            settings=settings,
+            tools=[Tool("pick", "", schema)],
             tool_choice=ToolChoice("required", "pick"),
         )
         answer, deltas, _ = bench.answer(job)
@@ -143,17 +155,21 @@ def test_tool_calls_and_formats_hold_the_answer(bench: Bench) -> None:
         assert [call.name for call in answer.calls] == ["pick"] and json.loads(answer.calls[0].arguments)["a"] in (1, 2)
         assert deltas[0].call_id == answer.calls[0].id and deltas[0].name == "pick" and not deltas[0].text
         assert "".join(delta.text for delta in deltas) == answer.calls[0].arguments
-        formatted, _, _ = bench.answer(Job("tiny", messages=ASK, settings=settings, format=OutputFormat(
-            "json_schema", schema
-        )))
+        formatted, _, _ = bench.answer(
+            Job("tiny", messages=ASK, settings=settings, format=OutputFormat("json_schema", schema))
+        )
         assert json.loads(formatted.content)["a"] in (1, 2)
 
 
 def test_with_a_format_an_answer_is_that_or_calls(bench: Bench) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     both = Job(
-        "tiny", messages=ASK, settings={"max_tokens": 400, "ignore_eos": False}, tools=[Tool("pick", "", schema)],
-        format=OutputFormat("json_schema", schema), parallel_tools=False,
+        "tiny",
+        messages=ASK,
+        settings={"max_tokens": 400, "ignore_eos": False},
+        tools=[Tool("pick", "", schema)],
+        format=OutputFormat("json_schema", schema),
+        parallel_tools=False,
     )
     bench.template = PLAIN
     for calls, first in ((True, "<"), (False, "{")):
@@ -204,7 +220,8 @@ def test_time_is_up(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("job", "named"),
     [
-        (raw(colour="blue"), "colour"), (raw(max_tokens=0), "max_tokens"),
+        (raw(colour="blue"), "colour"),
+        (raw(max_tokens=0), "max_tokens"),
         (Job("tiny", prompt=[1] * 1100), "1100 tokens"),
         (Job("tiny", messages=ASK, tools=[Tool("a"), Tool("a")]), "same name"),
         (Job("tiny", messages=ASK, format=OutputFormat("grammar", grammar="start: (")), "grammar"),

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.errors import FormatError, IntegrityError, SourceError
 from slipstream.formats.gguf import parse_header, read_gguf
-from slipstream.formats.weights import open_weights, read_config
+from slipstream.formats.weight_files import open_weights, read_config
 from tests.fuzz_formats import head, tensor, text
 from tests.helpers_models import smollm2_path, write_gguf
 

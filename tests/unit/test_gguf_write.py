@@ -30,15 +30,22 @@ from slipstream.formats.gguf_write import (
     write_gguf,
 )
 from slipstream.formats.safetensors_write import write_safetensors
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 from tests.fuzz_formats import head, text
 from tests.helpers_models import write_gguf as write_small
 
 NUMBERS = {
-    ValueKind.UINT8: (0, 255), ValueKind.INT8: (-128, 127), ValueKind.UINT16: (0, 65535),
-    ValueKind.INT16: (-32768, 32767), ValueKind.UINT32: (0, 2**32 - 1), ValueKind.INT32: (-(2**31), 2**31 - 1),
-    ValueKind.UINT64: (0, 2**64 - 1), ValueKind.INT64: (-(2**63), 2**63 - 1), ValueKind.BOOL: (False, True),
-    ValueKind.FLOAT32: (-0.5, 1e7), ValueKind.FLOAT64: (1e-300, 3.141592653589793),
+    ValueKind.UINT8: (0, 255),
+    ValueKind.INT8: (-128, 127),
+    ValueKind.UINT16: (0, 65535),
+    ValueKind.INT16: (-32768, 32767),
+    ValueKind.UINT32: (0, 2**32 - 1),
+    ValueKind.INT32: (-(2**31), 2**31 - 1),
+    ValueKind.UINT64: (0, 2**64 - 1),
+    ValueKind.INT64: (-(2**63), 2**63 - 1),
+    ValueKind.BOOL: (False, True),
+    ValueKind.FLOAT32: (-0.5, 1e7),
+    ValueKind.FLOAT64: (1e-300, 3.141592653589793),
 }
 
 

@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from slipstream.errors import BusyError, RequestError
-from slipstream.speculative import grammar_library, grammar_process
-from slipstream.speculative.grammar_bounds import MOST_REFERENCES, check_bounds
-from slipstream.speculative.grammar_compile import Grammars
-from slipstream.text import grammars
+from slipstream.grammar import helper_process as grammar_process
+from slipstream.grammar import llguidance_calls as grammar_library
+from slipstream.grammar import notations as grammars
+from slipstream.grammar.constraints import Grammars
+from slipstream.grammar.reference_bounds import MOST_REFERENCES, check_bounds
 from slipstream.text.tokenizer import Tokenizer
 from tests.hostile.chains import KINDS, chain
 from tests.tiny import EOS, VOCAB, _byte_tokenizer, tiny_llm

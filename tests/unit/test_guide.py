@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from slipstream.speculative.grammar_compile import Grammars
-from slipstream.speculative.guide import Budget, GuideError, Mask
-from slipstream.text import grammars
+from slipstream.grammar import notations as grammars
+from slipstream.grammar.constraints import Grammars
+from slipstream.grammar.guide import Budget, GuideError, Mask
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Thinking
 from tests.tiny import EOS, VOCAB, _byte_tokenizer

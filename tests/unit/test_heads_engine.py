@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import RequestError
-from slipstream.kernels.native.library import availability, library
+from slipstream.kernels.cpu.native_library import availability, library
 from slipstream.models.heads import HeadPass
 from slipstream.types import Proposal
 from tests.tiny import BLOCK, HIDDEN, VOCAB, tiny_llm, write_pair

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from slipstream.errors import FormatError, SourceError
 from slipstream.formats.gguf import read_gguf
-from slipstream.tools.inspect import inspect_file
+from slipstream.tools.file_report import inspect_file
 from tests.helpers_models import smollm2_path, write_gguf
 
 

@@ -22,10 +22,10 @@ from slipstream.formats.gguf import read_gguf
 from slipstream.formats.sources import resolve
 from slipstream.models.dflash_names import gguf_spellings
 from slipstream.tools.checks import Check, check_file, failures, sample_rows
-from slipstream.tools.compare import compare_files
-from slipstream.tools.inspect import inspect_file
+from slipstream.tools.file_report import inspect_file
 from slipstream.tools.instruct import InstructReport, check_instruct
 from slipstream.tools.model_file import open_model
+from slipstream.tools.tensor_compare import compare_files
 from tests.fuzz_formats import flip_bits, hostile_gguf, move_pieces, put_integers, truncate
 from tests.helpers_models import CHATML, smollm2_path
 from tests.tiny import EOS
@@ -85,7 +85,10 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed(folder: Path, tmp_
 
     problems = named(check_file(copied(folder, tmp_path, "draft", change)), "tensors").problems
     assert [problem.split(":")[0] for problem in problems] == [
-        "missing", "unknown", "not what the configuration implies", "misshapen",
+        "missing",
+        "unknown",
+        "not what the configuration implies",
+        "misshapen",
     ]
     assert "hidden_norm.weight" in problems[0] and "layers.1.mlp.up_proj.weight" in problems[0]
     assert "layers.0.mystery.weight" in problems[1] and "q_proj.bias" in problems[2]
@@ -221,9 +224,7 @@ def target(folder: Path, tmp_path: Path, name: str, template: str | None, **conf
     copy = tmp_path / name
     shutil.copytree(folder / "target", copy)
     backend = json.loads((copy / "tokenizer.json").read_text())
-    backend["added_tokens"].append(
-        backend["added_tokens"][0] | {"id": EOS + 1, "content": "<|im_end|>"}
-    )
+    backend["added_tokens"].append(backend["added_tokens"][0] | {"id": EOS + 1, "content": "<|im_end|>"})
     (copy / "tokenizer.json").write_text(json.dumps(backend))
     if template is not None:
         (copy / "chat_template.jinja").write_text(template)

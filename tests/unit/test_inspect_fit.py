@@ -86,8 +86,17 @@ def is_matrix(shape: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("4096", 4096), ("8G", 8 * 10**9), ("8GB", 8 * 10**9), ("1.5GiB", 3 * 2**29), ("512 MiB", 2**29),
-     ("2k", 2000), ("1TB", 10**12), ("1ti", 2**40)],
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("8G", 8 * 10**9),
+        ("8GB", 8 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512 MiB", 2**29),
+        ("2k", 2000),
+        ("1TB", 10**12),
+        ("1ti", 2**40),
+    ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_size(text) == size

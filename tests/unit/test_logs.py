@@ -96,9 +96,23 @@ def test_a_generation_is_one_line_with_its_numbers_and_no_text(written: io.Strin
     response = ask("POST", "/chat", json={"content": SECRET})
     line = only_line(written)
     expected = {
-        "event": "request", "method": "POST", "path": "/chat", "status": 200, "client": "10.0.0.7:4711", "api": "chat",
-        "model": "pair", "mode": "auto", "outcome": "stop", "prompt_tokens": 12, "cached_tokens": 4, "tokens": 9,
-        "steps": 2, "tau": 4.0, "drafted": 8, "accepted": 6, "ttft_ms": 30.2,
+        "event": "request",
+        "method": "POST",
+        "path": "/chat",
+        "status": 200,
+        "client": "10.0.0.7:4711",
+        "api": "chat",
+        "model": "pair",
+        "mode": "auto",
+        "outcome": "stop",
+        "prompt_tokens": 12,
+        "cached_tokens": 4,
+        "tokens": 9,
+        "steps": 2,
+        "tau": 4.0,
+        "drafted": 8,
+        "accepted": 6,
+        "ttft_ms": 30.2,
     }
     assert {key: line[key] for key in expected} == expected
     assert line["ms"] > 0 and line["level"] == "info"
@@ -144,17 +158,26 @@ def test_noting_outside_of_a_request_does_nothing(written: io.StringIO) -> None:
 
 @pytest.mark.parametrize("formatter", [JsonLines(), TextLines()])
 def test_a_line_stays_a_line_whatever_a_client_sends(formatter: logging.Formatter) -> None:
-    record = logging.makeLogRecord({
-        "msg": "request\r\n2026 forged", "levelname": "INFO", "name": "x",
-        "fields": {"path": '/a\nb "c"\u2028', "count": 3, "share": float("nan"), "none": None},
-    })
+    record = logging.makeLogRecord(
+        {
+            "msg": "request\r\n2026 forged",
+            "levelname": "INFO",
+            "name": "x",
+            "fields": {"path": '/a\nb "c"\u2028', "count": 3, "share": float("nan"), "none": None},
+        }
+    )
     assert len(formatter.format(record).splitlines()) == 1
 
 
 def test_text_lines_quote_only_what_needs_it() -> None:
-    record = logging.makeLogRecord({"msg": "request", "levelname": "INFO", "created": 0.0, "fields": {
-        "event": "request", "model": "pair", "path": "/a b", "tokens": 3, "tau": 2.5, "gone": None,
-    }})
+    record = logging.makeLogRecord(
+        {
+            "msg": "request",
+            "levelname": "INFO",
+            "created": 0.0,
+            "fields": {"event": "request", "model": "pair", "path": "/a b", "tokens": 3, "tau": 2.5, "gone": None},
+        }
+    )
     assert TextLines().format(record) == '1970-01-01T00:00:00.000Z info request model=pair path="/a b" tokens=3 tau=2.5'
 
 
@@ -163,8 +186,9 @@ def test_the_configuration_can_be_installed_and_silences_the_access_log(
     style: LogFormat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ("slipstream", "uvicorn", "uvicorn.access")
-    before = {name: (list(log.handlers), log.level, log.propagate) for name in names
-              for log in (logging.getLogger(name),)}
+    before = {
+        name: (list(log.handlers), log.level, log.propagate) for name in names for log in (logging.getLogger(name),)
+    }
     try:
         logging.config.dictConfig(log_config(style))
         logging.getLogger("slipstream.server").info("hello %s", "there", extra={"fields": {"event": "x"}})

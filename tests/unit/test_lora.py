@@ -15,8 +15,8 @@ from torch import Tensor
 from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterSource, read_adapter
-from slipstream.formats.weights import WeightFile, open_weights
-from slipstream.kernels.native.library import library
+from slipstream.formats.weight_files import WeightFile, open_weights
+from slipstream.kernels.cpu.native_library import library
 from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.dflash import DFlashDrafter, load_drafter, read_drafter_config
 from slipstream.models.dflash_names import gguf_spellings, names_in
@@ -59,9 +59,9 @@ def drafter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def built(file: WeightFile, folder: Path, weight_format: WeightFormat = "fp32") -> DFlashDrafter:
     """A drafter as `load_drafter` makes it, from any view of its file."""
-    return DFlashDrafter(read_drafter_config(folder, open_weights(folder)), Weights(
-        file, weight_format, names_in(file), rough=True
-    ))
+    return DFlashDrafter(
+        read_drafter_config(folder, open_weights(folder)), Weights(file, weight_format, names_in(file), rough=True)
+    )
 
 
 @torch.inference_mode()
@@ -176,17 +176,13 @@ def test_an_adapter_that_adds_nothing_changes_nothing(
 
 
 @pytest.mark.parametrize("spelling", [0, -1], ids=["llama.cpp", "others"])
-def test_containers_and_spellings_agree(
-    drafter_of: Callable[[str], Path], spelling: int, tmp_path: Path
-) -> None:
+def test_containers_and_spellings_agree(drafter_of: Callable[[str], Path], spelling: int, tmp_path: Path) -> None:
     """The same adapter as PEFT and GGUF files, on the same drafter as safetensors and GGUF: one result."""
     folder = drafter_of("dspark")
     pairs = pairs_for(folder, (*EVERYWHERE, "markov_head.markov_w2", "confidence_head.proj"))
     gguf_file = gguf_drafter(tmp_path / "d.gguf", folder, spelling=spelling)
     as_peft = peft(tmp_path / "adapter", pairs)
-    as_gguf = AdapterSource(
-        "g", write_gguf_adapter(tmp_path / "a.gguf", gguf_tensors(pairs, spelling), ALPHA), SCALE
-    )
+    as_gguf = AdapterSource("g", write_gguf_adapter(tmp_path / "a.gguf", gguf_tensors(pairs, spelling), ALPHA), SCALE)
     wanted = answers(built(view_of(folder, as_peft), folder))
     assert torch.equal(answers(built(view_of(folder, as_gguf), folder)), wanted)
     for source in (as_peft, as_gguf):
@@ -288,9 +284,7 @@ def test_all_other_tensors_are_the_files_own(drafter_of: Callable[[str], Path], 
 def test_variants_stand_beside_each_other(drafter_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = drafter_of("plain")
     file = open_weights(folder)
-    sources = [
-        peft(tmp_path / str(number), pairs_for(folder, EVERYWHERE, seed=10 * number + 1)) for number in range(3)
-    ]
+    sources = [peft(tmp_path / str(number), pairs_for(folder, EVERYWHERE, seed=10 * number + 1)) for number in range(3)]
     together = [built(merged_weights(file, load_adapter(source, file)), folder) for source in sources]
     said = [answers(drafter) for drafter in (*together, built(file, folder))]
     for one in range(4):
@@ -324,10 +318,17 @@ def refusal(folder: Path, source: AdapterSource, kind: type[Exception] = FormatE
 
 def test_a_matrix_the_drafter_does_not_have(drafter_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = drafter_of("plain")
-    for number, module in enumerate((
-        "layers.2.self_attn.q_proj", "markov_head.markov_w1", "layers.0.self_attn.q_norm", "layers.0.mlp.qkv_proj",
-        "layers.7.self_attn.qkv_proj", "embed_tokens", "",
-    )):
+    for number, module in enumerate(
+        (
+            "layers.2.self_attn.q_proj",
+            "markov_head.markov_w1",
+            "layers.0.self_attn.q_norm",
+            "layers.0.mlp.qkv_proj",
+            "layers.7.self_attn.qkv_proj",
+            "embed_tokens",
+            "",
+        )
+    ):
         source = peft(tmp_path / str(number), {module: factors((HIDDEN, HIDDEN))})
         assert f"{module}.lora_" in refusal(folder, source, ConfigError)
     stored = gguf_tensors({"layers.9.mlp.up_proj": factors((48, HIDDEN))})
@@ -397,9 +398,7 @@ def test_an_adapter_of_another_architecture(drafter_of: Callable[[str], Path], t
     assert view_of(drafter_of("plain"), AdapterSource("g", lucebox)).adapted
 
 
-def test_an_adapter_meets_another_file_than_it_was_read_for(
-    drafter_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_adapter_meets_another_file_than_it_was_read_for(drafter_of: Callable[[str], Path], tmp_path: Path) -> None:
     with_head, plain = open_weights(drafter_of("dspark")), open_weights(drafter_of("plain"))
     pairs = pairs_for(drafter_of("dspark"), ("markov_head.markov_w2",))
     adapter = load_adapter(peft(tmp_path / "adapter", pairs), with_head)

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.config import WeightFormat
 from slipstream.kernels import machine
-from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.cpu.linear import Matrix
 
 CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n"
 

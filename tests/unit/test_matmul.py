@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightTensor, open_weights
-from slipstream.kernels.matmul import DenseMatrix, Int4Matrix, Int8Matrix, Matrix, MatrixSource, make_matrix
+from slipstream.formats.weight_files import WeightTensor, open_weights
+from slipstream.kernels.cpu.linear import DenseMatrix, Int4Matrix, Int8Matrix, Matrix, MatrixSource, make_matrix
 
 Kind = gguf.GGMLQuantizationType
 

@@ -44,7 +44,12 @@ def numbers(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 def answer(reason: FinishReason = "stop", cached: int = 0, draft_lora: str = "base") -> Answer:
     stats = RequestStats(
-        prompt_tokens=20, cached_tokens=cached, completion_tokens=9, ttft_ms=30.0, decode_ms=40.0, bad_drafts=1,
+        prompt_tokens=20,
+        cached_tokens=cached,
+        completion_tokens=9,
+        ttft_ms=30.0,
+        decode_ms=40.0,
+        bad_drafts=1,
         draft_lora=draft_lora,
     )
     stats.record_step(4, 4, 3, 4)
@@ -68,7 +73,11 @@ def test_an_answer_is_counted_once_in_every_family() -> None:
     assert count("requests_total", "api=chat", "model=m", "outcome=stop") == 1
     assert count("requests_total", "api=chat", "model=m", "outcome=length") == 1
     totals = {
-        "prompt_tokens": 40, "prefix_cache_tokens": 16, "prefix_cache_hits": 1, "generated_tokens": 18, "steps": 8,
+        "prompt_tokens": 40,
+        "prefix_cache_tokens": 16,
+        "prefix_cache_hits": 1,
+        "generated_tokens": 18,
+        "steps": 8,
         "bad_drafts": 2,
     }
     assert {name: count(f"{name}_total", "model=m") for name in totals} == totals
@@ -79,8 +88,10 @@ def test_an_answer_is_counted_once_in_every_family() -> None:
         for kind in ("verified", "accepted")
     }
     assert by_position == {"verified": [4, 4, 2, 2], "accepted": [4, 2, 2, 0]}
-    choices = {choice: count("policy_choices_total", f"choice={choice}", "model=m")
-               for choice in ("plain", "chain:5", "tree:32")}
+    choices = {
+        choice: count("policy_choices_total", f"choice={choice}", "model=m")
+        for choice in ("plain", "chain:5", "tree:32")
+    }
     assert choices == {"plain": 2, "chain:5": 2, "tree:32": 4}
 
 
@@ -151,8 +162,14 @@ def test_the_canary_is_a_gauge() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "shown"),
-    [("plain", "plain"), ("chain:5", "chain:5"), ("tree:2", "tree:2"), ("tree:19", "tree:32"), ("tree:256", "tree:256"),
-     ("tree:33", "tree:64")],
+    [
+        ("plain", "plain"),
+        ("chain:5", "chain:5"),
+        ("tree:2", "tree:2"),
+        ("tree:19", "tree:32"),
+        ("tree:256", "tree:256"),
+        ("tree:33", "tree:64"),
+    ],
 )
 def test_trees_are_counted_by_rounded_size(choice: str, shown: str) -> None:
     assert rounded_choice(choice) == shown

@@ -64,11 +64,17 @@ def test_both_formats_say_the_same(tmp_path: Path, text: str, suffix: str) -> No
     assert file.models == (
         ModelSpec("smollm2", "smollm2", preload=True),
         ModelSpec(
-            "small.plain", "smollm2", "none", EngineConfig(max_sequences=2, cache_tokens=4096),
-            {"temperature": 1, "max_tokens": 64, "stop": ("END",)}, idle_s=0,
+            "small.plain",
+            "smollm2",
+            "none",
+            EngineConfig(max_sequences=2, cache_tokens=4096),
+            {"temperature": 1, "max_tokens": 64, "stop": ("END",)},
+            idle_s=0,
         ),
         ModelSpec(
-            "old", str(tmp_path / "old.gguf"), "smollm2-dflash",
+            "old",
+            str(tmp_path / "old.gguf"),
+            "smollm2-dflash",
             defaults={"mode": "tree:16", "seed": 7, "draft_lora": "german"},
             draft_lora=(f"code={tmp_path}/a/code.gguf", f"{tmp_path}/german@0.5", "fr=/adapters/french"),
         ),
@@ -184,7 +190,9 @@ def test_only_the_pair_and_the_engine_need_another_load() -> None:
     spec = ModelSpec("a", "smollm2", defaults={"temperature": 0.5})
     assert spec.loads_like(ModelSpec("a", "smollm2", idle_s=3, preload=True))
     for other in (
-        ModelSpec("a", "other"), ModelSpec("a", "smollm2", "none"),
-        ModelSpec("a", "smollm2", engine=EngineConfig(max_sequences=2)), ModelSpec("a", "smollm2", draft_lora=("b",)),
+        ModelSpec("a", "other"),
+        ModelSpec("a", "smollm2", "none"),
+        ModelSpec("a", "smollm2", engine=EngineConfig(max_sequences=2)),
+        ModelSpec("a", "smollm2", draft_lora=("b",)),
     ):
         assert not spec.loads_like(other)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.attention import attention
-from slipstream.kernels.native.attention import batch_struct, group_struct, native_attention, serves
-from slipstream.kernels.reference import row_attention
+from slipstream.kernels.cpu.attention import attention
+from slipstream.kernels.cpu.native_attention import batch_struct, group_struct, native_attention, serves
+from slipstream.kernels.cpu.torch_kernels import row_attention
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
 from tests.native import compiled
 
@@ -53,9 +53,14 @@ def exact(queries: Tensor, pools: Sequence[Tensor], groups: Sequence[RowGroup], 
 
 
 PATTERNS = [
-    (AttentionPattern(), 0), (AttentionPattern(causal=False), 0), (AttentionPattern(window=9), 0),
-    (AttentionPattern(window=9, causal=False), 0), (AttentionPattern(causal=False), 21),
-    (AttentionPattern(window=30), 21), (AttentionPattern(window=1), 0), (AttentionPattern(window=200), 3),
+    (AttentionPattern(), 0),
+    (AttentionPattern(causal=False), 0),
+    (AttentionPattern(window=9), 0),
+    (AttentionPattern(window=9, causal=False), 0),
+    (AttentionPattern(causal=False), 21),
+    (AttentionPattern(window=30), 21),
+    (AttentionPattern(window=1), 0),
+    (AttentionPattern(window=200), 3),
 ]
 
 
@@ -117,9 +122,7 @@ def test_a_mixed_batch_matches_torch_and_each_sequence_alone(
     together = attend(queries, pools, groups)
     assert torch.allclose(together.double(), exact(queries, pools, groups, 0.2), atol=3e-6)
     for group in groups:
-        alone = RowGroup(
-            0, group.rows, group.base, group.page_ids, 64, group.pattern, group.earliest, group.parents
-        )
+        alone = RowGroup(0, group.rows, group.base, group.page_ids, 64, group.pattern, group.earliest, group.parents)
         seen = attend(queries[group.start : group.stop], pools, [alone])
         assert torch.equal(seen, together[group.start : group.stop])
 
@@ -131,7 +134,8 @@ def test_bits_depend_neither_on_threads_nor_on_the_instruction_set(heads_dim: tu
     queries, groups = mixed_batch(heads, dim)
     results = [
         native_attention(compiled(isa), queries, *pools, groups, 0.2, threads)
-        for isa in ("avx2", "avx512") for threads in (1, 2, 3, 5, 16)
+        for isa in ("avx2", "avx512")
+        for threads in (1, 2, 3, 5, 16)
     ]
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -266,7 +270,7 @@ def test_only_what_the_kernel_can_do_is_given_to_it(monkeypatch: pytest.MonkeyPa
     group = [make_group(0, range(70, 73), [0, 1], 64, CAUSAL)]
     rows = randn(3, 4, 24)
     assert torch.equal(attention(rows, *odd, group, 0.2), row_attention(rows, *odd, group, 0.2)), "torch serves"
-    monkeypatch.setattr("slipstream.kernels.attention.library", lambda: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.attention.library", lambda: None)
     assert torch.equal(attention(queries, *pools, group, 0.2), row_attention(queries, *pools, group, 0.2))
 
 

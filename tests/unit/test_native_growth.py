@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.native.growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
+from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
 from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import Growth
@@ -74,9 +74,7 @@ class Walk:
 def random_head(source: random.Random, slots: int, trusting: bool | None = None) -> Head:
     rank, kind = source.choice([1, 7, 16, 33, 256]), source.choice([FLOAT, HALF, BRAIN])
     numbers = torch.Generator().manual_seed(source.randrange(1 << 30))
-    before, after = (
-        (torch.randn(VOCAB, rank, generator=numbers) / rank**0.25).to(TYPES[kind]) for _ in range(2)
-    )
+    before, after = ((torch.randn(VOCAB, rank, generator=numbers) / rank**0.25).to(TYPES[kind]) for _ in range(2))
     trusting = source.random() < 0.4 if trusting is None else trusting
     if not trusting:
         return Head(before, after, kind)
@@ -124,7 +122,8 @@ def natively(grower: Grower, drafts: BlockDrafts, calibration: Calibration | Non
 def assert_alike(mine: Growth, theirs: Growth) -> None:
     """Equal, but where two nodes have the same survival up to rounding: there either may come first."""
     close = [
-        row for row in range(2, len(theirs.tokens))
+        row
+        for row in range(2, len(theirs.tokens))
         if theirs.survivals[row - 1] - theirs.survivals[row] < 1e-5 * theirs.survivals[row - 1]
     ]
     rows = close[0] - 1 if close else len(theirs.tokens)
@@ -144,8 +143,11 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
     settings = {"scale": source.choice([1.0, 0.5, 3.0]), "min_confidence": source.choice([0.0, 0.4])}
     block, calibration = random_block(source, slots, hidden=source.random() < 0.3), random_calibration(source)
     asked = {
-        "anchor": source.randrange(VOCAB), "length": source.randint(0, 16), "nodes": source.choice([0, 1, 8, 63, 255]),
-        "depth": source.randint(0, 16), "seeded": source.random() < 0.3,
+        "anchor": source.randrange(VOCAB),
+        "length": source.randint(0, 16),
+        "nodes": source.choice([0, 1, 8, 63, 255]),
+        "depth": source.randint(0, 16),
+        "seeded": source.random() < 0.3,
         "floor": source.choice([0.0, 0.0, 1e-3, 0.05]),
     }
     plain = bound(block, head, **settings)
@@ -261,8 +263,11 @@ def test_the_block_grows_natively_where_it_can(grower: Grower, monkeypatch: pyte
     source = random.Random(13)
     block, head = random_block(source, 5), random_head(source, 5, trusting=False)
     calls: list[int] = []
-    monkeypatch.setattr(Walk, "correct", lambda self, slot, previous, state, old=Walk.correct: (
-        calls.append(slot), old(self, slot, previous, state))[1])
+    monkeypatch.setattr(
+        Walk,
+        "correct",
+        lambda self, slot, previous, state, old=Walk.correct: (calls.append(slot), old(self, slot, previous, state))[1],
+    )
     drafts = bound(block, head)
     native = drafts.grow(1, 5, 20, 5)
     assert not calls

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.native.library import CAP_VARIABLE, PATH_VARIABLE, availability
-from slipstream.kernels.native.matrix import PackedLinear, multiply
+from slipstream.kernels.cpu.native_library import CAP_VARIABLE, PATH_VARIABLE, availability
+from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 from tests.conftest import SHARE_VARIABLE
 from tests.native import every_library, stored
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "src/slipstream/kernels/native"
+SOURCES = ROOT / "src/slipstream/kernels/cpu/native"
 COMPILER = shutil.which("g++")
-REPORT = "from slipstream.kernels.native.library import availability; print(availability().reason)"
+REPORT = "from slipstream.kernels.cpu.native_library import availability; print(availability().reason)"
 
 
 def explained(cap: str) -> str:
@@ -53,7 +53,10 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         env=os.environ | {CAP_VARIABLE: "avx2", SHARE_VARIABLE: "5"},
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stdout[-2000:]
 
@@ -68,19 +71,28 @@ def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
     build = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}/o"],
         env=os.environ | {"CC": str(compiler), "CXX": str(compiler)},
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    built = next(tmp_path.glob("slipstream/kernels/native/_rows*.so"), None)
+    built = next(tmp_path.glob("slipstream/kernels/cpu/_rows*.so"), None)
     assert built is not None, build.stderr[-2000:]
     runtime = subprocess.run([str(COMPILER), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     tests = [f"tests/unit/test_native_{name}.py" for name in ("matmul", "attention", "sampling", "growth")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-        env=os.environ | {
-            "LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", PATH_VARIABLE: str(built),
+        env=os.environ
+        | {
+            "LD_PRELOAD": runtime.stdout.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            PATH_VARIABLE: str(built),
             SHARE_VARIABLE: "5",
         },
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels.native.library import Library
-from slipstream.kernels.native.matrix import PackedLinear, RowTable, multiply, reference_product
+from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_matrix import PackedLinear, RowTable, multiply, reference_product
 from tests.native import FLOATS, QUANTISED, Stored, every_library, libraries, stored
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 31, 33, 64)

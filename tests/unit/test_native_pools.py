@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from slipstream.cache.pools import KvPools, PoolShape
-from slipstream.kernels.native.library import library
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.kernels.cpu.native_library import library
 
 
 @pytest.mark.parametrize("heads, dim", [(1, 8), (3, 64), (5, 7)])

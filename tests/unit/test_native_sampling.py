@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.noise import gumbel_rows
-from slipstream.kernels.ranking import (
+from slipstream.kernels.cpu.ranking import (
     LEAST_TEMPERATURE,
     NO_BEST,
     NativeRanking,
@@ -21,6 +20,7 @@ from slipstream.kernels.ranking import (
     torch_noisy_top,
     torch_top_scores,
 )
+from slipstream.kernels.noise import gumbel_rows
 from slipstream.types import MAX_SEED
 from tests.native import compiled
 
@@ -67,7 +67,10 @@ def odd_rows(vocab: int) -> dict[str, Tensor]:
         "huge": random_rows(2, vocab, 2, spread=1e30),
         "tiny": random_rows(2, vocab, 2, spread=1e-30),
         "masked": random_rows(2, vocab, 5).masked_fill(random_rows(2, vocab, 6) > -2.0, HIDDEN),
-        "few": few, "none": torch.full((2, vocab), HIDDEN), "infinite": infinite, "not numbers": broken,
+        "few": few,
+        "none": torch.full((2, vocab), HIDDEN),
+        "infinite": infinite,
+        "not numbers": broken,
     }
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.native import threads as native_threads
-from slipstream.kernels.native.library import Library
-from slipstream.kernels.native.matrix import PackedLinear, reference_product
-from slipstream.kernels.native.stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
+from slipstream.kernels.cpu import native_threads
+from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_matrix import PackedLinear, reference_product
+from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 from tests.native import FLOATS, every_library, libraries, stored
 
@@ -41,9 +41,19 @@ class Small:
         wide, narrow = HEADS * DIM, KV_HEADS * DIM
         norm = randn(hidden, seed=1) * 0.1 + 0.3
         part = LayerParts(
-            linear(wide, narrow, narrow), linear(hidden, inputs=wide), linear(INNER, INNER),
-            linear(hidden, inputs=INNER), norm, norm, None, None, randn(wide + 2 * narrow, seed=2),
-            randn(hidden, seed=3), None, None, CAUSAL,
+            linear(wide, narrow, narrow),
+            linear(hidden, inputs=wide),
+            linear(INNER, INNER),
+            linear(hidden, inputs=INNER),
+            norm,
+            norm,
+            None,
+            None,
+            randn(wide + 2 * narrow, seed=2),
+            randn(hidden, seed=3),
+            None,
+            None,
+            CAUSAL,
         )
         self.stack = NativeStack(library, StackShape(hidden, HEADS, KV_HEADS, DIM, INNER, 1e-5), [part] * LAYERS, norm)
         self.hidden, self.norm, self.head = hidden, norm, linear(VOCAB)
@@ -57,8 +67,14 @@ class Small:
         span = range(CONTEXT + first, CONTEXT + first + count)
         group = make_group(0, span, range(PAGES), PAGE, CAUSAL)
         places = [divmod(position, PAGE) for position in span]
-        batch = RowBatch([0] * count, span, [page for page, _ in places], [offset for _, offset in places], span.stop,
-                         {CAUSAL: [group]})
+        batch = RowBatch(
+            [0] * count,
+            span,
+            [page for page, _ in places],
+            [offset for _, offset in places],
+            span.stop,
+            {CAUSAL: [group]},
+        )
         x = randn(ROWS, self.hidden, seed=4)[first : first + count].clone()
         pools = LayerPools(self.pools[::2], self.pools[1::2])
         return self.stack.run(batch, x, pools, self._rotary, (-1, 0), range(count), self.head)

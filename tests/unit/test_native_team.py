@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.native_library import library
 
 WAIT_S = 30  # a thread that is kept off its core takes its place late
 PROBE = f"""
 import ctypes, os, sys, time
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.native_library import library
 
 products = library().function("slip_products", [ctypes.c_int, ctypes.c_int], ctypes.c_int64)
 before = set(os.listdir("/proc/self/task"))

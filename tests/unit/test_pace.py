@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.speculative.batch_gate import BatchGate
-from slipstream.speculative.pace import Pace
+from slipstream.speculative.slowest_share import Pace
 
 
 def drawn(mean: float, luck: random.Random) -> int:

@@ -41,9 +41,7 @@ def gather(pieces: list[Piece]) -> Parts:
     return parts
 
 
-def split(
-    texts: list[str], *, thinking: bool = False, opened: bool = False, tools: tuple[str, ...] = TOOLS
-) -> Parts:
+def split(texts: list[str], *, thinking: bool = False, opened: bool = False, tools: tuple[str, ...] = TOOLS) -> Parts:
     splitter = Splitter(thinking=thinking, opened=opened, tools=tools)
     pieces = [piece for text in texts for piece in splitter.push(text)] + splitter.finish()
     check_cover("".join(texts), pieces)
@@ -69,13 +67,22 @@ def check_cover(text: str, pieces: list[Piece]) -> None:
         ("Hello there. ", "Hello there. ", []),
         (CALL, "", [["get_weather", '{"city": "Paris"}']]),
         (f"Let me look.\n\n{CALL}\n", "Let me look.", [["get_weather", '{"city": "Paris"}']]),
-        (f"{CALL}\n{CALL.replace('get_weather', 'add')} so", "so",
-         [["get_weather", '{"city": "Paris"}'], ["add", '{"city": "Paris"}']]),
-        ('<tool_call>{"name":"add","arguments":{"a":[1,{"b":"}]"}],"c":"\\"}"}}</tool_call>', "",
-         [["add", '{"a":[1,{"b":"}]"}],"c":"\\"}"}']]),
+        (
+            f"{CALL}\n{CALL.replace('get_weather', 'add')} so",
+            "so",
+            [["get_weather", '{"city": "Paris"}'], ["add", '{"city": "Paris"}']],
+        ),
+        (
+            '<tool_call>{"name":"add","arguments":{"a":[1,{"b":"}]"}],"c":"\\"}"}}</tool_call>',
+            "",
+            [["add", '{"a":[1,{"b":"}]"}],"c":"\\"}"}']],
+        ),
         # the closing tag inside a string is part of the string
-        ('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>', "",
-         [["add", '{"a": "</tool_call>"}']]),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            "",
+            [["add", '{"a": "</tool_call>"}']],
+        ),
         # other orders of the keys, no arguments, arguments as a string, a call that was not closed
         ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [["add", '{"a": 1}']]),
         ('<tool_call>{"name": "add"}</tool_call>', "", [["add", "{}"]]),
@@ -86,8 +93,11 @@ def check_cover(text: str, pieces: list[Piece]) -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": "on', "", [["add", '{"a": "on']]),
         # no calls at all: they stay what they are
         ("<tool_call>add 1 and 2</tool_call> ok", "<tool_call>add 1 and 2</tool_call> ok", []),
-        ('a\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
-         'a\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', []),
+        (
+            'a\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+            'a\n<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+            [],
+        ),
         ("one <tool_cal two", "one <tool_cal two", []),
         ("<tool_call>", "<tool_call>", []),
         (f"<tool_call>oops {CALL}", "<tool_call>oops", [["get_weather", '{"city": "Paris"}']]),
@@ -144,8 +154,29 @@ def test_arguments_stream_as_they_arrive() -> None:
 
 
 FRAGMENTS = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add", ', '"arguments": ', '{"a": 1}', '{"a": [',
-    "}", "]", '"', "\\", "{", " ", "\n", "word", "é日", "<", "</", '"name"', ":", "tool_call>", CALL,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "add", ',
+    '"arguments": ',
+    '{"a": 1}',
+    '{"a": [',
+    "}",
+    "]",
+    '"',
+    "\\",
+    "{",
+    " ",
+    "\n",
+    "word",
+    "é日",
+    "<",
+    "</",
+    '"name"',
+    ":",
+    "tool_call>",
+    CALL,
     '"parameters": {}',
 ]
 
@@ -153,7 +184,10 @@ FRAGMENTS = [
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
-    st.lists(st.integers(0, 200), max_size=12), st.booleans(), st.booleans(), st.booleans(),
+    st.lists(st.integers(0, 200), max_size=12),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 def test_any_cutting_gives_the_same(text: str, cuts: list[int], thinking: bool, opened: bool, tools: bool) -> None:
     names = TOOLS if tools else ()

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.speculative.account import Account
 from slipstream.speculative.allocation import LEAST_SHARE, Step
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.gains import Gains
+from slipstream.speculative.draft_debt import Account
+from slipstream.speculative.expected_gains import Gains
 from slipstream.speculative.planning import Plan, best_plan
 from slipstream.speculative.policy import Choice, Offer, Policy, SequencePolicy, View
 from slipstream.types import Gate, Mode, Proposal, Verdict
@@ -195,9 +195,10 @@ def test_branching_is_priced_as_branching() -> None:
     assert owner.choose([Offer(sequence(owner), 100, False, tree, line)])[0].kind == "chain"
 
 
-@pytest.mark.parametrize(("mode", "most", "kinds"), [
-    ("auto", 63, {"tree"}), ("chain", 15, {"chain"}), ("chain:6", 5, {"chain"}), ("tree:24", 23, {"tree"}),
-])
+@pytest.mark.parametrize(
+    ("mode", "most", "kinds"),
+    [("auto", 63, {"tree"}), ("chain", 15, {"chain"}), ("chain:6", 5, {"chain"}), ("tree:24", 23, {"tree"})],
+)
 def test_modes_limit_kind_and_width(mode: str, most: int, kinds: set[str]) -> None:
     owner = policy(free=True)
     tree = [0.95 ** (node + 1) for node in range(3)] + [0.8] * 80
@@ -322,9 +323,10 @@ def test_exchanged_costs_count_at_once() -> None:
     assert owner.plan_drafts([view(own)]) == [15]
 
 
-@pytest.mark.parametrize(("chance", "rows", "sequences", "drafts"), [
-    (0.65, 0, 0, True), (0.65, 16, 16, False), (0.85, 200, 0, True), (0.3, 0, 0, False), (0.3, 200, 0, True),
-])
+@pytest.mark.parametrize(
+    ("chance", "rows", "sequences", "drafts"),
+    [(0.65, 0, 0, True), (0.65, 16, 16, False), (0.85, 200, 0, True), (0.3, 0, 0, False), (0.3, 200, 0, True)],
+)
 def test_other_rows_of_the_step_are_part_of_its_price(chance: float, rows: int, sequences: int, drafts: bool) -> None:
     # a step that is long anyway makes further rows and drafts cheap, a crowd of plain tokens makes them dear
     owner = policy()

@@ -136,7 +136,10 @@ class World:
         self._verify(slots, drafts, trees, choices)
 
     def _verify(
-        self, slots: list[int], drafts: list[Draft], trees: list[list[tuple[int, int, int, float]]],
+        self,
+        slots: list[int],
+        drafts: list[Draft],
+        trees: list[list[tuple[int, int, int, float]]],
         choices: list[Choice],
     ) -> None:
         rows = len(choices) + sum(choice.nodes for choice in choices)
@@ -409,9 +412,11 @@ class Blurred(Drafter):
         return Drafter(chance, chance, others=self.others, claim=lambda _: odds / (1 + odds)).slot(rng)
 
 
-@pytest.mark.parametrize(("costs", "drafter", "length"), [
-    (CPU, GOOD, 3000), (GPU, GOOD, 3000), (CPU, Blurred(), 3000), (GPU, Blurred(), 3000), (GPU, Blurred(), 100),
-], ids=["rows cost", "rows free", "rows cost, blurred", "rows free, blurred", "short requests"])
+@pytest.mark.parametrize(
+    ("costs", "drafter", "length"),
+    [(CPU, GOOD, 3000), (GPU, GOOD, 3000), (CPU, Blurred(), 3000), (GPU, Blurred(), 3000), (GPU, Blurred(), 100)],
+    ids=["rows cost", "rows free", "rows cost, blurred", "rows free, blurred", "short requests"],
+)
 def test_expectations_match_what_happens(costs: Costs, drafter: Drafter, length: int) -> None:
     world = World(costs, 9)
     seen: list[Choice] = []

@@ -273,7 +273,9 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
 def stamps_of_leaves(table: PageTable, cache: PrefixCache) -> list[int]:
     """When the pages that could go at once were last used, found by looking at every page."""
     return [
-        found.last_used for node in cache._nodes for key, found in node.pages.items()
+        found.last_used
+        for node in cache._nodes
+        for key, found in node.pages.items()
         if table.holders(found.page) == 1 and _is_leaf(node, key)
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.bench.profile import Profiled, launch_rows, launch_title, phase_rows, sentences
+from slipstream.bench.profiled_modes import Profiled, launch_rows, launch_title, phase_rows, sentences
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine import profile as engine_profile
 from slipstream.engine.llm import LLM
@@ -162,8 +162,26 @@ def test_the_command_profiles_a_pair(threads: None, tmp_path: Path, cli: Any) ->
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"turns": ["hello", "and now?"]}) + "\n")
     arguments = (
-        "bench", "--profile", "--target", str(target), "--draft", str(draft), "--prompts", str(prompts), "--turns",
-        "all", "--max-tokens", "12", "--modes", "chain", "--dtype", "fp32", "--device", "cpu", "--threads", "1",
+        "bench",
+        "--profile",
+        "--target",
+        str(target),
+        "--draft",
+        str(draft),
+        "--prompts",
+        str(prompts),
+        "--turns",
+        "all",
+        "--max-tokens",
+        "12",
+        "--modes",
+        "chain",
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
     )
     shown = cli(*arguments)
     assert shown.code == 0, shown.err
@@ -190,7 +208,7 @@ def test_what_does_not_go_with_a_profile_is_refused(cli: Any, arguments: list[st
 
 def test_a_target_without_a_drafter_is_refused(threads: None, folder: Path) -> None:
     from slipstream.bench.measure import Plan
-    from slipstream.bench.profile import profile_modes
+    from slipstream.bench.profiled_modes import profile_modes
     from slipstream.errors import RequestError
 
     with pytest.raises(RequestError, match="without a drafter"):

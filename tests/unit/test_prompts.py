@@ -31,9 +31,7 @@ NATIVE = """\
 WEATHER = Tool("get_weather", "The weather", {"type": "object", "properties": {"city": {"type": "string"}}})
 ASK = {"role": "user", "content": "Weather in Paris?"}
 FUNCTION = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-CALLED = {
-    "role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": FUNCTION}],
-}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": FUNCTION}]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "18 degrees"}
 
 
@@ -75,7 +73,9 @@ def test_tools_are_told_in_the_system_message_where_the_template_cannot() -> Non
     for text in (with_system, alone):
         listed = text.split("<tools>\n")[1].split("\n</tools>")[0]
         assert json.loads(listed)["function"] == {
-            "name": "get_weather", "description": "The weather", "parameters": WEATHER.parameters,
+            "name": "get_weather",
+            "description": "The weather",
+            "parameters": WEATHER.parameters,
         }
         # the form that is asked for is the form that is understood
         example = "<tool_call>" + text.split("<tool_call>", 1)[1].split("</tool_call>")[0] + "</tool_call>"
@@ -90,9 +90,10 @@ def test_no_tools_are_told_where_none_may_be_called() -> None:
 
 def test_calls_and_results_as_text_where_the_template_cannot_show_them() -> None:
     text = render_messages(CHATML, job(ASK, CALLED, RESULT, {**RESULT, "content": "sunny"}))
-    assert chatml(
-        "assistant", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    ) in text
+    assert (
+        chatml("assistant", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>')
+        in text
+    )
     results = "<tool_response>\n18 degrees\n</tool_response>\n<tool_response>\nsunny\n</tool_response>"
     assert chatml("user", results) in text
 

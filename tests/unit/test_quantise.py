@@ -16,16 +16,24 @@ from slipstream.formats import quantise
 from slipstream.formats.gguf_write import TensorPlan, write_gguf
 from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
 from slipstream.formats.quants import decode_rows, unpack_q4
-from slipstream.formats.weights import open_weights
-from slipstream.kernels.native.library import library
-from slipstream.kernels.native.matrix import RowTable
+from slipstream.formats.weight_files import open_weights
+from slipstream.kernels.cpu.native_library import library
+from slipstream.kernels.cpu.native_matrix import RowTable
 from tests.ggml_oracle import Ggml
 
 QUANTS = tuple(name for name in ENCODABLE if name.startswith("Q"))
 # The largest relative error on normal numbers; what each type loses with the plain recipe of its format lies above.
 NORMAL_LIMITS = {
-    "F16": 0.00022, "BF16": 0.0017, "Q8_0": 0.0055, "Q6_K": 0.0172, "Q5_0": 0.041, "Q5_1": 0.0345, "Q5_K": 0.0358,
-    "Q4_0": 0.083, "Q4_1": 0.0715, "Q4_K": 0.0718,
+    "F16": 0.00022,
+    "BF16": 0.0017,
+    "Q8_0": 0.0055,
+    "Q6_K": 0.0172,
+    "Q5_0": 0.041,
+    "Q5_1": 0.0345,
+    "Q5_K": 0.0358,
+    "Q4_0": 0.083,
+    "Q4_1": 0.0715,
+    "Q4_K": 0.0718,
 }
 LEAST_HALF = 2.0**-24
 

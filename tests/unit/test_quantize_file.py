@@ -27,10 +27,10 @@ from slipstream.formats.gguf_write import (
     write_gguf,
 )
 from slipstream.formats.quantise import encode_rows
-from slipstream.formats.weights import open_weights
-from slipstream.tools import quantize as quantize_module
-from slipstream.tools.quantize import QuantizeReport, quantize_file
+from slipstream.formats.weight_files import open_weights
+from slipstream.tools import requantize as quantize_module
 from slipstream.tools.quantize_recipes import RECIPES, Recipe, divided
+from slipstream.tools.requantize import QuantizeReport, quantize_file
 
 Tensors = dict[str, tuple[np.ndarray, str]]
 METADATA = [
@@ -152,8 +152,16 @@ def test_what_rows_do_not_divide_falls_back_by_name(tmp_path: Path, drafter: Pat
 
 @pytest.mark.parametrize(
     ("wanted", "width", "got"),
-    [("Q4_K", 256, "Q4_K"), ("Q4_K", 288, "Q5_0"), ("Q5_K", 288, "Q5_1"), ("Q6_K", 288, "Q8_0"), ("Q6_K", 300, "F16"),
-     ("Q4_0", 32, "Q4_0"), ("Q8_0", 40, "F16"), ("BF16", 7, "BF16")],
+    [
+        ("Q4_K", 256, "Q4_K"),
+        ("Q4_K", 288, "Q5_0"),
+        ("Q5_K", 288, "Q5_1"),
+        ("Q6_K", 288, "Q8_0"),
+        ("Q6_K", 300, "F16"),
+        ("Q4_0", 32, "Q4_0"),
+        ("Q8_0", 40, "F16"),
+        ("BF16", 7, "BF16"),
+    ],
 )
 def test_fallbacks(wanted: str, width: int, got: str) -> None:
     choice = divided(wanted, width, "F32")
@@ -164,7 +172,11 @@ def test_q4_mix_keeps_what_surrounds_the_layers_finer(tmp_path: Path, drafter: P
     stored = types(quantize_file(drafter, tmp_path / "out.gguf", "q4-mix").out)
     assert stored["blk.0.attn_q.weight"] == stored["blk.0.ffn_down.weight"] == "Q4_0"
     for name in (
-        "fc.weight", "markov_w1.weight", "selector_hidden.weight", "token_embd.weight", "blk.0.attn_conv_proj.weight"
+        "fc.weight",
+        "markov_w1.weight",
+        "selector_hidden.weight",
+        "token_embd.weight",
+        "blk.0.attn_conv_proj.weight",
     ):
         assert stored[name] == "Q8_0"
 

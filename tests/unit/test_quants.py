@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from slipstream.errors import FormatError
-from slipstream.formats import weights as weights_module
+from slipstream.formats import weight_files as weights_module
 from slipstream.formats.quants import decode_rows, unpack_q4
-from slipstream.formats.weights import open_weights
+from slipstream.formats.weight_files import open_weights
 
 READABLE = sorted(gguf.quants._type_traits, key=int)
 

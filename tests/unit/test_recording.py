@@ -51,7 +51,9 @@ def test_a_line_holds_the_conversation_and_its_acceptance(tmp_path: Path) -> Non
     (line,) = lines(tmp_path / "new" / "folder")
     assert line["messages"] == [{"role": "user", "content": "q"}]
     assert line["answer"] == {
-        "role": "assistant", "content": "grüße 😀 ?", "reasoning_content": "hm",
+        "role": "assistant",
+        "content": "grüße 😀 ?",
+        "reasoning_content": "hm",
         "tool_calls": [{"id": "c1", "name": "look", "arguments": '{"a": 1}'}],
     }
     assert (line["id"], line["model"], line["draft"], line["mode"]) == ("r0", "m", "drafter", "auto")

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.cache.cpu.state_tensors import StateTensors, Stretch
 from slipstream.cache.pages import OutOfPages, PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.cache.sequence import SequenceState
-from slipstream.cache.states import StateTensors, Stretch
 from slipstream.config import EngineConfig
 from slipstream.engine.memory import StateRoom
 from slipstream.engine.scheduler import Scheduler, Ticket
 from slipstream.errors import IntegrityError
-from slipstream.kernels.delta import DeltaShape
+from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.types import Request
 from tests.deltas import SHAPE, Rows
 

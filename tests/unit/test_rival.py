@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.bench import floors, rival
-from slipstream.bench.measure import Plan
-from slipstream.bench.race import PrefillRace, Race, Watch, race, race_prefill
-from slipstream.bench.report import (
+from slipstream.bench.comparison_report import (
     RACE_HEADS,
     built_for,
     cost_rows,
@@ -23,6 +21,8 @@ from slipstream.bench.report import (
     race_rows,
     race_texts_sentence,
 )
+from slipstream.bench.measure import Plan
+from slipstream.bench.rival_race import PrefillRace, Race, Watch, race, race_prefill
 from slipstream.errors import RequestError, SlipstreamError
 from tests.checks_cpu import Bar, bars_of, judge, judge_rows, judge_watch
 from tests.fakes import FakeLLM
@@ -118,8 +118,14 @@ class FixedRival(rival.Rival):
     def _ask(self, body: Any) -> Any:
         self.asked.append(body)
         count, length = body["n_predict"], len(body["prompt"])
-        return {"timings": {"prompt_n": length, "prompt_ms": 2.0 * length, "predicted_n": count,
-                            "predicted_ms": self.ms * (count - 1)}}
+        return {
+            "timings": {
+                "prompt_n": length,
+                "prompt_ms": 2.0 * length,
+                "predicted_n": count,
+                "predicted_ms": self.ms * (count - 1),
+            }
+        }
 
     def cpu_seconds(self) -> float | None:
         return 0.0
@@ -143,7 +149,7 @@ class RunnableFake(FakeLLM):
 
 
 def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("slipstream.bench.rival_race.SETTLE_SECONDS", 0.0)
     llm, opponent = RunnableFake("t"), FixedRival(4.0)
     result = race(llm, opponent, [("a",), ("b",), ("c",)], Plan(max_tokens=20, seed=3))  # type: ignore[arg-type]
     timed, looked = ([each for each in llm.requests[2:] if each["ignore_eos"] is timed] for timed in (True, False))
@@ -158,7 +164,7 @@ def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_prefill_counts_only_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("slipstream.bench.rival_race.SETTLE_SECONDS", 0.0)
     result = race_prefill(RunnableFake("t"), FixedRival(1.0), tokens=100, rounds=2)  # type: ignore[arg-type]
     assert (result.ours_ms, result.rival_ms) == ([5.0, 5.0], [200.0, 200.0])
     assert result.against.value == pytest.approx(40.0)
@@ -170,7 +176,7 @@ def test_prefill_counts_only_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.bench.race.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("slipstream.bench.rival_race.SETTLE_SECONDS", 0.0)
     watch = Watch(FixedRival(1.0))
     with watch.turn(rival.NAME):
         until = time.process_time() + 0.1

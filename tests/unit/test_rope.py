@@ -14,9 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.errors import ConfigError
-from slipstream.formats.layout import MemoryBytes, TensorEntry
-from slipstream.formats.weights import WeightFile
-from slipstream.kernels.reference import rotate
+from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
+from slipstream.formats.weight_files import WeightFile
+from slipstream.kernels.cpu.torch_kernels import rotate
 from slipstream.models import llama
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.rope import RopeConfig, RotaryTable, inverse_frequencies, read_rope
@@ -28,26 +28,40 @@ KINDS: dict[str, dict[str, Any]] = {
     "theta": {"rope_type": "default", "rope_theta": 1e7},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
     },
     "llama3-other": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 9.0,
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 9.0,
         "original_max_position_embeddings": 512,
     },
-    "yarn": {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024},
     "yarn-explicit": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 256,
-        "attention_factor": 1.7, "beta_fast": 24.0, "beta_slow": 2.0,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 256,
+        "attention_factor": 1.7,
+        "beta_fast": 24.0,
+        "beta_slow": 2.0,
     },
 }
 
 
 def oracle_config(parameters: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(
-        hidden_size=4 * DIM, num_attention_heads=4, head_dim=DIM, max_position_embeddings=MAX_POSITIONS,
+        hidden_size=4 * DIM,
+        num_attention_heads=4,
+        head_dim=DIM,
+        max_position_embeddings=MAX_POSITIONS,
         rope_parameters=dict(parameters),
     )
 
@@ -162,8 +176,12 @@ def test_what_would_be_guessed_or_computed_wrongly_is_refused(values: dict[str, 
 )
 def test_a_gguf_target_must_turn_whole_pairs(hidden: int, factors: int, said: str) -> None:
     keys = {
-        "llama.embedding_length": hidden, "llama.attention.head_count": 1, "llama.rope.freq_base": 10000.0,
-        "llama.block_count": 1, "llama.feed_forward_length": 64, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.embedding_length": hidden,
+        "llama.attention.head_count": 1,
+        "llama.rope.freq_base": 10000.0,
+        "llama.block_count": 1,
+        "llama.feed_forward_length": 64,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.context_length": 128,
     }
     data = MemoryBytes(np.zeros(4 * factors, np.uint8))

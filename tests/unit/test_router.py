@@ -11,13 +11,7 @@ import pytest
 
 from slipstream.errors import BusyError, ConfigError, EngineFailedError
 from slipstream.server.residency import private_bytes
-from slipstream.server.router import (
-    ModelFailedError,
-    NoMemoryNowError,
-    NoResidentModelError,
-    Router,
-    UnknownModelError,
-)
+from slipstream.server.router import ModelFailedError, NoMemoryNowError, NoResidentModelError, Router, UnknownModelError
 from tests.routing import ONE, POOL_TOKENS, TWO, answer, run, spec, specs, start, states, until
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -51,7 +45,8 @@ def test_presets_share_a_target_with_their_own_draft_and_mode(folder: Path) -> N
 
     draft = str(folder / "draft")
     offered = [
-        spec(folder, "plain"), spec(folder, "drafted", draft, defaults={"mode": "chain:4"}),
+        spec(folder, "plain"),
+        spec(folder, "drafted", draft, defaults={"mode": "chain:4"}),
         spec(folder, "free", draft),
     ]
     run(Router(offered), body)

@@ -49,7 +49,8 @@ def test_a_failed_load_keeps_its_reason_and_is_tried_again(folder: Path, tmp_pat
 def test_other_ways_to_fail_have_their_reasons_too(folder: Path) -> None:
     async def body(router: Router) -> None:
         for name, reason in (
-            ("nowhere", "there is no file '/nowhere/model.gguf'"), ("swapped", "no target_layer_ids"),
+            ("nowhere", "there is no file '/nowhere/model.gguf'"),
+            ("swapped", "no target_layer_ids"),
             ("undrafted", "mode 'chain' needs a drafter"),
         ):
             with pytest.raises(ModelFailedError, match=reason):
@@ -58,7 +59,8 @@ def test_other_ways_to_fail_have_their_reasons_too(folder: Path) -> None:
         assert router.residents() == []
 
     offered = [
-        ModelSpec("nowhere", "/nowhere/model.gguf"), spec(folder, "swapped", str(folder / "target")),
+        ModelSpec("nowhere", "/nowhere/model.gguf"),
+        spec(folder, "swapped", str(folder / "target")),
         spec(folder, "undrafted", "auto", defaults={"mode": "chain", "gate": "off"}),
     ]
     run(Router(offered), body)
@@ -160,8 +162,12 @@ def test_reload_changes_names_without_cutting_anybody_off(folder: Path, tmp_path
         held = {name: await router.lease(name) for name in names}
         running = [start(held["goes"], tokens=120, name="g"), start(held["rebuilt"], tokens=120, name="r")]
         models_file(
-            path, folder, comes=f"{plain}\npreload = true", stays=plain,
-            tuned=f"{plain}\nrequest = {{temperature = 0.5}}", rebuilt=f'draft = "{folder / "draft"}"',
+            path,
+            folder,
+            comes=f"{plain}\npreload = true",
+            stays=plain,
+            tuned=f"{plain}\nrequest = {{temperature = 0.5}}",
+            rebuilt=f'draft = "{folder / "draft"}"',
         )
         report = await router.reload()
         assert (report.added, report.removed, report.changed) == (("comes",), ("goes",), ("tuned", "rebuilt"))
@@ -228,7 +234,9 @@ def test_start_loads_what_is_wanted_and_survives_what_fails(folder: Path) -> Non
         assert await answer(router, "any") == "a"
 
     offered = [
-        spec(folder, "a", preload=True), ModelSpec("bad", "/nowhere/model.gguf", preload=True), spec(folder, "b")
+        spec(folder, "a", preload=True),
+        ModelSpec("bad", "/nowhere/model.gguf", preload=True),
+        spec(folder, "b"),
     ]
     run(Router(offered), body)
 

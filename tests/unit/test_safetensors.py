@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from slipstream.errors import FormatError
 from slipstream.formats.safetensors import parse_header
-from slipstream.formats.weights import open_weights, read_config
+from slipstream.formats.weight_files import open_weights, read_config
 from tests.fuzz_formats import described
 from tests.helpers_models import safetensors_bytes
 

@@ -9,15 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.cpu.ranking import NO_BEST, Candidates
 from slipstream.kernels.noise import gumbel_rows
-from slipstream.kernels.ranking import NO_BEST, Candidates
 from slipstream.speculative.accept import NO_TOKEN
 from slipstream.speculative.sampling import RowSampler, filter_floors, filter_logits, log_probabilities
 from slipstream.types import Proposal, SamplingParams
 
 EVERYTHING = SamplingParams(
-    temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.3, presence_penalty=0.4,
-    frequency_penalty=0.2, seed=11,
+    temperature=0.8,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    seed=11,
 )
 
 
@@ -93,10 +99,18 @@ def kept_by_hand(row: list[float], params: SamplingParams) -> set[int]:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(top_k=1), SamplingParams(top_k=7), SamplingParams(top_k=500), SamplingParams(min_p=0.05),
-        SamplingParams(min_p=1.0), SamplingParams(top_p=0.5), SamplingParams(top_p=0.95),
-        SamplingParams(top_p=1e-6), SamplingParams(top_k=20, top_p=0.8), SamplingParams(min_p=0.1, top_p=0.7),
-        SamplingParams(top_k=9, top_p=0.9, min_p=0.2), SamplingParams(),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=7),
+        SamplingParams(top_k=500),
+        SamplingParams(min_p=0.05),
+        SamplingParams(min_p=1.0),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_k=20, top_p=0.8),
+        SamplingParams(min_p=0.1, top_p=0.7),
+        SamplingParams(top_k=9, top_p=0.9, min_p=0.2),
+        SamplingParams(),
     ],
     ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}",
 )
@@ -142,10 +156,20 @@ def test_filtered_rows_of_a_batch_equal_single_rows_bit_for_bit(vocab: int, para
 @pytest.mark.parametrize(
     "params",
     [
-        EVERYTHING, SamplingParams(top_k=1), SamplingParams(top_k=64), SamplingParams(top_k=65),
-        SamplingParams(top_k=999), SamplingParams(min_p=0.02), SamplingParams(min_p=1e-4, top_p=0.9),
-        SamplingParams(top_p=0.5), SamplingParams(top_p=0.95), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999),
-        SamplingParams(top_k=300, min_p=0.1, top_p=0.8), SamplingParams(top_k=64, top_p=0.99), SamplingParams(),
+        EVERYTHING,
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=64),
+        SamplingParams(top_k=65),
+        SamplingParams(top_k=999),
+        SamplingParams(min_p=0.02),
+        SamplingParams(min_p=1e-4, top_p=0.9),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=0.999),
+        SamplingParams(top_k=300, min_p=0.1, top_p=0.8),
+        SamplingParams(top_k=64, top_p=0.99),
+        SamplingParams(),
     ],
     ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}",
 )
@@ -286,7 +310,9 @@ def random_tree(rows: int, vocab: int, seed: int) -> Proposal:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(), SamplingParams(temperature=0.8, seed=5), EVERYTHING,
+        SamplingParams(),
+        SamplingParams(temperature=0.8, seed=5),
+        EVERYTHING,
         SamplingParams(repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3),
     ],
     ids=["greedy", "noise", "everything", "penalties"],

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import OutOfPages, PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.cache.sequence import Place, SequenceState
 from slipstream.errors import IntegrityError
 

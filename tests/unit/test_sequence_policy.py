@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.speculative.calibration import Outcome
-from slipstream.speculative.gains import Draft
+from slipstream.speculative.expected_gains import Draft
 from slipstream.speculative.sequence_policy import Memory, SequencePolicy
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
@@ -39,8 +39,11 @@ def test_verified_tree_teaches_along_the_accepted_path() -> None:
     )
     own.learn(proposal, Verdict((0, 2), (11, 99)), (11, 99))
     assert log == [
-        (0.5, 1, False, True), (0.3, 1, True, False), (0.1, 1, False, False),
-        (0.6, 2, False, True), (0.2, 2, False, False),
+        (0.5, 1, False, True),
+        (0.3, 1, True, False),
+        (0.1, 1, False, False),
+        (0.6, 2, False, True),
+        (0.2, 2, False, False),
     ]
 
 
@@ -70,10 +73,16 @@ def test_verified_proposal_drops_the_shadow() -> None:
     assert log == [(0.7, 1, False, True)]
 
 
-@pytest.mark.parametrize(("outlook", "waits"), [
-    (0.99, [4, 4, 4, 4]), (0.95, [8, 8, 8, 8]), (0.8, [16, 32, 64, 128]), (0.5, [16, 32, 64, 128]),
-    (0.0, [16, 32, 64, 128]),
-])
+@pytest.mark.parametrize(
+    ("outlook", "waits"),
+    [
+        (0.99, [4, 4, 4, 4]),
+        (0.95, [8, 8, 8, 8]),
+        (0.8, [16, 32, 64, 128]),
+        (0.5, [16, 32, 64, 128]),
+        (0.0, [16, 32, 64, 128]),
+    ],
+)
 def test_waits_depend_on_how_far_from_paying_it_is(outlook: float, waits: list[int]) -> None:
     own = sequence()
     own.planned(7)

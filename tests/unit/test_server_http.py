@@ -52,9 +52,18 @@ async def exchange(app: Any, incoming: Messages, path: str = "/x", headers: dict
 
     given = {"content-type": "application/json", "host": "localhost:8080", **(headers or {})}
     scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in given.items()], "http_version": "1.1",
-        "scheme": "http", "server": ("x", 80), "client": ("x", 1), "asgi": {"version": "3.0"},
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("x", 80),
+        "client": ("x", 1),
+        "asgi": {"version": "3.0"},
     }
     await app(scope, receive, send)
     return sent
@@ -111,9 +120,16 @@ def test_a_draining_server_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [({}, 401), ({"authorization": "Bearer one"}, 200), ({"authorization": "bearer  two"}, 200),
-     ({"x-api-key": "two"}, 200), ({"authorization": "Bearer on"}, 401), ({"authorization": "one"}, 401),
-     ({"authorization": "Basic one"}, 401), ({"x-api-key": ""}, 401)],
+    [
+        ({}, 401),
+        ({"authorization": "Bearer one"}, 200),
+        ({"authorization": "bearer  two"}, 200),
+        ({"x-api-key": "two"}, 200),
+        ({"authorization": "Bearer on"}, 401),
+        ({"authorization": "one"}, 401),
+        ({"authorization": "Basic one"}, 401),
+        ({"x-api-key": ""}, 401),
+    ],
 )
 def test_keys(headers: dict[str, str], status: int) -> None:
     gate = Gatekeeper(Inner(), state(api_keys=("one", "two")))
@@ -122,11 +138,19 @@ def test_keys(headers: dict[str, str], status: int) -> None:
 
 @pytest.mark.parametrize(
     ("origin", "host", "status"),
-    [("http://127.0.0.1:8080", "127.0.0.1", 200), ("http://localhost:8080", "127.0.0.1", 200),
-     ("http://evil.example:8080", "127.0.0.1", 403), ("null", "127.0.0.1", 403), ("http://[bad", "127.0.0.1", 403),
-     ("https://good.example", "127.0.0.1", 200), ("http://evil.example:8080", "0.0.0.0", 403),
-     ("http://localhost:8080", "0.0.0.0", 200), ("http://localhost:9090", "0.0.0.0", 403), ("null", "0.0.0.0", 403),
-     ("https://good.example", "0.0.0.0", 200)],
+    [
+        ("http://127.0.0.1:8080", "127.0.0.1", 200),
+        ("http://localhost:8080", "127.0.0.1", 200),
+        ("http://evil.example:8080", "127.0.0.1", 403),
+        ("null", "127.0.0.1", 403),
+        ("http://[bad", "127.0.0.1", 403),
+        ("https://good.example", "127.0.0.1", 200),
+        ("http://evil.example:8080", "0.0.0.0", 403),
+        ("http://localhost:8080", "0.0.0.0", 200),
+        ("http://localhost:9090", "0.0.0.0", 403),
+        ("null", "0.0.0.0", 403),
+        ("https://good.example", "0.0.0.0", 200),
+    ],
 )
 def test_pages_of_other_origins_are_refused(origin: str, host: str, status: int) -> None:
     gate = Gatekeeper(Inner(), state(host=host, cors_origins=("https://good.example",)))
@@ -145,8 +169,17 @@ def nested(depth: int) -> bytes:
 def test_json_that_is_only_pythons_is_refused() -> None:
     for good in (b"{}", b"1e300", b'"\\ud83d\\ude00"', b'"\\\\ud800"', nested(MAX_JSON_DEPTH)):
         check_json(good)
-    for bad in (b"NaN", b"-Infinity", b"1e400", b'"\\ud83d"', b"\xff", b"{", nested(MAX_JSON_DEPTH + 2),
-                nested(100_000), b"9" * 5000):
+    for bad in (
+        b"NaN",
+        b"-Infinity",
+        b"1e400",
+        b'"\\ud83d"',
+        b"\xff",
+        b"{",
+        nested(MAX_JSON_DEPTH + 2),
+        nested(100_000),
+        b"9" * 5000,
+    ):
         with pytest.raises(ApiError) as caught:
             check_json(bad)
         assert caught.value.status == 400, bad[:20]
@@ -325,7 +358,9 @@ def test_choices_seeds_usage_and_timings_add_up() -> None:
     counted = usage([answers])
     assert (counted["prompt_tokens"], counted["completion_tokens"], counted["total_tokens"]) == (10, 10, 20)
     assert counted["completion_tokens_details"] == {
-        "reasoning_tokens": 0, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 4,
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 4,
+        "rejected_prediction_tokens": 4,
     }
     assert timings(answers)["tau"] == 3.0 and timings(answers[:1])["tau"] == 2.0
 
@@ -355,14 +390,23 @@ def test_sizes_and_keys_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"port": 70000}, "port"), ({"max_body": "much"}, "size"), ({"timeout": -1.0}, "timeout"),
-        ({"grace": -1.0}, "grace"), ({"cors": ["good.example"]}, "origin"), ({"api_key": ["a b"]}, "key"),
-        ({"memory": "x"}, "size"), ({"max_queue": 0}, "max_waiting"), ({"max_sequences": 0}, "max_sequences"),
-        ({"model": "any"}, "any"), ({"mode": "warp"}, "mode"),
+        ({"port": 70000}, "port"),
+        ({"max_body": "much"}, "size"),
+        ({"timeout": -1.0}, "timeout"),
+        ({"grace": -1.0}, "grace"),
+        ({"cors": ["good.example"]}, "origin"),
+        ({"api_key": ["a b"]}, "key"),
+        ({"memory": "x"}, "size"),
+        ({"max_queue": 0}, "max_waiting"),
+        ({"max_sequences": 0}, "max_sequences"),
+        ({"model": "any"}, "any"),
+        ({"mode": "warp"}, "mode"),
         ({"models": Path("models.toml"), "draft": "none"}, "--draft"),
         ({"models": Path("models.toml"), "draft_lora": ["a.gguf"]}, "--draft-lora"),
-        ({"draft_lora": ["a.gguf", "other/a"]}, "one name"), ({"draft_lora_folder": Path("nowhere")}, "nowhere"),
-        ({"models": Path("models.toml"), "model": "smollm2"}, "MODEL"), ({"models": Path("nowhere.toml")}, "nowhere"),
+        ({"draft_lora": ["a.gguf", "other/a"]}, "one name"),
+        ({"draft_lora_folder": Path("nowhere")}, "nowhere"),
+        ({"models": Path("models.toml"), "model": "smollm2"}, "MODEL"),
+        ({"models": Path("nowhere.toml")}, "nowhere"),
         ({"host": "no.such.host.invalid"}, "listen"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -19,7 +19,10 @@ def run_suite(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_sample.py").write_text("import pytest\n" + body)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        capture_output=True, text=True, timeout=120, cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
         # the installed plugins take seconds to import and play no part in the rule
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
@@ -43,11 +46,7 @@ def test_an_unlisted_skip_fails_the_run(tmp_path: Path, body: str, said: str) ->
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "def test_a(): pass",
-        "def test_a(): pytest.skip('no GPU')",
-        "@pytest.mark.gpu\ndef test_a(): assert False",
-    ],
+    ["def test_a(): pass", "def test_a(): pytest.skip('no GPU')", "@pytest.mark.gpu\ndef test_a(): assert False"],
 )
 def test_a_listed_skip_passes(tmp_path: Path, body: str) -> None:
     done = run_suite(tmp_path, body)

@@ -11,11 +11,11 @@ from functools import partial
 import pytest
 
 from slipstream.engine.llm import LLM
-from slipstream.speculative import guide as guide_module
-from slipstream.speculative.guide import STEP_S, GuideError
-from slipstream.speculative.guided import DraftRule
-from slipstream.speculative.lane import Allowed, Lane
-from slipstream.text import grammars
+from slipstream.grammar import guide as guide_module
+from slipstream.grammar import notations as grammars
+from slipstream.grammar.guide import STEP_S, GuideError
+from slipstream.grammar.mask_lane import Allowed, Lane
+from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Constraint, GenEvent
 from tests.tiny import assert_idle, tiny_llm
 from tests.unit.test_constraint import PERSON, chain
@@ -105,7 +105,8 @@ def test_a_request_that_waits_is_cancelled_at_once(pair: LLM) -> None:
     assert running.began.wait(10)
     assert pair.engine.cancel(first.id) and pair.engine.cancel(second.id)
     assert {event.request_id: event.finish_reason for event in pair.engine.step()} == {
-        first.id: "cancelled", second.id: "cancelled",
+        first.id: "cancelled",
+        second.id: "cancelled",
     }
     assert not running.gave_up
     assert_idle(pair)
@@ -166,9 +167,7 @@ def test_an_end_that_is_known_late_is_the_same_end(pair: LLM) -> None:
     assert_idle(pair)
 
 
-def test_a_slow_constraint_has_no_drafts(
-    pair: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_constraint_has_no_drafts(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, draft = list[object](), pair.engine._runner.draft
     monkeypatch.setattr(pair.engine._runner, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
     alone = text_of(pair, LETTERS, "plain")

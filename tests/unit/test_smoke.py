@@ -17,7 +17,7 @@ import typer
 
 from slipstream.cli.smoke import command
 from slipstream.errors import RequestError
-from slipstream.tools.smoke import CHECKS, ServerReport, smoke
+from slipstream.tools.server_checks import CHECKS, ServerReport, smoke
 from slipstream.tools.smoke_http import Broken, Client, Run
 
 WORDS = ["one,", "two,", "three,", "four,", "five,", "six,", "seven,", "eight,", "nine,", "ten"]
@@ -219,8 +219,12 @@ def test_what_is_not_offered_is_skipped() -> None:
     seen = verdicts(report)
     assert not failures(report)
     assert [name for name, verdict in seen.items() if verdict == "skip"] == [
-        "completions", "same text without speculation", "acceptance after a cache hit", "last_used_ms advances",
-        "drafter engaged", "acceptance in every answer",
+        "completions",
+        "same text without speculation",
+        "acceptance after a cache hit",
+        "last_used_ms advances",
+        "drafter engaged",
+        "acceptance in every answer",
     ]
     assert "no slot of it was seen" in next(check.sentence for check in report.checks if check.name == "disconnect")
 
@@ -301,8 +305,15 @@ def test_a_bad_address_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        [], "text", {}, {"choices": {}}, {"choices": ["text"]}, {"choices": [{"message": "text"}]},
-        {"choices": [{"delta": {"content": ["text"]}}]}, {"choices": [{"text": 3}]}, {"error": {"message": "dead"}},
+        [],
+        "text",
+        {},
+        {"choices": {}},
+        {"choices": ["text"]},
+        {"choices": [{"message": "text"}]},
+        {"choices": [{"delta": {"content": ["text"]}}]},
+        {"choices": [{"text": 3}]},
+        {"error": {"message": "dead"}},
     ],
 )
 def test_an_answer_of_another_shape_is_a_failure_and_no_crash(body: object) -> None:

@@ -97,13 +97,24 @@ class Bench:
 
 
 def run(
-    folder: Path, path: Path, test: Callable[[Bench], Awaitable[None]], *, draft: bool = False, max_frames: int = 256,
+    folder: Path,
+    path: Path,
+    test: Callable[[Bench], Awaitable[None]],
+    *,
+    draft: bool = False,
+    max_frames: int = 256,
     **settings: Any,
 ) -> None:
     async def main() -> None:
         engine = EngineConfig(
-            weight_format="int8", check_integrity=True, max_context=512, cache_tokens=32 * 64, max_sequences=2,
-            prefill_chunk=64, step_rows=128, threads=1,
+            weight_format="int8",
+            check_integrity=True,
+            max_context=512,
+            cache_tokens=32 * 64,
+            max_sequences=2,
+            prefill_chunk=64,
+            step_rows=128,
+            threads=1,
         )
         spec = ModelSpec("tiny", str(folder / "target"), str(folder / "draft") if draft else "none", engine)
         state = ServerState(ServerSettings(**settings), Router([spec]), Metrics(), phase="ready")
@@ -152,7 +163,7 @@ def test_a_quantum_pauses_and_only_its_own_epoch_goes_on(folder: Path, path: Pat
             text, paused = await client.until("r", "continue")
             assert (paused["generated"], paused["epoch"], paused["reason"]) == (10, 1, "quantum")
             client.send({"op": "list", "id": "l"})
-            listed, = (await client.next("l"))["requests"]
+            (listed,) = (await client.next("l"))["requests"]
             assert (listed["id"], listed["phase"], listed["epoch"], listed["generated"]) == ("r", "paused", 1, 10)
             client.send({"op": "continue", "id": "r", "epoch": 0})
             stale = await client.next("r")
@@ -283,9 +294,7 @@ def test_the_open_requests_of_all_connections_are_bounded(
     run(folder, path, test)
 
 
-def test_long_lines_are_read_beside_the_event_loop(
-    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_lines_are_read_beside_the_event_loop(folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[str] = []
     read = stream_frames.read
     monkeypatch.setattr(

@@ -13,12 +13,12 @@ import pytest
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.measure import Plan, Ratio
-from slipstream.bench.sweep import ALL_SETS, Cell, Column, ColumnResult, Loaded, Sweep, run_sweep
+from slipstream.bench.pair_sweep import ALL_SETS, Cell, Column, ColumnResult, Loaded, Sweep, run_sweep
 from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters
 from slipstream.bench.sweep_report import SweepFolder, markdown, tau_rows
 from slipstream.config import EngineConfig
 from slipstream.errors import RequestError, SlipstreamError
-from slipstream.tools.convert import convert
+from slipstream.tools.conversion import convert
 from tests.fakes import FakeLLM
 from tests.tiny import write_pair
 
@@ -99,8 +99,10 @@ def test_a_column_that_cannot_be_had_is_a_row_and_the_others_go_on() -> None:
 
 
 def swept(**taus: list[float]) -> Sweep:
-    columns = [ColumnResult(name, cells={"s": Cell(samples(values), samples(values), samples([1.0] * len(values)))})
-               for name, values in taus.items()]
+    columns = [
+        ColumnResult(name, cells={"s": Cell(samples(values), samples(values), samples([1.0] * len(values)))})
+        for name, values in taus.items()
+    ]
     return Sweep(("chain",), ("s",), columns)
 
 
@@ -109,7 +111,8 @@ def test_few_prompts_get_no_verdict() -> None:
     assert tau_rows(few)[1][3:] == ("-50.0%", "too few prompts")
     enough = swept(a=[2.0] * 5, b=[1.0] * 5)
     assert tau_rows(enough) == [
-        ("s", "a", "2.000", "reference", ""), ("s", "b", "1.000", "-50.0% [-50.0%, -50.0%]", "real"),
+        ("s", "a", "2.000", "reference", ""),
+        ("s", "b", "1.000", "-50.0% [-50.0%, -50.0%]", "real"),
     ]
 
 
@@ -119,9 +122,13 @@ def test_few_prompts_get_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["draft=bf16"], "two types"), ([], "two types"), (["draft=q8_0,q8_0"], "two types"),
-        (["drafter=bf16,q8_0"], "nothing to sweep"), (["q8_0,q4_0"], "nothing to sweep"),
-        (["draft=bf16,q8_0", "draft=q4_0,q4_1"], "nothing to sweep"), (["draft=bf16,q3_x"], "q4-mix"),
+        (["draft=bf16"], "two types"),
+        ([], "two types"),
+        (["draft=q8_0,q8_0"], "two types"),
+        (["drafter=bf16,q8_0"], "nothing to sweep"),
+        (["q8_0,q4_0"], "nothing to sweep"),
+        (["draft=bf16,q8_0", "draft=q4_0,q4_1"], "nothing to sweep"),
+        (["draft=bf16,q3_x"], "q4-mix"),
         (["draft=bf16,"], "no weight type ''"),
     ],
 )
@@ -138,7 +145,10 @@ def test_a_grid_needs_several_types_on_both_sides(tmp_path: Path) -> None:
 
     assert names("draft=Q8_0,bf16,q8_0", "target=as-is") == ["draft=q8_0", "draft=bf16"]
     assert names("draft=q8_0,bf16", "target=as-is,q4_0") == [
-        "draft=q8_0 target=as-is", "draft=bf16 target=as-is", "draft=q8_0 target=q4_0", "draft=bf16 target=q4_0",
+        "draft=q8_0 target=as-is",
+        "draft=bf16 target=as-is",
+        "draft=q8_0 target=q4_0",
+        "draft=bf16 target=q4_0",
     ]
 
 
@@ -200,10 +210,14 @@ def test_the_sweep_makes_files_and_keeps_everything(
     assert done.code == 0, done.err
     assert {path.name for path in out.iterdir()} == {"sweep.json", "sweep.md", "sweep.png", "logs", "models"}
     assert sorted(path.name for path in (out / "models").iterdir()) == [
-        "draft-d.q4-mix.gguf", "draft-d.q8_0.gguf", "target-t.q4_0.gguf",
+        "draft-d.q4-mix.gguf",
+        "draft-d.q8_0.gguf",
+        "target-t.q4_0.gguf",
     ]
     assert all(llm.closed for llm in fake_engine.made) and [llm.draft for llm in fake_engine.made] == [
-        str(pair / "d.gguf"), str(out / "models" / "draft-d.q8_0.gguf"), str(out / "models" / "draft-d.q4-mix.gguf"),
+        str(pair / "d.gguf"),
+        str(out / "models" / "draft-d.q8_0.gguf"),
+        str(out / "models" / "draft-d.q4-mix.gguf"),
     ]
     kept, printed = json.loads((out / "sweep.json").read_text()), json.loads(done.out)
     assert kept["columns"] == printed["columns"] and kept["complete"] and printed["folder"] == str(out)
@@ -211,7 +225,10 @@ def test_the_sweep_makes_files_and_keeps_everything(
     assert by_name["draft=q8_0"]["about"]["draft"]["how"] == "quantised"
     assert "Q8_0" in by_name["draft=q8_0"]["about"]["draft"]["weights"]
     assert by_name["draft=q4-mix"]["sets"][prompts]["tau_against"] == {
-        "over": "draft=as-is", "ratio": 1.0, "interval": [1.0, 1.0], "verdict": "within noise",
+        "over": "draft=as-is",
+        "ratio": 1.0,
+        "interval": [1.0, 1.0],
+        "verdict": "within noise",
     }
     logs = sorted(path.name for path in (out / "logs").iterdir())
     assert logs[:2] == ["01-draft=as-is-p-run1.jsonl", "01-draft=as-is-p-run2.jsonl"] and len(logs) == 6
@@ -224,12 +241,13 @@ def test_the_sweep_makes_files_and_keeps_everything(
 
 
 def test_requantising_is_said(cli: Any, fake_engine: type[FakeLLM], pair: Path, tmp_path: Path) -> None:
-    from slipstream.tools.quantize import quantize_file
+    from slipstream.tools.requantize import quantize_file
 
     coarse = quantize_file(pair / "d.gguf", tmp_path / "coarse.gguf", "q8_0").out
     prompts, out = prompt_file(tmp_path / "p.jsonl"), tmp_path / "out"
-    done = cli(*sweep_command(pair, "draft=q4_0,bf16,q8_0"), "--draft", str(coarse), "--prompts", prompts,
-               "--out", str(out))
+    done = cli(
+        *sweep_command(pair, "draft=q4_0,bf16,q8_0"), "--draft", str(coarse), "--prompts", prompts, "--out", str(out)
+    )
     assert done.code == 0, done.err
     for kind, how in (("q4_0", "requantised"), ("bf16", "unpacked"), ("q8_0", "copied")):
         row = next(line for line in (out / "sweep.md").read_text().splitlines() if line.startswith(f"| draft={kind} |"))
@@ -243,8 +261,13 @@ def test_what_does_not_fit_is_skipped_with_the_reason(
 
     needed = fit.fit(str(pair / "t.gguf"), str(pair / "d.gguf"), context=256).total_bytes
     monkeypatch.setattr(fit, "available_bytes", lambda: needed - 1)
-    done = cli(*sweep_command(pair, "draft=as-is,q4_0"), "--prompts", prompt_file(tmp_path / "p.jsonl"),
-               "--out", str(tmp_path / "out"))
+    done = cli(
+        *sweep_command(pair, "draft=as-is,q4_0"),
+        "--prompts",
+        prompt_file(tmp_path / "p.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert done.code == 0, done.err
     assert "draft=as-is was not measured: it needs " in done.out
     assert [Path(llm.draft or "").name for llm in fake_engine.made] == ["draft-d.q4_0.gguf"]
@@ -262,8 +285,9 @@ def test_an_interrupted_sweep_keeps_what_it_has(
 
     monkeypatch.setattr(fake_engine, "_complete", interrupted)
     out = tmp_path / "out"
-    done = cli(*sweep_command(pair, "draft=as-is,q4_0"), "--prompts", prompt_file(tmp_path / "p.jsonl"),
-               "--out", str(out))
+    done = cli(
+        *sweep_command(pair, "draft=as-is,q4_0"), "--prompts", prompt_file(tmp_path / "p.jsonl"), "--out", str(out)
+    )
     assert done.code == 130 and f"what was measured is in {out}" in done.err
     kept = json.loads((out / "sweep.json").read_text())
     assert not kept["complete"] and kept["columns"][0]["sets"] and (out / "sweep.png").is_file()
@@ -274,15 +298,27 @@ def test_variants_of_the_drafter_are_compared_with_the_first(
     cli: Any, fake_engine: type[FakeLLM], tmp_path: Path
 ) -> None:
     prompts, out = prompt_file(tmp_path / "p.jsonl"), tmp_path / "out"
-    done = cli("bench", "--draft-lora", "code=c.gguf,base", "--draft-lora", "chat=d.gguf@0.5", "--prompts", prompts,
-               "--out", str(out), "--json")
+    done = cli(
+        "bench",
+        "--draft-lora",
+        "code=c.gguf,base",
+        "--draft-lora",
+        "chat=d.gguf@0.5",
+        "--prompts",
+        prompts,
+        "--out",
+        str(out),
+        "--json",
+    )
     assert done.code == 0, done.err
     (llm,) = fake_engine.made
     assert list(llm.draft_lora) == ["code=c.gguf", "chat=d.gguf@0.5"] and llm.closed
     found = json.loads(done.out)
     assert [column["name"] for column in found["columns"]] == ["code", "base", "chat"]
     assert [column["about"] for column in found["columns"]] == [
-        {"adapter": "code=c.gguf"}, {}, {"adapter": "chat=d.gguf@0.5"},
+        {"adapter": "code=c.gguf"},
+        {},
+        {"adapter": "chat=d.gguf@0.5"},
     ]
     asked = [request.get("draft_lora") for request in llm.requests if request["mode"] == "chain"]
     assert asked == ["code"] * 7 + ["base"] * 7 + ["chat"] * 7

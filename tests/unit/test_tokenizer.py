@@ -385,7 +385,9 @@ def test_every_byte_has_its_token() -> None:
 
 
 BROKEN_TEMPLATE = {
-    "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}], "pair": [],
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}],
+    "pair": [],
     "special_tokens": {},
 }
 
@@ -403,9 +405,15 @@ def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, part: str, value: ob
 
 
 def test_a_panic_over_a_text_is_that_requests_error() -> None:
-    backend = Backend.from_str(json.dumps({
-        "version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": BROKEN_TEMPLATE,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-    }))
+    backend = Backend.from_str(
+        json.dumps(
+            {
+                "version": "1.0",
+                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+                "post_processor": BROKEN_TEMPLATE,
+                "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+            }
+        )
+    )
     with pytest.raises(RequestError, match="the model's tokenizer fails on this text"):
         Tokenizer(backend).encode("a")

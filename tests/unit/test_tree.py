@@ -229,7 +229,8 @@ def test_no_slots_no_room_and_no_rows_leave_the_anchor_alone() -> None:
     empty, drafts = TableDrafts(0, 0, random.Random(0)), TableDrafts(4, 3, random.Random(0))
     for seeded in (False, True):
         for growth in (
-            grow_tree(empty, ANCHOR, 8, 8, seeded=seeded), grow_tree(drafts, ANCHOR, 8, 0, seeded=seeded),
+            grow_tree(empty, ANCHOR, 8, 8, seeded=seeded),
+            grow_tree(drafts, ANCHOR, 8, 0, seeded=seeded),
             grow_tree(drafts, ANCHOR, 0, 8, seeded=seeded),
         ):
             assert (growth.tokens, growth.parents, growth.nodes) == ([ANCHOR], [-1], 0)

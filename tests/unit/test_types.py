@@ -12,17 +12,7 @@ from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.stats import Decision, PolicyStats, RequestStats
-from slipstream.types import (
-    MAX_SEED,
-    MAX_TREE_ROWS,
-    Gate,
-    Mode,
-    Proposal,
-    Request,
-    SamplingParams,
-    StepRecord,
-    Verdict,
-)
+from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Gate, Mode, Proposal, Request, SamplingParams, StepRecord, Verdict
 
 
 @pytest.mark.parametrize(
@@ -70,9 +60,14 @@ def test_greedy_and_penalised_say_what_they_mean() -> None:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("plain", Mode("plain")), ("chain", Mode("chain")), ("chain:2", Mode("chain", 2)),
-        ("chain:16", Mode("chain", 16)), ("auto", Mode()), ("tree:2", Mode("tree", 2)),
-        (f"tree:{MAX_TREE_ROWS}", Mode("tree", MAX_TREE_ROWS)), ("tree:64:seed", Mode("tree", 64, seeded=True)),
+        ("plain", Mode("plain")),
+        ("chain", Mode("chain")),
+        ("chain:2", Mode("chain", 2)),
+        ("chain:16", Mode("chain", 16)),
+        ("auto", Mode()),
+        ("tree:2", Mode("tree", 2)),
+        (f"tree:{MAX_TREE_ROWS}", Mode("tree", MAX_TREE_ROWS)),
+        ("tree:64:seed", Mode("tree", 64, seeded=True)),
     ],
 )
 def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
@@ -83,9 +78,26 @@ def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", "tree", "chain:1", "chain:-4", "chain:x", "plain:4", "Chain", "chain:2:2", "chain:", "plain:", "tree:",
-        "tree:1", f"tree:{MAX_TREE_ROWS + 1}", "tree:8:seeded", "tree:8:seed:seed", "tree:seed", "chain:8:seed",
-        "auto:8", "tree:\u0664", "tree: 8",
+        "",
+        "tree",
+        "chain:1",
+        "chain:-4",
+        "chain:x",
+        "plain:4",
+        "Chain",
+        "chain:2:2",
+        "chain:",
+        "plain:",
+        "tree:",
+        "tree:1",
+        f"tree:{MAX_TREE_ROWS + 1}",
+        "tree:8:seeded",
+        "tree:8:seed:seed",
+        "tree:seed",
+        "chain:8:seed",
+        "auto:8",
+        "tree:\u0664",
+        "tree: 8",
     ],
 )
 def test_an_unknown_mode_is_refused(name: str) -> None:
@@ -97,7 +109,10 @@ def test_an_unknown_mode_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "gate"),
     [
-        ("off", Gate()), ("ema", Gate("ema")), ("auto", Gate("auto")), ("entropy", Gate("entropy")),
+        ("off", Gate()),
+        ("ema", Gate("ema")),
+        ("auto", Gate("auto")),
+        ("entropy", Gate("entropy")),
         ("ema:margin=1.25,sustain=5,warmup=0", Gate("ema", margin=1.25, sustain=5, warmup=0)),
         ("entropy:floor=0.5,hard=0.25,patience=4", Gate("entropy", floor=0.5, hard=0.25, patience=4)),
         ("auto:margin=1.1,probe=32", Gate("auto", margin=1.1, probe=32)),
@@ -111,11 +126,19 @@ def test_gates_are_read_and_written_the_same_way(name: str, gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "unknown gate"), ("EMA", "unknown gate"), ("ema:floor=1", "gate 'ema' has no threshold 'floor'"),
-        ("off:margin=1", "gate 'off' has no threshold 'margin'"), ("ema:margin", "threshold 'margin'"),
-        ("ema:sustain=1.5", "threshold 'sustain' of gate 'ema' is '1.5'"), ("ema:margin=0", "margin is 0.0"),
-        ("ema:margin=nan", "margin is nan"), ("ema:sustain=0", "sustain is 0"), ("ema:warmup=-1", "warmup is -1"),
-        ("entropy:floor=1.5", "floor is 1.5"), ("entropy:hard=nan", "hard is nan"), ("auto:probe=0", "probe is 0"),
+        ("", "unknown gate"),
+        ("EMA", "unknown gate"),
+        ("ema:floor=1", "gate 'ema' has no threshold 'floor'"),
+        ("off:margin=1", "gate 'off' has no threshold 'margin'"),
+        ("ema:margin", "threshold 'margin'"),
+        ("ema:sustain=1.5", "threshold 'sustain' of gate 'ema' is '1.5'"),
+        ("ema:margin=0", "margin is 0.0"),
+        ("ema:margin=nan", "margin is nan"),
+        ("ema:sustain=0", "sustain is 0"),
+        ("ema:warmup=-1", "warmup is -1"),
+        ("entropy:floor=1.5", "floor is 1.5"),
+        ("entropy:hard=nan", "hard is nan"),
+        ("auto:probe=0", "probe is 0"),
     ],
 )
 def test_a_gate_that_means_nothing_is_refused(name: str, said: str) -> None:
@@ -197,8 +220,16 @@ def test_nothing_measured_is_zero_not_an_error() -> None:
 
 def test_json_has_the_promised_names_and_values() -> None:
     stats = RequestStats(
-        prompt_tokens=7, cached_tokens=4, completion_tokens=7, novel_steps=2, novel_committed=5, ttft_ms=1.23456,
-        decode_ms=300.0, draft_ms=100.0, verify_ms=150.0, other_ms=50.0,
+        prompt_tokens=7,
+        cached_tokens=4,
+        completion_tokens=7,
+        novel_steps=2,
+        novel_committed=5,
+        ttft_ms=1.23456,
+        decode_ms=300.0,
+        draft_ms=100.0,
+        verify_ms=150.0,
+        other_ms=50.0,
     )
     stats.record_step(3, 3, 3, 4)
     stats.record_step(3, 3, 1, 2)
@@ -207,14 +238,28 @@ def test_json_has_the_promised_names_and_values() -> None:
     stats.policy.record(Decision("plain", "", 1.0, 1.0), 2)
     seen = stats.to_json()
     assert json.loads(json.dumps(seen)) == {
-        "prompt_tokens": 7, "cached_tokens": 4, "completion_tokens": 7, "steps": 2, "drafted": 6, "accepted": 4,
-        "tau": 3.0, "tau_novel": 2.5, "accept_rate": 0.6667, "accepted_per_position": [1.0, 0.5, 0.5],
-        "ttft_ms": 1.235, "decode_ms": 300.0, "tokens_per_second": 20.0,
+        "prompt_tokens": 7,
+        "cached_tokens": 4,
+        "completion_tokens": 7,
+        "steps": 2,
+        "drafted": 6,
+        "accepted": 4,
+        "tau": 3.0,
+        "tau_novel": 2.5,
+        "accept_rate": 0.6667,
+        "accepted_per_position": [1.0, 0.5, 0.5],
+        "ttft_ms": 1.235,
+        "decode_ms": 300.0,
+        "tokens_per_second": 20.0,
         "time_split_ms": {"draft": 100.0, "verify": 150.0, "other": 50.0},
-        "bad_drafts": 2, "draft_lora": "poet",
+        "bad_drafts": 2,
+        "draft_lora": "poet",
         "policy": {
-            "choices": {"chain:4": 1, "plain": 1}, "expected_tokens_per_step": 2.25, "committed_tokens_per_step": 3.0,
-            "expected_ms_per_step": 1.5, "last_reason": "it pays",
+            "choices": {"chain:4": 1, "plain": 1},
+            "expected_tokens_per_step": 2.25,
+            "committed_tokens_per_step": 3.0,
+            "expected_ms_per_step": 1.5,
+            "last_reason": "it pays",
         },
     }
 
@@ -239,11 +284,16 @@ def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
 
 def test_a_step_record_is_plain_json() -> None:
     step = StepRecord(
-        17, Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3)), Verdict((0, 2), (7, 9)),
-        Decision("tree:3", "it pays", 1.91236, 4.00004), 1.23456, 2.0,
+        17,
+        Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3)),
+        Verdict((0, 2), (7, 9)),
+        Decision("tree:3", "it pays", 1.91236, 4.00004),
+        1.23456,
+        2.0,
     )
     assert json.loads(json.dumps(step.to_json())) == {
-        "position": 17, "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0]},
+        "position": 17,
+        "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0]},
         "verdict": {"path": [0, 2], "tokens": [7, 9], "accepted": 1, "failed": False},
         "policy": {"choice": "tree:3", "reason": "it pays", "expected_tokens": 1.9124, "expected_ms": 4.0},
         "times_ms": {"draft": 1.2346, "verify": 2.0},

@@ -17,8 +17,8 @@ from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.engine.runner import RowWork
 from slipstream.errors import RequestError
-from slipstream.kernels.matmul import Matrix, NativeMatrix
-from slipstream.kernels.native.library import library
+from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
+from slipstream.kernels.cpu.native_library import library
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.stats import RequestStats
 from slipstream.types import Request, StepRecord
@@ -296,7 +296,8 @@ def test_what_an_adapter_leaves_alone_is_the_bases_own(
     llm = tiny_llm(folder, weight_format=weight_format)
     own = {
         "voice": {f"{i}.{part}" for i in range(2) for part in ("qkv", "output", "gate_up", "down")},
-        "keys": {"context_kv", "0.qkv", "1.qkv"}, "taps": {"fc", "0.gate_up", "1.gate_up"},
+        "keys": {"context_kv", "0.qkv", "1.qkv"},
+        "taps": {"fc", "0.gate_up", "1.gate_up"},
     }
     base = matrices(drafter_of(llm, "base"))
     for name, source in sources.items():

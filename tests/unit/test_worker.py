@@ -221,7 +221,7 @@ def test_a_paused_request_resumes_to_the_same_text_and_stale_epochs_are_refused(
     worker.submit(ask("other", prompt(5)), other)
     other.last()
     count = len(reader.events)
-    slot, = worker.snapshot().slots
+    (slot,) = worker.snapshot().slots
     assert (slot.request_id, slot.phase, slot.paused, slot.epoch) == ("r", "paused", True, 1)
     assert 0 < slot.generated == len(reader.ids) < slot.max_tokens == 60 and slot.mode == "tree:16"
     with pytest.raises(StaleEpochError, match="at epoch 1, not 7"):

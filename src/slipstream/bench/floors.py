@@ -25,7 +25,9 @@ class RowCost:
     def to_json(self) -> dict[str, object]:
         products = self.product_floor_ms
         return {
-            "rows": self.rows, "ms": round(self.ms, 4), "of_one_row": round(self.of_one, 4),
+            "rows": self.rows,
+            "ms": round(self.ms, 4),
+            "of_one_row": round(self.of_one, 4),
             "byte_floor_ms": round(self.byte_floor_ms, 4),
             "product_floor_ms": None if products is None else round(products, 4),
             "floor_share": round(self.floor_ms / self.ms, 4),
@@ -33,8 +35,12 @@ class RowCost:
 
 
 def row_costs(
-    steps_ms: Mapping[int, float], weight_bytes: float, bandwidth: float,
-    products: float | None = None, peak: float | None = None, rows: Sequence[int] = ROWS,
+    steps_ms: Mapping[int, float],
+    weight_bytes: float,
+    bandwidth: float,
+    products: float | None = None,
+    peak: float | None = None,
+    rows: Sequence[int] = ROWS,
 ) -> list[RowCost]:
     """The table for those of `rows` that were measured, one row among them.
 
@@ -44,7 +50,9 @@ def row_costs(
     for count in rows:
         if count in steps_ms:
             product_ms = None if not products or not peak else 1000 * count * products / peak
-            costs.append(RowCost(
-                count, steps_ms[count], steps_ms[count] / steps_ms[1], 1000 * weight_bytes / bandwidth, product_ms
-            ))
+            costs.append(
+                RowCost(
+                    count, steps_ms[count], steps_ms[count] / steps_ms[1], 1000 * weight_bytes / bandwidth, product_ms
+                )
+            )
     return costs

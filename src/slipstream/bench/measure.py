@@ -264,10 +264,17 @@ def _user(text: str) -> Message:
 
 
 def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Answer:
-    events = list(llm.stream(
-        history, chat=True, max_tokens=max_tokens, temperature=plan.temperature, seed=plan.seed,
-        cache_prompt=False, **plan.settings(mode),
-    ))
+    events = list(
+        llm.stream(
+            history,
+            chat=True,
+            max_tokens=max_tokens,
+            temperature=plan.temperature,
+            seed=plan.seed,
+            cache_prompt=False,
+            **plan.settings(mode),
+        )
+    )
     if events[-1].finish_reason == "error":
         raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
     return Answer(events)

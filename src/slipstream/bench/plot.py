@@ -70,8 +70,6 @@ def _taus(axes: Axes, result: Comparison, names: list[str]) -> None:
     taus = [result.modes[name].stats.tau for name in names]
     axes.barh(range(len(names)), taus, color=[_REFERENCE_COLOUR if name == PLAIN else _COLOUR for name in names])
     for place, tau in enumerate(taus):
-        axes.annotate(
-            f"{tau:.2f}", (tau, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        axes.annotate(f"{tau:.2f}", (tau, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_xlabel("tokens per verify step (tau)")
     axes.margins(x=0.15)

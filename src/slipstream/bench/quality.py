@@ -53,8 +53,12 @@ class Quality:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "tokens": self.tokens, "perplexity": round(self.perplexity, 5), "reference": round(self.reference, 5),
-            "difference": round(self.difference, 6), "agreement": round(self.agreement, 5), "holds": self.holds,
+            "tokens": self.tokens,
+            "perplexity": round(self.perplexity, 5),
+            "reference": round(self.reference, 5),
+            "difference": round(self.difference, 6),
+            "agreement": round(self.agreement, 5),
+            "holds": self.holds,
         }
 
 

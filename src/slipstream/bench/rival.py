@@ -47,8 +47,10 @@ class RivalAnswer:
         if timings.get("cache_n"):
             raise SlipstreamError(f"{NAME} answered from its prompt cache", "its prompt speed would mean nothing")
         return cls(
-            int(timings["prompt_n"]), float(timings["prompt_ms"]),
-            max(0, int(timings["predicted_n"]) - 1), float(timings["predicted_ms"]),
+            int(timings["prompt_n"]),
+            float(timings["prompt_ms"]),
+            max(0, int(timings["predicted_n"]) - 1),
+            float(timings["predicted_ms"]),
         )
 
     @property
@@ -72,11 +74,16 @@ def completion_body(prompt_ids: Sequence[int], max_tokens: int, temperature: flo
     """
     chosen: dict[str, object] = (
         {"samplers": ["temperature"], "temperature": temperature, "seed": seed}
-        if temperature > 0 else {"samplers": ["top_k"], "top_k": 1, "temperature": 1.0, "seed": seed}
+        if temperature > 0
+        else {"samplers": ["top_k"], "top_k": 1, "temperature": 1.0, "seed": seed}
     )
     return {
-        "prompt": list(prompt_ids), "n_predict": max_tokens, "ignore_eos": True, "cache_prompt": False,
-        "stream": False, **chosen,
+        "prompt": list(prompt_ids),
+        "n_predict": max_tokens,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "stream": False,
+        **chosen,
     }
 
 
@@ -136,7 +143,8 @@ class PackageRival(Rival):
     def __init__(self, model: Path, threads: int, context: int) -> None:
         super().__init__(
             [sys.executable, "-m", "slipstream.bench.rival", str(model), str(threads), str(context)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         try:
             ready = self._read()
@@ -175,9 +183,27 @@ class ServerRival(Rival):
         self._address = f"http://127.0.0.1:{port}"
         count = str(threads)
         super().__init__(
-            [program, "--model", str(model), "--threads", count, "--threads-batch", count, "--ctx-size", str(context),
-             "--parallel", "1", "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(port)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [
+                program,
+                "--model",
+                str(model),
+                "--threads",
+                count,
+                "--threads-batch",
+                count,
+                "--ctx-size",
+                str(context),
+                "--parallel",
+                "1",
+                "--cache-ram",
+                "0",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         try:
             self._wait()

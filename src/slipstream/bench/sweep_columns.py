@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from slipstream.bench.sweep import Column, Loaded
+from slipstream.bench.pair_sweep import Column, Loaded
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.sources import pair_draft, resolve
@@ -92,7 +92,7 @@ class QuantFiles:
         if kind == AS_IS:
             return source
         # Imported here: writing files needs numpy, and bad options should not wait for it.
-        from slipstream.tools.quantize import quantize_file
+        from slipstream.tools.requantize import quantize_file
 
         out = self.folder / f"{side}-{source.stem}.{kind}.gguf"
         if out not in self._made:
@@ -137,7 +137,7 @@ def _how(source: Mapping[str, float], made: Mapping[str, float]) -> str:
 
 def _weights(path: Path) -> tuple[int, dict[str, float]]:
     """Size of a file and the share of its numbers in each type, the commonest first."""
-    from slipstream.tools.inspect import inspect_file
+    from slipstream.tools.file_report import inspect_file
 
     report = inspect_file(path)
     totals = report["totals"]

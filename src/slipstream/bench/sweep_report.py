@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.bench.comparison_report import speedup_text
 from slipstream.bench.measure import Ratio, Turn
-from slipstream.bench.report import speedup_text
-from slipstream.bench.sweep import ColumnResult, Sweep
+from slipstream.bench.pair_sweep import ColumnResult, Sweep
 from slipstream.bench.workloads import BUILT_IN
 from slipstream.errors import RequestError, SourceError
 
@@ -45,10 +45,15 @@ def speed_rows(sweep: Sweep) -> list[tuple[str, ...]]:
             cell = sweep.cell(column, name)
             if cell is not None:
                 speedup, against = cell.speedup(), sweep.speedup_against(column, name)
-                rows.append((
-                    set_name(name), column.name, "-" if speedup is None else speedup_text(speedup),
-                    *_difference(sweep, column, against), f"{cell.same}/{cell.answers}",
-                ))
+                rows.append(
+                    (
+                        set_name(name),
+                        column.name,
+                        "-" if speedup is None else speedup_text(speedup),
+                        *_difference(sweep, column, against),
+                        f"{cell.same}/{cell.answers}",
+                    )
+                )
     return rows
 
 
@@ -86,10 +91,14 @@ def set_name(source: str) -> str:
 def sentences(sweep: Sweep) -> list[str]:
     """How to read the tables, and what is missing from them."""
     tau, speed = sweep.modes[0], sweep.modes[-1]
-    found = [
-        f"Tau is that of mode {tau}, the speed-up that of mode {speed} over plain decoding beside it. Differences are "
-        f"to {sweep.reference.name}, prompt by prompt; \"real\" is one whose 95 % interval leaves out 0."
-    ] if sweep.columns else []
+    found = (
+        [
+            f"Tau is that of mode {tau}, the speed-up that of mode {speed} over plain decoding beside it. Differences "
+            f'are to {sweep.reference.name}, prompt by prompt; "real" is one whose 95 % interval leaves out 0.'
+        ]
+        if sweep.columns
+        else []
+    )
     found += [f"{column.name} was not measured: {column.skipped}." for column in sweep.columns if column.skipped]
     if not sweep.complete:
         found.append("The sweep is not complete.")
@@ -129,7 +138,8 @@ def write_picture(sweep: Sweep, path: Path, title: str) -> None:
     taus.set_yticks(range(len(sweep.columns)), [column.name for column in sweep.columns])
     taus.invert_yaxis()
     for axes, label in (
-        (taus, f"tau, mode {sweep.modes[0]}"), (differences, f"tau against {sweep.columns[0].name}, %"),
+        (taus, f"tau, mode {sweep.modes[0]}"),
+        (differences, f"tau against {sweep.columns[0].name}, %"),
         (speeds, f"speed-up, mode {sweep.modes[-1]}"),
     ):
         axes.set_xlabel(label)
@@ -177,12 +187,24 @@ class SweepFolder:
         with file.open("a", encoding="utf-8") as lines:
             for mode, answer in turn.answers.items():
                 stats = answer.stats
-                lines.write(json.dumps({
-                    "prompt": turn.prompt, "question": turn.question, "mode": mode, "tokens": len(answer.token_ids),
-                    "steps": stats.steps, "committed": stats.committed, "tau": round(stats.tau, 4),
-                    "decode_ms": round(stats.decode_ms, 3), "draft_lora": stats.draft_lora, "same": turn.same(mode),
-                    "text": answer.text,
-                }) + "\n")
+                lines.write(
+                    json.dumps(
+                        {
+                            "prompt": turn.prompt,
+                            "question": turn.question,
+                            "mode": mode,
+                            "tokens": len(answer.token_ids),
+                            "steps": stats.steps,
+                            "committed": stats.committed,
+                            "tau": round(stats.tau, 4),
+                            "decode_ms": round(stats.decode_ms, 3),
+                            "draft_lora": stats.draft_lora,
+                            "same": turn.same(mode),
+                            "text": answer.text,
+                        }
+                    )
+                    + "\n"
+                )
 
     def write(self, sweep: Sweep) -> None:
         self._replace("sweep.json", json.dumps({**self._about, **sweep.to_json()}, indent=1) + "\n")

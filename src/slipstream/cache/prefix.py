@@ -129,7 +129,8 @@ class PrefixCache:
     def _free(self, node: _Node) -> list[tuple[str | None, _Page]]:
         """Pages of a node that could go at once, by their draft keys."""
         return [
-            (key, found) for key, found in node.pages.items()
+            (key, found)
+            for key, found in node.pages.items()
             if self._table.holders(found.page) == 1 and _is_leaf(node, key)
         ]
 
@@ -194,7 +195,8 @@ class PrefixCache:
         """How many pages of a node could go, once that is known of its children."""
         children = node.children.values()
         staying = [
-            found.page for key, found in node.pages.items()
+            found.page
+            for key, found in node.pages.items()
             if self._table.holders(found.page) > 1
             or any(key in child.pages and child.pages[key].page in stuck for child in children)
         ]

@@ -131,7 +131,8 @@ class SequenceState:
         if not stride:
             return []
         return [
-            page * size - self.length - 1 for page in range(full + 1, after + 1)
+            page * size - self.length - 1
+            for page in range(full + 1, after + 1)
             if page % stride == 0 or page == after or page * size == self.branch
         ]
 

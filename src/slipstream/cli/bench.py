@@ -2,8 +2,8 @@
 
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 
-With --sweep or --draft-lora it compares preparations of the pair instead (cli/sweep.py), with --rival it races
-llama.cpp (cli/race.py), with --profile it says where a step's time goes (cli/profile.py).
+With --sweep or --draft-lora it compares preparations of the pair instead (cli/bench_sweep.py), with --rival it races
+llama.cpp (cli/bench_race.py), with --profile it says where a step's time goes (cli/bench_profile.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.profile import check_profile, profile
-from slipstream.cli.race import check_race, race
-from slipstream.cli.sweep import MODES as SWEEP_MODES
-from slipstream.cli.sweep import Adapters, Comparing, OutFolder, Runs, Sides, SweepFlag, compare_pairs
+from slipstream.cli.bench_profile import check_profile, profile
+from slipstream.cli.bench_race import check_race, race
+from slipstream.cli.bench_sweep import MODES as SWEEP_MODES
+from slipstream.cli.bench_sweep import Adapters, Comparing, OutFolder, Runs, Sides, SweepFlag, compare_pairs
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
 from slipstream.errors import RequestError
@@ -44,7 +44,8 @@ Turns = Annotated[
 Modes = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME,...", show_default=f"plain,auto; {SWEEP_MODES} where pairs are compared",
+        metavar="NAME,...",
+        show_default=f"plain,auto; {SWEEP_MODES} where pairs are compared",
         help="Modes to compare, as in generate --mode; plain is always there.",
     ),
 ]
@@ -104,8 +105,14 @@ def command(
     plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     about: dict[str, object] = {
-        "target": target, "prompts": prompts, "turns": turns, "max_tokens": max_tokens,
-        "temperature": temperature, "seed": seed, "gate": gate, "min_confidence": confidence,
+        "target": target,
+        "prompts": prompts,
+        "turns": turns,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "gate": gate,
+        "min_confidence": confidence,
     }
     if comparing.wanted:
         compare_pairs(ui, comparing, target, draft, config, plan, prompts, limit, about)
@@ -126,8 +133,13 @@ def command(
 
 
 def _compare_modes(
-    ui: Ui, load: Callable[[], LLM], conversations: list[Conversation], plan: Plan, about: Mapping[str, object],
-    plot: str | None, trace: str | None,
+    ui: Ui,
+    load: Callable[[], LLM],
+    conversations: list[Conversation],
+    plan: Plan,
+    about: Mapping[str, object],
+    plot: str | None,
+    trace: str | None,
 ) -> None:
     from slipstream.bench.plot import check_plot_path, write_plot
 
@@ -144,12 +156,11 @@ def _compare_modes(
         write_plot(result, plot_path, title)
 
 
-def _measure(
-    ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: Plan, trace: Trace
-) -> Comparison:
+def _measure(ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: Plan, trace: Trace) -> Comparison:
     from slipstream.bench.measure import compare, turns_of
 
     with ui.counting("answers", turns_of(conversations, plan)) as advance:
+
         def on_turn(turn: Turn) -> None:
             # Only now that the turn is over: writing in between would count as decoding time.
             for mode, answer in turn.answers.items():
@@ -162,7 +173,7 @@ def _measure(
 
 def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str) -> None:
     """The table, the speed-ups as bars, the acceptance by position, and what they mean in sentences."""
-    from slipstream.bench import report
+    from slipstream.bench import comparison_report as report
 
     ui.table(title, columns_table(report.HEADS, report.rows(result)))
     _draw_speedups(ui, result)
@@ -171,7 +182,9 @@ def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str)
         if name == "auto":
             ui.line(f"Mode auto chose {policy_line(run.stats.policy)}.")
     for sentence in (
-        report.ratio_sentence(result), report.best_sentence(result), report.identity_sentence(result),
+        report.ratio_sentence(result),
+        report.best_sentence(result),
+        report.identity_sentence(result),
         report.floor_sentence(describe, result),
     ):
         if sentence:
@@ -179,7 +192,7 @@ def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str)
 
 
 def _draw_speedups(ui: Ui, result: Comparison) -> None:
-    from slipstream.bench.report import speedup_text
+    from slipstream.bench.comparison_report import speedup_text
 
     speedups = [(name, result.speedup(name)) for name in result.modes]
     for line in bar_chart([(name, found.value, speedup_text(found)) for name, found in speedups if found is not None]):
@@ -187,7 +200,7 @@ def _draw_speedups(ui: Ui, result: Comparison) -> None:
 
 
 def _draw_acceptance(ui: Ui, result: Comparison) -> None:
-    from slipstream.bench.report import per_position
+    from slipstream.bench.comparison_report import per_position
 
     width = max(len(name) for name in result.modes)
     shares = {name: per_position(run.stats) for name, run in result.speculative.items()}

@@ -14,7 +14,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.chat_session import COMMANDS, ChatSession, Quit
-from slipstream.cli.drafts import show_steps
+from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.tint import Tint
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import DRAFTED_STYLE, Ui, footer
@@ -66,9 +66,15 @@ def command(
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
-            has_draft=llm.has_draft, sampling=sampling, max_tokens=max_tokens, system=system,
-            mode=how.resolved_mode(llm.has_draft), gate=how.gate, min_confidence=how.min_confidence,
-            variants=llm.draft_variants, draft_lora=o.chosen_variant(llm, draft_lora or ()),
+            has_draft=llm.has_draft,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            system=system,
+            mode=how.resolved_mode(llm.has_draft),
+            gate=how.gate,
+            min_confidence=how.min_confidence,
+            variants=llm.draft_variants,
+            draft_lora=o.chosen_variant(llm, draft_lora or ()),
         )
         chat = Chat(ui, llm, session, sys.stdin.isatty(), show_drafts, steps_file)
         if not chat.run():
@@ -199,7 +205,11 @@ class Answer:
         stats = self.stats.to_json() if self.stats else None
         steps = {"steps": [step.to_json() for step in self.steps]} if with_steps else {}
         return {
-            "text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason, "stats": stats, **steps
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "stats": stats,
+            **steps,
         }
 
 

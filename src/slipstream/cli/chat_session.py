@@ -177,9 +177,7 @@ COMMANDS: dict[str, Command] = {
     "help": Command("/help", "show this", ChatSession._help),
     "reset": Command("/reset", "forget the conversation", ChatSession._reset),
     "undo": Command("/undo", "forget the last question and answer", ChatSession._undo),
-    "mode": Command(
-        "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode
-    ),
+    "mode": Command("/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode),
     "gate": Command("/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate),
     "lora": Command("/lora [NAME]", "draft with this adapter; base is the drafter without any", ChatSession._lora),
     "temperature": Command("/temperature [X]", "0 is greedy", ChatSession._temperature),

@@ -17,8 +17,8 @@ from slipstream.cli.ui import Ui, columns_table
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.tools.compare import FileComparison, TensorDifference
     from slipstream.tools.logits import LogitComparison, Settings
+    from slipstream.tools.tensor_compare import FileComparison, TensorDifference
 
 TOO_FAR = 1  # exit code
 DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
@@ -60,7 +60,7 @@ def command(
     texts = _read_prompts(prompts, limit) if logits else []
     with ui.loading() as progress:
         from slipstream.formats.sources import resolve
-        from slipstream.tools.compare import compare_files
+        from slipstream.tools.tensor_compare import compare_files
 
         names = [first] if second is None else [first, second]
         paths = [resolve(name, progress=progress).path for name in names]
@@ -76,9 +76,9 @@ def command(
         if not json_output:
             draw_logits(ui, runs)
     if json_output:
-        ui.print_json({
-            "tensors": None if found is None else found.to_json(), "logits": [run.to_json() for run in runs],
-        })
+        ui.print_json(
+            {"tensors": None if found is None else found.to_json(), "logits": [run.to_json() for run in runs]}
+        )
     if found is not None and max_error is not None and found.largest_error > max_error:
         if not json_output:
             ui.warn(f"Further apart than {max_error:g}: the largest relative RMS is {found.largest_error:.4g}.")
@@ -96,9 +96,7 @@ class _Sides:
     reference: str | None
 
 
-def _refuse_contradictions(
-    second: str | None, logits: bool, reference: str | None, max_error: float | None
-) -> None:
+def _refuse_contradictions(second: str | None, logits: bool, reference: str | None, max_error: float | None) -> None:
     if reference is not None and not logits:
         raise RequestError("--reference compares logits", "add --logits")
     if second is None and reference is None:
@@ -138,7 +136,7 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Setting
         if len(blocks) == 2:
             runs.append(compare_drafters(blocks[0], blocks[1], passages, weight_format, progress))
         if sides.reference is not None:
-            from slipstream.tools.reference import AuthorBlocks
+            from slipstream.tools.authors_drafter import AuthorBlocks
 
             for ours, file in zip(blocks, sides.paths, strict=True):
                 theirs = AuthorBlocks(ours, file)
@@ -202,17 +200,24 @@ def _row(tensor: TensorDifference) -> list[str]:
     first, second = tensor.types
     remark = " · ".join(filter(None, (tensor.outlier, tensor.explanation)))
     return [
-        tensor.name, first if first == second else f"{first} / {second}", f"{tensor.relative_rms:.4g}",
-        f"{tensor.max_error:.4g}", f"{tensor.worst_row} ({tensor.row_error:.3g})", remark,
+        tensor.name,
+        first if first == second else f"{first} / {second}",
+        f"{tensor.relative_rms:.4g}",
+        f"{tensor.max_error:.4g}",
+        f"{tensor.worst_row} ({tensor.row_error:.3g})",
+        remark,
     ]
 
 
 def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
     for run in runs:
         rows = [
-            ["largest difference", f"{run.max_difference:.4g}"], ["mean difference", f"{run.mean_difference:.4g}"],
-            ["mean KL, nats", f"{run.mean_divergence:.4g}"], ["largest KL", f"{run.max_divergence:.4g}"],
-            ["same first choice", f"{run.agreement:.2%}"], *_tau_rows(run),
+            ["largest difference", f"{run.max_difference:.4g}"],
+            ["mean difference", f"{run.mean_difference:.4g}"],
+            ["mean KL, nats", f"{run.mean_divergence:.4g}"],
+            ["largest KL", f"{run.max_divergence:.4g}"],
+            ["same first choice", f"{run.agreement:.2%}"],
+            *_tau_rows(run),
         ]
         title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
         ui.table(title, columns_table(["", "value"], rows))

@@ -27,7 +27,9 @@ def command(
     type_name: Annotated[
         str | None,
         typer.Option(
-            "--type", metavar="TYPE", help="f32, f16 or bf16 for all matrices.",
+            "--type",
+            metavar="TYPE",
+            help="f32, f16 or bf16 for all matrices.",
             show_default="as stored; f32 for what is quantised",
         ),
     ] = None,
@@ -36,7 +38,7 @@ def command(
 ) -> None:
     """Convert a drafter or a target between a Hugging Face folder and GGUF."""
     from slipstream.formats.sources import resolve
-    from slipstream.tools.convert import convert
+    from slipstream.tools.conversion import convert
 
     ui = Ui(json_output)
     with ui.loading() as progress:
@@ -51,10 +53,16 @@ def command(
     types = ", ".join(f"{count} {name}" for name, count in report.types.items())
     ui.table(
         report.out,
-        key_value_table({
-            "from": report.source, "kind": report.kind, "format": report.format, "size": size(report.bytes),
-            "parameters": f"{report.parameters:,}", "tensors": f"{report.tensors} ({types})",
-        }),
+        key_value_table(
+            {
+                "from": report.source,
+                "kind": report.kind,
+                "format": report.format,
+                "size": size(report.bytes),
+                "parameters": f"{report.parameters:,}",
+                "tensors": f"{report.tensors} ({types})",
+            }
+        ),
     )
     for note in report.notes:
         ui.warn(note)

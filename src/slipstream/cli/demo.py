@@ -51,7 +51,7 @@ class _Opponent:
         return {**self.process.describe(), "tokens_per_second": round(self.speed(), 3)}
 
     def sentence(self, result: Comparison) -> str:
-        from slipstream.bench.report import built_for
+        from slipstream.bench.comparison_report import built_for
 
         theirs, about = self.speed(), self.process.describe()
         ours = {mode: run.stats.tokens_per_second for mode, run in result.modes.items()}
@@ -90,10 +90,16 @@ def command(
 
         result = compare(llm, _TARGET, conversations, plan, on_turn)
     if json_output:
-        ui.print_json({
-            "target": _TARGET, "draft": describe["draft"], "max_tokens": max_tokens,
-            **result.to_json(), "describe": describe, "llama_cpp": opponent.to_json() if opponent else None,
-        })
+        ui.print_json(
+            {
+                "target": _TARGET,
+                "draft": describe["draft"],
+                "max_tokens": max_tokens,
+                **result.to_json(),
+                "describe": describe,
+                "llama_cpp": opponent.to_json() if opponent else None,
+            }
+        )
     else:
         ui.line()
         draw(ui, result, describe, f"{_TARGET}: {result.answers} answers of up to {max_tokens} tokens, interleaved")

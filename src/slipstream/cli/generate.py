@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.drafts import show_steps
+from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
 from slipstream.errors import RequestError, SlipstreamError, SourceError
@@ -67,14 +67,24 @@ def command(
     if logprobs is not None and not json_output:
         raise RequestError("--logprobs has nowhere to go", "add --json")
     sampling = {
-        "temperature": temperature, "seed": seed, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty, "logprobs": logprobs,
+        "temperature": temperature,
+        "seed": seed,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logprobs": logprobs,
     }
     SamplingParams(**sampling)  # type: ignore[arg-type]  # refuses bad values before a model is loaded for nothing
     how = o.speculation(mode, gate, confidence, plain)
     settings: dict[str, object] = {
-        **sampling, **how.settings(), "max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
+        **sampling,
+        **how.settings(),
+        "max_tokens": max_tokens,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
     }
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
@@ -116,8 +126,10 @@ def _print_object(ui: Ui, stream: Iterator[GenEvent], show_drafts: bool, logprob
     tokens = [token for event in events for token in event.tokens]
     stats = events[-1].stats or RequestStats()
     result: dict[str, object] = {
-        "text": "".join(event.text for event in events), "token_ids": [token.id for token in tokens],
-        "finish_reason": events[-1].finish_reason, "stats": stats.to_json(),
+        "text": "".join(event.text for event in events),
+        "token_ids": [token.id for token in tokens],
+        "finish_reason": events[-1].finish_reason,
+        "stats": stats.to_json(),
     }
     if logprobs:
         result["logprobs"] = [_logprob(token) for token in tokens]

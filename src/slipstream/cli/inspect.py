@@ -34,21 +34,24 @@ def command(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", rich_help_panel=_CHECKS,
+            "--check",
+            rich_help_panel=_CHECKS,
             help="Check data, metadata, tensors and values; exit code 1 if something is wrong.",
         ),
     ] = False,
     check_instruct: Annotated[
         bool,
         typer.Option(
-            "--check-instruct", rich_help_panel=_CHECKS,
+            "--check-instruct",
+            rich_help_panel=_CHECKS,
             help="Refuse a base model under a drafter trained on the instruct one; exit code 1 if so.",
         ),
     ] = False,
     fit: Annotated[
         bool,
         typer.Option(
-            "--fit", rich_help_panel=_CHECKS,
+            "--fit",
+            rich_help_panel=_CHECKS,
             help="Does this target with --draft fit into --memory; exit code 1 if it does not.",
         ),
     ] = False,
@@ -81,7 +84,7 @@ def command(
         if not passed:
             raise typer.Exit(INCOMPLETE)
         return
-    from slipstream.tools.inspect import inspect_file
+    from slipstream.tools.file_report import inspect_file
 
     report = inspect_file(path)
     if json_output:
@@ -94,7 +97,13 @@ def command(
 
 
 def _run_checks(
-    ui: Ui, name: str, path: Path, wanted: tuple[bool, bool, bool], draft: str, context: int, memory: str | None,
+    ui: Ui,
+    name: str,
+    path: Path,
+    wanted: tuple[bool, bool, bool],
+    draft: str,
+    context: int,
+    memory: str | None,
     dtype: WeightFormat,
 ) -> bool:
     """Runs what was asked for and shows it; whether all of it is well."""
@@ -191,8 +200,9 @@ def draw_fit(ui: Ui, needs: FitReport) -> None:
     }
     ui.table("Memory", key_value_table(rows))
     if needs.quants:
-        quants = [[q.recipe, size(q.weight_bytes), size(q.total_bytes), "yes" if q.fits else "no"]
-                  for q in needs.quants]
+        quants = [
+            [q.recipe, size(q.weight_bytes), size(q.total_bytes), "yes" if q.fits else "no"] for q in needs.quants
+        ]
         ui.table("With the target quantised", columns_table(["type", "weights", "in all", "fits"], quants))
     for line in needs.advice():
         ui.line(line)
@@ -223,9 +233,7 @@ def _summary(report: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [
-        [str(t["name"]), str(t["type"]), " x ".join(map(str, t["shape"])), size(t["bytes"])] for t in tensors
-    ]
+    rows = [[str(t["name"]), str(t["type"]), " x ".join(map(str, t["shape"])), size(t["bytes"])] for t in tensors]
     return columns_table(["name", "type", "shape", "size"], rows)
 
 

@@ -22,12 +22,9 @@ Target = Annotated[
     str, typer.Option(help="Target model: a short name, a folder, a .gguf file or a hub id.", rich_help_panel=_MODEL)
 ]
 Draft = Annotated[
-    str,
-    typer.Option(help="Drafter: like --target; 'auto' is the pair's own, 'none' is none.", rich_help_panel=_MODEL),
+    str, typer.Option(help="Drafter: like --target; 'auto' is the pair's own, 'none' is none.", rich_help_panel=_MODEL)
 ]
-Dtype = Annotated[
-    WeightFormat, typer.Option("--dtype", help="Weight format; 'auto' measures.", rich_help_panel=_MODEL)
-]
+Dtype = Annotated[WeightFormat, typer.Option("--dtype", help="Weight format; 'auto' measures.", rich_help_panel=_MODEL)]
 DeviceName = Annotated[
     Device, typer.Option("--device", help="Where to run; 'auto' is a GPU if there is one.", rich_help_panel=_MODEL)
 ]
@@ -43,7 +40,8 @@ NoGraphs = Annotated[
 Exact = Annotated[
     bool,
     typer.Option(
-        "--exact", rich_help_panel=_MODEL,
+        "--exact",
+        rich_help_panel=_MODEL,
         help="On a GPU: keep steps of large batches so small that speculative text equals plain text to the bit.",
     ),
 ]
@@ -60,7 +58,9 @@ DraftWindow = Annotated[
 DraftLora = Annotated[
     list[str] | None,
     typer.Option(
-        "--draft-lora", metavar="[NAME=]PATH[@SCALE]", rich_help_panel=_MODEL,
+        "--draft-lora",
+        metavar="[NAME=]PATH[@SCALE]",
+        rich_help_panel=_MODEL,
         help="A LoRA adapter for the drafter; may be repeated. The last one drafts; 'base' is the drafter without any.",
     ),
 ]
@@ -69,28 +69,38 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
 ModeName = Annotated[
     str | None,
     typer.Option(
-        "--mode", metavar="NAME", rich_help_panel=_SPECULATION, show_default="auto with a drafter, else plain",
+        "--mode",
+        metavar="NAME",
+        rich_help_panel=_SPECULATION,
+        show_default="auto with a drafter, else plain",
         help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (holds the likeliest chain) or auto.",
     ),
 ]
 GateName = Annotated[
     str | None,
     typer.Option(
-        "--gate", metavar="NAME", rich_help_panel=_SPECULATION, show_default="auto in mode auto, else off",
+        "--gate",
+        metavar="NAME",
+        rich_help_panel=_SPECULATION,
+        show_default="auto in mode auto, else off",
         help="When to stop speculating: entropy, ema, auto or off; thresholds as KIND:name=value,...",
     ),
 ]
 Confidence = Annotated[
     float | None,
     typer.Option(
-        "--confidence", metavar="X", rich_help_panel=_SPECULATION, show_default="0, off",
+        "--confidence",
+        metavar="X",
+        rich_help_panel=_SPECULATION,
+        show_default="0, off",
         help="Draft up to the first token the drafter's confidence head trusts less than this.",
     ),
 ]
 ShowDrafts = Annotated[
     bool,
     typer.Option(
-        "--show-drafts", rich_help_panel=_SPECULATION,
+        "--show-drafts",
+        rich_help_panel=_SPECULATION,
         help="Draw each step's drafts and which of them were kept, on stderr; with --json: list the steps.",
     ),
 ]
@@ -109,12 +119,24 @@ FrequencyPenalty = Annotated[float, typer.Option(help="Off a logit per use of a 
 
 
 def engine_config(
-    dtype: WeightFormat = "auto", threads: int = 0, max_context: int = 0, draft_window: int | None = None,
-    device: Device = "auto", kernels: Kernels = "triton", no_graphs: bool = False, exact: bool = False,
+    dtype: WeightFormat = "auto",
+    threads: int = 0,
+    max_context: int = 0,
+    draft_window: int | None = None,
+    device: Device = "auto",
+    kernels: Kernels = "triton",
+    no_graphs: bool = False,
+    exact: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
-        weight_format=dtype, threads=threads, max_context=max_context, draft_window=draft_window, device=device,
-        kernels=kernels, graphs=not no_graphs, exact=exact,
+        weight_format=dtype,
+        threads=threads,
+        max_context=max_context,
+        draft_window=draft_window,
+        device=device,
+        kernels=kernels,
+        graphs=not no_graphs,
+        exact=exact,
     )
 
 

@@ -16,7 +16,7 @@ from slipstream.cli.ui import Ui, columns_table, size
 from slipstream.tools.quantize_recipes import RecipeName
 
 if TYPE_CHECKING:
-    from slipstream.tools.quantize import QuantizeReport, TensorResult
+    from slipstream.tools.requantize import QuantizeReport, TensorResult
 
 
 def command(
@@ -34,7 +34,7 @@ def command(
     What already has its type is copied.
     """
     from slipstream.formats.sources import resolve
-    from slipstream.tools.quantize import quantize_file
+    from slipstream.tools.requantize import quantize_file
 
     ui = Ui(json_output)
     with ui.loading() as progress:
@@ -63,7 +63,10 @@ def _row(tensor: TensorResult) -> list[str]:
     if tensor.before == tensor.after:
         return [name, shape, tensor.after, size(tensor.bytes_after), "same", ""]
     return [
-        name, shape, f"{tensor.before} → {tensor.after}",
+        name,
+        shape,
+        f"{tensor.before} → {tensor.after}",
         f"{size(tensor.bytes_before)} → {size(tensor.bytes_after)}",
-        f"{tensor.relative_rms:.3%}", f"{tensor.max_error:.3g}",
+        f"{tensor.relative_rms:.3%}",
+        f"{tensor.max_error:.3g}",
     ]

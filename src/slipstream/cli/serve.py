@@ -42,28 +42,35 @@ Drafter = Annotated[
 DraftLora = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="[NAME=]PATH[@SCALE]", rich_help_panel=_MODELS,
+        metavar="[NAME=]PATH[@SCALE]",
+        rich_help_panel=_MODELS,
         help="A LoRA adapter as a variant of the drafter (may be given again); requests name it as draft_lora.",
     ),
 ]
 DraftLoraFolder = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", show_default="nowhere", rich_help_panel=_MODELS,
+        metavar="FOLDER",
+        show_default="nowhere",
+        rich_help_panel=_MODELS,
         help="Let clients add adapters from this folder, and remove variants, while the server runs.",
     ),
 ]
 Memory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", show_default="what is free", rich_help_panel=_MODELS,
+        metavar="SIZE",
+        show_default="what is free",
+        rich_help_panel=_MODELS,
         help="Memory for all models together, like 4G; the least recently used one makes room.",
     ),
 ]
 Idle = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", show_default="never", rich_help_panel=_MODELS,
+        metavar="SECONDS",
+        show_default="never",
+        rich_help_panel=_MODELS,
         help="Put a model to sleep after so long without requests.",
     ),
 ]
@@ -92,7 +99,8 @@ Port = Annotated[int, typer.Option(help="Port; 0 is a free one.", rich_help_pane
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", rich_help_panel=_LISTENING,
+        metavar="KEY",
+        rich_help_panel=_LISTENING,
         help="Ask for this key (may be given again). SLIPSTREAM_API_KEY does the same and shows in no process list.",
     ),
 ]
@@ -108,22 +116,23 @@ Cors = Annotated[
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME", rich_help_panel=_LISTENING,
+        metavar="NAME",
+        rich_help_panel=_LISTENING,
         help="Answer under this name as well, as a proxy or your DNS calls it (may be given again); * is any.",
     ),
 ]
 AllowPriority = Annotated[
-    bool,
-    typer.Option("--allow-priority", help="Let requests ask to go before others.", rich_help_panel=_LIMITS),
+    bool, typer.Option("--allow-priority", help="Let requests ask to go before others.", rich_help_panel=_LIMITS)
 ]
 StreamSocket = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", help="Also speak NDJSON on this Unix socket.", rich_help_panel=_LISTENING),
+    Path | None, typer.Option(metavar="PATH", help="Also speak NDJSON on this Unix socket.", rich_help_panel=_LISTENING)
 ]
 Record = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", rich_help_panel=_RECORDS, show_default="off",
+        metavar="FOLDER",
+        rich_help_panel=_RECORDS,
+        show_default="off",
         help="Write every conversation, prompts and answers included, into this folder.",
     ),
 ]
@@ -171,20 +180,35 @@ def command(
     from slipstream.server.settings import ServerSettings, read_api_keys, read_bytes
 
     settings = ServerSettings(
-        host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file, os.environ),
-        cors_origins=tuple(cors or ()), allowed_hosts=tuple(allow_host or ()), allow_priority=allow_priority,
-        max_body_bytes=read_bytes(max_body), timeout_s=timeout, grace_s=grace,
-        log_prompts=log_prompts, draft_lora_folder=draft_lora_folder,
+        host=host,
+        port=port,
+        api_keys=read_api_keys(api_key or (), api_key_file, os.environ),
+        cors_origins=tuple(cors or ()),
+        allowed_hosts=tuple(allow_host or ()),
+        allow_priority=allow_priority,
+        max_body_bytes=read_bytes(max_body),
+        timeout_s=timeout,
+        grace_s=grace,
+        log_prompts=log_prompts,
+        draft_lora_folder=draft_lora_folder,
     )
     budget = None if memory is None else read_bytes(memory)
     ui = Ui(json_output)
     if models is not None:
         said: dict[str, object] = {
-            "MODEL": model, "--draft": draft, "--mode": mode, "--dtype": dtype != "auto" or None,
-            "--device": device != "auto" or None, "--kernels": kernels != "triton" or None,
-            "--no-graphs": no_graphs or None, "--exact": exact or None,
-            "--threads": threads or None, "--max-context": max_context or None, "--max-sequences": max_sequences,
-            "--max-queue": max_queue, "--draft-lora": draft_lora or None,
+            "MODEL": model,
+            "--draft": draft,
+            "--mode": mode,
+            "--dtype": dtype != "auto" or None,
+            "--device": device != "auto" or None,
+            "--kernels": kernels != "triton" or None,
+            "--no-graphs": no_graphs or None,
+            "--exact": exact or None,
+            "--threads": threads or None,
+            "--max-context": max_context or None,
+            "--max-sequences": max_sequences,
+            "--max-queue": max_queue,
+            "--draft-lora": draft_lora or None,
         }
         router = _several(models, said, budget, idle)
     else:
@@ -207,9 +231,7 @@ def _several(models: Path, said: dict[str, object], budget: int | None, idle: fl
     return Router.from_file(models, memory_budget=budget, idle_s=idle)
 
 
-def _single(
-    target: str, draft: str, draft_lora: Sequence[str], mode: str | None, engine: EngineConfig
-) -> ModelSpec:
+def _single(target: str, draft: str, draft_lora: Sequence[str], mode: str | None, engine: EngineConfig) -> ModelSpec:
     from slipstream.server.model_files import ModelSpec
 
     defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}
@@ -217,7 +239,12 @@ def _single(
 
 
 def _serve(
-    ui: Ui, settings: ServerSettings, router: Router, *, must_load: bool, record: Path | None,
+    ui: Ui,
+    settings: ServerSettings,
+    router: Router,
+    *,
+    must_load: bool,
+    record: Path | None,
     stream_socket: Path | None,
 ) -> None:
     from slipstream.server.lifecycle import Service, listen, url_of
@@ -238,7 +265,10 @@ def _serve(
             ui.note(f"Ready. Chat at {url}/, OpenAI's API at {url}/v1, Anthropic's at {url}.")
 
     service = Service(
-        state, stream_socket=stream_socket, must_load=must_load, log_style="json" if ui.json_output else "text",
+        state,
+        stream_socket=stream_socket,
+        must_load=must_load,
+        log_style="json" if ui.json_output else "text",
         on_ready=ready,
     )
     if settings.host not in LOOPBACK and not settings.api_keys:

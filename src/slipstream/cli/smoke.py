@@ -17,7 +17,7 @@ from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.tools.smoke import CheckResult, ServerReport
+    from slipstream.tools.server_checks import CheckResult, ServerReport
 
 FAILED = 1
 NOTHING_REACHABLE = 2
@@ -41,7 +41,7 @@ def command(
     if not timeout > 0:
         raise RequestError(f"--timeout is {timeout:g}", "it must be above 0")
     # Imported here: --help must not wait for an HTTP client.
-    from slipstream.tools.smoke import CHECKS, smoke
+    from slipstream.tools.server_checks import CHECKS, smoke
 
     ui = Ui(json_output)
     with ui.counting("checks", len(urls) * len(CHECKS)) as done:

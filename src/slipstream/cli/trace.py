@@ -36,7 +36,10 @@ class Trace:
             return
         self._steps[event.request_id] += 1
         line = {
-            "request": event.request_id, "step": self._steps[event.request_id], "mode": mode, **event.step.to_json(),
+            "request": event.request_id,
+            "step": self._steps[event.request_id],
+            "mode": mode,
+            **event.step.to_json(),
             "text": b"".join(tokenizer.token_bytes(token.id) for token in event.tokens).decode("utf-8", "replace"),
         }
         try:

@@ -74,6 +74,7 @@ class Ui:
             return
         tasks: dict[str, object] = {}
         with _progress(self.err) as progress:
+
             def report(label: str, done: int, total: int) -> None:
                 if label not in tasks:
                     tasks[label] = progress.add_task(escape(label), total=total or None)
@@ -96,8 +97,12 @@ def _progress(console: Console) -> Progress:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-        console=console, transient=True,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
     )
 
 

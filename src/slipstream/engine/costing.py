@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from slipstream.cache.cpu.page_pools import KvPools
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.proposer import AUTO_CANDIDATES
 from slipstream.engine.runner import RowWork, Runner
@@ -31,7 +31,10 @@ Progress = Callable[[str, int, int], None]
 
 @torch.inference_mode()
 def measure_costs(
-    target: Decoder, drafter: DFlashDrafter, make_pools: Callable[[int], KvPools], page_tokens: int,
+    target: Decoder,
+    drafter: DFlashDrafter,
+    make_pools: Callable[[int], KvPools],
+    page_tokens: int,
     progress: Progress | None = None,
 ) -> CostTable:
     """Times verify steps of several widths and draft passes on a small cache of their own."""
@@ -61,9 +64,7 @@ def measure_costs(
     for count in slots:
         actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, AUTO_CANDIDATES)])
     best = _best_ms(actions, progress)
-    table = CostTable(
-        {rows: best["step", rows] for rows in _ROWS}, {count: best["draft", count] for count in slots}
-    )
+    table = CostTable({rows: best["step", rows] for rows in _ROWS}, {count: best["draft", count] for count in slots})
     for rows in _TREE_ROWS:
         table.teach(StepShape(1, rows, _CONTEXT, sampled=False, branching=True), best["tree", rows])
     return table

@@ -23,10 +23,10 @@ from slipstream.engine.session import Session
 from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
+from slipstream.grammar.constraints import Grammars
 from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.gates import EntropyGate
-from slipstream.speculative.grammar_compile import Grammars
 from slipstream.speculative.policy import MAX_AUTO_ROWS
 from slipstream.speculative.sampling import RowSampler, log_probabilities
 from slipstream.stats import Decision
@@ -52,8 +52,16 @@ class Engine:
     """Runs any number of requests, each with its own settings, with one target forward per step."""
 
     def __init__(
-        self, runner: Runner, pools: PageMemory, table: PageTable, tokenizer: Tokenizer, config: EngineConfig,
-        max_context: int, draft_key: str | None, share_generated: bool, measure_costs: Callable[[], CostTable],
+        self,
+        runner: Runner,
+        pools: PageMemory,
+        table: PageTable,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        max_context: int,
+        draft_key: str | None,
+        share_generated: bool,
+        measure_costs: Callable[[], CostTable],
     ) -> None:
         self._runner = runner
         self.proposer = Proposer(runner, measure_costs)
@@ -67,8 +75,14 @@ class Engine:
         self._share_generated = share_generated
         self.prefix = PrefixCache(table, PAGE_TOKENS, pools.states) if config.prefix_cache else None
         self.scheduler = Scheduler(
-            table, self.prefix, PAGE_TOKENS, config.max_sequences, config.max_waiting, config.prefill_chunk,
-            config.step_rows, states=pools.states,
+            table,
+            self.prefix,
+            PAGE_TOKENS,
+            config.max_sequences,
+            config.max_waiting,
+            config.prefill_chunk,
+            config.step_rows,
+            states=pools.states,
         )
         self.grammars = Grammars(tokenizer, runner.target.config.vocab_size)
         self._sessions: dict[str, Session] = {}
@@ -255,9 +269,12 @@ class Engine:
             for i, chunk in enumerate(plan.prefill)
         ]
         for item, (session, step_plan) in enumerate(zip(decoding, plans, strict=True), start=len(plan.prefill)):
-            outcomes.append(self._guarded(session, partial(
-                self._decode_outcome, item, session, step_plan, result, chosen[item], (draft_s, verify_s)
-            )))
+            outcomes.append(
+                self._guarded(
+                    session,
+                    partial(self._decode_outcome, item, session, step_plan, result, chosen[item], (draft_s, verify_s)),
+                )
+            )
         events = self._commit(outcomes, result)
         if not plan.prefill:
             committed = [len(outcome.tokens) for outcome in outcomes]
@@ -353,7 +370,12 @@ class Engine:
         return Outcome(session, rows, tokens, text)
 
     def _decode_outcome(
-        self, item: int, session: Session, plan: Plan, result: ForwardResult, chosen: list[int],
+        self,
+        item: int,
+        session: Session,
+        plan: Plan,
+        result: ForwardResult,
+        chosen: list[int],
         seconds: tuple[float, float],
     ) -> Outcome:
         verdict = accept(plan.proposal, chosen)
@@ -371,7 +393,12 @@ class Engine:
         return outcome
 
     def _taken(
-        self, session: Session, proposal: Proposal, decision: Decision, verdict: Verdict, tokens: list[TokenOut],
+        self,
+        session: Session,
+        proposal: Proposal,
+        decision: Decision,
+        verdict: Verdict,
+        tokens: list[TokenOut],
         seconds: tuple[float, float],
     ) -> Outcome:
         """What a request takes of a verified step: all of it, unless a token ends the request."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.cache.pools import PoolShape
+from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.memory import StateRoom, available_bytes, pool_pages
 from slipstream.formats.sources import pair_draft, resolve
-from slipstream.formats.weights import WeightFile, open_weights
-from slipstream.kernels.native.library import library
+from slipstream.formats.weight_files import WeightFile, open_weights
+from slipstream.kernels.cpu.native_library import library
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.loading import read_target_config
 

@@ -12,8 +12,8 @@ from typing import Literal, overload
 
 import torch
 
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import KvPools, PoolShape
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.costing import measure_costs
 from slipstream.engine.devices import gpu_backend
@@ -27,11 +27,11 @@ from slipstream.engine.variants import DrafterFile, DraftVariant
 from slipstream.errors import RequestError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
-from slipstream.kernels.delta import delta_is_exact
-from slipstream.kernels.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
+from slipstream.kernels.cpu.delta_rule import delta_is_exact
+from slipstream.kernels.cpu.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
+from slipstream.kernels.cpu.native_library import availability, library
+from slipstream.kernels.cpu.native_threads import set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
-from slipstream.kernels.native.library import availability, library
-from slipstream.kernels.native.threads import set_threads
 from slipstream.lazy import cached_property
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
@@ -137,8 +137,14 @@ class LLM:
         target_pool, draft_pool = self._pool_shapes()
         if self._gpu is not None:
             return self._gpu.build(
-                self._target, self._drafter, (target_pool, draft_pool), self.tokenizer, self.max_context,
-                self.draft_window, key, self._progress,
+                self._target,
+                self._drafter,
+                (target_pool, draft_pool),
+                self.tokenizer,
+                self.max_context,
+                self.draft_window,
+                key,
+                self._progress,
             )
         per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
         room = StateRoom.plan(target_pool.states, self.config, PAGE_TOKENS, per_token)
@@ -148,8 +154,15 @@ class LLM:
         self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool, room.slots(pages), room.stride)
         blocks = self._in_blocks(self._drafter) if self._drafter is not None else None
         return Engine(
-            Runner(self._target, self._pools, PAGE_TOKENS, blocks), self._pools, PageTable(pages), self.tokenizer,
-            self.config, self.max_context, key, self.exact, self._measure_costs,
+            Runner(self._target, self._pools, PAGE_TOKENS, blocks),
+            self._pools,
+            PageTable(pages),
+            self.tokenizer,
+            self.config,
+            self.max_context,
+            key,
+            self.exact,
+            self._measure_costs,
         )
 
     def _in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
@@ -161,8 +174,7 @@ class LLM:
         assert self._drafter is not None, "only speculation asks for costs"
         shapes = self._pool_shapes()
         return measure_costs(
-            self._target, self._drafter, lambda pages: KvPools(pages, PAGE_TOKENS, *shapes), PAGE_TOKENS,
-            self._progress,
+            self._target, self._drafter, lambda pages: KvPools(pages, PAGE_TOKENS, *shapes), PAGE_TOKENS, self._progress
         )
 
     def measure_costs(self) -> dict[str, object]:
@@ -271,9 +283,7 @@ class LLM:
             "floor_ms": round(1e3 * self._target.step_bytes / bandwidth, 3),
             "graph_bytes": self._gpu.graphs.bytes if self._gpu is not None else None,
             "row_products": self._target.row_products,
-            "peak_products": (
-                int8_peak() if self._target.weight_format == "native" and self._gpu is None else None
-            ),
+            "peak_products": (int8_peak() if self._target.weight_format == "native" and self._gpu is None else None),
         }
 
     @overload
@@ -350,8 +360,10 @@ class LLM:
         if chat:
             messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(
-                self.tokenizer.chat_template, messages,
-                bos_token=self.tokenizer.bos_token, eos_token=self.tokenizer.eos_token,
+                self.tokenizer.chat_template,
+                messages,
+                bos_token=self.tokenizer.bos_token,
+                eos_token=self.tokenizer.eos_token,
             )
             return self.tokenizer.encode(text, add_bos=False, limit=limit)
         if not isinstance(prompt, str):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels.delta import DeltaShape
+from slipstream.kernels.cpu.delta_rule import DeltaShape
 
 _SHARE = 0.25  # of what is free now; the rest stays with weights, activations and the user's other programs
 _STATES_PER_SLOT = 2  # sequences that yielded or are paused hold on to their state as they do to their pages

@@ -52,12 +52,19 @@ class StepProfile:
     def to_json(self) -> dict[str, object]:
         device = self.device
         return {
-            "steps": self.steps, "rows": round(self.rows, 2), "context": round(self.context),
-            "step_ms": round(self.step_ms, 4), "phases_ms": {k: round(ms, 4) for k, ms in self.phases_ms.items()},
+            "steps": self.steps,
+            "rows": round(self.rows, 2),
+            "context": round(self.context),
+            "step_ms": round(self.step_ms, 4),
+            "phases_ms": {k: round(ms, 4) for k, ms in self.phases_ms.items()},
             "read_bytes": round(self.read_bytes),
-            "device": None if device is None else {
-                "busy_ms": round(device.busy_ms, 4), "replay_context": device.replay_context,
-                "launches": device.launches, "launch_kind": device.launch_kind,
+            "device": None
+            if device is None
+            else {
+                "busy_ms": round(device.busy_ms, 4),
+                "replay_context": device.replay_context,
+                "launches": device.launches,
+                "launch_kind": device.launch_kind,
             },
         }
 
@@ -127,11 +134,17 @@ class Profiler:
         engine, runner, proposer = self.engine, self.engine._runner, self.engine.proposer
         parts: tuple[tuple[object, str, str], ...] = (
             (BlockDrafter, "draft", "draft"),
-            (DraftHeads, "begin", "heads"), (HeadPass, "correct", "heads"), (HeadPass, "confidence", "heads"),
-            (BlockDrafts, "grow", "tree"), (proposer, "_choose", "tree"),
-            (runner, "forward", "verify"), (engine, "_sample", "verify"),
-            (engine_module, "accept", "accept"), (SequenceState, "commit", "accept"),
-            (runner, "write_context", "context write"), (runner, "write_waiting", "context write"),
+            (DraftHeads, "begin", "heads"),
+            (HeadPass, "correct", "heads"),
+            (HeadPass, "confidence", "heads"),
+            (BlockDrafts, "grow", "tree"),
+            (proposer, "_choose", "tree"),
+            (runner, "forward", "verify"),
+            (engine, "_sample", "verify"),
+            (engine_module, "accept", "accept"),
+            (SequenceState, "commit", "accept"),
+            (runner, "write_context", "context write"),
+            (runner, "write_waiting", "context write"),
             (runner, "hold_taps", "context write"),
         )
         for owner, name, phase in parts:
@@ -177,9 +190,7 @@ class Profiler:
         context = fmean(step.context for step in middle)
         runner = self.engine._runner
         read = read_bytes(runner.target, runner.drafter if kind == DRAFTING else None, context, self.value_bytes)
-        return StepProfile(
-            len(steps), fmean(step.rows for step in middle), context, sum(phases.values()), phases, read
-        )
+        return StepProfile(len(steps), fmean(step.rows for step in middle), context, sum(phases.values()), phases, read)
 
 
 def _middle_half(steps: list[ClockedStep]) -> list[ClockedStep]:

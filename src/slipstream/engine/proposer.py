@@ -61,9 +61,7 @@ class Proposer:
         rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or drafter.proposals + 1
         if request.gate.kind == "auto":
             sampled = not request.sampling.greedy
-            policy = self.policy.sequence(
-                request.mode, request.gate, drafter.proposals, sampled, ticket.state.variant
-            )
+            policy = self.policy.sequence(request.mode, request.gate, drafter.proposals, sampled, ticket.state.variant)
             return Speculation(ticket, rows, policy)
         if request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
@@ -85,7 +83,8 @@ class Proposer:
                 self._bad_draft(sessions[index], "the drafter's numbers are not finite; such steps run plain")
         fixed = {
             index: _fixed(session, drafts[index])
-            for index, session in enumerate(sessions) if session.speculation.policy is None
+            for index, session in enumerate(sessions)
+            if session.speculation.policy is None
         }
         governed = [index for index in range(len(sessions)) if index not in fixed]
         chosen = [_undrafted(sessions[index]) for index in governed]
@@ -180,9 +179,7 @@ class Proposer:
             session.speculation.warned = True
             _log.warning("request %s: %s", session.ticket.request.id, what)
 
-    def _choose(
-        self, sessions: Sequence[Session], drafts: Sequence[BlockDrafts | None], rest: _Rest
-    ) -> list[Plan]:
+    def _choose(self, sessions: Sequence[Session], drafts: Sequence[BlockDrafts | None], rest: _Rest) -> list[Plan]:
         """Lets the policy pick among what was drafted, for all sequences it governs at once."""
         trees, chains, offers = [], [], []
         for session, block in zip(sessions, drafts, strict=True):
@@ -222,7 +219,11 @@ class Proposer:
             speculation.gate.observe(top1)
 
     def observe(
-        self, sessions: Sequence[Session], plans: Sequence[Plan], committed: Sequence[int], draft_s: float,
+        self,
+        sessions: Sequence[Session],
+        plans: Sequence[Plan],
+        committed: Sequence[int],
+        draft_s: float,
         step_s: float,
     ) -> None:
         """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""

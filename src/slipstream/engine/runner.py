@@ -8,11 +8,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from slipstream.cache.pools import KvPools
+from slipstream.cache.cpu.page_pools import KvPools
+from slipstream.cache.cpu.state_tensors import StateTensors, Stretch
 from slipstream.cache.sequence import SequenceState
-from slipstream.cache.states import StateTensors, Stretch
 from slipstream.engine.variants import DraftVariants
-from slipstream.kernels.delta import DeltaStep
+from slipstream.kernels.cpu.delta_rule import DeltaStep
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, RowPlaces, make_group, make_tree_group
 from slipstream.models.decoder import Decoder
 from slipstream.speculative.candidates import BlockDrafts

@@ -134,8 +134,16 @@ class Scheduler:
     """A sequence is admitted only when its pages for the whole way are there, so whoever runs can always finish."""
 
     def __init__(
-        self, table: PageTable, prefix: PrefixCache | None, page_tokens: int, max_sequences: int, max_waiting: int,
-        prefill_chunk: int, step_rows: int, quantum: int = QUANTUM_TOKENS, states: StatePool | None = None,
+        self,
+        table: PageTable,
+        prefix: PrefixCache | None,
+        page_tokens: int,
+        max_sequences: int,
+        max_waiting: int,
+        prefill_chunk: int,
+        step_rows: int,
+        quantum: int = QUANTUM_TOKENS,
+        states: StatePool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
@@ -236,8 +244,7 @@ class Scheduler:
         """The lowest priority's sequence that has had most, if it may be asked to make room for this one."""
         aged = newcomer.aged(self._clock())
         candidates = [
-            t for t in self.running
-            if t.level < newcomer.priority or (t.priority <= aged and t.served >= self._quantum)
+            t for t in self.running if t.level < newcomer.priority or (t.priority <= aged and t.served >= self._quantum)
         ]
         return min(candidates, key=lambda t: (t.priority, -t.served), default=None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.scheduler import Ticket
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.novel import novel_steps
+from slipstream.speculative.new_text import novel_steps
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
 from slipstream.stats import RequestStats
@@ -33,9 +33,7 @@ class Speculation:
     @property
     def drafts(self) -> bool:
         """Whether a fixed shape is drafted in this step."""
-        return (
-            self.policy is None and self.rows > 1 and self.ticket.room > 1 and (self.gate is None or self.gate.open)
-        )
+        return self.policy is None and self.rows > 1 and self.ticket.room > 1 and (self.gate is None or self.gate.open)
 
 
 class Session:

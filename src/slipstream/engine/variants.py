@@ -10,8 +10,8 @@ from pathlib import Path
 from slipstream.config import WeightFormat
 from slipstream.errors import RequestError
 from slipstream.formats.adapters import AdapterSource
-from slipstream.formats.weights import WeightFile, open_weights
-from slipstream.kernels.native.matrix import memory_of_its_own
+from slipstream.formats.weight_files import WeightFile, open_weights
+from slipstream.kernels.cpu.native_matrix import memory_of_its_own
 from slipstream.models.dflash import DFlashDrafter, read_drafter_config
 from slipstream.models.dflash_names import names_in
 from slipstream.models.loading import MakeWeights
@@ -83,7 +83,10 @@ class DrafterFile:
     """An opened drafter: builds it as it is, and variants that share with it whatever their adapters leave alone."""
 
     def __init__(
-        self, path: Path, weight_format: WeightFormat, progress: Progress | None = None,
+        self,
+        path: Path,
+        weight_format: WeightFormat,
+        progress: Progress | None = None,
         make_weights: MakeWeights = Weights,
     ) -> None:
         self._file = open_weights(path)

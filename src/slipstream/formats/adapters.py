@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from slipstream.errors import ConfigError, FormatError, SourceError
-from slipstream.formats.layout import read_json_object
+from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.quants import decode_rows
-from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
+from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
 
 BASE_NAME = "base"  # the drafter as it is
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -33,13 +33,24 @@ _FORMS = "give PATH or NAME=PATH, with @SCALE behind it if the adapter is to cou
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _PEFT_PREFIX = "base_model.model."
 _PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # which factor, and whether of an embedding
-    ".lora_A.weight": ("a", False), ".lora_B.weight": ("b", False),
-    ".lora_embedding_A": ("a", True), ".lora_embedding_B": ("b", True),
+    ".lora_A.weight": ("a", False),
+    ".lora_B.weight": ("b", False),
+    ".lora_embedding_A": ("a", True),
+    ".lora_embedding_B": ("b", True),
 }
 # PEFT settings that change what the pairs mean, or promise weights beside them
 _OTHER_METHODS = (
-    "use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config",
-    "alora_invocation_tokens", "layer_replication", "trainable_token_indices", "target_parameters",
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "arrow_config",
+    "monteclora_config",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
 )
 # other ways of starting (pissa, olora, corda, ...) change the base weights too, which are not these
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -360,7 +371,8 @@ def _common_rank(down: Factor, up: Factor) -> int:
     if down.shape[0] != up.shape[1]:
         raise FormatError(
             f"the adapter's tensors '{down.tensor.name}' {list(down.tensor.shape)} and '{up.tensor.name}' "
-            f"{list(up.tensor.shape)} have no rank in common", "they do not belong together",
+            f"{list(up.tensor.shape)} have no rank in common",
+            "they do not belong together",
         )
     return down.shape[0]
 

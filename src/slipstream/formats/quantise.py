@@ -40,9 +40,17 @@ def _encode_bf16(values: Floats) -> Bytes:
 
 
 _ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
-    "F32": _encode_f32, "F16": _encode_f16, "BF16": _encode_bf16,
-    "Q8_0": encode_q8_0, "Q4_0": encode_q4_0, "Q4_1": encode_q4_1, "Q5_0": encode_q5_0, "Q5_1": encode_q5_1,
-    "Q4_K": encode_q4_k, "Q5_K": encode_q5_k, "Q6_K": encode_q6_k,
+    "F32": _encode_f32,
+    "F16": _encode_f16,
+    "BF16": _encode_bf16,
+    "Q8_0": encode_q8_0,
+    "Q4_0": encode_q4_0,
+    "Q4_1": encode_q4_1,
+    "Q5_0": encode_q5_0,
+    "Q5_1": encode_q5_1,
+    "Q4_K": encode_q4_k,
+    "Q5_K": encode_q5_k,
+    "Q6_K": encode_q6_k,
 }
 ENCODABLE = tuple(_ENCODERS)
 # type -> (elements per block, bytes per block)

@@ -93,11 +93,13 @@ def _ranged(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
 def _six_bit(scales: Floats, minima: Floats) -> Bytes:
     """Eight scales and eight minima of six bits in 12 bytes; the last four of each are split over two places."""
     scale, minimum = scales.astype(np.uint8), minima.astype(np.uint8)
-    return np.hstack((
-        scale[:, :4] | scale[:, 4:] >> 4 << 6,
-        minimum[:, :4] | minimum[:, 4:] >> 4 << 6,
-        (scale[:, 4:] & 0x0F) | minimum[:, 4:] << 4,
-    ))
+    return np.hstack(
+        (
+            scale[:, :4] | scale[:, 4:] >> 4 << 6,
+            minimum[:, :4] | minimum[:, 4:] >> 4 << 6,
+            (scale[:, 4:] & 0x0F) | minimum[:, 4:] << 4,
+        )
+    )
 
 
 def _nibble_pairs(codes: Bytes) -> Bytes:

@@ -82,8 +82,10 @@ def fit_range(blocks: Floats, top: int, offset_up_to_zero: bool) -> tuple[Floats
             offset = np.where(above, limit, offset)
             scale = np.where(above, (products - limit * code_sum) * inverse(code_squares), scale)
         error = (
-            squares - 2 * (scale * products + offset * total)
-            + scale * (scale * code_squares + 2 * offset * code_sum) + count * offset * offset
+            squares
+            - 2 * (scale * products + offset * total)
+            + scale * (scale * code_squares + 2 * offset * code_sum)
+            + count * offset * offset
         )
         better = error < best_error
         best_error[better] = error[better]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import FormatError
-from slipstream.formats.layout import (
+from slipstream.formats.file_bytes import (
     MAX_ELEMENTS,
     MemoryBytes,
     StoredBytes,

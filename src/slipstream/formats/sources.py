@@ -70,7 +70,7 @@ PAIRS: dict[str, NamedPair] = {
         ),
         draft="smollm2-dspark",
         description="SmolLM2-135M-Instruct, 4-bit, with a DFlash drafter",
-    ),
+    )
 }
 
 # Short name of a drafter -> its file in our own data folder

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from slipstream.config import WeightFormat
-from slipstream.kernels.matmul import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
-from slipstream.kernels.native.library import library
-from slipstream.kernels.native.threads import threads as native_threads
+from slipstream.kernels.cpu.linear import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
+from slipstream.kernels.cpu.native_library import library
+from slipstream.kernels.cpu.native_threads import threads as native_threads
 from slipstream.paths import user_cache
 
 # Some cloud machines advertise AMX and then kill the process that uses it; this is the next best instruction set.

@@ -14,7 +14,7 @@ from slipstream.errors import IntegrityError
 from slipstream.lazy import cached_property
 
 if TYPE_CHECKING:
-    from slipstream.kernels.delta import DeltaStep
+    from slipstream.kernels.cpu.delta_rule import DeltaStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,12 @@ class RowBatch(RowPlaces):
     """Everything one forward needs to know about its rows; groups are given per attention pattern."""
 
     def __init__(
-        self, tokens: Iterable[int], positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int,
+        self,
+        tokens: Iterable[int],
+        positions: Iterable[int],
+        pages: Iterable[int],
+        offsets: Iterable[int],
+        end: int,
         groups: Mapping[AttentionPattern, Sequence[RowGroup]],
     ) -> None:
         super().__init__(positions, pages, offsets, end)
@@ -112,12 +117,14 @@ def make_group(
 
 
 def make_tree_group(
-    row_start: int, start: int, parents: Sequence[int], page_ids: Sequence[int], page_tokens: int,
+    row_start: int,
+    start: int,
+    parents: Sequence[int],
+    page_ids: Sequence[int],
+    page_tokens: int,
     pattern: AttentionPattern,
 ) -> RowGroup:
     """Describes the attention of a tree's rows: row i is stored in slot start + i and stands at start + its depth."""
     if not pattern.causal:
         raise IntegrityError("the rows of a tree cannot see ahead", "use a causal pattern")
-    return RowGroup(
-        row_start, row_start + len(parents), start, page_ids, page_tokens, pattern, parents=tuple(parents)
-    )
+    return RowGroup(row_start, row_start + len(parents), start, page_ids, page_tokens, pattern, parents=tuple(parents))

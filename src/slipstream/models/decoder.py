@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.delta import DeltaShape
-from slipstream.kernels.matmul import Matrix, rough_twin
-from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
-from slipstream.kernels.reference import rms_norm, softcapped
+from slipstream.kernels.cpu.delta_rule import DeltaShape
+from slipstream.kernels.cpu.linear import Matrix, rough_twin
+from slipstream.kernels.cpu.native_stack import LayerPools, NativeStack, PassResult
+from slipstream.kernels.cpu.torch_kernels import rms_norm, softcapped
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.lazy import cached_property
 from slipstream.models.layers import RotaryRows, TransformerLayer
@@ -190,7 +190,12 @@ class Decoder:
             # addresses are read once per set of pools, which is kept so that it cannot become another one's
             self._pools = kv, LayerPools([keys for keys, _ in kv], [values for _, values in kv])
         return stack.run(
-            batch, self.embed(batch.token_ids), self._pools[1], self.rotary.tables(batch.end), tap_layers, wanted,
+            batch,
+            self.embed(batch.token_ids),
+            self._pools[1],
+            self.rotary.tables(batch.end),
+            tap_layers,
+            wanted,
             packed(self.head),
         )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.delta import DeltaRule, DeltaShape
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import rms_norm
+from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.torch_kernels import rms_norm
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.models.layers import LayerShape, RotaryRows
 from slipstream.models.moe import MoeLayer, MoeShape
@@ -18,7 +18,13 @@ class DeltaNetLayer(MoeLayer):
     """Norm, delta net, norm, MLP or experts; the recurrent state comes with the batch."""
 
     def __init__(
-        self, weights: Weights, shape: LayerShape, prefix: str, moe: MoeShape | None, delta: DeltaShape, state: int,
+        self,
+        weights: Weights,
+        shape: LayerShape,
+        prefix: str,
+        moe: MoeShape | None,
+        delta: DeltaShape,
+        state: int,
         as_gguf: bool,
     ) -> None:
         """`state` is the layer's place among the recurrent ones; `as_gguf` says how the file has its tensors."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightFile, open_weights, read_config
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.native.matrix import PackedLinear
-from slipstream.kernels.native.stack import LayerPools, NativeStack, PassResult
-from slipstream.kernels.reference import rms_norm, rotate, softcapped
+from slipstream.formats.weight_files import WeightFile, open_weights, read_config
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.native_matrix import PackedLinear
+from slipstream.kernels.cpu.native_stack import LayerPools, NativeStack, PassResult
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, softcapped
 from slipstream.kernels.rows import RowBatch, RowPlaces
 from slipstream.models import dflash_config
 from slipstream.models.dflash_config import DFlashConfig
@@ -63,11 +63,13 @@ class DFlashDrafter:
         self.context_k_norm = torch.stack([layer.k_norm for layer in self.layers if layer.k_norm is not None])[:, None]
         self.embed = (
             weights.embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
-            if weights.has("embed_tokens.weight") else None
+            if weights.has("embed_tokens.weight")
+            else None
         )
         self.head: Matrix | None = (
             weights.head(weights.source("lm_head.weight", (self._head_tokens, config.hidden_size)))
-            if weights.has("lm_head.weight") else None
+            if weights.has("lm_head.weight")
+            else None
         )
         self.known_tokens = self._load_known_tokens(weights) if config.draft_vocab_size else None
         self._softcap = config.final_logit_softcapping
@@ -109,8 +111,12 @@ class DFlashDrafter:
         for index, layer in enumerate(self.layers):
             layer.attention_conv, layer.mlp_conv = (
                 BlockConvolution(
-                    weights, f"layers.{index}.{name}.", config.hidden_size, parts.conv_kernel_size,
-                    parts.conv_group_size, config.block_size,
+                    weights,
+                    f"layers.{index}.{name}.",
+                    config.hidden_size,
+                    parts.conv_kernel_size,
+                    parts.conv_group_size,
+                    config.block_size,
                 )
                 for name in ("attention_conv", "mlp_conv")
             )
@@ -120,7 +126,13 @@ class DFlashDrafter:
         config = self.config
         if self._context is not None:
             self._context.write(
-                taps, places, self.rotary.tables(places.end), keys, values, self.hidden_norm, self.context_k_norm,
+                taps,
+                places,
+                self.rotary.tables(places.end),
+                keys,
+                values,
+                self.hidden_norm,
+                self.context_k_norm,
                 config.rms_eps,
             )
             return
@@ -193,7 +205,13 @@ class DFlashDrafter:
         return embedded if scale is None else embedded * scale
 
     def _run_native(
-        self, stack: NativeStack, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int],
+        self,
+        stack: NativeStack,
+        x: Tensor,
+        batch: RowBatch,
+        keys: Tensor,
+        values: Tensor,
+        wanted: Sequence[int],
         head: PackedLinear | None,
     ) -> PassResult:
         if self._pools is None or self._pools[0] is not keys:

@@ -301,7 +301,8 @@ def read_gguf(
         target_family=_target_family(reader, "slipstream.target_model_type", parts),
         expected_tau={
             key.removeprefix(GGUF_EXPECTED_TAU): reader.number(key)
-            for key in metadata if key.startswith(GGUF_EXPECTED_TAU)
+            for key in metadata
+            if key.startswith(GGUF_EXPECTED_TAU)
         },
     )
 
@@ -340,7 +341,9 @@ def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf
         return parts
     width = hidden + (parts.markov_rank if parts.confidence_head_with_markov else 0)
     expected = {
-        "enabled": parts.dspark, "vocab_size": vocab, "confidence_dim": width if parts.enable_confidence_head else 0,
+        "enabled": parts.dspark,
+        "vocab_size": vocab,
+        "confidence_dim": width if parts.enable_confidence_head else 0,
     }
     for key, value in expected.items():
         declared = reader.values.get(f"dflash.dspark.{key}", value)
@@ -362,6 +365,4 @@ def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern,
     flags = reader.values.get("dflash.attention.sliding_window_pattern", [window > 0] * layers)
     if not isinstance(flags, list) or len(flags) != layers:
         raise ConfigError(f"{reader.label}: dflash.attention.sliding_window_pattern must have {layers} entries")
-    return tuple(
-        AttentionPattern(window if flag else 0, bool(flag) if forced is None else forced) for flag in flags
-    )
+    return tuple(AttentionPattern(window if flag else 0, bool(flag) if forced is None else forced) for flag in flags)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from slipstream.formats.weights import WeightFile
+from slipstream.formats.weight_files import WeightFile
 from slipstream.models.llama import GGUF_LAYER
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # canonical name -> shape, None where the file has no such tensor

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.attention import attention
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import rms_norm, rotate, write_rows
+from slipstream.kernels.cpu.attention import attention
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
 from slipstream.kernels.rows import RowBatch
-from slipstream.kernels.rowwise import row_by_row
 from slipstream.models import gemma4_config
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, FamilyNames, KvLayers, Step
@@ -123,7 +123,12 @@ class Gemma4Layer(TransformerLayer):
         self.k_norm = weights.norm(prefix + "k_norm.weight", shape.head_dim) if self.owns_keys else None
 
     def __call__(
-        self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
+        self,
+        x: Tensor,
+        batch: RowBatch,
+        rotary: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
         side: Tensor | None = None,
     ) -> Tensor:
         eps = self.shape.rms_eps

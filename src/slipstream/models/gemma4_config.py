@@ -37,8 +37,11 @@ class Gemma4Config(DecoderConfig):
 
     def layer(self, index: int) -> Self:
         return replace(
-            self, head_dim=self.layer_dims[index], kv_heads=self.layer_kv_heads[index],
-            intermediate_size=self.layer_inner[index], rope=self.rope if self.sliding[index] else self.full_rope,
+            self,
+            head_dim=self.layer_dims[index],
+            kv_heads=self.layer_kv_heads[index],
+            intermediate_size=self.layer_inner[index],
+            rope=self.rope if self.sliding[index] else self.full_rope,
         )
 
     def pattern(self, index: int) -> AttentionPattern:
@@ -95,19 +98,38 @@ def read_hf(config: ConfigReader) -> Gemma4Config:
     inner, wide = config.integer("intermediate_size"), config.boolean("use_double_wide_mlp", False)
     own = layers - sharing
     side = config.integer("hidden_size_per_layer_input", 0, least=0)
-    return _checked(Gemma4Config(
-        family=ARCH, hidden_size=hidden, layers=layers, heads=config.integer("num_attention_heads"),
-        kv_heads=kv_heads, head_dim=head_dim, intermediate_size=inner, vocab_size=config.integer("vocab_size"),
-        rms_eps=config.number("rms_norm_eps"), rope=read_rope(config, head_dim, max_positions, SLIDING),
-        max_positions=max_positions, tied_head=config.boolean("tie_word_embeddings", True), qk_norm=True,
-        attention_bias=config.boolean("attention_bias", False), mlp_bias=False, sliding=sliding,
-        window=config.integer("sliding_window"), layer_dims=dims, layer_kv_heads=layer_kv_heads,
-        layer_inner=tuple(inner * (2 if wide and index >= own else 1) for index in range(layers)),
-        full_rope=read_rope(config, dims[-1], max_positions, FULL, partial=True),
-        keys_are_values=tuple(key_values and not slides for slides in sliding), sharing=sharing, side_size=side,
-        side_vocab=config.integer("vocab_size_per_layer_input") if side else 0,
-        final_softcap=config.number("final_logit_softcapping", 0.0), moe=_hf_experts(config, hidden),
-    ), config.label)
+    return _checked(
+        Gemma4Config(
+            family=ARCH,
+            hidden_size=hidden,
+            layers=layers,
+            heads=config.integer("num_attention_heads"),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=inner,
+            vocab_size=config.integer("vocab_size"),
+            rms_eps=config.number("rms_norm_eps"),
+            rope=read_rope(config, head_dim, max_positions, SLIDING),
+            max_positions=max_positions,
+            tied_head=config.boolean("tie_word_embeddings", True),
+            qk_norm=True,
+            attention_bias=config.boolean("attention_bias", False),
+            mlp_bias=False,
+            sliding=sliding,
+            window=config.integer("sliding_window"),
+            layer_dims=dims,
+            layer_kv_heads=layer_kv_heads,
+            layer_inner=tuple(inner * (2 if wide and index >= own else 1) for index in range(layers)),
+            full_rope=read_rope(config, dims[-1], max_positions, FULL, partial=True),
+            keys_are_values=tuple(key_values and not slides for slides in sliding),
+            sharing=sharing,
+            side_size=side,
+            side_vocab=config.integer("vocab_size_per_layer_input") if side else 0,
+            final_softcap=config.number("final_logit_softcapping", 0.0),
+            moe=_hf_experts(config, hidden),
+        ),
+        config.label,
+    )
 
 
 def _layer_heads(
@@ -115,10 +137,13 @@ def _layer_heads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Head size and key heads of every layer, from `per_layer_config` or the older global keys of full layers."""
     head_dim, kv_heads = config.integer("head_dim"), config.integer("num_key_value_heads")
-    full = ConfigReader({
-        "head_dim": config.values.get("global_head_dim"),
-        "num_key_value_heads": config.values.get("num_global_key_value_heads") if key_values else None,
-    }, config.label)
+    full = ConfigReader(
+        {
+            "head_dim": config.values.get("global_head_dim"),
+            "num_key_value_heads": config.values.get("num_global_key_value_heads") if key_values else None,
+        },
+        config.label,
+    )
     each = config.section("per_layer_config")
     if not each.values and not full.has("head_dim"):
         raise ConfigError(f"{config.label}: neither 'per_layer_config' nor 'global_head_dim' says how full layers look")
@@ -152,20 +177,38 @@ def read_gguf(config: ConfigReader, weights: Weights) -> Gemma4Config:
     inner = config.each_layer(f"{ARCH}.feed_forward_length", layers)
     kv_heads = config.each_layer(f"{key}head_count_kv", layers)
     side = config.integer(f"{ARCH}.embedding_length_per_layer_input", 0, least=0)
-    return _checked(Gemma4Config(
-        family=ARCH, hidden_size=hidden, layers=layers, heads=config.integer(f"{key}head_count"),
-        kv_heads=kv_heads[0], head_dim=head_dim, intermediate_size=inner[0],
-        vocab_size=file.tensor("token_embd.weight").shape[0], rms_eps=config.number(f"{key}layer_norm_rms_epsilon"),
-        rope=read_gguf_rope(config, ARCH, head_dim, sliding=True),
-        max_positions=config.integer(f"{ARCH}.context_length"),
-        tied_head="output.weight" not in file, qk_norm=True, attention_bias=False, mlp_bias=False, sliding=sliding,
-        window=config.integer(f"{key}sliding_window"),
-        layer_dims=tuple(head_dim if slides else full_dim for slides in sliding), layer_kv_heads=kv_heads,
-        layer_inner=inner, full_rope=_gguf_full_rope(config, weights, full_dim),
-        keys_are_values=tuple(f"blk.{index}.attn_v.weight" not in file for index in range(layers)), sharing=sharing,
-        side_size=side, side_vocab=file.tensor("per_layer_token_embd.weight").shape[0] if side else 0,
-        final_softcap=config.number(f"{ARCH}.final_logit_softcapping", 0.0), moe=_gguf_experts(config, hidden),
-    ), config.label)
+    return _checked(
+        Gemma4Config(
+            family=ARCH,
+            hidden_size=hidden,
+            layers=layers,
+            heads=config.integer(f"{key}head_count"),
+            kv_heads=kv_heads[0],
+            head_dim=head_dim,
+            intermediate_size=inner[0],
+            vocab_size=file.tensor("token_embd.weight").shape[0],
+            rms_eps=config.number(f"{key}layer_norm_rms_epsilon"),
+            rope=read_gguf_rope(config, ARCH, head_dim, sliding=True),
+            max_positions=config.integer(f"{ARCH}.context_length"),
+            tied_head="output.weight" not in file,
+            qk_norm=True,
+            attention_bias=False,
+            mlp_bias=False,
+            sliding=sliding,
+            window=config.integer(f"{key}sliding_window"),
+            layer_dims=tuple(head_dim if slides else full_dim for slides in sliding),
+            layer_kv_heads=kv_heads,
+            layer_inner=inner,
+            full_rope=_gguf_full_rope(config, weights, full_dim),
+            keys_are_values=tuple(f"blk.{index}.attn_v.weight" not in file for index in range(layers)),
+            sharing=sharing,
+            side_size=side,
+            side_vocab=file.tensor("per_layer_token_embd.weight").shape[0] if side else 0,
+            final_softcap=config.number(f"{ARCH}.final_logit_softcapping", 0.0),
+            moe=_gguf_experts(config, hidden),
+        ),
+        config.label,
+    )
 
 
 def _gguf_full_rope(config: ConfigReader, weights: Weights, head_dim: int) -> RopeConfig:

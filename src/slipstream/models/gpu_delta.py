@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.delta import DeviceStates
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.models.delta_net import DeltaNetLayer
 
 

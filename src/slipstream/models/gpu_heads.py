@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.heads import Gate, HeadWeights, Trust
+from slipstream.kernels.gpu.head_tables import Gate, HeadWeights, Trust
 from slipstream.models.heads import CandidateSelector, ConfidenceHead, DraftHeads, MarkovHead
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.gpu.attention import AttentionScratch
-from slipstream.kernels.gpu.blending import Gating
-from slipstream.kernels.gpu.delta import DeviceStates
-from slipstream.kernels.gpu.experts import Mixture
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import DeviceRows
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.expert_mixture import Mixture
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.layer_extras import Gating
+from slipstream.kernels.gpu.paged_attention import AttentionScratch
 from slipstream.models.delta_net import DeltaNetLayer
 from slipstream.models.dflash import GatedLayer
 from slipstream.models.gemma4 import Gemma4Layer
@@ -98,9 +98,7 @@ def layer_parts(
     if layer.attention_conv is None or layer.mlp_conv is None:
         return [Attention(kernels, layer, pool, rotary), Feeder(kernels, layer)]
     mixer, feeder = Attention(kernels, layer, pool, rotary, in_parts=False), Feeder(kernels, layer, in_parts=False)
-    return [
-        Convolved(kernels, mixer, layer.attention_conv, device), Convolved(kernels, feeder, layer.mlp_conv, device),
-    ]
+    return [Convolved(kernels, mixer, layer.attention_conv, device), Convolved(kernels, feeder, layer.mlp_conv, device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +142,24 @@ class Attention:
         qkv = product if gate is None else product[:, : product.shape[1] - gate.columns]
         queries = qkv.new_empty(qkv.shape[0], shape.heads, shape.head_dim)
         kernels.rotary_write(
-            qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, shape.rms_eps, self._rotary.cos, self._rotary.sin,
-            rows.positions, rows.places, queries, keys, values, self._is_gemma,
+            qkv,
+            layer.qkv_bias,
+            layer.q_norm,
+            layer.k_norm,
+            shape.rms_eps,
+            self._rotary.cos,
+            self._rotary.sin,
+            rows.positions,
+            rows.places,
+            queries,
+            keys,
+            values,
+            self._is_gemma,
         )
         if rows.kind == "block" and layer.pattern.causal:
             rows = replace(rows, kind="chain")  # a block whose rows see nothing behind them
         mixed = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
-        kernels.attention(queries, keys, values, rows, self._scale, layer.pattern.window, mixed, step.scratch)
+        kernels.paged_attention(queries, keys, values, rows, self._scale, layer.pattern.window, mixed, step.scratch)
         if gate is not None:
             found, mixed = mixed, torch.empty_like(mixed)
             kernels.gate_mul(found, product[:, -gate.columns :], gate.bias, mixed, gate.kind)
@@ -215,7 +224,10 @@ class GemmaFeeder:
         mixed = torch.empty_like(normed[2])
         self._kernels.combine(found, mixed)
         return Delta(
-            self._feed(normed[0]), norm=layer.post_mlp_norm, beside=mixed, beside_norms=self._beside_norms,
+            self._feed(normed[0]),
+            norm=layer.post_mlp_norm,
+            beside=mixed,
+            beside_norms=self._beside_norms,
             scale=self._scale,
         )
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.gpu.attention import DEEPEST_ROW
-from slipstream.kernels.gpu.delta import DeviceStates
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import DeviceRows
-from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.paged_attention import DEEPEST_ROW
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.gemma4 import Gemma4
@@ -89,7 +89,12 @@ class GpuDrafter:
     """A drafter (a variant of one) on the target's device."""
 
     def __init__(
-        self, kernels: GpuKernels, drafter: DFlashDrafter, target: Decoder, window: int, positions: int,
+        self,
+        kernels: GpuKernels,
+        drafter: DFlashDrafter,
+        target: Decoder,
+        window: int,
+        positions: int,
         device: torch.device,
     ) -> None:
         config = drafter.config
@@ -122,9 +127,17 @@ class GpuDrafter:
         self._stack = GpuStack(kernels, drafter.layers, drafter.norm, {config.rope: rotary}, lambda index: index)
         each = drafter.context_each or ()
         self.context = GpuContext(
-            kernels, drafter.fc, drafter.context_kv, drafter.context_bias, drafter.hidden_norm,
-            drafter.context_k_norm[:, 0].contiguous(), config.rms_eps, rotary, drafter.tap_norms,
-            torch.stack([layer.input_norm for layer in drafter.layers]) if each else None, each,
+            kernels,
+            drafter.fc,
+            drafter.context_kv,
+            drafter.context_bias,
+            drafter.hidden_norm,
+            drafter.context_k_norm[:, 0].contiguous(),
+            config.rms_eps,
+            rotary,
+            drafter.tap_norms,
+            torch.stack([layer.input_norm for layer in drafter.layers]) if each else None,
+            each,
         )
 
     def lay_out(self, rows: DeviceRows, anchors: Tensor, page_tokens: int) -> None:

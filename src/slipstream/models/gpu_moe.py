@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.gpu.experts import ExpertStack, Gate, Mixture, Routing, RoutingRule, new_scores
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.matmul import GpuMatrix, joined_in_order
-from slipstream.kernels.gpu.rows import DeviceRows
-from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.expert_mixture import ExpertStack, Gate, Mixture, Routing, RoutingRule, new_scores
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.matrices import GpuMatrix, joined_in_order
 from slipstream.models.gemma4 import gelu
 from slipstream.models.moe import Experts, MoeBlock, Router
 
@@ -32,15 +32,27 @@ class GpuExperts:
         parts = [router.matrix] if shared_gate is None else [router.matrix, shared_gate]
         self._scores = joined_in_order(cast(list[GpuMatrix], parts))
         self._rule = RoutingRule(
-            shape.experts, shape.active, shape.scores == "sigmoid", shape.renormalise, shape.scale,
-            shape.router_softcap, shape.shared_size > 0, shared_gate is not None, experts.has_shared,
+            shape.experts,
+            shape.active,
+            shape.scores == "sigmoid",
+            shape.renormalise,
+            shape.scale,
+            shape.router_softcap,
+            shape.shared_size > 0,
+            shared_gate is not None,
+            experts.has_shared,
         )
         weights = self._down.weights
         self._counts = self._rule.new_counts(weights.device if isinstance(weights, Tensor) else weights.words.device)
 
     def __call__(
-        self, router_rows: Tensor, expert_rows: Tensor, rows: DeviceRows, scratch_place: int,
-        expert_scale: Tensor | None = None, extra: Tensor | None = None,
+        self,
+        router_rows: Tensor,
+        expert_rows: Tensor,
+        rows: DeviceRows,
+        scratch_place: int,
+        expert_scale: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> Mixture:
         """What the experts make of rows; `extra` is what the shared one does where it stands apart.
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.attention import AttentionScratch, padded_heads
-from slipstream.kernels.gpu.delta import DeviceStates
-from slipstream.kernels.gpu.experts import Mixture
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import DeviceRows
-from slipstream.kernels.matmul import Matrix
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.expert_mixture import Mixture
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.paged_attention import AttentionScratch, padded_heads
 from slipstream.models.delta_net import DeltaNetLayer
 from slipstream.models.gpu_layers import Delta, DevicePass, DevicePools, RotaryPair, layer_parts
 from slipstream.models.layers import TransformerLayer
@@ -26,8 +26,12 @@ class GpuStack:
     """The layers of a target or a drafter with their final norm; `pool_of` says whose keys and values a layer reads."""
 
     def __init__(
-        self, kernels: GpuKernels, layers: Sequence[TransformerLayer], norm: Tensor,
-        rotaries: Mapping[RopeConfig, RotaryPair], pool_of: Callable[[int], int],
+        self,
+        kernels: GpuKernels,
+        layers: Sequence[TransformerLayer],
+        norm: Tensor,
+        rotaries: Mapping[RopeConfig, RotaryPair],
+        pool_of: Callable[[int], int],
     ) -> None:
         self._kernels = kernels
         self._norm = norm
@@ -45,8 +49,13 @@ class GpuStack:
         self._widest = max(widths, default=0)
 
     def run(
-        self, residual: Tensor, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int] = (),
-        states: DeviceStates | None = None, sides: Tensor | None = None,
+        self,
+        residual: Tensor,
+        rows: DeviceRows,
+        pools: DevicePools,
+        tap_layers: Sequence[int] = (),
+        states: DeviceStates | None = None,
+        sides: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Normed hidden rows in bf16 and the tapped residuals side by side; `residual` is used up."""
         count, hidden = residual.shape
@@ -81,8 +90,17 @@ class GpuStack:
             self._kernels.add_norm(residual, rows, norms, self._eps, out, tap, bias)
             return
         self._kernels.join_norm(
-            residual, delta.rows, delta.bias, delta.norm, delta.beside, delta.beside_norms, delta.scale, norms,
-            self._eps, out, tap,
+            residual,
+            delta.rows,
+            delta.bias,
+            delta.norm,
+            delta.beside,
+            delta.beside_norms,
+            delta.scale,
+            norms,
+            self._eps,
+            out,
+            tap,
         )
 
 
@@ -90,9 +108,18 @@ class GpuContext:
     """Taps of committed rows into the draft layers' keys and values."""
 
     def __init__(
-        self, kernels: GpuKernels, fc: Matrix, projection: Matrix, bias: Tensor | None, norm: Tensor,
-        k_norms: Tensor, eps: float, rotary: RotaryPair, tap_norms: Tensor | None = None,
-        layer_norms: Tensor | None = None, projections: Sequence[Matrix] = (),
+        self,
+        kernels: GpuKernels,
+        fc: Matrix,
+        projection: Matrix,
+        bias: Tensor | None,
+        norm: Tensor,
+        k_norms: Tensor,
+        eps: float,
+        rotary: RotaryPair,
+        tap_norms: Tensor | None = None,
+        layer_norms: Tensor | None = None,
+        projections: Sequence[Matrix] = (),
     ) -> None:
         """`tap_norms` [taps, width] norm every tap for itself. With `layer_norms` [layers, hidden] every layer norms
         the context once more, and has a projection of its own.
@@ -121,8 +148,16 @@ class GpuContext:
         context = torch.empty_like(projected)
         self._kernels.add_norm(projected.float(), None, self._norm, self._eps, context, None, None)
         self._kernels.context_write(
-            self._project(context), self._bias, self._k_norms, self._eps, self._rotary.cos, self._rotary.sin,
-            positions, places, keys, values,
+            self._project(context),
+            self._bias,
+            self._k_norms,
+            self._eps,
+            self._rotary.cos,
+            self._rotary.sin,
+            positions,
+            places,
+            keys,
+            values,
         )
 
     def _project(self, context: Tensor) -> Tensor:

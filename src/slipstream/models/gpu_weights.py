@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import WeightFormat
-from slipstream.formats.weights import WeightFile, WeightTensor
-from slipstream.kernels.gpu.experts import make_expert_stack, stack_kind
-from slipstream.kernels.gpu.matmul import GpuMatrix, Scratch, make_gpu_matrix
-from slipstream.kernels.matmul import Matrix
+from slipstream.formats.weight_files import WeightFile, WeightTensor
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.gpu.expert_mixture import make_expert_stack, stack_kind
+from slipstream.kernels.gpu.matrices import GpuMatrix, Scratch, make_gpu_matrix
 from slipstream.models.weights import BuiltParts, Embedding, Progress, Weights, keep_name, rounded_scale
 
 
@@ -32,15 +32,19 @@ class GpuWeights(Weights):
     joins_gates = True  # a launch for a few numbers would cost as much as one for many
 
     def __init__(
-        self, file: WeightFile, weight_format: WeightFormat, scratch: Scratch,
-        file_name: Callable[[str], str] = keep_name, progress: Progress | None = None,
-        parts: BuiltParts | None = None, changed: Collection[str] = (), norm_shift: float = 0.0,
+        self,
+        file: WeightFile,
+        weight_format: WeightFormat,
+        scratch: Scratch,
+        file_name: Callable[[str], str] = keep_name,
+        progress: Progress | None = None,
+        parts: BuiltParts | None = None,
+        changed: Collection[str] = (),
+        norm_shift: float = 0.0,
     ) -> None:
         # a tied head is built once: what shares tensors shares matrices
         shared = {} if parts is None else parts
-        super().__init__(
-            file, weight_format, file_name, progress, parts=shared, changed=changed, norm_shift=norm_shift
-        )
+        super().__init__(file, weight_format, file_name, progress, parts=shared, changed=changed, norm_shift=norm_shift)
         self._scratch = scratch
 
     def vector(self, name: str, size: int) -> Tensor:

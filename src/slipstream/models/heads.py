@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.formats.weights import WeightTensor
-from slipstream.kernels.native.growth import BRAIN, FLOAT, HALF, CompiledWalk, HeadTables
+from slipstream.formats.weight_files import WeightTensor
+from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, HeadTables
 from slipstream.lazy import cached_property
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import shapes_in
@@ -204,8 +204,12 @@ class HeadPass:
     """The heads over one sequence's block; slot 0 is the first proposal."""
 
     def __init__(
-        self, corrector: _Corrector | None, confidence: ConfidenceHead | None, tables: HeadTables | None,
-        hidden: Tensor, candidates: Tensor | Ids,
+        self,
+        corrector: _Corrector | None,
+        confidence: ConfidenceHead | None,
+        tables: HeadTables | None,
+        hidden: Tensor,
+        candidates: Tensor | Ids,
     ) -> None:
         self.corrector = corrector
         self._hidden = hidden

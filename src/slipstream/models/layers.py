@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.formats.weights import WeightTensor
-from slipstream.kernels.attention import attention
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import rms_norm, rotate, write_rows
+from slipstream.formats.weight_files import WeightTensor
+from slipstream.kernels.cpu.attention import attention
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
 from slipstream.kernels.rows import AttentionPattern, RowBatch
-from slipstream.kernels.rowwise import row_by_row
 from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Weights
 
@@ -55,7 +55,11 @@ class TransformerLayer:
     """
 
     def __init__(
-        self, weights: Weights, shape: LayerShape, prefix: str, pattern: AttentionPattern,
+        self,
+        weights: Weights,
+        shape: LayerShape,
+        prefix: str,
+        pattern: AttentionPattern,
         rotary_rows: RotaryRows | None = None,
     ) -> None:
         self.shape = shape
@@ -142,9 +146,7 @@ class TransformerLayer:
         """Rows [n, hidden] through the layer; their keys and values are stored in the pools on the way."""
         return self._mlp(x + self._mix(x, batch, rotary, keys, values))
 
-    def _mix(
-        self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _mix(self, x: Tensor, batch: RowBatch, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> Tensor:
         """What a row takes from the rows before it."""
         y = rms_norm(x, self.input_norm, self.shape.rms_eps)
         if self.attention_conv is not None:

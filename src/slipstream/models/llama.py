@@ -120,8 +120,11 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool
     if "rope_freqs.weight" in weights.file:
         factors = tuple(weights.source("rope_freqs.weight", (head_dim // 2,)).dense().tolist())
     rope = RopeConfig(
-        config.number(f"{arch}.rope.freq_base"), head_dim, "linear" if scaling == "linear" else "default",
-        factor=config.number(f"{arch}.rope.scaling.factor", 1.0), factors=factors,
+        config.number(f"{arch}.rope.freq_base"),
+        head_dim,
+        "linear" if scaling == "linear" else "default",
+        factor=config.number(f"{arch}.rope.scaling.factor", 1.0),
+        factors=factors,
     )
     return DecoderConfig(
         family=arch,

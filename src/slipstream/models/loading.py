@@ -9,9 +9,9 @@ from types import ModuleType
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.weight_files import WeightFile, open_weights, read_config
+from slipstream.kernels.cpu.native_library import availability, library
 from slipstream.kernels.machine import measure_formats, pick_format
-from slipstream.kernels.native.library import availability, library
 from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
@@ -21,13 +21,19 @@ MakeWeights = Callable[..., Weights]
 # by Hugging Face's model type and, where it is another one, by GGUF's architecture; a module has `MODEL`, the class
 # that computes it, and `read_hf` and `read_gguf`
 FAMILIES: dict[str, ModuleType] = {
-    "gemma4": gemma4, "gemma4_text": gemma4,
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
     "laguna": laguna,
     "llama": llama,
     "qwen3": qwen3,
-    "qwen3_5": qwen3_5, "qwen3_5_text": qwen3_5, "qwen35": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe, "qwen3_5_moe_text": qwen3_5_moe, "qwen35moe": qwen3_5_moe,
-    "qwen3_moe": qwen3_moe, "qwen3moe": qwen3_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen35": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen35moe": qwen3_5_moe,
+    "qwen3_moe": qwen3_moe,
+    "qwen3moe": qwen3_moe,
 }
 
 

@@ -16,21 +16,36 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
-from slipstream.formats.layout import MemoryBytes, StoredBytes, TensorEntry
+from slipstream.formats.file_bytes import MemoryBytes, StoredBytes, TensorEntry
 from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
-from slipstream.formats.weights import CHUNK_ELEMENTS, WeightFile, WeightTensor
+from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor
 from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
 from slipstream.models.weights import Progress
 
 # Everything in a drafter that multiplies or looks up; norms, kernels and biases have no low rank to speak of.
 _LAYER_MATRICES = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj", "attention_conv.kernel_projection", "mlp_conv.kernel_projection",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "attention_conv.kernel_projection",
+    "mlp_conv.kernel_projection",
 )
 _OTHER_MATRICES = (
-    "fc", "embed_tokens", "lm_head", "markov_head.markov_w1", "markov_head.markov_w2", "markov_head.gate_proj",
-    "markov_head.joint_proj", "confidence_head.proj", "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook", "candidate_selector.hidden_projection",
+    "fc",
+    "embed_tokens",
+    "lm_head",
+    "markov_head.markov_w1",
+    "markov_head.markov_w2",
+    "markov_head.gate_proj",
+    "markov_head.joint_proj",
+    "confidence_head.proj",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+    "candidate_selector.hidden_projection",
 )
 # Some trainers see several matrices as one, their outputs one behind the other.
 _FUSED = {
@@ -166,7 +181,8 @@ def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str
     if pair.up.shape[0] != outputs:
         raise FormatError(
             f"the adapter's tensor '{pair.up.tensor.name}' has shape {list(pair.up.tensor.shape)} where "
-            f"{' + '.join(names)} have {outputs} outputs", "it was trained for another drafter",
+            f"{' + '.join(names)} have {outputs} outputs",
+            "it was trained for another drafter",
         )
     parts, start = {}, 0
     for name in names:
@@ -183,7 +199,8 @@ def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
             stored = wanted[::-1] if factor.transposed else wanted
             raise FormatError(
                 f"the adapter's tensor '{factor.tensor.name}' has shape {list(factor.tensor.shape)} where '{name}' of "
-                f"the drafter needs {list(stored)}", "it was trained for another drafter",
+                f"the drafter needs {list(stored)}",
+                "it was trained for another drafter",
             )
     if rank > max(shape):
         raise FormatError(

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightTensor
-from slipstream.kernels.experts import Activation, mix_experts
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.reference import softcapped
+from slipstream.formats.weight_files import WeightTensor
+from slipstream.kernels.cpu.expert_products import Activation, mix_experts
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import softcapped
 from slipstream.kernels.rows import AttentionPattern
-from slipstream.kernels.rowwise import row_by_row
 from slipstream.models.layers import LayerShape, TransformerLayer
 from slipstream.models.weights import Weights
 
@@ -88,7 +88,11 @@ class Experts:
     """The experts of one layer, each a gated MLP."""
 
     def __init__(
-        self, weights: Weights, prefix: str, shape: MoeShape, activation: Activation = F.silu,
+        self,
+        weights: Weights,
+        prefix: str,
+        shape: MoeShape,
+        activation: Activation = F.silu,
         shared: GatedMlp | None = None,
     ) -> None:
         """`shared` is what every row passes; where weights are kept so, it stands behind the others."""
@@ -96,8 +100,10 @@ class Experts:
         bytes_before, products_before = weights.step_bytes, weights.row_products
         own = _expert_sources(weights, prefix, shape)
         self.has_shared = (
-            shared is not None and shape.shared_size == shape.intermediate_size
-            and weights.takes_among(own.gate_up, shared.gate_up[0]) and weights.takes_among(own.down, shared.down[0])
+            shared is not None
+            and shape.shared_size == shape.intermediate_size
+            and weights.takes_among(own.gate_up, shared.gate_up[0])
+            and weights.takes_among(own.down, shared.down[0])
         )
         if shared is not None and self.has_shared:
             own = GatedMlp(own.gate_up + shared.gate_up, own.down + shared.down)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.matmul import Matrix, NativeMatrix
-from slipstream.kernels.native.attention import LANES, MAX_DIM
-from slipstream.kernels.native.library import Library, library
-from slipstream.kernels.native.matrix import PackedLinear
-from slipstream.kernels.native.stack import (
+from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
+from slipstream.kernels.cpu.native_attention import LANES, MAX_DIM
+from slipstream.kernels.cpu.native_library import Library, library
+from slipstream.kernels.cpu.native_matrix import PackedLinear
+from slipstream.kernels.cpu.native_stack import (
     MAX_PATTERNS,
     LayerParts,
     NativeStack,
@@ -19,7 +19,7 @@ from slipstream.kernels.native.stack import (
     StackShape,
     write_context,
 )
-from slipstream.kernels.native.threads import threads
+from slipstream.kernels.cpu.native_threads import threads
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.layers import LayerShape, TransformerLayer
 
@@ -51,8 +51,19 @@ def _parts(layer: TransformerLayer) -> LayerParts | None:
     if qkv is None or output is None or gate_up is None or down is None or convolved:
         return None
     return LayerParts(
-        qkv, output, gate_up, down, layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm,
-        layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias, layer.pattern,
+        qkv,
+        output,
+        gate_up,
+        down,
+        layer.input_norm,
+        layer.post_norm,
+        layer.q_norm,
+        layer.k_norm,
+        layer.qkv_bias,
+        layer.output_bias,
+        layer.gate_up_bias,
+        layer.down_bias,
+        layer.pattern,
     )
 
 
@@ -73,8 +84,15 @@ class ContextWriter:
         return cls(compiled, own_fc, own_projection, bias)
 
     def write(
-        self, taps: Tensor, places: RowPlaces, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
-        norm: Tensor, k_norms: Tensor, eps: float,
+        self,
+        taps: Tensor,
+        places: RowPlaces,
+        rotary: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        norm: Tensor,
+        k_norms: Tensor,
+        eps: float,
     ) -> None:
         """Pools are [layers, pages, heads, page tokens, dim], `k_norms` [layers, 1, dim]."""
         layers, _, heads, page_tokens, dim = keys.shape
@@ -82,10 +100,25 @@ class ContextWriter:
         write_context(
             self._library,
             SlipContext(
-                self._fc.address, ctypes.addressof(self._projection), norm.data_ptr(), k_norms.data_ptr(), eps,
-                taps.shape[0], layers, heads, dim, page_tokens, threads(), taps.data_ptr(),
-                places.position_list.buffer_info()[0], places.page_list.buffer_info()[0],
-                places.offset_list.buffer_info()[0], rotary[0].data_ptr(), rotary[1].data_ptr(), keys.data_ptr(),
-                values.data_ptr(), keys.stride(0),
+                self._fc.address,
+                ctypes.addressof(self._projection),
+                norm.data_ptr(),
+                k_norms.data_ptr(),
+                eps,
+                taps.shape[0],
+                layers,
+                heads,
+                dim,
+                page_tokens,
+                threads(),
+                taps.data_ptr(),
+                places.position_list.buffer_info()[0],
+                places.page_list.buffer_info()[0],
+                places.offset_list.buffer_info()[0],
+                rotary[0].data_ptr(),
+                rotary[1].data_ptr(),
+                keys.data_ptr(),
+                values.data_ptr(),
+                keys.stride(0),
             ),
         )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.delta import DeltaShape
-from slipstream.kernels.matmul import Matrix
-from slipstream.kernels.rowwise import row_by_row
+from slipstream.kernels.cpu.delta_rule import DeltaShape
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.rowwise import row_by_row
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, Step
 from slipstream.models.delta_net import DeltaNetLayer
@@ -82,7 +82,8 @@ class GatedAttentionLayer(MoeLayer):
         order = partial(partial_rows, head_dim=dim, dim=shape.rope.dim)
         both = torch.arange(shape.heads * 2 * dim).view(shape.heads, 2, dim)
         rows = {
-            "q": both[:, 0].flatten()[order(shape.heads)], "k": order(shape.kv_heads),
+            "q": both[:, 0].flatten()[order(shape.heads)],
+            "k": order(shape.kv_heads),
             "v": torch.arange(shape.kv_heads * dim),
         }
         self.projections, self.biases = {}, {}
@@ -151,20 +152,35 @@ def hf_config(
     recurrent = _hf_recurrent(text, layers)
     tied = (config if config.has("tie_word_embeddings") else text).boolean("tie_word_embeddings", False)
     delta = DeltaShape(
-        recurrent.count(True), text.integer("linear_num_key_heads"), text.integer("linear_num_value_heads"),
-        text.integer("linear_key_head_dim"), text.integer("linear_value_head_dim"),
+        recurrent.count(True),
+        text.integer("linear_num_key_heads"),
+        text.integer("linear_num_value_heads"),
+        text.integer("linear_key_head_dim"),
+        text.integer("linear_value_head_dim"),
         text.integer("linear_conv_kernel_dim", least=2),
     )
     # Hugging Face's own reading of a config that does not say
     rope_source = ConfigReader({"partial_rotary_factor": 0.25, **text.values}, text.label)
     read = Qwen35Config(
-        family=family, hidden_size=text.integer("hidden_size"), layers=layers,
-        heads=text.integer("num_attention_heads"), kv_heads=text.integer("num_key_value_heads"), head_dim=head_dim,
+        family=family,
+        hidden_size=text.integer("hidden_size"),
+        layers=layers,
+        heads=text.integer("num_attention_heads"),
+        kv_heads=text.integer("num_key_value_heads"),
+        head_dim=head_dim,
         intermediate_size=moe.intermediate_size if moe is not None else text.integer("intermediate_size"),
-        vocab_size=text.integer("vocab_size"), rms_eps=text.number("rms_norm_eps"),
-        rope=read_rope(rope_source, head_dim, max_positions, partial=True), max_positions=max_positions,
-        tied_head=tied, qk_norm=True, attention_bias=text.boolean("attention_bias", False), mlp_bias=False,
-        recurrent=recurrent, delta=delta, as_gguf=False, moe=moe,
+        vocab_size=text.integer("vocab_size"),
+        rms_eps=text.number("rms_norm_eps"),
+        rope=read_rope(rope_source, head_dim, max_positions, partial=True),
+        max_positions=max_positions,
+        tied_head=tied,
+        qk_norm=True,
+        attention_bias=text.boolean("attention_bias", False),
+        mlp_bias=False,
+        recurrent=recurrent,
+        delta=delta,
+        as_gguf=False,
+        moe=moe,
     )
 
     def file_name(name: str) -> str:
@@ -193,19 +209,35 @@ def gguf_config(
     recurrent = _gguf_recurrent(config, arch, layers)
     value_heads = config.integer(f"{arch}.ssm.time_step_rank")
     delta = DeltaShape(
-        recurrent.count(True), config.integer(f"{arch}.ssm.group_count"), value_heads,
-        config.integer(f"{arch}.ssm.state_size"), config.integer(f"{arch}.ssm.inner_size") // value_heads,
-        config.integer(f"{arch}.ssm.conv_kernel", least=2), tiled=True,
+        recurrent.count(True),
+        config.integer(f"{arch}.ssm.group_count"),
+        value_heads,
+        config.integer(f"{arch}.ssm.state_size"),
+        config.integer(f"{arch}.ssm.inner_size") // value_heads,
+        config.integer(f"{arch}.ssm.conv_kernel", least=2),
+        tiled=True,
     )
     inner = moe.intermediate_size if moe is not None else config.integer(f"{arch}.feed_forward_length")
     read = Qwen35Config(
-        family=family, hidden_size=config.integer(f"{arch}.embedding_length"), layers=layers, heads=heads,
-        kv_heads=config.integer(f"{arch}.attention.head_count_kv"), head_dim=head_dim, intermediate_size=inner,
+        family=family,
+        hidden_size=config.integer(f"{arch}.embedding_length"),
+        layers=layers,
+        heads=heads,
+        kv_heads=config.integer(f"{arch}.attention.head_count_kv"),
+        head_dim=head_dim,
+        intermediate_size=inner,
         vocab_size=weights.file.tensor("token_embd.weight").shape[0],
         rms_eps=config.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=read_gguf_rope(config, arch, head_dim), max_positions=config.integer(f"{arch}.context_length"),
-        tied_head="output.weight" not in weights.file, qk_norm=True, attention_bias=False, mlp_bias=False,
-        recurrent=recurrent, delta=delta, as_gguf=True, moe=moe,
+        rope=read_gguf_rope(config, arch, head_dim),
+        max_positions=config.integer(f"{arch}.context_length"),
+        tied_head="output.weight" not in weights.file,
+        qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        recurrent=recurrent,
+        delta=delta,
+        as_gguf=True,
+        moe=moe,
     )
     own_drafter = tuple(f"blk.{index}." for index in range(layers, layers + drafting))
     return read, FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: name.startswith(own_drafter))

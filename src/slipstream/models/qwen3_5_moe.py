@@ -18,8 +18,11 @@ def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
 
 def _hf_moe(text: ConfigReader) -> MoeShape:
     return MoeShape(
-        text.integer("hidden_size"), text.integer("num_experts"), text.integer("num_experts_per_tok"),
-        text.integer("moe_intermediate_size"), shared_size=text.integer("shared_expert_intermediate_size"),
+        text.integer("hidden_size"),
+        text.integer("num_experts"),
+        text.integer("num_experts_per_tok"),
+        text.integer("moe_intermediate_size"),
+        shared_size=text.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
 
@@ -27,8 +30,11 @@ def _hf_moe(text: ConfigReader) -> MoeShape:
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
     inner = config.integer(f"{ARCH}.expert_feed_forward_length")
     moe = MoeShape(
-        config.integer(f"{ARCH}.embedding_length"), config.integer(f"{ARCH}.expert_count"),
-        config.integer(f"{ARCH}.expert_used_count"), inner,
-        shared_size=config.integer(f"{ARCH}.expert_shared_feed_forward_length", inner), shared_gate=True,
+        config.integer(f"{ARCH}.embedding_length"),
+        config.integer(f"{ARCH}.expert_count"),
+        config.integer(f"{ARCH}.expert_used_count"),
+        inner,
+        shared_size=config.integer(f"{ARCH}.expert_shared_feed_forward_length", inner),
+        shared_gate=True,
     )
     return gguf_config(config, weights, FAMILY, ARCH, moe)

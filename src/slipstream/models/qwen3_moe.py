@@ -42,7 +42,10 @@ def read_hf(config: ConfigReader) -> tuple[Qwen3MoeConfig, FamilyNames]:
     # older configs say num_experts
     count = config.integer("num_local_experts" if config.has("num_local_experts") else "num_experts")
     moe = MoeShape(
-        base.hidden_size, count, config.integer("num_experts_per_tok"), config.integer("moe_intermediate_size"),
+        base.hidden_size,
+        count,
+        config.integer("num_experts_per_tok"),
+        config.integer("moe_intermediate_size"),
         renormalise=config.boolean("norm_topk_prob"),
     )
     every, dense = config.integer("decoder_sparse_step", 1), set(config.integers("mlp_only_layers", []))
@@ -56,7 +59,9 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen3MoeConfig, F
     if config.number(f"{ARCH}.expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise ConfigError(f"{config.label}: a scale of the experts' sum is not supported for this family")
     moe = MoeShape(
-        base.hidden_size, config.integer(f"{ARCH}.expert_count"), config.integer(f"{ARCH}.expert_used_count"),
+        base.hidden_size,
+        config.integer(f"{ARCH}.expert_count"),
+        config.integer(f"{ARCH}.expert_used_count"),
         config.integer(f"{ARCH}.expert_feed_forward_length"),
     )
     read = extended(base, Qwen3MoeConfig, family=FAMILY, moe=moe, sparse=(True,) * base.layers)

@@ -88,8 +88,13 @@ def _scaled_rope(
     original = scaling.integer("original_max_position_embeddings", max_positions)
     if kind == "llama3":
         return RopeConfig(
-            theta, dim, kind, scaling.number("factor"), original,
-            scaling.number("low_freq_factor"), scaling.number("high_freq_factor"),
+            theta,
+            dim,
+            kind,
+            scaling.number("factor"),
+            original,
+            scaling.number("low_freq_factor"),
+            scaling.number("high_freq_factor"),
         )
     if kind == "yarn":
         return _read_yarn(scaling, theta, dim, original, max_positions)
@@ -116,10 +121,15 @@ def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool
         raise ConfigError(f"{config.label}: rope scaling '{kind}' in a GGUF target is not supported")
     factor = config.number(f"{key}scaling.factor")
     return RopeConfig(
-        theta, dim, "yarn", factor, config.integer(f"{key}scaling.original_context_length"),
+        theta,
+        dim,
+        "yarn",
+        factor,
+        config.integer(f"{key}scaling.original_context_length"),
         attention_factor=config.number(f"{key}scaling.yarn_attn_factor", _attention_factor(factor)),
         beta_fast=config.number(f"{key}scaling.yarn_beta_fast", 32.0),
-        beta_slow=config.number(f"{key}scaling.yarn_beta_slow", 1.0), width=width,
+        beta_slow=config.number(f"{key}scaling.yarn_beta_slow", 1.0),
+        width=width,
     )
 
 
@@ -135,8 +145,14 @@ def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max
     factor = scaling.number("factor", max_positions / original)
     attention = scaling.number("attention_factor", _attention_factor(factor))
     return RopeConfig(
-        theta, dim, "yarn", factor, original, attention_factor=attention,
-        beta_fast=scaling.number("beta_fast", 32.0), beta_slow=scaling.number("beta_slow", 1.0),
+        theta,
+        dim,
+        "yarn",
+        factor,
+        original,
+        attention_factor=attention,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
     )
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightFile, WeightTensor
-from slipstream.kernels.matmul import Matrix, make_matrix
-from slipstream.kernels.native.library import library
-from slipstream.kernels.native.matrix import RowTable
+from slipstream.formats.weight_files import WeightFile, WeightTensor
+from slipstream.kernels.cpu.linear import Matrix, make_matrix
+from slipstream.kernels.cpu.native_library import library
+from slipstream.kernels.cpu.native_matrix import RowTable
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Progress = Callable[[str, int, int], None]

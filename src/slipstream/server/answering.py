@@ -40,7 +40,10 @@ class Running:
             raise self.generation.failure
         if self.answer.finish_reason == "cancelled":
             raise ApiError(
-                503, "the server ended this request before its answer was complete", "ask again", kind="server_error",
+                503,
+                "the server ended this request before its answer was complete",
+                "ask again",
+                kind="server_error",
                 code="cancelled",
             )
 
@@ -79,7 +82,10 @@ def _check_length(job: Job, llm: LLM, field: str) -> None:
     asked = job.settings.get("max_tokens")
     if isinstance(asked, int) and asked > llm.max_context:
         raise ApiError(
-            400, f"{field} is {asked}, but the context holds {llm.max_context} tokens", "ask for fewer", param=field,
+            400,
+            f"{field} is {asked}, but the context holds {llm.max_context} tokens",
+            "ask for fewer",
+            param=field,
             code="context_length_exceeded",
         )
 
@@ -89,7 +95,9 @@ def _check_variant(job: Job, llm: LLM) -> None:
     asked, known = job.settings.get("draft_lora"), llm.draft_variants
     if asked is not None and asked not in (BASE_VARIANT, *known):
         raise ApiError(
-            400, f"unknown draft variant '{asked}'",
+            400,
+            f"unknown draft variant '{asked}'",
             f"known: {', '.join(known)}" if known else "this model has no drafter to have variants",
-            param="draft_lora", code="draft_lora_not_found",
+            param="draft_lora",
+            code="draft_lora_not_found",
         )

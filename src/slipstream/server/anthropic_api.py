@@ -60,7 +60,10 @@ async def _message(state: ServerState, job: Job) -> dict[str, object]:
             blocks.add(delta)
         running.raise_failure()
         return {
-            **_head(generation), "content": blocks.finished(), **_stop(generation), "usage": _usage(generation),
+            **_head(generation),
+            "content": blocks.finished(),
+            **_stop(generation),
+            "usage": _usage(generation),
             "timings": generation.answer.timings(),
         }
 
@@ -102,7 +105,10 @@ def _error_event(error: ApiError) -> bytes:
 
 def _head(generation: Generation) -> dict[str, object]:
     return {
-        "id": f"msg_{generation.request_id}", "type": "message", "role": "assistant", "model": generation.answer.model,
+        "id": f"msg_{generation.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": generation.answer.model,
     }
 
 

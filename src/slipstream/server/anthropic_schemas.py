@@ -65,16 +65,19 @@ class ToolResultBlock(Block):
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: str | Annotated[
-        Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)
-    ]
+    content: (
+        str | Annotated[Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(min_length=1)]
+    )
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
-    content: str | Annotated[
-        Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]], Field(min_length=1)
-    ]
+    content: (
+        str
+        | Annotated[
+            Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]], Field(min_length=1)
+        ]
+    )
 
 
 class SystemMessage(Strict):
@@ -209,7 +212,9 @@ class MessagesRequest(PromptRequest, Extensions):
 
     def job(self, settings: ServerSettings) -> Job:
         return replace(
-            self.prompt_job(), settings=self.sampling(), priority=allowed_priority(self.priority, settings),
+            self.prompt_job(),
+            settings=self.sampling(),
+            priority=allowed_priority(self.priority, settings),
             deadline_s=settings.deadline(self.timeout),
             prompt_class=self.metadata.prompt_class if self.metadata is not None else None,
         )
@@ -266,14 +271,20 @@ def _add_user(told: list[dict[str, Any]], message: UserMessage, names: dict[str,
             continue
         if block.tool_use_id not in names:
             raise ApiError(
-                400, f"the tool_result for '{block.tool_use_id[:80]}' has no tool_use before it",
-                "send the assistant's message with the call as well", param="messages",
+                400,
+                f"the tool_result for '{block.tool_use_id[:80]}' has no tool_use before it",
+                "send the assistant's message with the call as well",
+                param="messages",
             )
         text = _joined(block.content or "")
-        told.append({
-            "role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id],
-            "content": [f"Error: {text}" if block.is_error else text],
-        })
+        told.append(
+            {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "name": names[block.tool_use_id],
+                "content": [f"Error: {text}" if block.is_error else text],
+            }
+        )
 
 
 def _add_assistant(told: list[dict[str, Any]], message: AssistantMessage, names: dict[str, str]) -> None:
@@ -287,7 +298,8 @@ def _add_assistant(told: list[dict[str, Any]], message: AssistantMessage, names:
     if calls:
         turn["tool_calls"] = [
             {
-                "id": call.id, "type": "function",
+                "id": call.id,
+                "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)},
             }
             for call in calls

@@ -28,8 +28,14 @@ from slipstream.version import __version__
 
 Hook = Callable[[], Awaitable[None]]
 _APIS: tuple[Callable[[ServerState], APIRouter], ...] = (
-    openai_chat.routes, openai_completions.routes, responses_api.routes, anthropic_api.routes, text_api.routes,
-    status_api.routes, draft_lora_api.routes, web_api.routes,
+    openai_chat.routes,
+    openai_completions.routes,
+    responses_api.routes,
+    anthropic_api.routes,
+    text_api.routes,
+    status_api.routes,
+    draft_lora_api.routes,
+    web_api.routes,
 )
 _ABOUT = (
     "Chat, completions, responses and messages as OpenAI's and Anthropic's clients know them. Every answer carries "
@@ -77,9 +83,14 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
                 await on_stop()
 
     app = FastAPI(
-        title="Slipstream", version=__version__, description=_ABOUT, lifespan=lifespan,
+        title="Slipstream",
+        version=__version__,
+        description=_ABOUT,
+        lifespan=lifespan,
         # the pages FastAPI would serve here load their scripts from another host
-        docs_url=None, redoc_url=None, redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.server = state
@@ -96,7 +107,9 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
     app.add_middleware(Gatekeeper, state=state)
     if state.settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(state.settings.cors_origins), allow_methods=["GET", "POST", "OPTIONS"],
+            CORSMiddleware,
+            allow_origins=list(state.settings.cors_origins),
+            allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["authorization", "content-type", "x-api-key"],
             expose_headers=["retry-after", "x-request-id"],
         )

@@ -27,9 +27,7 @@ MAX_JSON_STRUCTURE = 1 << 16
 _LARGE_BYTES = 64 << 10  # parsing this much takes about a millisecond, which is what a thread costs
 _STRING = re.compile(rb'"[^"]*+"')
 # Begins with its literal part, which the search looks for first.
-_HALF_PAIR = re.compile(
-    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
-)
+_HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL)
 _PARSED = "slipstream.body"  # where a request's scope has its parsed body
 _STAND_IN = b" "  # goes on in the place of a parsed body, whose bytes need not be kept
 
@@ -60,7 +58,9 @@ def check_json(body: bytes) -> Any:
     _check_depth(value)
     if b"\\u" in body and _HALF_PAIR.search(body.replace(rb"\\", b"..")):
         raise ApiError(
-            400, "the body has half of a surrogate pair in a string", "escape characters beyond U+FFFF as pairs",
+            400,
+            "the body has half of a surrogate pair in a string",
+            "escape characters beyond U+FFFF as pairs",
             code="invalid_unicode",
         )
     return value
@@ -121,7 +121,8 @@ def _check_depth(value: object) -> None:
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
             child
-            for item in level if isinstance(item, dict | list)
+            for item in level
+            if isinstance(item, dict | list)
             for child in (item.values() if isinstance(item, dict) else item)
             if isinstance(child, dict | list)
         ]

@@ -81,8 +81,10 @@ class CanaryReport:
     def to_json(self) -> dict[str, object]:
         rounded = {name: getattr(self, name) for name in ("ratio", "live_tau", "due_tau")}
         return {
-            "state": self.state, **{name: None if v is None else round(v, 4) for name, v in rounded.items()},
-            "drafted_steps": self.drafted_steps, "reason": self.reason,
+            "state": self.state,
+            **{name: None if v is None else round(v, 4) for name, v in rounded.items()},
+            "drafted_steps": self.drafted_steps,
+            "reason": self.reason,
         }
 
 
@@ -149,7 +151,11 @@ class Canary:
         if not self._warning and self._total < self._rules.least_steps:
             state = "learning"
         return CanaryReport(
-            state, self._ratio, 1 + self._accepted / self._steps, 1 + self._due / self._steps, self._total,
+            state,
+            self._ratio,
+            1 + self._accepted / self._steps,
+            1 + self._due / self._steps,
+            self._total,
             self._warning,
         )
 
@@ -186,7 +192,10 @@ class CanaryBoard:
         if after.state == "warning" and before.state != "warning":
             log.warning(
                 "the drafter of %s does not keep its promise: %s (was it made for this target and this chat template, "
-                "and is its file whole?)", model, after.reason, extra={"fields": fields},
+                "and is its file whole?)",
+                model,
+                after.reason,
+                extra={"fields": fields},
             )
         elif before.state == "warning" and after.state != "warning":
             log.info("the drafter of %s keeps its promise again", model, extra={"fields": fields})
@@ -213,7 +222,9 @@ def is_telling(request: Request) -> bool:
     variant is another drafter, which promised nothing.
     """
     steered = (
-        request.sampling.penalised or bool(request.sampling.logit_bias) or request.constraint is not None
+        request.sampling.penalised
+        or bool(request.sampling.logit_bias)
+        or request.constraint is not None
         or (request.thinking is not None and request.thinking.budget is not None)
     )
     sampling = request.sampling

@@ -22,9 +22,11 @@ MAX_CONNECTIONS = 4096  # far more than wait in the queues of models; each takes
 # Descriptors that connections leave to models, records, sockets, and to what is accepted before the oldest is closed.
 RESERVED_FILES = 256
 ACCEPTED_AT_ONCE = 32  # connections taken in one turn of the event loop, before any of them is counted
-_FULL_BODY = json.dumps(openai_body(ApiError(
-    503, "every connection of this server is in use", "try again a little later", kind="server_error"
-))).encode()
+_FULL_BODY = json.dumps(
+    openai_body(
+        ApiError(503, "every connection of this server is in use", "try again a little later", kind="server_error")
+    )
+).encode()
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)

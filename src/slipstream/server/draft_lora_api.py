@@ -76,8 +76,11 @@ def _folder(state: ServerState) -> Path:
     folder = state.settings.draft_lora_folder
     if folder is None:
         raise ApiError(
-            403, "the draft variants of this server are fixed", "start it with --draft-lora-folder FOLDER",
-            kind="permission_error", code="draft_lora_fixed",
+            403,
+            "the draft variants of this server are fixed",
+            "start it with --draft-lora-folder FOLDER",
+            kind="permission_error",
+            code="draft_lora_fixed",
         )
     return folder.resolve()
 
@@ -91,8 +94,11 @@ def _source(folder: Path, body: AddRequest) -> str:
         lie_inside = False
     if not lie_inside:
         raise ApiError(
-            400, "'path' or a file of it is not in the folder of this server's adapters",
-            "give it relative to that folder", param="path", code="invalid_value",
+            400,
+            "'path' or a file of it is not in the folder of this server's adapters",
+            "give it relative to that folder",
+            param="path",
+            code="invalid_value",
         )
     # the scale always stands there, so that an @ in the path can never be read as one
     return f"{f'{body.name}=' if body.name else ''}{path}@{body.scale!r}"
@@ -163,7 +169,10 @@ def _check_removable(name: str, known: list[str], spec: ModelSpec) -> None:
         raise ApiError(400, "'base' is the drafter itself and cannot be removed", "unload the model instead")
     if name not in known:
         raise ApiError(
-            404, f"unknown draft variant '{name[:64]}'", f"known: {', '.join(known)}", kind="not_found_error",
+            404,
+            f"unknown draft variant '{name[:64]}'",
+            f"known: {', '.join(known)}",
+            kind="not_found_error",
             code="draft_lora_not_found",
         )
     if name == spec.defaults.get("draft_lora"):
@@ -175,6 +184,4 @@ def _conflict(error: RequestError) -> ApiError:
 
 
 def _variants(info: ModelInfo) -> list[dict[str, object]]:
-    return [
-        {"name": name, "model": info.name, "source": info.adapters.get(name)} for name in info.draft_variants
-    ]
+    return [{"name": name, "model": info.name, "source": info.adapters.get(name)} for name in info.draft_variants]

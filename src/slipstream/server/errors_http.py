@@ -12,14 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from slipstream.errors import (
-    BusyError,
-    ConfigError,
-    EngineFailedError,
-    RequestError,
-    SlipstreamError,
-    StaleEpochError,
-)
+from slipstream.errors import BusyError, ConfigError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
 from slipstream.server.generation import DeadlineError
 from slipstream.server.model_entries import (
     ModelFailedError,
@@ -35,23 +28,41 @@ MAX_MESSAGE = 600
 _READ_ERRORS = 64  # of one body: enough to find the deepest of its first field
 _ANTHROPIC_PATH = "/v1/messages"
 _OPENAI_KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
     429: "rate_limit_error",
 }
 _ANTHROPIC_KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 # what each of our errors is called to a client; the first kind that fits counts
 _CODES: tuple[tuple[type[SlipstreamError], str], ...] = (
-    (UnknownModelError, "model_not_found"), (NoResidentModelError, "no_resident_model"),
-    (ModelFailedError, "model_failed"), (NoMemoryNowError, "no_memory_now"), (RouterClosedError, "draining"),
-    (BusyError, "queue_full"), (StaleEpochError, "stale_epoch"), (EngineFailedError, "engine_failed"),
+    (UnknownModelError, "model_not_found"),
+    (NoResidentModelError, "no_resident_model"),
+    (ModelFailedError, "model_failed"),
+    (NoMemoryNowError, "no_memory_now"),
+    (RouterClosedError, "draining"),
+    (BusyError, "queue_full"),
+    (StaleEpochError, "stale_epoch"),
+    (EngineFailedError, "engine_failed"),
     (DeadlineError, "deadline"),
 )
 # of errors that carry no status of their own; what is not here is our own fault
 _STATUSES: tuple[tuple[type[SlipstreamError], int], ...] = (
-    (BusyError, 429), (StaleEpochError, 409), (EngineFailedError, 503), (ConfigError, 400), (RequestError, 400),
+    (BusyError, 429),
+    (StaleEpochError, 409),
+    (EngineFailedError, 503),
+    (ConfigError, 400),
+    (RequestError, 400),
 )
 
 
@@ -59,8 +70,14 @@ class ApiError(Exception):
     """A request that gets an error instead of an answer; `param` names the field that is to blame."""
 
     def __init__(
-        self, status: int, message: str, hint: str = "", param: str | None = None,
-        kind: str = "invalid_request_error", headers: Mapping[str, str] | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        hint: str = "",
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         text = _clean(f"{message} ({hint})" if hint else message)
         super().__init__(text)
@@ -108,8 +125,13 @@ def _from_ours(error: SlipstreamError) -> ApiError:
         log.warning("%s", _clean(str(error)))
     about_the_model = isinstance(error, UnknownModelError | NoResidentModelError | ModelFailedError)
     return ApiError(
-        status, error.message, error.hint, param="model" if about_the_model else None, kind=_openai_kind(status),
-        headers=headers, code=code,
+        status,
+        error.message,
+        error.hint,
+        param="model" if about_the_model else None,
+        kind=_openai_kind(status),
+        headers=headers,
+        code=code,
     )
 
 

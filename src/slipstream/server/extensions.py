@@ -35,8 +35,16 @@ class Extensions(Strict):
     def sampling(self) -> dict[str, object]:
         """What was said, as settings of an engine's request."""
         names = (
-            "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "cache_prompt", "top_k",
-            "temperature", "top_p", "draft_lora",
+            "seed",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "cache_prompt",
+            "top_k",
+            "temperature",
+            "top_p",
+            "draft_lora",
         )
         said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.speculative is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slipstream.errors import RequestError
+from slipstream.grammar import notations as grammars
 from slipstream.server.jobs import Job, OutputFormat, ToolChoice
-from slipstream.text import grammars
 from slipstream.types import Constraint
 
 

@@ -38,15 +38,21 @@ class Gauges(Collector):
     def _canary_metrics(self) -> Iterator[Metric]:
         reports, model = self._canaries.reports(), ["model"]
         yield _gauge(
-            "canary_ratio", "Accepted tokens over those the drafter's expected_tau makes due, of late", model,
+            "canary_ratio",
+            "Accepted tokens over those the drafter's expected_tau makes due, of late",
+            model,
             (([name], report.ratio) for name, report in reports.items() if report.ratio is not None),
         )
         yield _gauge(
-            "canary_warning", "1 while acceptance stays below what the drafter promises", model,
+            "canary_warning",
+            "1 while acceptance stays below what the drafter promises",
+            model,
             (([name], report.state == "warning") for name, report in reports.items()),
         )
         yield _counter(
-            "canary_warnings", "How often a model began to stay below its promise", model,
+            "canary_warnings",
+            "How often a model began to stay below its promise",
+            model,
             (([name], count) for name, count in self._canaries.warnings().items()),
         )
 
@@ -72,26 +78,35 @@ def _engine_numbers(seen: WorkerSnapshot) -> dict[str, int]:
     paused = sum(slot.paused for slot in seen.slots)
     yielded = sum(slot.phase == "yielded" for slot in seen.slots)
     return {
-        "requests_running": len(seen.slots) - paused - yielded, "requests_waiting": seen.waiting + yielded,
-        "requests_paused": paused, "pages_used": seen.pages_used, "pages_total": seen.pages_total,
+        "requests_running": len(seen.slots) - paused - yielded,
+        "requests_waiting": seen.waiting + yielded,
+        "requests_paused": paused,
+        "pages_used": seen.pages_used,
+        "pages_total": seen.pages_total,
     }
 
 
 def _model_metrics(router: Router) -> Iterator[Metric]:
     models = router.describe()
     yield _gauge(
-        "models", "Models by state", ["state"],
+        "models",
+        "Models by state",
+        ["state"],
         (([state], sum(model.state == state for model in models)) for state in get_args(State)),
     )
     yield _gauge(
-        "model_state", "1 for the state a model is in", ["model", "state"],
+        "model_state",
+        "1 for the state a model is in",
+        ["model", "state"],
         (([model.name, state], model.state == state) for model in models for state in get_args(State)),
     )
     yield _gauge(
         "model_memory_bytes", "Weights and cache of a model", ["model"], (([m.name], m.memory_bytes) for m in models)
     )
     yield _gauge(
-        "model_last_used_seconds", "When a model was used last, in seconds since 1970; 0: never", ["model"],
+        "model_last_used_seconds",
+        "When a model was used last, in seconds since 1970; 0: never",
+        ["model"],
         (([model.name], model.last_used_ms / 1000) for model in models),
     )
 

@@ -53,17 +53,31 @@ class Service(uvicorn.Server):
     """
 
     def __init__(
-        self, state: ServerState, *, stream_socket: Path | None = None, must_load: bool = False,
-        log_style: LogFormat = "text", on_ready: Callable[[], None] | None = None,
+        self,
+        state: ServerState,
+        *,
+        stream_socket: Path | None = None,
+        must_load: bool = False,
+        log_style: LogFormat = "text",
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         """`must_load`: a model that cannot be loaded at the start ends the server, with the reason in `failure`."""
         self._door = Door(MAX_CONNECTIONS)
-        super().__init__(uvicorn.Config(
-            create_app(state, self._begin, self._end), http=cast(Any, partial(GuardedProtocol, door=self._door)),
-            ws="none", lifespan="on", server_header=False, access_log=False, log_config=log_config(log_style),
-            log_level="warning", backlog=ACCEPTED_AT_ONCE,
-            timeout_keep_alive=_IDLE_CONNECTION_S, timeout_graceful_shutdown=_LAST_WORDS_S,
-        ))
+        super().__init__(
+            uvicorn.Config(
+                create_app(state, self._begin, self._end),
+                http=cast(Any, partial(GuardedProtocol, door=self._door)),
+                ws="none",
+                lifespan="on",
+                server_header=False,
+                access_log=False,
+                log_config=log_config(log_style),
+                log_level="warning",
+                backlog=ACCEPTED_AT_ONCE,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+        )
         self.failure: SlipstreamError | None = None
         self._state = state
         self._socket = None if stream_socket is None else StreamSocket(state, stream_socket)

@@ -79,9 +79,12 @@ class Gatekeeper:
         # every key is compared in full, so that the time taken tells nothing about any of them
         if sum(hmac.compare_digest(given, key) for key in self._keys) == 0:
             raise ApiError(
-                401, "the API key is missing" if not given else "the API key is wrong",
-                "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", kind="authentication_error",
-                headers={"WWW-Authenticate": "Bearer"}, code="invalid_api_key",
+                401,
+                "the API key is missing" if not given else "the API key is wrong",
+                "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                kind="authentication_error",
+                headers={"WWW-Authenticate": "Bearer"},
+                code="invalid_api_key",
             )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
@@ -98,8 +101,11 @@ class Gatekeeper:
             return
         if settings.is_local or not (_is_address(name) or (name and "." not in name)):
             raise ApiError(
-                403, f"this server is not called {name[:100]!r}", "allow that name with --allow-host NAME",
-                kind="permission_error", code="host_not_allowed",
+                403,
+                f"this server is not called {name[:100]!r}",
+                "allow that name with --allow-host NAME",
+                kind="permission_error",
+                code="host_not_allowed",
             )
 
     def _check_origin(self, method: str, headers: dict[bytes, bytes]) -> None:
@@ -115,16 +121,23 @@ class Gatekeeper:
             allowed = method in _READING or headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
         if not allowed:
             raise ApiError(
-                403, f"pages of {origin[:100] or 'other sites'} may not ask this server", "allow it with --cors ORIGIN",
-                kind="permission_error", code="origin_not_allowed",
+                403,
+                f"pages of {origin[:100] or 'other sites'} may not ask this server",
+                "allow it with --cors ORIGIN",
+                kind="permission_error",
+                code="origin_not_allowed",
             )
 
     def _check_phase(self) -> None:
         if self._state.phase == "draining":
             wait = max(1, math.ceil(self._state.settings.retry_after_s))
             raise ApiError(
-                503, "the server is shutting down", "ask another one, or this one once it is back", kind="server_error",
-                headers={"Retry-After": str(wait)}, code="draining",
+                503,
+                "the server is shutting down",
+                "ask another one, or this one once it is back",
+                kind="server_error",
+                headers={"Retry-After": str(wait)},
+                code="draining",
             )
 
     async def _read(self, headers: dict[bytes, bytes], arriving: _Arriving) -> bytes:
@@ -140,13 +153,17 @@ class Gatekeeper:
         except TimeoutError:
             arriving.complete = True
             raise ApiError(
-                408, f"the body did not come within {self._state.settings.body_s:g} seconds",
+                408,
+                f"the body did not come within {self._state.settings.body_s:g} seconds",
                 headers={"Connection": "close"},
             ) from None
         if too_large:
             raise ApiError(
-                413, f"the body is larger than {limit} bytes", "send less, or allow more with --max-body",
-                code="body_too_large", headers={"Connection": "close"},
+                413,
+                f"the body is larger than {limit} bytes",
+                "send less, or allow more with --max-body",
+                code="body_too_large",
+                headers={"Connection": "close"},
             )
         return bytes(body)
 
@@ -196,8 +213,12 @@ class _Arriving:
         counted = self._size if self._size > _SMALL_BYTES else 0
         if self._held.count + counted - self._counted > self._held.limit:
             raise ApiError(
-                503, "too many large bodies arrive at the same time", "send it again a little later",
-                kind="server_error", code="bodies_busy", headers={"Retry-After": "1", "Connection": "close"},
+                503,
+                "too many large bodies arrive at the same time",
+                "send it again a little later",
+                kind="server_error",
+                code="bodies_busy",
+                headers={"Retry-After": "1", "Connection": "close"},
             )
         self._held.count += counted - self._counted
         self._counted = counted
@@ -235,8 +256,11 @@ def _check_framing(headers: dict[bytes, bytes]) -> None:
     """Two statements about a body's end are how requests are smuggled past a proxy that believes the other one."""
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise ApiError(
-            400, "the request has a Content-Length beside a Transfer-Encoding", "send one of them",
-            code="ambiguous_length", headers={"Connection": "close"},
+            400,
+            "the request has a Content-Length beside a Transfer-Encoding",
+            "send one of them",
+            code="ambiguous_length",
+            headers={"Connection": "close"},
         )
 
 

@@ -79,8 +79,11 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
-            "message": record.getMessage(), **_fields(record),
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -135,15 +138,22 @@ def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
         return
     stats = answer.stats
     for name, count in (
-        ("prompt_tokens", stats.prompt_tokens), ("cached_tokens", stats.cached_tokens),
-        ("tokens", stats.completion_tokens), ("steps", stats.steps), ("committed", stats.committed),
-        ("drafted", stats.drafted), ("accepted", stats.accepted),
+        ("prompt_tokens", stats.prompt_tokens),
+        ("cached_tokens", stats.cached_tokens),
+        ("tokens", stats.completion_tokens),
+        ("steps", stats.steps),
+        ("committed", stats.committed),
+        ("drafted", stats.drafted),
+        ("accepted", stats.accepted),
     ):
         before = line.get(name)
         line[name] = (before if isinstance(before, int) else 0) + count
     line.update(
-        model=answer.model, mode=answer.mode, draft_lora=stats.draft_lora,
-        outcome=answer.finish_reason or "unfinished", ttft_ms=round(stats.ttft_ms, 1),
+        model=answer.model,
+        mode=answer.mode,
+        draft_lora=stats.draft_lora,
+        outcome=answer.finish_reason or "unfinished",
+        ttft_ms=round(stats.ttft_ms, 1),
         error=answer.error or line.get("error"),
     )
     if with_text:
@@ -198,7 +208,9 @@ def _start_line(scope: Scope) -> dict[str, object]:
     state["request_id"] = f"req-{uuid4().hex[:16]}"
     path = str(scope.get("path", ""))
     return {
-        "event": "request", "id": state["request_id"], "method": scope.get("method", ""),
+        "event": "request",
+        "id": state["request_id"],
+        "method": scope.get("method", ""),
         "path": path if len(path) <= _SHOWN_PATH else f"{path[:_SHOWN_PATH]}...",
         "client": f"{client[0]}:{client[1]}" if client else "",
     }

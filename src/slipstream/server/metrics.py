@@ -60,8 +60,10 @@ class Metrics:
         self._accepted_at = counter("accepted_at_position", "Steps that accepted this deep", "model", "position")
         self._bad_drafts = counter("bad_drafts", "Drafts thrown away because they were not finite", "model")
         self._choices = counter(
-            "policy_choices", "What steps verified: plain, or a shape with its rows rounded up to a power of two",
-            "model", "choice",
+            "policy_choices",
+            "What steps verified: plain, or a shape with its rows rounded up to a power of two",
+            "model",
+            "choice",
         )
         self._failures = counter("engine_failures", "Engines that died", "model")
 

@@ -155,9 +155,16 @@ def describe_entry(entry: Entry) -> ModelInfo:
     draft = resident.llm.draft_label if resident is not None else spec.draft_in_effect
     to_come = [BASE_VARIANT, *entry.adapters] if draft is not None else []
     return ModelInfo(
-        name=spec.name, state=entry.state, target=spec.target, draft=draft, mode=spec.mode_in_effect,
-        last_used_ms=entry.last_used_ms, created=entry.created, users=resident.users if resident is not None else 0,
-        memory_bytes=resident.memory_bytes if resident is not None else 0, progress=entry.progress,
+        name=spec.name,
+        state=entry.state,
+        target=spec.target,
+        draft=draft,
+        mode=spec.mode_in_effect,
+        last_used_ms=entry.last_used_ms,
+        created=entry.created,
+        users=resident.users if resident is not None else 0,
+        memory_bytes=resident.memory_bytes if resident is not None else 0,
+        progress=entry.progress,
         reason=(f"{entry.reason} ({entry.hint})" if entry.hint else entry.reason) if entry.state == "failed" else "",
         warning="" if gone is None else f"{gone} is gone: it serves from memory and cannot be loaded again",
         draft_variants=tuple(to_come if resident is None else resident.llm.draft_variants),

@@ -21,21 +21,51 @@ ANY = "any"  # what a request calls the model that was used last
 MAX_NAME = 200
 
 _ENGINE: dict[str, type] = {
-    "weight_format": str, "max_context": int, "max_sequences": int, "cache_tokens": int, "prefill_chunk": int,
-    "step_rows": int, "max_waiting": int, "draft_window": int, "prefix_cache": bool, "threads": int,
+    "weight_format": str,
+    "max_context": int,
+    "max_sequences": int,
+    "cache_tokens": int,
+    "prefill_chunk": int,
+    "step_rows": int,
+    "max_waiting": int,
+    "draft_window": int,
+    "prefix_cache": bool,
+    "threads": int,
 }
 _REQUEST: dict[str, type] = {
-    "mode": str, "gate": str, "max_tokens": int, "min_confidence": float, "cache_prompt": bool, "temperature": float,
-    "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "presence_penalty": float,
-    "frequency_penalty": float, "seed": int, "stop": list, "draft_lora": str,
+    "mode": str,
+    "gate": str,
+    "max_tokens": int,
+    "min_confidence": float,
+    "cache_prompt": bool,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+    "stop": list,
+    "draft_lora": str,
 }
 _MODEL: dict[str, type] = {
-    "target": str, "draft": str, "draft_lora": list, "preload": bool, "idle_s": float, "engine": dict, "request": dict,
+    "target": str,
+    "draft": str,
+    "draft_lora": list,
+    "preload": bool,
+    "idle_s": float,
+    "engine": dict,
+    "request": dict,
 }
 _FILE: dict[str, type] = {"memory_budget": str, "idle_s": float, "models": dict}
 _SAMPLING = {item.name for item in fields(SamplingParams)}
 _WORDS = {
-    str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list of texts",
     dict: "a table of settings",
 }
 
@@ -74,13 +104,26 @@ class ModelSpec:
 
     @classmethod
     def from_options(
-        cls, target: str, draft: str = "auto", *, name: str | None = None, engine: EngineConfig | None = None,
-        defaults: Mapping[str, object] | None = None, idle_s: float | None = None, draft_lora: Sequence[str] = (),
+        cls,
+        target: str,
+        draft: str = "auto",
+        *,
+        name: str | None = None,
+        engine: EngineConfig | None = None,
+        defaults: Mapping[str, object] | None = None,
+        idle_s: float | None = None,
+        draft_lora: Sequence[str] = (),
     ) -> ModelSpec:
         """The one model of a server that was started without a file; it is loaded at the start."""
         return cls(
-            name or served_name(target), target, draft, engine or EngineConfig(), dict(defaults or {}), idle_s,
-            preload=True, draft_lora=tuple(draft_lora),
+            name or served_name(target),
+            target,
+            draft,
+            engine or EngineConfig(),
+            dict(defaults or {}),
+            idle_s,
+            preload=True,
+            draft_lora=tuple(draft_lora),
         )
 
     @property
@@ -162,8 +205,13 @@ def _model(path: Path, name: object, entry: object) -> ModelSpec:
         defaults["stop"] = tuple(defaults["stop"])
     try:
         return ModelSpec(
-            name, _beside(path, table["target"]), _beside(path, table.get("draft", "auto")), EngineConfig(**engine),
-            defaults, table.get("idle_s"), table.get("preload", False),
+            name,
+            _beside(path, table["target"]),
+            _beside(path, table.get("draft", "auto")),
+            EngineConfig(**engine),
+            defaults,
+            table.get("idle_s"),
+            table.get("preload", False),
             tuple(_adapter_beside(path, source) for source in table.get("draft_lora", ())),
         )
     except SlipstreamError as error:
@@ -192,8 +240,11 @@ def _check_defaults(spec: ModelSpec) -> None:
         raise ConfigError(f"there is no draft variant '{said['draft_lora']}'", f"draft_lora has {', '.join(variants)}")
     rest = {name: said[name] for name in ("max_tokens", "stop", "min_confidence", "draft_lora") if name in said}
     Request(
-        "defaults", (0,), SamplingParams(**{name: said[name] for name in said if name in _SAMPLING}),  # type: ignore[arg-type]
-        mode, Gate.parse(str(gate)) if gate is not None else Gate("auto" if mode.kind == "auto" else "off"),
+        "defaults",
+        (0,),
+        SamplingParams(**{name: said[name] for name in said if name in _SAMPLING}),  # type: ignore[arg-type]
+        mode,
+        Gate.parse(str(gate)) if gate is not None else Gate("auto" if mode.kind == "auto" else "off"),
         **rest,  # type: ignore[arg-type]
     )
 

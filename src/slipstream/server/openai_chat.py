@@ -99,8 +99,10 @@ def _message(message: Message) -> dict[str, Any]:
 def _tools(body: ChatRequest) -> list[Tool]:
     tools = [
         Tool(
-            name=tool.function.name, description=tool.function.description or "",
-            parameters=tool.function.parameters or {}, strict=bool(tool.function.strict),
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=tool.function.parameters or {},
+            strict=bool(tool.function.strict),
         )
         for tool in body.tools or ()
     ]
@@ -119,8 +121,10 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
             raise ApiError(
-                400, f"tool_choice names '{choice.function.name}', which is not among the tools",
-                param="tool_choice", code="invalid_value",
+                400,
+                f"tool_choice names '{choice.function.name}', which is not among the tools",
+                param="tool_choice",
+                code="invalid_value",
             )
         return ToolChoice("required", choice.function.name)
     return ToolChoice(choice or "auto")
@@ -143,15 +147,19 @@ def _whole(answers: list[Running], body: ChatRequest) -> dict[str, object]:
     frame = shared.Frame("chat.completion", "chatcmpl")
     plain = [running.answer for running in answers]
     return frame.body(
-        plain[0].model, [_choice(index, running, body) for index, running in enumerate(answers)],
-        usage=shared.usage([plain]), timings=shared.timings(plain),
+        plain[0].model,
+        [_choice(index, running, body) for index, running in enumerate(answers)],
+        usage=shared.usage([plain]),
+        timings=shared.timings(plain),
     )
 
 
 def _choice(index: int, running: Running, body: ChatRequest) -> dict[str, object]:
     answer = running.answer
     message: dict[str, object] = {
-        "role": "assistant", "content": answer.content or (None if answer.calls else ""), "refusal": None,
+        "role": "assistant",
+        "content": answer.content or (None if answer.calls else ""),
+        "refusal": None,
     }
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning

@@ -49,7 +49,9 @@ def to_jobs(body: CompletionRequest, state: ServerState) -> list[Job]:
     jobs = []
     for prompt in body.prompts:
         job = Job(
-            model=body.model, prompt=prompt, settings=body.settings(),
+            model=body.model,
+            prompt=prompt,
+            settings=body.settings(),
             priority=allowed_priority(body.priority, state.settings),
             deadline_s=state.settings.deadline(body.timeout),
         )
@@ -76,12 +78,14 @@ def _whole(running: list[Running], jobs: list[Job], body: CompletionRequest) -> 
         logprobs = None
         if body.logprobs is not None:
             logprobs = shared.CompletionLogprobs(one.tokenizer).take(one.answer.tokens)
-        choices.append({
-            "index": index,
-            "text": (_echoed(job, one.tokenizer) if body.echo else "") + _text(one.answer),
-            "logprobs": logprobs,
-            "finish_reason": shared.finish_reason(one.answer),
-        })
+        choices.append(
+            {
+                "index": index,
+                "text": (_echoed(job, one.tokenizer) if body.echo else "") + _text(one.answer),
+                "logprobs": logprobs,
+                "finish_reason": shared.finish_reason(one.answer),
+            }
+        )
     answers = [one.answer for one in running]
     return shared.Frame("text_completion", "cmpl").body(
         answers[0].model, choices, usage=shared.usage(_groups(answers, body)), timings=shared.timings(answers)

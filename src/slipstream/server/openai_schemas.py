@@ -21,8 +21,19 @@ _TREE_ROWS = 32  # of a tree whose budget was left open
 
 # Documented by OpenAI and not offered here. As null they mean "not given", which clients that echo objects send.
 _NOT_OFFERED = (
-    "audio", "best_of", "function_call", "functions", "moderation", "prediction", "prompt_cache_options",
-    "prompt_cache_retention", "suffix", "verbosity", "web_search_options", "refusal", "annotations",
+    "audio",
+    "best_of",
+    "function_call",
+    "functions",
+    "moderation",
+    "prediction",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "suffix",
+    "verbosity",
+    "web_search_options",
+    "refusal",
+    "annotations",
 )
 
 
@@ -120,9 +131,7 @@ class ToolMessage(Strict):
     name: str | None = None
 
 
-Message = Annotated[
-    InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
+Message = Annotated[InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class FunctionSpec(Strict):
@@ -175,9 +184,7 @@ class GrammarFormat(Strict):
     grammar: str = Field(min_length=1)
 
 
-ResponseFormat = Annotated[
-    TextFormat | ObjectFormat | SchemaFormat | GrammarFormat, Field(discriminator="type")
-]
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat | GrammarFormat, Field(discriminator="type")]
 
 
 class StreamOptions(Strict):
@@ -259,8 +266,18 @@ class GenerationRequest(Strict):
         said: dict[str, object] = {
             name: getattr(self, name)
             for name in (
-                "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
-                "repetition_penalty", "ignore_eos", "cache_prompt", "draft_lora",
+                "max_tokens",
+                "temperature",
+                "top_p",
+                "presence_penalty",
+                "frequency_penalty",
+                "seed",
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+                "ignore_eos",
+                "cache_prompt",
+                "draft_lora",
             )
         }
         said["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None
@@ -272,8 +289,7 @@ class GenerationRequest(Strict):
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16), at_most(16),
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16), at_most(16)
 ]
 
 

@@ -37,8 +37,13 @@ class Frame:
 
     def body(self, model: str, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
         return {
-            "id": f"{self.prefix}-{self.tag}", "object": self.kind, "created": self.created, "model": model,
-            "system_fingerprint": f"slipstream-{__version__}", "choices": choices, **more,
+            "id": f"{self.prefix}-{self.tag}",
+            "object": self.kind,
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": f"slipstream-{__version__}",
+            "choices": choices,
+            **more,
         }
 
 
@@ -186,9 +191,7 @@ def chat_logprobs(tokens: Sequence[TokenOut], tokenizer: Tokenizer) -> dict[str,
 
 
 def _token_entry(index: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, object]:
-    return {
-        "token": tokenizer.token_text(index), "logprob": logprob, "bytes": list(tokenizer.token_bytes(index)),
-    }
+    return {"token": tokenizer.token_text(index), "logprob": logprob, "bytes": list(tokenizer.token_bytes(index))}
 
 
 class CompletionLogprobs:

@@ -70,17 +70,23 @@ class Splitter:
 
     def _run(self) -> list[Piece]:
         steps = {
-            "start": self._look_for_reasoning, "reasoning": self._in_reasoning, "between": self._skip_space,
-            "content": self._in_content, "header": self._in_header, "whole": self._in_whole_call,
-            "arguments": self._in_arguments, "tail": self._in_tail,
+            "start": self._look_for_reasoning,
+            "reasoning": self._in_reasoning,
+            "between": self._skip_space,
+            "content": self._in_content,
+            "header": self._in_header,
+            "whole": self._in_whole_call,
+            "arguments": self._in_arguments,
+            "tail": self._in_tail,
         }
         while (self._held or self._over) and steps[self._state]():
             pass
         done, self._pieces = self._pieces, []
         return done
 
-    def _give(self, kind: Kind, length: int, text: str | None = None, *, begins: str | None = None,
-              closes: bool = False) -> None:
+    def _give(
+        self, kind: Kind, length: int, text: str | None = None, *, begins: str | None = None, closes: bool = False
+    ) -> None:
         """Gives out the next `length` characters that were held, shown as they are or as `text`."""
         raw, self._held = self._held[:length], self._held[length:]
         self._end += length

@@ -115,7 +115,11 @@ def render_messages(template: str | None, job: Job, bos_token: str = "", eos_tok
     if not native:
         messages = _with_tools_told(_tools_as_text(messages), tools)
     rendered = render(
-        template, messages, tools=tools if native and tools else None, bos_token=bos_token, eos_token=eos_token,
+        template,
+        messages,
+        tools=tools if native and tools else None,
+        bos_token=bos_token,
+        eos_token=eos_token,
         **kwargs,
     )
     return rendered + begun

@@ -66,15 +66,17 @@ class Recorder:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._number = max((int(match[1]) for match in map(_FILE_NAME.fullmatch, os.listdir(self.folder)) if match),
-                               default=1)
+            self._number = max(
+                (int(match[1]) for match in map(_FILE_NAME.fullmatch, os.listdir(self.folder)) if match), default=1
+            )
             self._file = self._open(self._number)
         except OSError as error:
             raise ConfigError(
                 f"conversations cannot be recorded in {self.folder}: {error.strerror}", "name a folder to write to"
             ) from error
         log.warning(
-            "recording every conversation, prompts and answers included, in %s", self.path,
+            "recording every conversation, prompts and answers included, in %s",
+            self.path,
             extra={"fields": {"event": "recording", "path": str(self.path)}},
         )
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
@@ -108,8 +110,9 @@ class Recorder:
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                line = json.dumps(entry(item.job, item.answer, item.request_id, item.time), ensure_ascii=False,
-                                  default=str)
+                line = json.dumps(
+                    entry(item.job, item.answer, item.request_id, item.time), ensure_ascii=False, default=str
+                )
                 self._write(line.encode("utf-8", "replace") + b"\n")
                 self.written += 1
             except OSError as error:
@@ -125,7 +128,7 @@ class Recorder:
         try:
             rest = memoryview(line)
             while rest:
-                rest = rest[file.write(rest):]
+                rest = rest[file.write(rest) :]
         except OSError:
             # half a line would spoil the next one as well; where it stays, opening the file again ends it
             with contextlib.suppress(OSError):
@@ -144,8 +147,11 @@ class Recorder:
             try:
                 following = self._open(self._number + 1)
             except OSError as error:
-                self._complain("recording_overfull", f"{self._path(self._number + 1)} cannot be opened: "
-                               f"{error.strerror}; recording goes on in {self.path}")
+                self._complain(
+                    "recording_overfull",
+                    f"{self._path(self._number + 1)} cannot be opened: "
+                    f"{error.strerror}; recording goes on in {self.path}",
+                )
             else:
                 self._let_go()
                 self._file, self._number = following, self._number + 1
@@ -200,22 +206,37 @@ def _open_private(path: str, flags: int) -> int:
 def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str, object]:
     """One line: what was asked, what was answered and how well it was drafted."""
     stats = answer.stats
-    asked: dict[str, object] = {"messages": [dict(message) for message in job.messages]} if job.messages is not None \
+    asked: dict[str, object] = (
+        {"messages": [dict(message) for message in job.messages]}
+        if job.messages is not None
         else {"prompt": job.prompt if isinstance(job.prompt, str) or job.prompt is None else list(job.prompt)}
+    )
     said: dict[str, object] = {"role": "assistant", "content": answer.content}
     if answer.reasoning:
         said["reasoning_content"] = answer.reasoning
     if answer.calls:
         said["tool_calls"] = [asdict(call) for call in answer.calls]
     line: dict[str, object] = {
-        "version": FORMAT_VERSION, "time": time.isoformat(timespec="milliseconds"), "id": request_id,
-        "model": answer.model, "draft": answer.draft, "draft_lora": stats.draft_lora, "mode": answer.mode,
-        **asked, "answer": said,
-        "finish_reason": answer.finish_reason, "settings": _plain(job.settings),
+        "version": FORMAT_VERSION,
+        "time": time.isoformat(timespec="milliseconds"),
+        "id": request_id,
+        "model": answer.model,
+        "draft": answer.draft,
+        "draft_lora": stats.draft_lora,
+        "mode": answer.mode,
+        **asked,
+        "answer": said,
+        "finish_reason": answer.finish_reason,
+        "settings": _plain(job.settings),
         "acceptance": {
-            "prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens, "steps": stats.steps,
-            "drafted": stats.drafted, "accepted": stats.accepted, "tau": round(stats.tau, 4),
-            "verified_at": list(stats.verified_at), "accepted_at": list(stats.accepted_at),
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.completion_tokens,
+            "steps": stats.steps,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "tau": round(stats.tau, 4),
+            "verified_at": list(stats.verified_at),
+            "accepted_at": list(stats.accepted_at),
         },
     }
     if answer.tokens:

@@ -98,10 +98,12 @@ class _Response:
             return self._object("failed", items.done, **failed, usage=self._usage(), timings=answer.timings())
         late = answer.finish_reason == "length"
         return self._object(
-            "incomplete" if late else "completed", items.done,
+            "incomplete" if late else "completed",
+            items.done,
             incomplete_details={"reason": "max_output_tokens"} if late else None,
             completed_at=None if late else int(time.time()),
-            usage=self._usage(), timings=answer.timings(),
+            usage=self._usage(),
+            timings=answer.timings(),
         )
 
     def _usage(self) -> dict[str, object]:
@@ -119,19 +121,34 @@ class _Response:
         format_ = body.text.format if body.text is not None else None
         choice = body.tool_choice
         return {
-            "id": f"resp_{request.id}", "object": "response", "created_at": self._created_at, "status": status,
-            "error": None, "incomplete_details": None, "completed_at": None,
-            "model": self._running.answer.model, "output": output,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
+            "id": f"resp_{request.id}",
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "completed_at": None,
+            "model": self._running.answer.model,
+            "output": output,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "temperature": request.sampling.temperature, "top_p": request.sampling.top_p,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "text": {"format": {"type": "text"} if format_ is None else format_.model_dump(exclude_none=True)},
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "background": False, "store": False, "truncation": "disabled", "service_tier": "default",
-            "metadata": body.metadata or {}, "user": body.user, "usage": None, **more,
+            "background": False,
+            "store": False,
+            "truncation": "disabled",
+            "service_tier": "default",
+            "metadata": body.metadata or {},
+            "user": body.user,
+            "usage": None,
+            **more,
         }
 
 

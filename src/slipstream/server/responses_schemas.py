@@ -14,10 +14,29 @@ from slipstream.server.settings import ServerSettings
 
 # Documented and not offered here. As null they mean "not given", which clients that echo objects send.
 _NOT_OFFERED = (
-    "access_programs", "background", "caller", "context_management", "conversation", "encrypted_content", "image",
-    "max_tool_calls", "moderation", "namespace", "output_schema", "allowed_callers", "async", "phase",
-    "previous_response_id", "prompt", "prompt_cache_options", "prompt_cache_retention", "summary", "generate_summary",
-    "context", "mode", "verbosity",
+    "access_programs",
+    "background",
+    "caller",
+    "context_management",
+    "conversation",
+    "encrypted_content",
+    "image",
+    "max_tool_calls",
+    "moderation",
+    "namespace",
+    "output_schema",
+    "allowed_callers",
+    "async",
+    "phase",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "summary",
+    "generate_summary",
+    "context",
+    "mode",
+    "verbosity",
 )
 
 
@@ -228,10 +247,9 @@ def to_messages(instructions: str | None, given: str | list[InputItem]) -> list[
             told.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
         elif isinstance(item, FunctionCallItem):
             names[item.call_id] = item.name
-            _turn(told).setdefault("tool_calls", []).append({
-                "id": item.call_id, "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
-            })
+            _turn(told).setdefault("tool_calls", []).append(
+                {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+            )
         else:
             told.append(_output_message(item, names))
     return told
@@ -255,12 +273,12 @@ def _turn(told: list[dict[str, Any]]) -> dict[str, Any]:
 def _output_message(item: FunctionOutputItem, names: dict[str, str]) -> dict[str, Any]:
     if item.call_id not in names:
         raise ApiError(
-            400, f"the function_call_output for '{item.call_id[:80]}' has no function_call before it",
-            "send the call as well: nothing is stored here", param="input",
+            400,
+            f"the function_call_output for '{item.call_id[:80]}' has no function_call before it",
+            "send the call as well: nothing is stored here",
+            param="input",
         )
-    return {
-        "role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _text(item.output),
-    }
+    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": _text(item.output)}
 
 
 def _text(content: str | list[TextPart]) -> str:

@@ -35,8 +35,15 @@ from slipstream.server.model_files import ANY, ModelSpec, read_models
 from slipstream.server.residency import LoadPlan, Resident, available_bytes, in_mib, in_thread, load, plan_load
 
 __all__ = [
-    "Lease", "ModelFailedError", "ModelInfo", "NoMemoryNowError", "NoResidentModelError", "ReloadReport", "Router",
-    "RouterClosedError", "UnknownModelError",
+    "Lease",
+    "ModelFailedError",
+    "ModelInfo",
+    "NoMemoryNowError",
+    "NoResidentModelError",
+    "ReloadReport",
+    "Router",
+    "RouterClosedError",
+    "UnknownModelError",
 ]
 
 log = logging.getLogger("slipstream.server.models")
@@ -55,8 +62,15 @@ class Router:
     """
 
     def __init__(
-        self, specs: Sequence[ModelSpec], *, memory_budget: int | None = None, idle_s: float = 0.0,
-        room_wait_s: float = 30.0, retry_s: float = 5.0, tick_s: float = 1.0, source: Path | None = None,
+        self,
+        specs: Sequence[ModelSpec],
+        *,
+        memory_budget: int | None = None,
+        idle_s: float = 0.0,
+        room_wait_s: float = 30.0,
+        retry_s: float = 5.0,
+        tick_s: float = 1.0,
+        source: Path | None = None,
     ) -> None:
         self._entries: dict[str, Entry] = {}
         self._leaving: list[Resident] = []  # no name leads to them any more; they go when their last request ends
@@ -85,8 +99,11 @@ class Router:
         """A router over a models file; what is given here goes before what the file says, also when it is reloaded."""
         file = read_models(path)
         router = cls(
-            file.models, memory_budget=memory_budget or file.memory_budget,
-            idle_s=idle_s if idle_s is not None else file.idle_s or 0.0, source=path, **settings,
+            file.models,
+            memory_budget=memory_budget or file.memory_budget,
+            idle_s=idle_s if idle_s is not None else file.idle_s or 0.0,
+            source=path,
+            **settings,
         )
         given = {"memory_budget": memory_budget, "idle_s": idle_s}
         router._fixed = {name: value for name, value in given.items() if value is not None}
@@ -165,9 +182,9 @@ class Router:
                 self._in_background(self._preload(entry))
         self._notify()
         report = ReloadReport(tuple(added), tuple(removed), tuple(changed))
-        log.info("models file read again", extra={"fields": {
-            "added": list(added), "removed": removed, "changed": changed,
-        }})
+        log.info(
+            "models file read again", extra={"fields": {"added": list(added), "removed": removed, "changed": changed}}
+        )
         return report
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -270,10 +287,17 @@ class Router:
             self._dismiss(resident)
             return router_closed() if self._closing else None
         resident.spec, entry.resident, entry.state, entry.was_loaded = entry.spec, resident, "ready", True
-        log.info("model loaded", extra={"fields": {
-            "model": spec.name, "draft": resident.llm.draft_label, "seconds": round(time.monotonic() - began, 2),
-            "memory_mib": resident.memory_bytes >> 20,
-        }})
+        log.info(
+            "model loaded",
+            extra={
+                "fields": {
+                    "model": spec.name,
+                    "draft": resident.llm.draft_label,
+                    "seconds": round(time.monotonic() - began, 2),
+                    "memory_mib": resident.memory_bytes >> 20,
+                }
+            },
+        )
         return None
 
     def _fail(self, entry: Entry, error: Exception) -> SlipstreamError:
@@ -330,7 +354,8 @@ class Router:
         limit = "" if self._budget is None else f" of a budget of {in_mib(self._budget)}"
         return NoMemoryNowError(
             f"model '{entry.spec.name}' needs {in_mib(needed)}{limit}, which {', '.join(holders)} hold",
-            "try again when their requests are over", retry_after_s=self._retry_s,
+            "try again when their requests are over",
+            retry_after_s=self._retry_s,
         )
 
     def _quiet(self, entry: Entry) -> bool:

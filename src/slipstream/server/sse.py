@@ -20,9 +20,7 @@ Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
-}
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(value: object, name: str | None = None) -> bytes:
@@ -96,7 +94,10 @@ class _EventStream(Response):
     """Sends chunks until they end or the reader is gone."""
 
     def __init__(
-        self, first: asyncio.Future[bytes | None], chunks: Chunks, settings: ServerSettings,
+        self,
+        first: asyncio.Future[bytes | None],
+        chunks: Chunks,
+        settings: ServerSettings,
         on_error: Callable[[ApiError], bytes],
     ) -> None:
         super().__init__(None, 200, _HEADERS)

@@ -39,7 +39,9 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
     async def health() -> JSONResponse:
         phase = phase_of(state)
         body: dict[str, object] = {
-            "status": "ok" if phase == "ready" else phase, "phase": phase, "version": __version__,
+            "status": "ok" if phase == "ready" else phase,
+            "phase": phase,
+            "version": __version__,
             "canary": _worst(list(state.metrics.canaries.reports().values())),
         }
         # this path is open to everybody: which models there are and why they fail is in /v1/models, behind the key
@@ -58,7 +60,9 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
     async def props(model: str | None = Query(default=None, max_length=256)) -> JSONResponse:
         resident = _resident(state, model)
         body: dict[str, object] = {
-            "version": __version__, "phase": phase_of(state), "settings": _settings(state),
+            "version": __version__,
+            "phase": phase_of(state),
+            "settings": _settings(state),
             "models": [info.name for info in state.router.describe()],
             "model": None if resident is None else resident.name,
         }
@@ -76,10 +80,15 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
         listed = _model_objects(state)
         names = [str(model["id"]) for model in listed]
         # the last three are what Anthropic's clients page by
-        return JSONResponse({
-            "object": "list", "data": listed, "has_more": False, "first_id": names[0] if names else None,
-            "last_id": names[-1] if names else None,
-        })
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": listed,
+                "has_more": False,
+                "first_id": names[0] if names else None,
+                "last_id": names[-1] if names else None,
+            }
+        )
 
     @router.get("/v1/models/{name:path}", response_model=None, summary="One model")
     async def model(name: str) -> JSONResponse:
@@ -101,9 +110,7 @@ def _add_control(router: APIRouter, state: ServerState) -> None:
         async with await state.router.lease(name) as lease:
             return JSONResponse(_one(state, lease.name))
 
-    @router.post(
-        "/models/{name:path}/unload", response_model=None, summary="Unload a model once its requests are over"
-    )
+    @router.post("/models/{name:path}/unload", response_model=None, summary="Unload a model once its requests are over")
     async def unload(name: str) -> JSONResponse:
         state.router.unload(name)
         return JSONResponse(_one(state, name))
@@ -133,14 +140,25 @@ def _model_object(info: ModelInfo, resident: Resident | None, state: ServerState
     """As OpenAI lists a model, with what Anthropic's clients look for and our own fields behind."""
     canary = state.metrics.canaries.reports().get(info.name)
     return {
-        "id": info.name, "object": "model", "created": info.created, "owned_by": "slipstream",
-        "type": "model", "display_name": info.name,
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "slipstream",
+        "type": "model",
+        "display_name": info.name,
         "created_at": datetime.fromtimestamp(info.created, UTC).isoformat().replace("+00:00", "Z"),
-        "state": info.state, "target": info.target, "draft": info.draft, "mode": info.mode,
+        "state": info.state,
+        "target": info.target,
+        "draft": info.draft,
+        "mode": info.mode,
         "draft_variants": list(info.draft_variants),
-        "last_used_ms": info.last_used_ms, "running": info.users, "memory_bytes": info.memory_bytes,
+        "last_used_ms": info.last_used_ms,
+        "running": info.users,
+        "memory_bytes": info.memory_bytes,
         "context_length": None if resident is None else resident.llm.max_context,
-        "progress": info.progress or None, "failure": info.reason or None, "warning": info.warning or None,
+        "progress": info.progress or None,
+        "failure": info.reason or None,
+        "warning": info.warning or None,
         "canary": None if canary is None else canary.state,
     }
 
@@ -173,9 +191,12 @@ def _resident(state: ServerState, name: str | None) -> Resident | None:
 def _describe(resident: Resident) -> dict[str, Any]:
     llm = resident.llm
     return {
-        "engine": llm.describe(), "engine_settings": asdict(llm.config),
-        "request_defaults": dict(resident.spec.defaults), "memory_bytes": resident.memory_bytes,
-        "expected_tau": llm.expected_tau, "draft_variants": llm.draft_variants,
+        "engine": llm.describe(),
+        "engine_settings": asdict(llm.config),
+        "request_defaults": dict(resident.spec.defaults),
+        "memory_bytes": resident.memory_bytes,
+        "expected_tau": llm.expected_tau,
+        "draft_variants": llm.draft_variants,
         # without a drafter nobody decides anything, and nothing was measured
         "costs": llm.measure_costs() if llm.has_draft else None,
         "chat_template": llm.tokenizer.chat_template,

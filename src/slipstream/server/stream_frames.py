@@ -103,8 +103,11 @@ def read_line(line: bytes) -> Asked:
     except ValidationError as error:
         if any(found["type"].startswith("union_tag") for found in error.errors()):
             problem = ApiError(
-                400, f"unknown op {json.dumps(frame.get('op'))[:40]}", "use start, continue, pause, cancel or list",
-                param="op", code="unknown_op",
+                400,
+                f"unknown op {json.dumps(frame.get('op'))[:40]}",
+                "use start, continue, pause, cancel or list",
+                param="op",
+                code="unknown_op",
             )
             raise BadLine(problem, known) from None
         raise BadLine(RequestValidationError(error.errors(), body=own), known) from None
@@ -142,8 +145,12 @@ def to_job(body: Mapping[str, Any], state: ServerState) -> tuple[Job, ChatReques
 
 def token_frame(request_id: str, delta: Delta, tokenizer: Tokenizer, logprobs: bool) -> Frame:
     frame: dict[str, object] = {
-        "id": request_id, "type": "token", "kind": delta.kind, "text": delta.text,
-        "tokens": [token.id for token in delta.tokens], "drafted": [token.drafted for token in delta.tokens],
+        "id": request_id,
+        "type": "token",
+        "kind": delta.kind,
+        "text": delta.text,
+        "tokens": [token.id for token in delta.tokens],
+        "drafted": [token.drafted for token in delta.tokens],
     }
     if delta.kind == "tool_call":
         frame["call"] = delta.call
@@ -164,9 +171,12 @@ def done_frame(request_id: str, answer: Answer | None) -> Frame:
         return {"id": request_id, "type": "done", "finish_reason": "cancelled"}
     cancelled = answer.finish_reason == "cancelled"
     return {
-        "id": request_id, "type": "done",
+        "id": request_id,
+        "type": "done",
         "finish_reason": "cancelled" if cancelled else shared.finish_reason(answer),
-        "model": answer.model, "usage": shared.usage([[answer]]), "timings": answer.timings(),
+        "model": answer.model,
+        "usage": shared.usage([[answer]]),
+        "timings": answer.timings(),
     }
 
 

@@ -184,7 +184,11 @@ class _Connection:
     """One client: reads its operations, runs its requests, and writes frames only as fast as it reads them."""
 
     def __init__(
-        self, state: ServerState, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frames: int,
+        self,
+        state: ServerState,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        max_frames: int,
         open_everywhere: Callable[[], int],
     ) -> None:
         self._state = state
@@ -194,7 +198,10 @@ class _Connection:
         self._outbox = frames.Outbox(max_frames)
         self._runs: dict[str, _Run] = {}
         self._operations: dict[str, Callable[[frames.Asked], None]] = {
-            "start": self._start, "continue": self._continue, "pause": self._pause, "cancel": self._cancel,
+            "start": self._start,
+            "continue": self._continue,
+            "pause": self._pause,
+            "cancel": self._cancel,
             "list": self._list,
         }
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
@@ -405,9 +412,17 @@ def _described(run: _Run, slots: Mapping[str, SlotInfo]) -> dict[str, object]:
     if mine is None:
         return known | {"phase": "waiting"}
     return known | {
-        "phase": mine.phase, "epoch": mine.epoch, "paused": mine.paused, "prompt_tokens": mine.prompt_tokens,
-        "cached_tokens": mine.cached_tokens, "generated": mine.generated, "max_tokens": mine.max_tokens,
-        "mode": mine.mode, "tau": round(mine.tau, 4), "priority": mine.priority, "seconds": round(mine.seconds, 3),
+        "phase": mine.phase,
+        "epoch": mine.epoch,
+        "paused": mine.paused,
+        "prompt_tokens": mine.prompt_tokens,
+        "cached_tokens": mine.cached_tokens,
+        "generated": mine.generated,
+        "max_tokens": mine.max_tokens,
+        "mode": mine.mode,
+        "tau": round(mine.tau, 4),
+        "priority": mine.priority,
+        "seconds": round(mine.seconds, 3),
     }
 
 
@@ -417,8 +432,11 @@ def _note_end(run: _Run, seconds: float) -> None:
     if run.running is not None:
         answer = run.running.answer
         fields |= {
-            "model": answer.model, "mode": answer.mode, "outcome": answer.finish_reason or "unfinished",
-            "prompt_tokens": answer.stats.prompt_tokens, "tokens": answer.stats.completion_tokens,
+            "model": answer.model,
+            "mode": answer.mode,
+            "outcome": answer.finish_reason or "unfinished",
+            "prompt_tokens": answer.stats.prompt_tokens,
+            "tokens": answer.stats.completion_tokens,
             "tau": round(answer.stats.tau, 3),
         }
     _log.info("request", extra={"fields": fields})

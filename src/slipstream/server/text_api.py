@@ -90,8 +90,11 @@ def _decoded(model: str, tokenizer: Tokenizer, tokens: list[int], most_bytes: in
     total = sum(len(tokenizer.token_bytes(index)) for index in tokens)
     if total > most_bytes:
         raise ApiError(
-            400, f"the text of these tokens has {total} bytes, and {most_bytes} are the most", "send them in parts",
-            param="tokens", code="invalid_value",
+            400,
+            f"the text of these tokens has {total} bytes, and {most_bytes} are the most",
+            "send them in parts",
+            param="tokens",
+            code="invalid_value",
         )
     answer = {"model": model, "content": tokenizer.decode(tokens)}
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
@@ -103,6 +106,11 @@ def model_asked(state: ServerState, asked: str | None) -> str:
         return asked
     names = [model.name for model in state.router.describe()]
     if len(names) != 1:
-        raise ApiError(400, "'model' is missing", f"this server has {', '.join(names)}", param="model",
-                       code="missing_required_parameter")
+        raise ApiError(
+            400,
+            "'model' is missing",
+            f"this server has {', '.join(names)}",
+            param="model",
+            code="missing_required_parameter",
+        )
     return names[0]

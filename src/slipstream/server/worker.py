@@ -201,13 +201,25 @@ class EngineWorker:
             if known is None or ticket.phase == "waiting":
                 continue
             request, stats = ticket.request, session.stats
-            slots.append(SlotInfo(
-                request_id=request.id, phase=ticket.phase, prompt_tokens=len(request.prompt_ids),
-                generated=ticket.generated, max_tokens=ticket.max_tokens, cached_tokens=ticket.cached_tokens,
-                mode=str(request.mode), draft_lora=request.draft_lora, tau=stats.tau, drafted=stats.drafted,
-                accepted=stats.accepted, priority=request.priority, epoch=known.epoch, paused=known.paused,
-                seconds=now - known.submitted_at,
-            ))
+            slots.append(
+                SlotInfo(
+                    request_id=request.id,
+                    phase=ticket.phase,
+                    prompt_tokens=len(request.prompt_ids),
+                    generated=ticket.generated,
+                    max_tokens=ticket.max_tokens,
+                    cached_tokens=ticket.cached_tokens,
+                    mode=str(request.mode),
+                    draft_lora=request.draft_lora,
+                    tau=stats.tau,
+                    drafted=stats.drafted,
+                    accepted=stats.accepted,
+                    priority=request.priority,
+                    epoch=known.epoch,
+                    paused=known.paused,
+                    seconds=now - known.submitted_at,
+                )
+            )
         used, cached, total = self._engine.pages
         waiting = self._arriving + self._newcomers
         return WorkerSnapshot(slots, waiting, used, cached, total, self._config.max_sequences, self._config.max_waiting)

@@ -71,8 +71,13 @@ class Taken(NamedTuple):
 
 
 def best_prefix(
-    costs: CostTable, step: Step, offers: Sequence[Offer], lists: Sequence[Sequence[float]], branching: bool,
-    spent_ms: float, price: float,
+    costs: CostTable,
+    step: Step,
+    offers: Sequence[Offer],
+    lists: Sequence[Sequence[float]],
+    branching: bool,
+    spent_ms: float,
+    price: float,
 ) -> Taken | None:
     """The offers' nodes (`lists`) in one order by survival per millisecond, cut where they are not worth their time."""
     if len(offers) == 1:
@@ -135,7 +140,8 @@ def _merged(
     prices = [costs.row_ms(offer.context, step.batch, step.sampled) for offer in offers]
     ranked = sorted(
         (-survival / price, index, survival)
-        for index, (nodes, price) in enumerate(zip(lists, prices, strict=True)) for survival in nodes
+        for index, (nodes, price) in enumerate(zip(lists, prices, strict=True))
+        for survival in nodes
     )
     return [index for _, index, _ in ranked], [survival for _, _, survival in ranked]
 

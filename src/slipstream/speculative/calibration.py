@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from slipstream.kernels.native.growth import CalibrationTable, learner
+from slipstream.kernels.cpu.native_growth import CalibrationTable, learner
 
 LEAST, MOST = 0.001, 0.999
 _CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
@@ -56,11 +56,26 @@ class Calibration:
         self._trusts = (ctypes.c_double * _TRUST_DEPTHS)()
         self._says = (ctypes.c_double * _TRUST_DEPTHS)()
         self._table = CalibrationTable(
-            len(_CLAIMS), len(_DEPTHS), _TRUST_DEPTHS, _address(_CLAIMS), _address(_DEPTHS), LEAST, MOST,
-            _CLAIM_WEIGHT, _PARENT_WEIGHT, _address(self._bins), _address(parent._bins) if parent else None,
-            ctypes.addressof(self._trusts), ctypes.addressof(self._says), _address(self._state),
-            _address(parent._state) if parent else None, _address(self._prior),
-            _address(parent._prior) if parent else None, self._keep, parent._keep if parent else 0.0, _address(_RULES),
+            len(_CLAIMS),
+            len(_DEPTHS),
+            _TRUST_DEPTHS,
+            _address(_CLAIMS),
+            _address(_DEPTHS),
+            LEAST,
+            MOST,
+            _CLAIM_WEIGHT,
+            _PARENT_WEIGHT,
+            _address(self._bins),
+            _address(parent._bins) if parent else None,
+            ctypes.addressof(self._trusts),
+            ctypes.addressof(self._says),
+            _address(self._state),
+            _address(parent._state) if parent else None,
+            _address(self._prior),
+            _address(parent._prior) if parent else None,
+            self._keep,
+            parent._keep if parent else 0.0,
+            _address(_RULES),
         )
 
     def trust(self, depth: int = 1) -> float:

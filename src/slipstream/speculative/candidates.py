@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.kernels.native.growth import MOST_ROWS, Block, CompiledWalk, grower
-from slipstream.kernels.native.library import address
+from slipstream.kernels.cpu.native_growth import MOST_ROWS, Block, CompiledWalk, grower
+from slipstream.kernels.cpu.native_library import address
 from slipstream.lazy import cached_property
 from slipstream.speculative.calibration import Calibration
-from slipstream.speculative.guided import DraftRule
+from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
 _NONE = Branch((), ())
@@ -62,8 +62,14 @@ class BlockDrafts:
         return np.maximum(0.0, 1.0 - self._chances.sum(axis=1))
 
     def grow(
-        self, anchor: int, length: int, nodes: int, depth: int, calibration: Calibration | None = None,
-        seeded: bool = False, floor: float = 0.0,
+        self,
+        anchor: int,
+        length: int,
+        nodes: int,
+        depth: int,
+        calibration: Calibration | None = None,
+        seeded: bool = False,
+        floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
         """A chain of at most `length` nodes and a tree of at most `nodes`, as grow_chain and grow_tree have them."""
         compiled = grower()
@@ -78,8 +84,14 @@ class BlockDrafts:
         return grown
 
     def grow_plainly(
-        self, anchor: int, length: int, nodes: int, depth: int, calibration: Calibration | None = None,
-        seeded: bool = False, floor: float = 0.0,
+        self,
+        anchor: int,
+        length: int,
+        nodes: int,
+        depth: int,
+        calibration: Calibration | None = None,
+        seeded: bool = False,
+        floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
         """`grow` without compiled code, for any head and any constraint."""
         calibrate = calibration.chance if calibration is not None else as_claimed
@@ -91,8 +103,13 @@ class BlockDrafts:
         """The candidates as compiled code reads them; what it points to is this object's."""
         head = self._compiled
         return Block(
-            *self.tokens.shape, address(self.tokens), address(self._scores),
-            head.tables_at if head else None, head.confidence_at if head else None, self._scale, self._min_confidence,
+            *self.tokens.shape,
+            address(self.tokens),
+            address(self._scores),
+            head.tables_at if head else None,
+            head.confidence_at if head else None,
+            self._scale,
+            self._min_confidence,
         )
 
     def after(self, slot: int, previous: int, memory: object) -> Branch:
@@ -136,4 +153,3 @@ def _trusting(branch: Branch, confidence: float) -> Branch:
     share = (1.0 - confidence) / left if left > 0 else 0.0
     others = [min(confidence, chance * share) for chance in branch.chances[1:]]
     return Branch(branch.tokens, [confidence, *others], branch.memory)
-

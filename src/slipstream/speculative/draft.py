@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.cache.pools import KvPools
+from slipstream.cache.cpu.page_pools import KvPools
 from slipstream.cache.sequence import SequenceState
 from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.decoder import Decoder
@@ -53,9 +53,7 @@ class BlockDrafter:
         batch = self._batch(jobs)
         # only slots that may be verified go through the output head
         first = self.drafter.config.first_slot
-        wanted = [
-            block * self.block_size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)
-        ]
+        wanted = [block * self.block_size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)]
         hidden, logits = self.drafter.forward_logits(
             self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
         )

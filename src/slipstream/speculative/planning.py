@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from slipstream.speculative.allocation import Step
 from slipstream.speculative.costs import CostTable
-from slipstream.speculative.gains import SIZES, Gains
+from slipstream.speculative.expected_gains import SIZES, Gains
 from slipstream.speculative.sequence_policy import SequencePolicy
 
 SLOT_OPTIONS = (3, 7, 15)
@@ -66,7 +66,10 @@ def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float
 
 
 def _grow(
-    step: Step, prospects: Sequence[tuple[SequencePolicy, Gains, int]], width: int, branching: bool,
+    step: Step,
+    prospects: Sequence[tuple[SequencePolicy, Gains, int]],
+    width: int,
+    branching: bool,
     spent: Sequence[float],
 ) -> tuple[float, int, float]:
     """The best of one, two, ... sequences drafting to their depth for so many nodes: worth, sequences, rate."""

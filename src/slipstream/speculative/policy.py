@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from slipstream.speculative.allocation import Offer, Step, Taken, best_prefix, common_nodes, offered_nodes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.gains import Draft, Gains, Quotient, assumed, assumed_chain
+from slipstream.speculative.expected_gains import Draft, Gains, Quotient, assumed, assumed_chain
 from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, own_outlook, slot_options
 from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, Memory, SequencePolicy
 from slipstream.stats import Decision
@@ -72,8 +72,12 @@ class Policy:
             self._memories.pop((variant, sampled), None)
 
     def plan_drafts(
-        self, views: Sequence[View], fixed_rows: int = 0, fixed_sequences: int | None = None,
-        fixed_context: int = 0, fixed_sampled: bool = False,
+        self,
+        views: Sequence[View],
+        fixed_rows: int = 0,
+        fixed_sequences: int | None = None,
+        fixed_context: int = 0,
+        fixed_sampled: bool = False,
     ) -> list[int]:
         """Before drafting: the slots to draft for each view, 0 for none.
 
@@ -121,8 +125,12 @@ class Policy:
         return slots
 
     def choose(
-        self, offers: Sequence[Offer], fixed_rows: int = 0, fixed_sequences: int | None = None,
-        fixed_context: int = 0, fixed_sampled: bool = False,
+        self,
+        offers: Sequence[Offer],
+        fixed_rows: int = 0,
+        fixed_sequences: int | None = None,
+        fixed_context: int = 0,
+        fixed_sampled: bool = False,
     ) -> list[Choice]:
         """After drafting: what each offer verifies; `fixed` as in plan_drafts."""
         drafted = [offer for offer in offers if offer.chain or offer.tree]
@@ -260,7 +268,9 @@ class Policy:
     def _same_again(self, views: Sequence[View], most: Sequence[int], fixed: _Fixed) -> bool:
         """Whether everybody drafts as many slots as in the last step without a new look at the costs."""
         if (
-            not self._held_slots or self._held_key != (*self._key(views), *fixed[:2]) or not self._holds(views)
+            not self._held_slots
+            or self._held_key != (*self._key(views), *fixed[:2])
+            or not self._holds(views)
             or not (self._plans + 1) % _LOOK_DEEPER
             or any(room < slots for room, slots in zip(most, self._held_slots, strict=True))
             or any(view.policy.backing_off for view in views)

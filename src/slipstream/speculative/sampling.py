@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.ranking import (
+from slipstream.grammar.guide import Guide, GuideError, Mask, Path
+from slipstream.kernels.cpu.ranking import (
     LEAST_TEMPERATURE,
     NO_BEST,
     Candidates,
@@ -20,8 +21,7 @@ from slipstream.kernels.ranking import (
     top_scores,
 )
 from slipstream.speculative.accept import NOT_CHOSEN, children_of
-from slipstream.speculative.guide import Guide, GuideError, Mask, Path
-from slipstream.speculative.guided import DraftRule
+from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Proposal, SamplingParams
 
 _NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
@@ -100,7 +100,8 @@ def filter_floors(
         open_rows = np.flatnonzero(~settled)
         left = logits[torch.from_numpy(open_rows)]
         floors[open_rows] = (
-            filter_floors(left, params, temperature, ranked[1:]) if len(ranked) > 1
+            filter_floors(left, params, temperature, ranked[1:])
+            if len(ranked) > 1
             else _least_kept(filter_logits(left / temperature, params))
         )
     return floors
@@ -115,7 +116,11 @@ class RowSampler:
     """Chooses the tokens of one request; keeps what its penalties, bias, constraint and noise depend on."""
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, prompt: Sequence[int], share_noise: bool,
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int],
+        share_noise: bool,
         guide: Guide | None = None,
     ) -> None:
         self.params = params

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.speculative.account import Account
 from slipstream.speculative.calibration import Calibration, Outcome
-from slipstream.speculative.gains import Depths, Gains, Quotient
+from slipstream.speculative.draft_debt import Account
+from slipstream.speculative.expected_gains import Depths, Gains, Quotient
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 MAX_AUTO_ROWS = 64

@@ -90,7 +90,12 @@ def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibr
 
 
 def grow_tree(
-    drafts: Drafts, anchor: int, nodes: int, depth: int, calibrate: Calibrate = as_claimed, seeded: bool = False,
+    drafts: Drafts,
+    anchor: int,
+    nodes: int,
+    depth: int,
+    calibrate: Calibrate = as_claimed,
+    seeded: bool = False,
     floor: float = 0.0,
 ) -> Growth:
     """At most `nodes` prefixes no deeper than `depth`, the most probable ones first, none less likely than `floor`.
@@ -127,4 +132,3 @@ def grow_tree(
         offer(parent, rank + 1, branch, -negative)
         open_below(row, branch.memory)
     return growth
-

@@ -137,7 +137,10 @@ def _scores(metadata: Mapping[str, object], count: int) -> list[float]:
 
 
 def _sentencepiece(
-    metadata: Mapping[str, object], tokens: list[str], vocab: dict[str, int], merges: list[tuple[str, str]],
+    metadata: Mapping[str, object],
+    tokens: list[str],
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
     prefix: bool,
 ) -> Backend:
     unknown = _token_id(metadata, "unknown_token_id", len(tokens))

@@ -16,8 +16,20 @@ from slipstream.text.token_bytes import TokenNotation
 
 # Special tokens that end a turn wherever they exist, whatever a model's own list forgets.
 TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
-    "<|end_of_turn|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<end_of_utterance>",
+    "<|return|>",
+    "<|call|>",
+    "<EOT>",
+    "<|EOT|>",
+    "[EOT]",
 )
 _SAMPLE = "Aé 1.\n"  # letters, a digit, space and punctuation: every kind of piece a tokenizer tells apart
 _MAX_UTF8 = 4  # bytes of a character

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.formats.weights import WeightTensor, read_config
+from slipstream.formats.weight_files import WeightTensor, read_config
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.tools.inspect import inspect_file
+from slipstream.tools.file_report import inspect_file
 from slipstream.tools.model_file import ModelFile, open_model
 
 Progress = Callable[[str, int, int], None]
@@ -126,8 +126,11 @@ def _vocabulary_problems(model: ModelFile, config: DecoderConfig) -> Iterator[st
         yield f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {config.vocab_size} rows"
     if not tokenizer.eos_ids:
         yield "no token ends an answer: generation would only stop at its limit"
-    outside = [index for index in (tokenizer.bos_id, *tokenizer.eos_ids) if index is not None and not
-               0 <= index < config.vocab_size]
+    outside = [
+        index
+        for index in (tokenizer.bos_id, *tokenizer.eos_ids)
+        if index is not None and not 0 <= index < config.vocab_size
+    ]
     if outside:
         yield f"the special token {outside[0]} is not in the vocabulary of {config.vocab_size}"
     raw = read_config(model.path)
@@ -203,4 +206,3 @@ def sample_rows(tensor: WeightTensor) -> torch.Tensor:
 
 def failures(checks: list[Check]) -> list[str]:
     return [f"{check.name}: {problem}" for check in checks for problem in check.problems]
-

@@ -21,7 +21,7 @@ from slipstream.formats.gguf_write import (
     number_entry,
     text_entry,
 )
-from slipstream.formats.weights import WeightFile, WeightTensor, open_weights, read_config
+from slipstream.formats.weight_files import WeightFile, WeightTensor, open_weights, read_config
 from slipstream.models import dflash_config
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash import LUCEBOX_ARCH, LUCEBOX_ARCHS, read_drafter_config
@@ -50,7 +50,9 @@ DRAFTER_ARCHITECTURES = ("dflash", *LUCEBOX_ARCHS)
 _ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
 # what a GGUF file has no words for, by the field of the configuration that would not survive
 _WORDLESS = {
-    "patterns": "the windows and causality of its layers", "rope": "scaled positions", "mlp_bias": "biases",
+    "patterns": "the windows and causality of its layers",
+    "rope": "scaled positions",
+    "mlp_bias": "biases",
     "qk_norm": "layers without query and key norms",
 }
 _KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # the second says the same the other way round
@@ -88,7 +90,8 @@ def to_gguf(
     context = ConfigReader(read_config(path) or {}, path.name).integer("max_position_embeddings")
     metadata = [
         *general_entries(_ARCH[naming], path.resolve().name, written),
-        *drafter_entries(config, naming, context, tensors["fc.weight"].shape[1]), *widened_entries(plans),
+        *drafter_entries(config, naming, context, tensors["fc.weight"].shape[1]),
+        *widened_entries(plans),
     ]
     _refuse_what_is_lost(config, metadata, naming, file)
     if target is None:
@@ -108,8 +111,7 @@ def to_folder(path: Path, asked: str | None, target: Path | None) -> tuple[Conve
         check_target(config, tensors["fc.weight"].shape[1], target)
     widened = widened_types(file.metadata)
     plans = [
-        tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
-        for name, tensor in tensors.items()
+        tensor_plan(name, tensor, safetensors_type(tensor, asked, widened)) for name, tensor in tensors.items()
     ] + ([] if known is None else [_known_tokens(known, as_offsets=True)])
     return Conversion("drafter", [], plans), _hf_config(config, _context(config, file, target), plans)
 
@@ -145,11 +147,16 @@ def drafter_entries(config: DFlashConfig, naming: Naming, context: int, tap_widt
     """Everything a drafter's configuration says, as GGUF keys."""
     arch = _ARCH[naming]
     numbers: dict[str, int] = {
-        f"{arch}.context_length": context, f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.block_count": config.layers, f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.heads, f"{arch}.attention.head_count_kv": config.kv_heads,
-        f"{arch}.attention.key_length": config.head_dim, f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.vocab_size": config.vocab_size, "slipstream.trained_length": config.trained_length,
+        f"{arch}.context_length": context,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.layers,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.heads,
+        f"{arch}.attention.head_count_kv": config.kv_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.vocab_size": config.vocab_size,
+        "slipstream.trained_length": config.trained_length,
     }
     if config.num_target_layers is not None:
         numbers["slipstream.num_target_layers"] = config.num_target_layers
@@ -172,9 +179,11 @@ def _window_entries(config: DFlashConfig, arch: str) -> list[MetadataEntry]:
     windows = [pattern.window for pattern in config.patterns]
     flags = [window > 0 for window in windows]
     causal = {pattern.causal for pattern in config.patterns}
-    forced = [] if [pattern.causal for pattern in config.patterns] == flags else [
-        number_entry(f"{arch}.attention.causal", max(causal), ValueKind.BOOL)
-    ]
+    forced = (
+        []
+        if [pattern.causal for pattern in config.patterns] == flags
+        else [number_entry(f"{arch}.attention.causal", max(causal), ValueKind.BOOL)]
+    )
     if not any(windows):
         return forced
     return [
@@ -191,7 +200,8 @@ def _speculation_entries(config: DFlashConfig, naming: Naming, tap_width: int) -
     if own:
         ids = array_entry(f"{prefix}target_layer_ids", config.target_layer_ids, ValueKind.INT32)
         counts = {
-            "mask_token_id": config.mask_token_id, "n_target_layers": len(config.target_layer_ids),
+            "mask_token_id": config.mask_token_id,
+            "n_target_layers": len(config.target_layer_ids),
             "n_target_features": tap_width,
         }
         entries += [ids, *(number_entry(prefix + key, value, ValueKind.UINT32) for key, value in counts.items())]
@@ -232,9 +242,7 @@ def _part_entries(config: DFlashConfig, prefix: str, own: bool) -> list[Metadata
     return entries
 
 
-def _refuse_what_is_lost(
-    config: DFlashConfig, metadata: list[MetadataEntry], naming: Naming, file: WeightFile
-) -> None:
+def _refuse_what_is_lost(config: DFlashConfig, metadata: list[MetadataEntry], naming: Naming, file: WeightFile) -> None:
     """Reads the new metadata as a reader of the file will, and refuses a drafter that would come out another one."""
     found: Mapping[str, object] = as_read(metadata)
     if naming == "lucebox":
@@ -292,7 +300,8 @@ def _context(config: DFlashConfig, file: WeightFile, target: Path | None) -> int
 def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> dict[str, object]:
     parts, theta = config.parts, shortest(config.rope.theta)
     speculation: dict[str, object] = {
-        "target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
     }
     if config.input_embedding_scale is not None:
@@ -308,16 +317,28 @@ def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> d
         speculation["context_kv_layer_norm"] = True
     second = parts.selector_rank or parts.conv_kernel_size
     found: dict[str, object] = {
-        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "model_type": "qwen3",
-        "hidden_act": "silu", "hidden_size": config.hidden_size, "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
-        "rms_norm_eps": shortest(config.rms_eps), "max_position_embeddings": context, "rope_theta": theta,
-        "rope_parameters": rope_section(config.rope), "attention_bias": config.attention_bias,
-        "block_size": config.block_size, "dflash_config": speculation, "dtype": hf_dtype(plans),
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": shortest(config.rms_eps),
+        "max_position_embeddings": context,
+        "rope_theta": theta,
+        "rope_parameters": rope_section(config.rope),
+        "attention_bias": config.attention_bias,
+        "block_size": config.block_size,
+        "dflash_config": speculation,
+        "dtype": hf_dtype(plans),
     }
     optional = {
-        "num_target_layers": config.num_target_layers, "draft_vocab_size": config.draft_vocab_size or None,
+        "num_target_layers": config.num_target_layers,
+        "draft_vocab_size": config.draft_vocab_size or None,
         "target_model_type": config.target_family,
     }
     found |= {key: value for key, value in optional.items() if value is not None}
@@ -331,7 +352,7 @@ def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> d
 def _hf_windows(config: DFlashConfig) -> dict[str, object]:
     windows = [pattern.window for pattern in config.patterns]
     found: dict[str, object] = {
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows]
     }
     if any(pattern.causal != bool(pattern.window) for pattern in config.patterns):
         found["is_causal"] = config.patterns[0].causal

@@ -21,7 +21,7 @@ from slipstream.formats.gguf_write import (
     text_entry,
 )
 from slipstream.formats.quantise import BLOCK_SIZES, encode_rows
-from slipstream.formats.weights import WeightTensor
+from slipstream.formats.weight_files import WeightTensor
 
 FLOATS = ("F32", "F16", "BF16")
 _WIDENED_KEY = "slipstream.widened."  # followed by a type: the tensors that were of it before they became F32
@@ -117,7 +117,8 @@ def widened_entries(plans: Mapping[str, tuple[TensorPlan, Source]]) -> list[Meta
     entries = []
     for type_name in ("BF16", "F16"):
         names = [
-            plan.name for plan, tensor in plans.values()
+            plan.name
+            for plan, tensor in plans.values()
             if plan.type_name == "F32" and tensor.type_name == type_name and not is_matrix(tensor)
         ]
         if names:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
 from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, as_read, number_entry
-from slipstream.formats.layout import MemoryBytes, TensorEntry
-from slipstream.formats.weights import WeightFile, open_weights
+from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.gemma4_config import Gemma4Config
@@ -41,13 +41,32 @@ _LLAMA3 = "slipstream.rope."  # what llama3 scaling was made of; the GGUF tensor
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 # fields that files spell in different ways without meaning anything else; what layers make of them is compared
 _SPELLING = {
-    "as_gguf", "family", "full_rope", "head_dim", "heads", "intermediate_size", "keys_are_values", "kv_heads",
-    "layer_dims", "layer_heads", "layer_inner", "layer_kv_heads", "rope", "sliding", "sliding_rope", "window",
+    "as_gguf",
+    "family",
+    "full_rope",
+    "head_dim",
+    "heads",
+    "intermediate_size",
+    "keys_are_values",
+    "kv_heads",
+    "layer_dims",
+    "layer_heads",
+    "layer_inner",
+    "layer_kv_heads",
+    "rope",
+    "sliding",
+    "sliding_rope",
+    "window",
 }
 _WORDS = {
-    "attention_bias": "attention biases", "mlp_bias": "biases", "moe": "how its experts are chosen or weighed",
-    "sparse": "which of its layers have experts", "rope": "how its positions turn",
-    "window": "the windows of its layers", "heads": "the heads of its layers", "kv_shapes": "which layers share keys",
+    "attention_bias": "attention biases",
+    "mlp_bias": "biases",
+    "moe": "how its experts are chosen or weighed",
+    "sparse": "which of its layers have experts",
+    "rope": "how its positions turn",
+    "window": "the windows of its layers",
+    "heads": "the heads of its layers",
+    "kv_shapes": "which layers share keys",
 }
 
 
@@ -76,8 +95,10 @@ def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> 
     _refuse_what_is_lost(config, back, path.name, "GGUF")
     folder = path if path.is_dir() else path.parent
     metadata = [
-        *general_entries(FAMILY_NAMES[config.family][0], path.resolve().name, written), *described,
-        *widened_entries(plans), *folder_entries(folder, config.vocab_size, progress),
+        *general_entries(FAMILY_NAMES[config.family][0], path.resolve().name, written),
+        *described,
+        *widened_entries(plans),
+        *folder_entries(folder, config.vocab_size, progress),
     ]
     return Conversion("target", metadata, written, [] if names_an_end(metadata) else [NO_END])
 
@@ -127,7 +148,8 @@ def _traits(config: DecoderConfig) -> dict[str, object]:
         item.name: _rounded(getattr(config, item.name)) for item in fields(config) if item.name not in _SPELLING
     }
     return traits | {
-        "heads": [(one.heads, one.kv_heads, one.head_dim) for one in layers], "kv_shapes": config.kv_shapes,
+        "heads": [(one.heads, one.kv_heads, one.head_dim) for one in layers],
+        "kv_shapes": config.kv_shapes,
         "intermediate_size": [one.intermediate_size for one in layers],
         "window": [config.pattern(index) for index in range(config.layers)],
     }

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers.processors import TemplateProcessing
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.gguf_write import (
     MetadataEntry,
     Progress,
@@ -20,7 +21,6 @@ from slipstream.formats.gguf_write import (
     stored_metadata,
     text_entry,
 )
-from slipstream.formats.layout import read_json_object
 from slipstream.text import gguf_vocab
 from slipstream.text.tokenizer import Tokenizer
 
@@ -31,12 +31,21 @@ NO_END = "the tokenizer names no end of sequence: llama.cpp would take a token o
 _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "default")
 _GEMMA_TURN = "<turn|>"  # tells Gemma 4's vocabulary, which has a kind of its own, from other SentencePiece ones
 _PROBES = (
-    "Hello world, it's 12345 o'clock (or 7:05)!", "  two leading spaces\n\n\tand a tab  \r\n", "\n \n  \n",
-    "na\u00efve caf\u00e9 \u00c5NGSTR\u00d6M A\u030a \ufb01", "x=1234567; y=[0]*10  # 100%\n    return x**2\n",
+    "Hello world, it's 12345 o'clock (or 7:05)!",
+    "  two leading spaces\n\n\tand a tab  \r\n",
+    "\n \n  \n",
+    "na\u00efve caf\u00e9 \u00c5NGSTR\u00d6M A\u030a \ufb01",
+    "x=1234567; y=[0]*10  # 100%\n    return x**2\n",
     "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22 \u0639\u0631\u0628",
-    "DON'T I'LL we've CamelCaseWords snake_case_words", "\u00a0non\u2009breaking\u3000space", "...!!!???",
-    "<div class=\"x\">&amp;</div> http://example.org/?q=1&r=2", "1 22 333 4444 55555",
-    "\U0001f642 e\u0301 \u00bd \u00b2", "", " ", "a",
+    "DON'T I'LL we've CamelCaseWords snake_case_words",
+    "\u00a0non\u2009breaking\u3000space",
+    "...!!!???",
+    '<div class="x">&amp;</div> http://example.org/?q=1&r=2',
+    "1 22 333 4444 55555",
+    "\U0001f642 e\u0301 \u00bd \u00b2",
+    "",
+    " ",
+    "a",
 )
 
 

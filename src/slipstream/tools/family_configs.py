@@ -58,11 +58,16 @@ def _entry(key: str, value: Value) -> MetadataEntry:
 
 def _common_keys(config: DecoderConfig) -> dict[str, Value]:
     return {
-        "vocab_size": config.vocab_size, "context_length": config.max_positions,
-        "embedding_length": config.hidden_size, "block_count": config.layers,
-        "feed_forward_length": config.intermediate_size, "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads, "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim, "attention.layer_norm_rms_epsilon": config.rms_eps,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "block_count": config.layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_eps,
         **rope_keys(config.rope),
     }
 
@@ -92,7 +97,8 @@ def _yarn_extras(rope: RopeConfig) -> dict[str, float]:
 
 def _moe_keys(moe: MoeShape) -> dict[str, Value]:
     keys: dict[str, Value] = {
-        "expert_count": moe.experts, "expert_used_count": moe.active,
+        "expert_count": moe.experts,
+        "expert_used_count": moe.active,
         "expert_feed_forward_length": moe.intermediate_size,
     }
     return keys | ({"expert_shared_feed_forward_length": moe.shared_size} if moe.shared_size else {})
@@ -112,8 +118,10 @@ def _laguna_keys(config: LagunaConfig) -> dict[str, Value]:
     keys = _moe_keys(config.moe) | {
         "attention.head_count": config.layer_heads,
         "leading_dense_block_count": (*config.sparse, True).index(True),
-        "expert_weights_norm": config.moe.renormalise, "expert_weights_scale": config.moe.scale,
-        "expert_gating_func": _SIGMOID, "attention.sliding_window": config.window,
+        "expert_weights_norm": config.moe.renormalise,
+        "expert_weights_scale": config.moe.scale,
+        "expert_gating_func": _SIGMOID,
+        "attention.sliding_window": config.window,
     }
     if not config.window:
         return keys
@@ -126,12 +134,18 @@ def _laguna_keys(config: LagunaConfig) -> dict[str, Value]:
 def _gemma4_keys(config: Gemma4Config) -> dict[str, Value]:
     full = config.layer_dims[-1]
     keys: dict[str, Value] = {
-        "attention.head_count_kv": config.layer_kv_heads, "feed_forward_length": config.layer_inner,
-        "attention.key_length": full, "attention.value_length": full,
-        "attention.key_length_swa": config.head_dim, "attention.value_length_swa": config.head_dim,
-        "attention.sliding_window": config.window, "attention.sliding_window_pattern": config.sliding,
-        "attention.shared_kv_layers": config.sharing, "embedding_length_per_layer_input": config.side_size,
-        **rope_keys(config.full_rope), **rope_keys(config.rope, "_swa"),
+        "attention.head_count_kv": config.layer_kv_heads,
+        "feed_forward_length": config.layer_inner,
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.sliding_window": config.window,
+        "attention.sliding_window_pattern": config.sliding,
+        "attention.shared_kv_layers": config.sharing,
+        "embedding_length_per_layer_input": config.side_size,
+        **rope_keys(config.full_rope),
+        **rope_keys(config.rope, "_swa"),
     }
     if config.final_softcap:
         keys["final_logit_softcapping"] = config.final_softcap
@@ -141,9 +155,13 @@ def _gemma4_keys(config: Gemma4Config) -> dict[str, Value]:
 def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
     delta, period = config.delta, (*config.recurrent, False).index(False) + 1
     keys: dict[str, Value] = {
-        "rope.dimension_sections": (*rotary_sections(config.rope.dim // 2), 0), "ssm.conv_kernel": delta.kernel,
-        "ssm.state_size": delta.key_dim, "ssm.group_count": delta.key_heads, "ssm.time_step_rank": delta.value_heads,
-        "ssm.inner_size": delta.value_heads * delta.value_dim, "full_attention_interval": period,
+        "rope.dimension_sections": (*rotary_sections(config.rope.dim // 2), 0),
+        "ssm.conv_kernel": delta.kernel,
+        "ssm.state_size": delta.key_dim,
+        "ssm.group_count": delta.key_heads,
+        "ssm.time_step_rank": delta.value_heads,
+        "ssm.inner_size": delta.value_heads * delta.value_dim,
+        "full_attention_interval": period,
     }
     if config.recurrent != tuple((index + 1) % period != 0 for index in range(config.layers)):
         keys["attention.recurrent_layers"] = config.recurrent
@@ -164,13 +182,23 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
     """The config.json of a target; `context` holds what its configuration does not know, such as token ids."""
     _, model_type, architecture = FAMILY_NAMES[config.family]
     found: dict[str, object] = {
-        "architectures": [architecture], "model_type": model_type, "hidden_act": "silu",
-        "hidden_size": config.hidden_size, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
-        "rms_norm_eps": shortest(config.rms_eps), "max_position_embeddings": config.max_positions,
-        "rope_theta": shortest(config.rope.theta), "rope_parameters": rope_section(config.rope),
-        "tie_word_embeddings": config.tied_head, "attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias,
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": shortest(config.rms_eps),
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": shortest(config.rope.theta),
+        "rope_parameters": rope_section(config.rope),
+        "tie_word_embeddings": config.tied_head,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
     }
     return found | _own_config(config) | dict(context)
 
@@ -200,9 +228,12 @@ def _own_config(config: DecoderConfig) -> dict[str, object]:
     if isinstance(config, Qwen3MoeConfig):
         moe = config.moe
         return {
-            "num_experts": moe.experts, "num_experts_per_tok": moe.active,
-            "moe_intermediate_size": moe.intermediate_size, "norm_topk_prob": moe.renormalise,
-            "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "num_experts": moe.experts,
+            "num_experts_per_tok": moe.active,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.renormalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
     if isinstance(config, LagunaConfig):
         return _laguna_config(config)
@@ -215,13 +246,18 @@ def _laguna_config(config: LagunaConfig) -> dict[str, object]:
     moe = config.moe
     ropes = {FULL: config.rope, SLIDING: config.sliding_rope}
     return {
-        "num_attention_heads_per_layer": list(config.layer_heads), "sliding_window": config.window or None,
+        "num_attention_heads_per_layer": list(config.layer_heads),
+        "sliding_window": config.window or None,
         "layer_types": [SLIDING if slides else FULL for slides in config.sliding],
         "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in config.sparse],
-        "rope_theta": None, "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()},
-        "gating": True if config.gate_per_head else "per-element", "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active, "moe_intermediate_size": moe.intermediate_size,
-        "shared_expert_intermediate_size": moe.shared_size, "moe_routed_scaling_factor": shortest(moe.scale),
+        "rope_theta": None,
+        "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()},
+        "gating": True if config.gate_per_head else "per-element",
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.intermediate_size,
+        "shared_expert_intermediate_size": moe.shared_size,
+        "moe_routed_scaling_factor": shortest(moe.scale),
     }
 
 
@@ -231,22 +267,31 @@ def _gemma4_config(config: Gemma4Config) -> dict[str, object]:
     ropes = {SLIDING: config.rope, FULL: config.full_rope}
     heads = {
         str(index): {"head_dim": config.layer_dims[index], "num_key_value_heads": config.layer_kv_heads[index]}
-        for index in range(config.layers) if not config.sliding[index]
+        for index in range(config.layers)
+        if not config.sliding[index]
     }
     sliding_heads = [count for count, slides in zip(config.layer_kv_heads, config.sliding, strict=True) if slides]
     found: dict[str, object] = {
-        "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds, "rope_theta": None,
-        "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()}, "per_layer_config": heads,
-        "num_key_value_heads": (sliding_heads or config.layer_kv_heads)[0], "sliding_window": config.window,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "rope_theta": None,
+        "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()},
+        "per_layer_config": heads,
+        "num_key_value_heads": (sliding_heads or config.layer_kv_heads)[0],
+        "sliding_window": config.window,
         "attention_k_eq_v": any(config.keys_are_values[index] for index in own),
-        "num_kv_shared_layers": config.sharing, "use_double_wide_mlp": config.layer_inner[-1] > config.layer_inner[0],
-        "hidden_size_per_layer_input": config.side_size, "vocab_size_per_layer_input": config.side_vocab or None,
+        "num_kv_shared_layers": config.sharing,
+        "use_double_wide_mlp": config.layer_inner[-1] > config.layer_inner[0],
+        "hidden_size_per_layer_input": config.side_size,
+        "vocab_size_per_layer_input": config.side_vocab or None,
         "final_logit_softcapping": shortest(config.final_softcap) if config.final_softcap else None,
         "enable_moe_block": config.moe is not None,
     }
     if config.moe is not None:
         found |= {
-            "num_experts": config.moe.experts, "top_k_experts": config.moe.active,
+            "num_experts": config.moe.experts,
+            "top_k_experts": config.moe.active,
             "moe_intermediate_size": config.moe.intermediate_size,
         }
     return found
@@ -256,15 +301,20 @@ def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
     delta, moe = config.delta, config.moe
     sections = {"mrope_section": list(rotary_sections(config.rope.dim // 2))}
     found: dict[str, object] = {
-        "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent], "rope_theta": None,
+        "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
+        "rope_theta": None,
         "rope_parameters": {"partial_rotary_factor": 1.0} | rope_section(config.rope) | sections,
-        "linear_num_key_heads": delta.key_heads, "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.kernel,
     }
     if moe is None:
         return found
     return found | {
-        "num_experts": moe.experts, "num_experts_per_tok": moe.active, "moe_intermediate_size": moe.intermediate_size,
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.intermediate_size,
         "shared_expert_intermediate_size": moe.shared_size,
     }

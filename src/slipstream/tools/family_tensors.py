@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.formats.weights import WeightTensor
+from slipstream.formats.weight_files import WeightTensor
 from slipstream.models import gemma4, laguna, qwen3_5
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.llama import gguf_name, stored_rotary_rows
@@ -22,8 +22,11 @@ from slipstream.models.qwen3_5 import Qwen35Config
 from slipstream.tools.convert_plans import Derived, Source
 
 _OWN_NAMES: dict[str, Mapping[str, str]] = {
-    "gemma4": gemma4.GGUF_OWN, "laguna": laguna.GGUF_OWN, "qwen3_moe": GGUF_MOE,
-    "qwen3_5": qwen3_5.GGUF_OWN, "qwen3_5_moe": qwen3_5.GGUF_OWN,
+    "gemma4": gemma4.GGUF_OWN,
+    "laguna": laguna.GGUF_OWN,
+    "qwen3_moe": GGUF_MOE,
+    "qwen3_5": qwen3_5.GGUF_OWN,
+    "qwen3_5_moe": qwen3_5.GGUF_OWN,
 }
 _ONE_EXPERT = re.compile(r"^(.*\.experts\.)(\d+)\.((?:gate|up|down)_proj)\.weight$")
 _ALL_EXPERTS = re.compile(r"^(.*\.experts\.)(gate_up_proj|gate_proj|up_proj|down_proj)$")

@@ -12,7 +12,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.footprint import Footprint, available_bytes, footprint
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.quants import GGML_TYPES
-from slipstream.formats.weights import read_config
+from slipstream.formats.weight_files import read_config
 from slipstream.models.decoder import DecoderConfig
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.family_tensors import gguf_tensors
@@ -105,11 +105,20 @@ class FitReport:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "fits": self.fits, "memory_bytes": self.memory_bytes, "context": self.context,
-            "target_bytes": self.target_bytes, "draft_bytes": self.draft_bytes, "runtime_bytes": self.runtime_bytes,
-            "token_bytes": self.token_bytes, "cache_bytes": self.cache_bytes, "total_bytes": self.total_bytes,
-            "trained_context": self.trained_context, "largest_context": self.largest_context,
-            "sequences": self.sequences, "best_quant": self.best_quant, "without_draft": self.without_draft,
+            "fits": self.fits,
+            "memory_bytes": self.memory_bytes,
+            "context": self.context,
+            "target_bytes": self.target_bytes,
+            "draft_bytes": self.draft_bytes,
+            "runtime_bytes": self.runtime_bytes,
+            "token_bytes": self.token_bytes,
+            "cache_bytes": self.cache_bytes,
+            "total_bytes": self.total_bytes,
+            "trained_context": self.trained_context,
+            "largest_context": self.largest_context,
+            "sequences": self.sequences,
+            "best_quant": self.best_quant,
+            "without_draft": self.without_draft,
             "quants": [
                 {"type": q.recipe, "weight_bytes": q.weight_bytes, "total_bytes": q.total_bytes, "fits": q.fits}
                 for q in self.quants
@@ -131,8 +140,13 @@ def parse_size(text: str) -> int:
 
 
 def fit(
-    target: str, draft: str | None, *, context: int = 0, memory: int | None = None,
-    weight_format: WeightFormat = "auto", progress: Progress | None = None,
+    target: str,
+    draft: str | None,
+    *,
+    context: int = 0,
+    memory: int | None = None,
+    weight_format: WeightFormat = "auto",
+    progress: Progress | None = None,
 ) -> FitReport:
     """The needs of a pair with one sequence of `context` tokens (0: all the target can), against `memory` bytes."""
     if context < 0:
@@ -153,11 +167,19 @@ def fit(
     smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items()]
     quants = tuple(
         QuantFit(name, size, needed := total(size + drafter_bytes, pair), needed <= available)
-        for size, name in sorted(smaller, reverse=True) if size < alone.weight_bytes
+        for size, name in sorted(smaller, reverse=True)
+        if size < alone.weight_bytes
     )
     without = bool(drafter_bytes) and total(alone.weight_bytes, alone) <= available
     return FitReport(
-        available, asked, alone.weight_bytes, drafter_bytes, runtime, pair.token_bytes, alone.max_context, quants,
+        available,
+        asked,
+        alone.weight_bytes,
+        drafter_bytes,
+        runtime,
+        pair.token_bytes,
+        alone.max_context,
+        quants,
         without,
     )
 

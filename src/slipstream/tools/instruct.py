@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.errors import SlipstreamError
-from slipstream.formats.layout import read_json_object
-from slipstream.formats.weights import open_weights, read_config
+from slipstream.formats.file_bytes import read_json_object
+from slipstream.formats.weight_files import open_weights, read_config
 from slipstream.text.tokenizer import TURN_ENDS, Tokenizer
 
 Says = Literal["instruct", "base", "nothing"]
@@ -46,7 +46,10 @@ class InstructReport:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "target": self.target, "verdict": self.verdict, "wanted": self.wanted, "refused": self.refused,
+            "target": self.target,
+            "verdict": self.verdict,
+            "wanted": self.wanted,
+            "refused": self.refused,
             "witnesses": [{"name": w.name, "seen": w.seen, "says": w.says} for w in self.witnesses],
         }
 

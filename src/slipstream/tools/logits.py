@@ -85,11 +85,20 @@ class LogitComparison:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "first": self.first, "second": self.second, "kind": self.kind, "weight_format": self.weight_format,
-            "rows": self.rows, "answer_tokens": self.tokens, "max_difference": self.max_difference,
-            "mean_difference": self.mean_difference, "mean_kl": self.mean_divergence, "max_kl": self.max_divergence,
-            "top1_agreement": self.agreement, "non_finite_rows": self.non_finite,
-            "tau_first": self.taus[0], "tau_second": self.taus[1],
+            "first": self.first,
+            "second": self.second,
+            "kind": self.kind,
+            "weight_format": self.weight_format,
+            "rows": self.rows,
+            "answer_tokens": self.tokens,
+            "max_difference": self.max_difference,
+            "mean_difference": self.mean_difference,
+            "mean_kl": self.mean_divergence,
+            "max_kl": self.max_divergence,
+            "top1_agreement": self.agreement,
+            "non_finite_rows": self.non_finite,
+            "tau_first": self.taus[0],
+            "tau_second": self.taus[1],
             "notes": self.notes,
         }
 
@@ -138,7 +147,10 @@ def write_passages(
 
 
 def compare_drafters(
-    first: BlockSource, second: BlockSource, passages: Sequence[Passage], weight_format: str,
+    first: BlockSource,
+    second: BlockSource,
+    passages: Sequence[Passage],
+    weight_format: str,
     progress: Progress | None = None,
 ) -> LogitComparison:
     """Both drafters wherever a step of either begins; their taus are those of full greedy chains."""
@@ -190,7 +202,11 @@ def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], settings: Se
 
 
 def compare_targets(
-    first: Path, second: Path, labels: tuple[str, str], passages: Sequence[Passage], settings: Settings,
+    first: Path,
+    second: Path,
+    labels: tuple[str, str],
+    passages: Sequence[Passage],
+    settings: Settings,
     progress: Progress | None = None,
 ) -> LogitComparison:
     """Both targets on the first one's answers; every position that predicts a token of an answer counts."""

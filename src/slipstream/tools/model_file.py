@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.weight_files import WeightFile, open_weights, read_config
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
@@ -28,14 +28,26 @@ DRAFTER_ARCH = "dflash"  # part of every name a drafter's architecture has been 
 _LAYER = re.compile(r"(?:^|\.)(?:blk|layers)\.(\d{1,6})\.")
 _TARGET_GLOBAL = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _DRAFTER_GLOBAL = (
-    "fc.weight", "hidden_norm.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight",
-    "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "markov_head.gate_proj.weight",
-    "markov_head.gate_proj.bias", "markov_head.joint_proj.weight", "markov_head.joint_proj.bias",
-    "confidence_head.proj.weight", "confidence_head.proj.bias", "candidate_selector.predecessor_codebook.weight",
-    "candidate_selector.successor_codebook.weight", "candidate_selector.hidden_projection.weight",
+    "fc.weight",
+    "hidden_norm.weight",
+    "norm.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "markov_head.gate_proj.weight",
+    "markov_head.gate_proj.bias",
+    "markov_head.joint_proj.weight",
+    "markov_head.joint_proj.bias",
+    "confidence_head.proj.weight",
+    "confidence_head.proj.bias",
+    "candidate_selector.predecessor_codebook.weight",
+    "candidate_selector.successor_codebook.weight",
+    "candidate_selector.hidden_projection.weight",
 )
 _CONVOLUTIONS = tuple(
-    f"{module}.{part}" for module in ("attention_conv", "mlp_conv")
+    f"{module}.{part}"
+    for module in ("attention_conv", "mlp_conv")
     for part in ("base_kernel", "kernel_projection.weight")
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightFile, open_weights, read_config
+from slipstream.formats.weight_files import WeightFile, open_weights, read_config
 from slipstream.types import SamplingParams
 
 Array = NDArray[np.float64]
@@ -88,8 +88,10 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Array:
     for _ in range(10):
         first, third = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
         words = [
-            (third >> np.uint64(32)) ^ words[1] ^ np.uint64(key[0]), third & low,
-            (first >> np.uint64(32)) ^ words[3] ^ np.uint64(key[1]), first & low,
+            (third >> np.uint64(32)) ^ words[1] ^ np.uint64(key[0]),
+            third & low,
+            (first >> np.uint64(32)) ^ words[3] ^ np.uint64(key[1]),
+            first & low,
         ]
         key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
     uniform = (np.stack(words, axis=-1).reshape(-1)[:vocab_size] + 0.5) * 2.0**-32
@@ -130,9 +132,14 @@ def _shape(values: Mapping[str, object], file: WeightFile, gguf: bool) -> _Shape
         prefix = f"{arch}.attention."
         heads = number(prefix + "head_count")
         return _Shape(
-            int(number(f"{arch}.block_count")), int(heads), int(number(prefix + "head_count_kv", heads)),
+            int(number(f"{arch}.block_count")),
+            int(heads),
+            int(number(prefix + "head_count_kv", heads)),
             int(number(prefix + "key_length", number(f"{arch}.embedding_length") / heads)),
-            number(prefix + "layer_norm_rms_epsilon"), number(f"{arch}.rope.freq_base"), True, arch == "llama",
+            number(prefix + "layer_norm_rms_epsilon"),
+            number(f"{arch}.rope.freq_base"),
+            True,
+            arch == "llama",
         )
     rope = values.get("rope_parameters")
     nested = rope if isinstance(rope, Mapping) else {}
@@ -141,8 +148,14 @@ def _shape(values: Mapping[str, object], file: WeightFile, gguf: bool) -> _Shape
     heads = number("num_attention_heads")
     theta = float(nested["rope_theta"]) if "rope_theta" in nested else number("rope_theta")
     return _Shape(
-        int(number("num_hidden_layers")), int(heads), int(number("num_key_value_heads", heads)),
-        int(number("head_dim", number("hidden_size") / heads)), number("rms_norm_eps"), theta, False, False,
+        int(number("num_hidden_layers")),
+        int(heads),
+        int(number("num_key_value_heads", heads)),
+        int(number("head_dim", number("hidden_size") / heads)),
+        number("rms_norm_eps"),
+        theta,
+        False,
+        False,
     )
 
 

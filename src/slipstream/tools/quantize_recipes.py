@@ -12,15 +12,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal[
-    "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q4-mix"
-]
+RecipeName = Literal["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q4-mix"]
 # recipe -> the type of most matrices, and the number that `general.file_type` has for such files
 RECIPES: dict[RecipeName, tuple[str, int]] = {
-    "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7),
-    "q4_0": ("Q4_0", 2), "q4_1": ("Q4_1", 3), "q5_0": ("Q5_0", 8), "q5_1": ("Q5_1", 9),
-    "q4_k": ("Q4_K", 14), "q5_k": ("Q5_K", 16), "q6_k": ("Q6_K", 18),
-    "q4_k_m": ("Q4_K", 15), "q4-mix": ("Q4_0", 2),
+    "f16": ("F16", 1),
+    "bf16": ("BF16", 32),
+    "q8_0": ("Q8_0", 7),
+    "q4_0": ("Q4_0", 2),
+    "q4_1": ("Q4_1", 3),
+    "q5_0": ("Q5_0", 8),
+    "q5_1": ("Q5_1", 9),
+    "q4_k": ("Q4_K", 14),
+    "q5_k": ("Q5_K", 16),
+    "q6_k": ("Q6_K", 18),
+    "q4_k_m": ("Q4_K", 15),
+    "q4-mix": ("Q4_0", 2),
 }
 EXACT = "F32"
 SUPER_BLOCK, BLOCK = 256, 32

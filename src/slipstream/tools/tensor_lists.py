@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import ConfigError
-from slipstream.formats.layout import MemoryBytes, TensorEntry
-from slipstream.formats.weights import WeightFile, WeightTensor
+from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
+from slipstream.formats.weight_files import WeightFile, WeightTensor
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.dflash_config import DFlashConfig
@@ -81,7 +81,9 @@ class _Asked(Weights):
 
 
 def take_tensors(
-    file: WeightFile, shapes: Mapping[str, Shape], file_name: Callable[[str], str],
+    file: WeightFile,
+    shapes: Mapping[str, Shape],
+    file_name: Callable[[str], str],
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, WeightTensor]:
     """The tensors of a file under their Hugging Face names; a missing, a misshapen and an unknown one are errors."""

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from slipstream.cache.gpu_pools import GpuPools
-from slipstream.cache.gpu_states import SLOTS_PER_SEQUENCE, gpu_state_pool
+from slipstream.cache.cpu.page_pools import PoolShape
+from slipstream.cache.gpu.device_pools import GpuPools
+from slipstream.cache.gpu.device_states import SLOTS_PER_SEQUENCE, gpu_state_pool
 from slipstream.cache.pages import PageTable
-from slipstream.cache.pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.gpu.costing import expert_bytes, measure_costs
 from slipstream.engine.gpu.engine import GpuEngine
@@ -24,11 +24,11 @@ from slipstream.engine.gpu.state import DecodeState
 from slipstream.engine.gpu.step import DecodeStep, bucket, drafted_widths
 from slipstream.engine.memory import StateRoom, available_bytes
 from slipstream.errors import ConfigError
-from slipstream.formats.weights import WeightFile
-from slipstream.kernels.gpu.growth import MOST_ROWS
-from slipstream.kernels.gpu.kernels import GpuKernels, gpu_kernels
-from slipstream.kernels.gpu.matmul import Scratch
-from slipstream.kernels.gpu.rows import LEAST_ROWS
+from slipstream.formats.weight_files import WeightFile
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS
+from slipstream.kernels.gpu.kernel_set import GpuKernels, gpu_kernels
+from slipstream.kernels.gpu.matrices import Scratch
+from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
@@ -76,15 +76,28 @@ class GpuBackend:
         self._machine: _Machine | None = None
 
     def weights(
-        self, file: WeightFile, weight_format: WeightFormat, file_name: Callable[[str], str] = keep_name,
-        progress: Progress | None = None, rough: bool = False, parts: BuiltParts | None = None,
-        changed: Collection[str] = (), norm_shift: float = 0.0,
+        self,
+        file: WeightFile,
+        weight_format: WeightFormat,
+        file_name: Callable[[str], str] = keep_name,
+        progress: Progress | None = None,
+        rough: bool = False,
+        parts: BuiltParts | None = None,
+        changed: Collection[str] = (),
+        norm_shift: float = 0.0,
     ) -> Weights:
         return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed, norm_shift)
 
     def build(
-        self, target: Decoder, draft: DFlashDrafter | None, pool_shapes: tuple[PoolShape, PoolShape | None],
-        tokenizer: Tokenizer, max_context: int, draft_window: int, draft_key: str | None, progress: Progress | None,
+        self,
+        target: Decoder,
+        draft: DFlashDrafter | None,
+        pool_shapes: tuple[PoolShape, PoolShape | None],
+        tokenizer: Tokenizer,
+        max_context: int,
+        draft_window: int,
+        draft_key: str | None,
+        progress: Progress | None,
     ) -> GpuEngine:
         """The engine around a loaded pair."""
         room, slots = self._state_room(pool_shapes), 0
@@ -106,8 +119,15 @@ class GpuBackend:
         blocks = self.in_blocks(draft) if draft is not None else None
         self._machine.drafter = blocks.gpu if isinstance(blocks, GpuBlocks) else None
         engine = GpuEngine(
-            GpuRunner(passes, blocks), pools, PageTable(pages), tokenizer, self._config, max_context, draft_key,
-            False, partial(self._measure_costs, blocks),
+            GpuRunner(passes, blocks),
+            pools,
+            PageTable(pages),
+            tokenizer,
+            self._config,
+            max_context,
+            draft_key,
+            False,
+            partial(self._measure_costs, blocks),
         )
         engine.install(loop, self._most_rows)
         if self.graphs.enabled:
@@ -125,11 +145,13 @@ class GpuBackend:
         machine = self._built
         drafter = machine.drafter
         captures: list[Callable[[], object]] = [
-            partial(machine.passes.chunk_pass, None), partial(machine.loop.step, 1, 1, None, False)
+            partial(machine.passes.chunk_pass, None),
+            partial(machine.loop.step, 1, 1, None, False),
         ]
         if drafter is not None:
             captures += [
-                partial(machine.passes.chunk_pass, drafter), partial(machine.loop.step, 1, 1, drafter, False),
+                partial(machine.passes.chunk_pass, drafter),
+                partial(machine.loop.step, 1, 1, drafter, False),
                 partial(machine.loop.step, 1, LEAST_ROWS, drafter, True),
             ]
         self._capture(captures)
@@ -145,11 +167,14 @@ class GpuBackend:
         if not self.graphs.enabled or machine.pools.states is not None:
             return
         drafter = machine.drafter if machine.drafter is not None and machine.drafter.on_device else None
-        self._capture([
-            partial(machine.loop.step, sequences, each, drafter if kept else None, each > 1)
-            for sequences, each, kept in batch_shapes(bucket(self._config.max_sequences), self._most_rows)
-            if drafter is not None or not kept
-        ], _LEFT_FREE)
+        self._capture(
+            [
+                partial(machine.loop.step, sequences, each, drafter if kept else None, each > 1)
+                for sequences, each, kept in batch_shapes(bucket(self._config.max_sequences), self._most_rows)
+                if drafter is not None or not kept
+            ],
+            _LEFT_FREE,
+        )
 
     def _capture(self, captures: Sequence[Callable[[], object]], left_free: int = 0) -> None:
         progress = self._built.progress
@@ -183,8 +208,13 @@ class GpuBackend:
         read = partial(expert_bytes, machine.target.decoder)
         bandwidth = self.read_bandwidth() if read(1) else 1.0
         costs = measure_costs(
-            machine.loop.step, blocks.gpu, self._most_rows, bucket(self._config.max_sequences), self.device,
-            machine.progress, lambda rows: read(rows) / bandwidth * 1e3,
+            machine.loop.step,
+            blocks.gpu,
+            self._most_rows,
+            bucket(self._config.max_sequences),
+            self.device,
+            machine.progress,
+            lambda rows: read(rows) / bandwidth * 1e3,
         )
         machine.state.restore(kept)
         return costs
@@ -202,13 +232,15 @@ class GpuBackend:
         if states.reserved_bytes > share:
             raise ConfigError(
                 f"the recurrent states of all sequences need {states.reserved_bytes >> 20} MiB, "
-                f"{share >> 20} MiB of the GPU are free for them", "allow fewer sequences at once",
+                f"{share >> 20} MiB of the GPU are free for them",
+                "allow fewer sequences at once",
             )
         room = (share - states.reserved_bytes) // token_bytes
         if config.cache_tokens > room:
             raise ConfigError(
                 f"a cache of {config.cache_tokens} tokens needs {config.cache_tokens * token_bytes >> 20} MiB, "
-                f"{room * token_bytes >> 20} MiB of the GPU are free for it", "ask for fewer tokens",
+                f"{room * token_bytes >> 20} MiB of the GPU are free for it",
+                "ask for fewer tokens",
             )
         # a sequence may stand a few steps behind its last token
         wanted = config.cache_tokens or config.max_sequences * (max_context + 4 * MOST_ROWS)

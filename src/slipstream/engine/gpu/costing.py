@@ -9,9 +9,9 @@ from typing import cast
 import torch
 
 from slipstream.engine.gpu.step import DecodeStep, drafted_widths
-from slipstream.kernels.gpu.experts import ExpertStack
-from slipstream.kernels.gpu.growth import MOST_ROWS
-from slipstream.kernels.gpu.rows import LEAST_ROWS
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS
+from slipstream.kernels.gpu.expert_mixture import ExpertStack
+from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.gemma4 import Gemma4Layer
 from slipstream.models.gpu_models import GpuDrafter
@@ -27,8 +27,13 @@ StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Call
 
 @torch.inference_mode()
 def measure_costs(
-    step_of: StepMaker, drafter: GpuDrafter, most_rows: int, most_sequences: int, device: torch.device,
-    progress: Progress | None, experts_ms: Callable[[int], float] = lambda rows: 0.0,
+    step_of: StepMaker,
+    drafter: GpuDrafter,
+    most_rows: int,
+    most_sequences: int,
+    device: torch.device,
+    progress: Progress | None,
+    experts_ms: Callable[[int], float] = lambda rows: 0.0,
 ) -> CostTable:
     """Steps without sequences: what they take is weights and launches; attention is learnt from real ones.
 
@@ -43,9 +48,7 @@ def measure_costs(
         if progress is not None:
             progress("measuring step costs", done + 1, len(widths) + 1)
     # the widths that one sequence is likely to use are captured with it, not in the middle of an answer
-    drafted = {
-        rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in drafted_widths(1, most_rows)
-    }
+    drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in drafted_widths(1, most_rows)}
     draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
     if progress is not None:
         progress("measuring step costs", 1, 1)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.cache.gpu_pools import GpuPools
-from slipstream.kernels.gpu.growth import HeadScores, Wishes
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import DeviceRows, padded_rows
-from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+from slipstream.cache.gpu.device_pools import GpuPools
+from slipstream.kernels.gpu.device_rows import DeviceRows, padded_rows
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.tree_growth import HeadScores, Wishes
 from slipstream.models.gpu_models import GpuDrafter
 
 CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
@@ -47,8 +47,14 @@ class BlockDraft:
     """
 
     def __init__(
-        self, kernels: GpuKernels, drafter: GpuDrafter, rows: DeviceRows, most_nodes: int, pools: GpuPools,
-        settings: Settings, wishes: Wishes,
+        self,
+        kernels: GpuKernels,
+        drafter: GpuDrafter,
+        rows: DeviceRows,
+        most_nodes: int,
+        pools: GpuPools,
+        settings: Settings,
+        wishes: Wishes,
     ) -> None:
         self._kernels = kernels
         self._drafter = drafter
@@ -93,8 +99,14 @@ class BlockDraft:
             hidden, positions = self._hidden, self._positions.flatten()
         found = self._found
         self._kernels.top_candidates(
-            drafter.logits(hidden)[:asked], positions, self._settings, self._each, 1 - drafter.first_slot,
-            found.tokens.flatten(0, 1), found.scores.flatten(0, 1), self._ranking,
+            drafter.logits(hidden)[:asked],
+            positions,
+            self._settings,
+            self._each,
+            1 - drafter.first_slot,
+            found.tokens.flatten(0, 1),
+            found.scores.flatten(0, 1),
+            self._ranking,
         )
 
     def ask_heads(self) -> None:
@@ -102,6 +114,10 @@ class BlockDraft:
         heads = self._drafter.heads
         assert heads is not None
         self._kernels.score_heads(
-            heads, self._blocks[:, self._slots], self.candidates.tokens, self._wishes.anchors,
-            self._settings.temperature, self.head_scores,
+            heads,
+            self._blocks[:, self._slots],
+            self.candidates.tokens,
+            self._wishes.anchors,
+            self._settings.temperature,
+            self.head_scores,
         )

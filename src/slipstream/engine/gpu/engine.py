@@ -20,7 +20,7 @@ from slipstream.engine.runner import ForwardResult
 from slipstream.engine.scheduler import StepPlan, Ticket
 from slipstream.engine.session import Session
 from slipstream.engine.variants import DraftVariant
-from slipstream.kernels.gpu.growth import MOST_ROWS
+from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.gates import EntropyGate
 from slipstream.types import GenEvent, Request, SamplingParams
@@ -129,7 +129,9 @@ class GpuEngine(Engine):
         tickets = [session.ticket for session in cohort.sessions]
         # who gets his last token now is in the next step for nothing, unless there is nobody else in it
         if (
-            alone and aloft.cohort.columns is cohort.columns and len(here) == len(tickets)
+            alone
+            and aloft.cohort.columns is cohort.columns
+            and len(here) == len(tickets)
             and any(ticket.max_tokens - ticket.generated > 1 for ticket in tickets)
         ):
             self._aloft = self._launch(groups, alone, ahead=True)
@@ -148,7 +150,11 @@ class GpuEngine(Engine):
         for place, session in zip(cohort.places, cohort.sessions, strict=True):
             state, request = session.ticket.state, session.ticket.request
             described[place] = Decoding(
-                state.length, state.tokens[state.length], state.pages, request.sampling, request.share_noise,
+                state.length,
+                state.tokens[state.length],
+                state.pages,
+                request.sampling,
+                request.share_noise,
                 state.slots,
             )
         return described
@@ -226,7 +232,8 @@ def _still_here(aloft: _Aloft, cohort: Cohort) -> list[int]:
     present = set(cohort.sessions) if aloft.cohort is not cohort else None
     columns, pages = aloft.cohort.columns, aloft.pages
     return [
-        place for place in aloft.cohort.places
+        place
+        for place in aloft.cohort.places
         if columns[place].ticket.state.pages is pages[place] and (present is None or columns[place] in present)
     ]
 
@@ -235,7 +242,12 @@ def _device_serves(session: Session) -> bool:
     request = session.ticket.request
     params = request.sampling
     return (
-        request.constraint is None and session.sampler.guide is None and not params.penalised
-        and not params.logit_bias and params.logprobs is None and not request.min_confidence
-        and not isinstance(session.speculation.gate, EntropyGate) and session.speculation.rows <= MOST_ROWS
+        request.constraint is None
+        and session.sampler.guide is None
+        and not params.penalised
+        and not params.logit_bias
+        and params.logprobs is None
+        and not request.min_confidence
+        and not isinstance(session.speculation.gate, EntropyGate)
+        and session.speculation.rows <= MOST_ROWS
     )

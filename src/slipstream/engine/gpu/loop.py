@@ -53,7 +53,10 @@ class DecodeLoop:
         self._steps = {key: step for key, step in self._steps.items() if key[3] is not drafter}
 
     def launch(
-        self, batch: tuple[Hashable, ...], describe: Callable[[], Sequence[Decoding]], wishes: Sequence[Wish],
+        self,
+        batch: tuple[Hashable, ...],
+        describe: Callable[[], Sequence[Decoding]],
+        wishes: Sequence[Wish],
         drafter: GpuDrafter | None,
     ) -> Flight:
         """Starts a step for the batch; `describe` is asked only if the device does not know these sequences yet."""

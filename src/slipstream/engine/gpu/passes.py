@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.cache.gpu_pools import GpuPools
-from slipstream.cache.gpu_states import LoggedRows, device_tensors, save_chunk
+from slipstream.cache.gpu.device_pools import GpuPools
+from slipstream.cache.gpu.device_states import LoggedRows, device_tensors, save_chunk
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.gpu.report import parts, room
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.runner import RowWork
-from slipstream.kernels.gpu.delta import DeviceStates
-from slipstream.kernels.gpu.rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
@@ -39,11 +39,16 @@ class _Staged:
         places.copy_(rows.places)
         self.rows = replace(rows, tokens=tokens, positions=positions, places=places, base=base, pages=pages)
         here = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
-        self._stages = cycle([
-            (flat.copy_(self._there), [part.numpy() for part in parts(flat, shapes)],
-             torch.cuda.Event() if pinned else None)
-            for flat in here
-        ])
+        self._stages = cycle(
+            [
+                (
+                    flat.copy_(self._there),
+                    [part.numpy() for part in parts(flat, shapes)],
+                    torch.cuda.Event() if pinned else None,
+                )
+                for flat in here
+            ]
+        )
         self._filled: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def fill(self) -> list[NDArray[np.int32]]:
@@ -169,12 +174,16 @@ class Passes:
         slots[:count] = np.asarray(places.page_list) * self.pools.page_tokens + np.asarray(places.offset_list)
         rows = torch.cat((taps, taps.new_zeros(padded - count, taps.shape[1]))) if padded > count else taps
         drafter.context.write(
-            rows.contiguous(), self._device(positions), self._device(slots), self.pools.draft_keys,
+            rows.contiguous(),
+            self._device(positions),
+            self._device(slots),
+            self.pools.draft_keys,
             self.pools.draft_values,
         )
 
     def forget(self, variant: object, drafter: GpuDrafter) -> None:
         """A variant goes, and with it what was kept for it."""
+
         def theirs(key: object) -> bool:
             return isinstance(key, tuple) and key[:2] in (("draft", variant), ("chunk", drafter))
 

@@ -15,15 +15,15 @@ from slipstream.engine.gpu.state import NOBODY, Wish
 from slipstream.engine.gpu.step import bucket, drafted_widths
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
-from slipstream.kernels.gpu.growth import CHAIN, SEEDED_TREE, TREE
+from slipstream.kernels.gpu.tree_growth import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape
-from slipstream.speculative.gains import assumed
+from slipstream.speculative.expected_gains import assumed
 from slipstream.speculative.gates import EmaGate
-from slipstream.speculative.pace import Pace
 from slipstream.speculative.policy import Offer
+from slipstream.speculative.slowest_share import Pace
 from slipstream.types import Decision
 
 _FEW = 4  # sequences that the policy chooses among
@@ -213,7 +213,8 @@ class Planner:
         """Tokens per millisecond that so many rows per sequence promise; nothing if nobody drafts."""
         sessions = cohort.sessions
         drafting = [
-            (session.speculation.policy, depth) for session, depth in zip(sessions, slots, strict=True)
+            (session.speculation.policy, depth)
+            for session, depth in zip(sessions, slots, strict=True)
             if session.speculation.policy is not None and depth
         ]
         rates: dict[int, float] = {}

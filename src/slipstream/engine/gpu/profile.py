@@ -26,9 +26,7 @@ _ROUNDS = 8
 _COPIES = ("Memcpy", "Memset")
 Milliseconds = Callable[[], float]  # asked once the device is done
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
-Launch = Callable[
-    [tuple[Hashable, ...], Callable[[], Sequence[Decoding]], Sequence[Wish], GpuDrafter | None], Flight
-]
+Launch = Callable[[tuple[Hashable, ...], Callable[[], Sequence[Decoding]], Sequence[Wish], GpuDrafter | None], Flight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,7 @@ class GpuProfiler(Profiler):
 
     def _clocked_runs(self, make: StepMaker) -> StepMaker:
         """Steps are also made to be timed for the policy; only what is launched counts, and says so below."""
+
         def step(
             sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool
         ) -> tuple[DecodeStep, Callable[[], None]]:
@@ -102,7 +101,9 @@ class GpuProfiler(Profiler):
 
     def _noted_launches(self, launch: Launch) -> Launch:
         def noted(
-            batch: tuple[Hashable, ...], describe: Callable[[], Sequence[Decoding]], wishes: Sequence[Wish],
+            batch: tuple[Hashable, ...],
+            describe: Callable[[], Sequence[Decoding]],
+            wishes: Sequence[Wish],
             drafter: GpuDrafter | None,
         ) -> Flight:
             flight = launch(batch, describe, wishes, drafter)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gpu.commit import Outcome
-from slipstream.kernels.gpu.growth import Grown
-from slipstream.kernels.gpu.rows import LEAST_ROWS, MAX_DEPTH
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH
+from slipstream.kernels.gpu.tree_growth import Grown
 
 _ALIGNED = 4  # numbers: kernels read and write 16 bytes at a time where a part begins at such a border
 
@@ -36,14 +36,32 @@ class Report:
     def __init__(self, sequences: int, each: int, device: torch.device, pinned: bool = False) -> None:
         rows = sequences * each
         shapes = (
-            (max(rows, LEAST_ROWS),), (rows,), (rows,), (rows,), (rows,), (sequences,), (sequences,), (sequences,),
-            (sequences,), (sequences, MAX_DEPTH), (sequences, MAX_DEPTH),
+            (max(rows, LEAST_ROWS),),
+            (rows,),
+            (rows,),
+            (rows,),
+            (rows,),
+            (sequences,),
+            (sequences,),
+            (sequences,),
+            (sequences,),
+            (sequences, MAX_DEPTH),
+            (sequences, MAX_DEPTH),
         )
         self.each = each
         self.flat = torch.zeros(room(shapes), dtype=torch.int32, device=device, pin_memory=pinned)
         (
-            self.tokens, self.parents, chances, survivals, self.chosen, self.counts, self.broken, self.taken,
-            self.failed, self.path, self.kept,
+            self.tokens,
+            self.parents,
+            chances,
+            survivals,
+            self.chosen,
+            self.counts,
+            self.broken,
+            self.taken,
+            self.failed,
+            self.path,
+            self.kept,
         ) = parts(self.flat, shapes)
         self.chances: Tensor = chances.view(torch.float32)
         self.survivals: Tensor = survivals.view(torch.float32)

@@ -11,7 +11,7 @@ from slipstream.engine.gpu.passes import GpuBlocks, Passes
 from slipstream.engine.gpu.step import bucket
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.variants import DraftVariants
-from slipstream.kernels.gpu.rows import LEAST_ROWS
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.speculative.draft import BlockDrafter
 

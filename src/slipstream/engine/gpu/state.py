@@ -9,8 +9,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.growth import CALIBRATION_WORDS, Wishes, write_calibration
-from slipstream.kernels.gpu.sampling import Settings
+from slipstream.kernels.gpu.token_choice import Settings
+from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 from slipstream.speculative.calibration import Calibration
 from slipstream.types import SamplingParams
 
@@ -114,7 +114,9 @@ class DecodeState:
         count, columns = len(wishes), numbers.numpy()
         columns[0], columns[1:] = NOBODY.nodes, 0
         columns[:, :count] = (
-            [wish.nodes for wish in wishes], [wish.depth for wish in wishes], [wish.shape for wish in wishes],
+            [wish.nodes for wish in wishes],
+            [wish.depth for wish in wishes],
+            [wish.shape for wish in wishes],
         )
         self._wanted.copy_(numbers, non_blocking=True)
         if all(wish is NOBODY for wish in changed):
@@ -142,6 +144,14 @@ class DecodeState:
     def _sequence_tensors(self) -> list[Tensor]:
         settings = self.settings
         return [
-            self.length, self.pages, self.slots, self.wishes.anchors, settings.temperature, settings.seed,
-            settings.top_k, settings.top_p, settings.min_p, settings.shared,
+            self.length,
+            self.pages,
+            self.slots,
+            self.wishes.anchors,
+            settings.temperature,
+            settings.seed,
+            settings.top_k,
+            settings.top_p,
+            settings.min_p,
+            settings.shared,
         ]

@@ -8,18 +8,18 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from slipstream.cache.gpu_pools import GpuPools
-from slipstream.cache.gpu_states import device_tensors
+from slipstream.cache.gpu.device_pools import GpuPools
+from slipstream.cache.gpu.device_states import device_tensors
 from slipstream.engine.gpu.drafts import CANDIDATES, BlockDraft, Candidates
 from slipstream.engine.gpu.report import Report
 from slipstream.engine.gpu.state import DecodeState
 from slipstream.errors import IntegrityError
 from slipstream.kernels.gpu.commit import ContextRows, HeldTaps
-from slipstream.kernels.gpu.delta import DeviceStates, Replay
-from slipstream.kernels.gpu.growth import Branches, HeadScores, Wishes
-from slipstream.kernels.gpu.kernels import GpuKernels
-from slipstream.kernels.gpu.rows import LEAST_ROWS, DeviceRows
-from slipstream.kernels.gpu.sampling import RankingScratch, Settings
+from slipstream.kernels.gpu.delta_net_launch import DeviceStates, Replay
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
+from slipstream.kernels.gpu.kernel_set import GpuKernels
+from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, Wishes
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
 _WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -46,8 +46,15 @@ class DecodeStep:
     """
 
     def __init__(
-        self, kernels: GpuKernels, state: DecodeState, pools: GpuPools, target: GpuTarget, sequences: int, each: int,
-        drafter: GpuDrafter | None, drafting: bool,
+        self,
+        kernels: GpuKernels,
+        state: DecodeState,
+        pools: GpuPools,
+        target: GpuTarget,
+        sequences: int,
+        each: int,
+        drafter: GpuDrafter | None,
+        drafting: bool,
     ) -> None:
         if sequences > len(state.length):  # kernels would read behind what the state has
             raise IntegrityError(f"a step of {sequences} sequences is asked for, with room for {len(state.length)}")
@@ -120,8 +127,15 @@ class DecodeStep:
     def _grow(self) -> None:
         """The chain or tree each sequence wishes for, as rows."""
         self._kernels.grow(
-            self._candidates.tokens, self._candidates.scores, self._wishes, self._head_scores, self._rows,
-            self._pools.scratch_place, self._pools.page_tokens, self._grown, self._branches,
+            self._candidates.tokens,
+            self._candidates.scores,
+            self._wishes,
+            self._head_scores,
+            self._rows,
+            self._pools.scratch_place,
+            self._pools.page_tokens,
+            self._grown,
+            self._branches,
         )
 
     def _verify(self) -> None:
@@ -130,7 +144,11 @@ class DecodeStep:
         hidden, self._taps = self._target.run(self._rows, self._pools, tapped, self._states)
         used = slice(0, self._rows.rows)
         self._kernels.choose(
-            self._target.logits(hidden)[used], self._rows.positions[used], self._settings, self.each, self._chosen,
+            self._target.logits(hidden)[used],
+            self._rows.positions[used],
+            self._settings,
+            self.each,
+            self._chosen,
             self._ranking,
         )
 
@@ -138,7 +156,12 @@ class DecodeStep:
         """Keeps the agreed path: lengths and anchors, keys and values."""
         pools = self._pools
         self._kernels.accept(
-            self._chosen, self._rows, self._grown, self._wishes.anchors, self._outcome, self._context,
+            self._chosen,
+            self._rows,
+            self._grown,
+            self._wishes.anchors,
+            self._outcome,
+            self._context,
             pools.scratch_place,
         )
         if self._draft is not None:
@@ -160,7 +183,10 @@ class DecodeStep:
         pools, context = self._pools, self._context
         assert self.drafter is not None and self._taps is not None
         self.drafter.context.write(
-            self._taps.index_select(0, context.gather), context.positions, context.places, pools.draft_keys,
+            self._taps.index_select(0, context.gather),
+            context.positions,
+            context.places,
+            pools.draft_keys,
             pools.draft_values,
         )
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.growth import Grown
-from slipstream.kernels.gpu.rows import MAX_DEPTH, DeviceRows
-from slipstream.kernels.ranking import NO_BEST
+from slipstream.kernels.cpu.ranking import NO_BEST
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
+from slipstream.kernels.gpu.tree_growth import Grown
 
 _DEEP = tl.constexpr(MAX_DEPTH)
 _NO_BEST = tl.constexpr(NO_BEST)

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, SHELF, fresh, fresh_one
-from slipstream.kernels.gpu.rows import MAX_DEPTH
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH
 
 _DEEP = tl.constexpr(MAX_DEPTH)
 _NORM_EPS = tl.constexpr(1e-6)

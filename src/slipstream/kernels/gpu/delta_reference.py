@@ -1,4 +1,4 @@
-"""The launchers of kernels/gpu/delta.py in plain torch: the same operations, a row at a time."""
+"""The launchers of kernels/gpu/delta_net_launch.py in plain torch: the same operations, a row at a time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.delta import DeltaRule, DeltaShape
-from slipstream.kernels.gpu.delta import DeltaKernels, DeviceStates, Replay, is_line
+from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
+from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import rms_norm
+from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeviceStates, Replay, is_line
 from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, ROW, SHELF
-from slipstream.kernels.gpu.rows import DeviceRows
-from slipstream.kernels.reference import rms_norm
-from slipstream.kernels.rowwise import row_by_row
+from slipstream.kernels.gpu.device_rows import DeviceRows
 
 
 def plan_reference(rows: DeviceRows, states: DeviceStates) -> None:

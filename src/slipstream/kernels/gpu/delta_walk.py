@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.gpu.rows import MAX_DEPTH
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH
 
 _DEEP = tl.constexpr(MAX_DEPTH)
 # a step through a tree: its row and, behind that, what to do with the state

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from slipstream.kernels.gpu.matmul import EARLY
-from slipstream.kernels.reference import rms_norm, rotate, write_rows
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
+from slipstream.kernels.gpu.matrices import EARLY
 
 _GATE_BLOCK = 1024
 _MOST_TOGETHER = 4  # heads of a program: with one each, starting programs takes longer than their work

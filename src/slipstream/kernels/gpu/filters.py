@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.ranking import LEAST_TEMPERATURE
+from slipstream.kernels.cpu.ranking import LEAST_TEMPERATURE
 
 STRETCH = 4096  # tokens that one program reads
 MOST_GATHERED = 16384

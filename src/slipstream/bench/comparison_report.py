@@ -1,0 +1,190 @@
+"""What a comparison says, as rows and sentences; drawing them is the command line's business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slipstream.bench.floors import RowCost
+from slipstream.bench.measure import AUTO, PLAIN, Comparison, Ratio
+from slipstream.bench.rival import NAME
+from slipstream.bench.rival_race import PrefillRace, Race
+from slipstream.stats import RequestStats
+
+# Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
+HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
+RACE_HEADS = ("side", "tok/s, median", f"over {NAME}, 95 %", "over plain, 95 %", "tau")
+QUIET = 0.1  # cores that others may keep busy in a measurement worth believing
+COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
+
+
+def rows(result: Comparison) -> list[tuple[str, ...]]:
+    """The table's rows under HEADS; what only drafting has is blank where nothing was drafted."""
+    return [_row(result, name) for name in result.modes]
+
+
+def _row(result: Comparison, name: str) -> tuple[str, ...]:
+    run, speedup = result.modes[name], result.speedup(name)
+    stats = run.stats
+    return (
+        name,
+        f"{stats.tokens_per_second:.1f}",
+        "-" if speedup is None else speedup_text(speedup),
+        f"{stats.tau:.2f}" if stats.drafted else "",
+        "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
+        f"{stats.accept_rate:.1%}" if stats.drafted else "",
+        "" if name == PLAIN else f"{run.same}/{result.answers}",
+    )
+
+
+def speedup_text(speedup: Ratio) -> str:
+    """The ratio with its interval where it has one that says something."""
+    return f"{speedup.value:.2f}x{_interval_text(speedup)}"
+
+
+def _interval_text(ratio: Ratio) -> str:
+    low, high = ratio.interval or (0.0, 0.0)
+    return f" {low:.2f}–{high:.2f}" if high > low else ""
+
+
+def per_position(stats: RequestStats) -> list[float]:
+    """The share of drafts accepted at each position of the block."""
+    return [kept / max(1, seen) for kept, seen in zip(stats.accepted_at, stats.verified_at, strict=True)]
+
+
+def identity_sentence(result: Comparison) -> str:
+    """Whether speculation changed any text, in any mode."""
+    runs = result.speculative.values()
+    different = sum(result.answers - run.same for run in runs)
+    if not different:
+        return f"All {result.answers} texts are identical with and without speculation{_in_modes(result)}."
+    of = result.answers * len(runs)
+    sentence = f"{of - different} of {of} texts are identical to plain decoding's"
+    near_ties = sum(run.near_ties for run in runs)
+    if near_ties == different:
+        return f"{sentence}; the other {different} part at a near-tie proven in fp64."
+    return f"{sentence}; {different - near_ties} differ without a near-tie, which is a defect."
+
+
+def _in_modes(result: Comparison) -> str:
+    count = len(result.speculative)
+    return f", in all {count} modes" if count > 1 else ""
+
+
+def ratio_sentence(result: Comparison) -> str:
+    """The honest ratio of auto, or else of the fastest mode, with the reason where speculation does not pay."""
+    speeds = {name: run.stats.tokens_per_second for name, run in result.speculative.items()}
+    name = AUTO if AUTO in speeds else max(speeds, key=speeds.__getitem__)
+    speedup = result.speedup(name)
+    if speedup is None:
+        return "Too little was decoded to compare speeds."
+    sentence = f"Mode {name} decodes at {speedup.value:.2f} times the speed of plain decoding"
+    if speedup.value >= 1:
+        return f"{sentence}."
+    plain, stats = result.plain.stats, result.modes[name].stats
+    per_token = plain.decode_ms / max(1, plain.committed)
+    step = stats.decode_ms / max(1, stats.steps)
+    return (
+        f"{sentence}: it does not pay on this machine. One of its steps costs {step / max(per_token, 1e-9):.1f} plain "
+        f"tokens ({step:.1f} ms against {per_token:.1f} ms) because a CPU pays for every row it verifies, and commits "
+        f"{stats.tau:.2f}."
+    )
+
+
+def best_sentence(result: Comparison) -> str:
+    """How close auto came to the best mode that could have been named beforehand; empty if nothing else was named."""
+    against = result.auto_against_best()
+    if against is None or len(result.modes) == 2:
+        return ""
+    return (
+        f"Mode auto decodes at {against.value:.2f} times the speed of {against.over}{_among(against)}, "
+        "the fastest mode that does not choose for itself."
+    )
+
+
+def _among(ratio: Ratio) -> str:
+    interval = _interval_text(ratio)
+    return f" (95 %:{interval})" if interval else ""
+
+
+def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
+    """Plain decoding against the time it takes just to read the weights once per token; empty if not measured."""
+    floor_ms, bandwidth, weights = (_number(describe, key) for key in ("floor_ms", "bandwidth_gbs", "weight_bytes"))
+    if not floor_ms:
+        return ""
+    reached = result.plain.stats.tokens_per_second * floor_ms / 1000
+    return (
+        f"Byte floor: {weights / 1e6:.1f} MB of weights at {bandwidth:.1f} GB/s take {floor_ms:.2f} ms a token "
+        f"({1000 / floor_ms:.0f} tok/s); plain decoding reaches {reached:.0%} of that."
+    )
+
+
+def race_rows(result: Race) -> list[tuple[str, ...]]:
+    """The table's rows under RACE_HEADS, llama.cpp's last."""
+    return [
+        (
+            side,
+            f"{result.median_speed(side):.1f}",
+            *("" if side in (over, NAME) else _ratio_text(result.against(side, over)) for over in (NAME, PLAIN)),
+            f"{result.tau[side]:.2f}" if side in result.tau else "",
+        )
+        for side in result.samples
+    ]
+
+
+def _ratio_text(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else speedup_text(ratio)
+
+
+def cost_rows(costs: Sequence[RowCost]) -> list[tuple[str, ...]]:
+    """The table's rows under COST_HEADS."""
+    return [
+        (
+            str(cost.rows),
+            f"{cost.ms:.2f}",
+            f"{cost.of_one:.2f}",
+            f"{cost.byte_floor_ms:.2f}",
+            "-" if cost.product_floor_ms is None else f"{cost.product_floor_ms:.2f}",
+        )
+        for cost in costs
+    ]
+
+
+def prefill_sentence(result: PrefillRace) -> str:
+    return (
+        f"A prompt of {result.tokens} tokens: {result.ours_per_second:.0f} tok/s against {NAME}'s "
+        f"{result.rival_per_second:.0f}, {_ratio_text(result.against)}."
+    )
+
+
+def rival_sentence(rival: Mapping[str, object], describe: Mapping[str, object]) -> str:
+    """Who was raced, how it was built, and on how many threads."""
+    return f"{NAME} is {rival['version']} ({built_for(str(rival['system']))}) on {describe.get('threads')} threads."
+
+
+def built_for(system: str) -> str:
+    """The instruction sets of llama.cpp's own description, without what says nothing."""
+    found = [name.strip() for name, _, value in (part.partition("=") for part in system.split("|")) if "1" in value]
+    return f"built for {', '.join(name.removeprefix('CPU : ') for name in found)}" if found else system
+
+
+def race_texts_sentence(result: Race) -> str:
+    if result.same == result.prompts:
+        return f"All {result.prompts} texts are identical with and without speculation."
+    return f"{result.same} of {result.prompts} texts are identical with and without speculation."
+
+
+def idle_sentence(result: Race) -> str:
+    """What the side that was not measured did meanwhile; empty where the machine does not say."""
+    if result.watch is None:
+        return ""
+    ours, theirs, others = result.watch.share("ours"), result.watch.share(NAME), result.watch.others()
+    if ours is None or theirs is None or others is None:
+        return ""
+    sentence = f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}"
+    remark = "" if others <= QUIET else ": trust no speed here"
+    return f"{sentence}; the rest of the machine kept {others:.2f} cores busy{remark}."
+
+
+def _number(describe: Mapping[str, object], key: str) -> float:
+    value = describe.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

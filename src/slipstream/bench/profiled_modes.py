@@ -1,0 +1,176 @@
+"""Where the time of decoding steps goes, mode by mode on the bench's prompts, beside the bandwidth this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.bench.measure import PLAIN, Message, Plan
+from slipstream.bench.workloads import Conversation
+from slipstream.errors import RequestError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM, Completion, StepProfile
+
+_WARM_UP = "Say hello."
+_WARM_UP_TOKENS = 8
+_RARE = 0.1  # of a mode's steps: too few for a column
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What steps are made of, by mode and kind of step (plain, drafting)."""
+
+    modes: dict[str, dict[str, StepProfile]]
+    describe: dict[str, object]  # the engine's own words, the bandwidth it measured in this run among them
+    answers: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that this machine reads."""
+        measured = self.describe["bandwidth_gbs"]
+        assert isinstance(measured, float)
+        return 1e9 * measured
+
+    @property
+    def columns(self) -> dict[str, StepProfile]:
+        """The kinds of steps that are worth a column; a mode of one kind is called by its name alone."""
+        found = {}
+        for mode, kinds in self.modes.items():
+            steps = sum(profile.steps for profile in kinds.values())
+            common = {kind: profile for kind, profile in kinds.items() if profile.steps >= _RARE * steps}
+            for kind, profile in common.items():
+                found[mode if len(common) == 1 else f"{mode}, {kind}"] = profile
+        return found
+
+    def floor_ms(self, profile: StepProfile) -> float:
+        return 1e3 * profile.read_bytes / self.bandwidth
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "answers": self.answers,
+            "draft": self.describe["draft"],
+            "describe": self.describe,
+            "modes": {
+                mode: {kind: self._profile_json(profile) for kind, profile in kinds.items()}
+                for mode, kinds in self.modes.items()
+            },
+        }
+
+    def _profile_json(self, profile: StepProfile) -> dict[str, object]:
+        return {
+            **profile.to_json(),
+            "achieved_gbs": round(_achieved(profile) / 1e9, 2),
+            "floor_ms": round(self.floor_ms(profile), 4),
+            "floor_share": round(self.floor_ms(profile) / profile.step_ms, 4),
+        }
+
+
+def profile_modes(
+    llm: LLM, conversations: Sequence[Conversation], plan: Plan, on_turn: Callable[[], None] = lambda: None
+) -> Profiled:
+    """Decodes every prompt in every mode, each request alone and without the prompt cache."""
+    if not llm.has_draft:
+        raise RequestError("without a drafter there is only plain decoding to profile", "name one with --draft")
+    for mode in plan.modes:
+        # The first request of a kind pays for one-off work that is no part of decoding.
+        _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)
+    profilers = {mode: llm.profiler() for mode in plan.modes}
+    answers = 0
+    for conversation in conversations:
+        history: list[Message] = []
+        for question in conversation if plan.all_turns else conversation[:1]:
+            history.append({"role": "user", "content": question})
+            texts = {}
+            for mode, profiler in profilers.items():
+                with profiler:
+                    texts[mode] = _answer(llm, history, plan, mode, plan.max_tokens).text
+            history.append({"role": "assistant", "content": texts[PLAIN]})
+            answers += 1
+            on_turn()
+    return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
+
+
+def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Completion:
+    done = llm.chat(
+        history,
+        max_tokens=max_tokens,
+        temperature=plan.temperature,
+        seed=plan.seed,
+        cache_prompt=False,
+        **plan.settings(mode),
+    )
+    if done.finish_reason == "error":
+        raise SlipstreamError(done.error or f"the engine ended a request in mode {mode} with an error")
+    return done
+
+
+def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
+    """The table's rows, a column for each of `result.columns`: milliseconds and share of the step, then its floor."""
+    profiles = list(result.columns.values())
+    rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in _phases(profiles)]
+    rest: list[tuple[str, Callable[[StepProfile], str]]] = [
+        ("whole step", lambda each: _part(each.step_ms, each)),
+        ("device busy", lambda each: _part(each.device.busy_ms, each) if each.device is not None else ""),
+        ("floor", lambda each: _part(result.floor_ms(each), each)),
+        ("reads, MB", lambda each: f"{each.read_bytes / 1e6:.1f}"),
+        ("GB/s", lambda each: f"{_achieved(each) / 1e9:.1f}"),
+        ("rows verified", lambda each: f"{each.rows:.1f}"),
+        ("context, tokens", lambda each: f"{each.context:.0f}"),
+        ("steps", lambda each: str(each.steps)),
+    ]
+    rows += [(name, *map(cell, profiles)) for name, cell in rest]
+    return [row for row in rows if any(row[1:])]
+
+
+def _part(ms: float, profile: StepProfile) -> str:
+    digits = 3 if ms < 10 else 2 if ms < 100 else 1
+    return f"{ms:.{digits}f} {ms / profile.step_ms:.0%}"
+
+
+def _phases(profiles: Sequence[StepProfile]) -> list[str]:
+    """Every phase that any of them has."""
+    names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
+    return [name for name in names if any(each.phases_ms[name] for each in profiles)]
+
+
+def launch_rows(result: Profiled) -> list[tuple[str, ...]]:
+    """Launches by phase, a column for each of `result.columns`; empty where nothing ran as a device step."""
+    counts = [each.device.launches if each.device is not None else {} for each in result.columns.values()]
+    if not any(counts):
+        return []
+    rows = [
+        (name, *(str(count.get(name, "-")) for count in counts))
+        for name in dict.fromkeys(name for count in counts for name in count)
+    ]
+    return [*rows, ("whole step", *(str(sum(count.values())) if count else "-" for count in counts))]
+
+
+def launch_title(result: Profiled) -> str:
+    kinds = {each.device.launch_kind for each in result.columns.values() if each.device is not None}
+    return f"{', '.join(sorted(kinds))} launched by a step, as torch.profiler counts them".capitalize()
+
+
+def sentences(result: Profiled) -> list[str]:
+    """What the numbers are, for those who read them for the first time."""
+    found = [
+        f"The floor is what a step must read, every weight and the context's keys and values once, at the "
+        f"{result.bandwidth / 1e9:.1f} GB/s measured in this run."
+    ]
+    devices = [each.device for each in result.columns.values() if each.device is not None]
+    if devices:
+        where = sorted({device.replay_context for device in devices})
+        context = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
+        found.append(
+            f"Phases were replayed one by one on the device at a context of {context} tokens; host is what a real step "
+            "takes beyond the device's busy time."
+        )
+        if not any(device.launches for device in devices):
+            found.append("torch.profiler saw no kernels here, so none are counted.")
+    return found
+
+
+def _achieved(profile: StepProfile) -> float:
+    """Bytes a second of what must be read."""
+    return 1e3 * profile.read_bytes / profile.step_ms

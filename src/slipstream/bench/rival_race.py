@@ -1,0 +1,260 @@
+"""Our plain decoding, our speculation and llama.cpp on the same prompts, one after the other prompt by prompt.
+
+All sides get the same token ids and write as many tokens as our plain answer has: behind its end a model writes what
+nobody asked for. Prompt processing is left out of the decoding speeds on all sides and compared on its own.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slipstream.bench.intervals import Sample, ratio, ratio_interval
+from slipstream.bench.measure import PLAIN, Plan, Ratio
+from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
+from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
+from slipstream.errors import RequestError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM, Completion
+
+PREFILL_TOKENS = 512
+PREFILL_ROUNDS = 5
+_WARM_UP_TOKENS = 8
+_LEAST_TOKENS = 2  # the first comes with the prompt
+
+
+@dataclass(slots=True)
+class Watch:
+    """How much processor time each of two processes used while it was the other's turn, and everybody else always."""
+
+    rival: Rival
+    turns_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
+    stolen_s: dict[str, float | None] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
+    others_s: float | None = 0.0
+
+    @contextmanager
+    def turn(self, whose: str) -> Iterator[None]:
+        """One side's turn, after a moment for the other side's threads to fall asleep."""
+        time.sleep(SETTLE_SECONDS)
+        other = NAME if whose == "ours" else "ours"
+        began, before = time.perf_counter(), self._counts(whose, other)
+        yield
+        self.turns_s[whose] += time.perf_counter() - began
+        mine, theirs, all_ = (
+            None if now is None or then is None else now - then
+            for now, then in zip(self._counts(whose, other), before, strict=True)
+        )
+        self.stolen_s[other] = _sum(self.stolen_s[other], theirs)
+        rest = None if mine is None or theirs is None or all_ is None else all_ - mine - theirs
+        self.others_s = _sum(self.others_s, rest)
+
+    def _counts(self, whose: str, other: str) -> tuple[float | None, float | None, float | None]:
+        return self._used(whose), self._used(other), machine_seconds()
+
+    def _used(self, side: str) -> float | None:
+        return self.rival.cpu_seconds() if side == NAME else process_seconds(os.getpid())
+
+    def share(self, side: str) -> float | None:
+        """The share of a core that `side` kept busy in the other's turns."""
+        stolen, turns = self.stolen_s[side], self.turns_s["ours" if side == NAME else NAME]
+        return None if stolen is None or not turns else stolen / turns
+
+    def others(self) -> float | None:
+        """The cores that processes of others kept busy meanwhile: above a tenth, speeds mean little."""
+        turns = sum(self.turns_s.values())
+        return None if self.others_s is None or not turns else max(0.0, self.others_s / turns)
+
+    def to_json(self) -> dict[str, object]:
+        shares = {"ours": self.share("ours"), NAME: self.share(NAME), "others": self.others()}
+        return {side: None if share is None else round(share, 5) for side, share in shares.items()}
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second
+
+
+@dataclass(slots=True)
+class Race:
+    """Tokens and milliseconds of every side for every prompt."""
+
+    samples: dict[str, list[Sample]]
+    watch: Watch | None = None
+    same: int = 0  # prompts whose speculative texts equal plain decoding's
+    tau: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> int:
+        return len(self.samples[PLAIN])
+
+    def median_speed(self, side: str) -> float:
+        """The middle of the prompts' decoding speeds, in tokens a second."""
+        speeds = [1000 * tokens / ms for tokens, ms in self.samples[side] if ms > 0]
+        return statistics.median(speeds) if speeds else 0.0
+
+    def against(self, side: str, over: str) -> Ratio | None:
+        mine, theirs = self.samples[side], self.samples[over]
+        value = ratio(mine, theirs)
+        return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
+
+    def ratios(self) -> list[tuple[str, Ratio]]:
+        """Every side of ours over llama.cpp, and every speculative one over plain decoding."""
+        ours = [side for side in self.samples if side != NAME]
+        pairs = [(side, NAME) for side in ours] + [(side, PLAIN) for side in ours if side != PLAIN]
+        found = [(side, self.against(side, over)) for side, over in pairs]
+        return [(side, value) for side, value in found if value is not None]
+
+    def to_json(self) -> dict[str, object]:
+        sides = {
+            side: {
+                "median_tokens_per_second": round(self.median_speed(side), 3),
+                "tokens": sum(tokens for tokens, _ in samples),
+                "decode_ms": round(sum(ms for _, ms in samples), 3),
+                **({"tau": round(self.tau[side], 4)} if side in self.tau else {}),
+            }
+            for side, samples in self.samples.items()
+        }
+        return {
+            "sides": sides,
+            "ratios": [_ratio_json(side, found) for side, found in self.ratios()],
+            "same_texts": {"same": self.same, "of": self.prompts},
+            "idle_core_share": None if self.watch is None else self.watch.to_json(),
+        }
+
+
+def _ratio_json(side: str, found: Ratio) -> dict[str, object]:
+    known = found.to_json()
+    return {"side": side, "over": known.pop("mode"), **known}
+
+
+def race(
+    llm: LLM,
+    rival: Rival,
+    conversations: Sequence[Conversation],
+    plan: Plan,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> Race:
+    """The first turn of every conversation on every side; who goes first changes from prompt to prompt."""
+    sides = (*plan.modes, NAME)
+    result = Race({side: [] for side in sides}, Watch(rival))
+    committed, steps = dict.fromkeys(plan.modes, 0), dict.fromkeys(plan.modes, 0)
+    for side in sides:
+        _run_side(llm, rival, side, llm.prompt_ids("Say hello.", chat=True), plan, _WARM_UP_TOKENS)
+    for index, conversation in enumerate(conversations):
+        ids = llm.prompt_ids(conversation[0], chat=True)
+        texts: dict[str, list[int]] = {}
+        length = max(_LEAST_TOKENS, len(_answer(llm, ids, plan, PLAIN, plan.max_tokens, ignore_eos=False).token_ids))
+        for side in (*sides[index % len(sides) :], *sides[: index % len(sides)]):
+            assert result.watch is not None
+            with result.watch.turn(NAME if side == NAME else "ours"):
+                sample, texts[side], count = _run_side(llm, rival, side, ids, plan, length)
+            result.samples[side].append(sample)
+            if side != NAME:
+                committed[side] += sample[0]
+                steps[side] += count
+        result.same += all(texts[side] == texts[PLAIN] for side in plan.modes)
+        on_prompt()
+    result.tau = {side: committed[side] / steps[side] for side in plan.modes if side != PLAIN and steps[side]}
+    return result
+
+
+def _run_side(
+    llm: LLM, rival: Rival, side: str, ids: Sequence[int], plan: Plan, max_tokens: int
+) -> tuple[Sample, list[int], int]:
+    """One answer: its sample, its token ids (llama.cpp's stay with it) and its decoding steps."""
+    if side == NAME:
+        answer = rival.complete(ids, max_tokens, plan.temperature, plan.seed)
+        return (answer.tokens, answer.decode_ms), [], answer.tokens
+    completion = _answer(llm, ids, plan, side, max_tokens, ignore_eos=True)
+    stats = completion.stats
+    return (stats.committed, stats.decode_ms), completion.token_ids, stats.steps
+
+
+def _answer(llm: LLM, ids: Sequence[int], plan: Plan, mode: str, max_tokens: int, ignore_eos: bool) -> Completion:
+    request = llm.request(
+        ids,
+        max_tokens=max_tokens,
+        temperature=plan.temperature,
+        seed=plan.seed,
+        ignore_eos=ignore_eos,
+        cache_prompt=False,
+        **plan.settings(mode),
+    )
+    completion = llm.run([request])[0]
+    if completion.finish_reason == "error":
+        raise SlipstreamError(completion.error or f"the engine ended a request in mode {mode} with an error")
+    return completion
+
+
+def context_needed(llm: LLM, conversations: Sequence[Conversation], plan: Plan) -> int:
+    """Tokens llama.cpp must hold for the longest answer and for the comparison of prompt speeds."""
+    longest = max(len(llm.prompt_ids(conversation[0], chat=True)) for conversation in conversations)
+    return max(longest + plan.max_tokens, PREFILL_TOKENS) + 64
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRace:
+    """Milliseconds of both sides for the same prompt, round by round."""
+
+    tokens: int
+    ours_ms: list[float]
+    rival_ms: list[float]
+
+    @property
+    def ours_per_second(self) -> float:
+        return 1000 * self.tokens / statistics.median(self.ours_ms)
+
+    @property
+    def rival_per_second(self) -> float:
+        return 1000 * self.tokens / statistics.median(self.rival_ms)
+
+    @property
+    def against(self) -> Ratio:
+        sides = [[(self.tokens, ms) for ms in times] for times in (self.ours_ms, self.rival_ms)]
+        return Ratio(NAME, self.ours_per_second / self.rival_per_second, ratio_interval(*sides))
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "tokens": self.tokens,
+            "ours_per_second": round(self.ours_per_second, 2),
+            "rival_per_second": round(self.rival_per_second, 2),
+            **_ratio_json("ours", self.against),
+        }
+
+
+def race_prefill(
+    llm: LLM, rival: Rival, tokens: int = PREFILL_TOKENS, rounds: int = PREFILL_ROUNDS, watch: Watch | None = None
+) -> PrefillRace:
+    """Both sides process the same stretch of text; ours is timed to the first token, theirs by its own clock."""
+    ids = prose_ids(llm, tokens)
+    watch = watch or Watch(rival)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for round_ in range(rounds + 1):
+        request = llm.request(ids, max_tokens=1, temperature=0.0, ignore_eos=True, cache_prompt=False, mode=PLAIN)
+        with watch.turn("ours"):
+            mine = llm.run([request])[0].stats.ttft_ms
+        with watch.turn(NAME):
+            answer = rival.complete(ids, 1)
+        if answer.prompt_tokens != tokens:
+            raise SlipstreamError(f"{NAME} processed {answer.prompt_tokens} prompt tokens of {tokens}")
+        if round_:  # the first round warms both up
+            ours.append(mine)
+            theirs.append(answer.prompt_ms)
+    return PrefillRace(tokens, ours, theirs)
+
+
+def prose_ids(llm: LLM, count: int) -> list[int]:
+    """The first `count` tokens of the prompts that come with us, joined by blank lines, set after set."""
+    ids: list[int] = []
+    for name in BUILT_IN:
+        text = "\n\n".join(turn for conversation in read_prompts(name) for turn in conversation)
+        ids += llm.prompt_ids(text + "\n\n")
+        if len(ids) >= count:
+            return ids[:count]
+    raise RequestError(f"the shipped prompts hold {len(ids)} tokens, not {count}", "ask for fewer")

@@ -1,0 +1,1 @@
+"""The memory behind pages and recurrent states in a CPU's memory."""

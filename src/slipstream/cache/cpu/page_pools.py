@@ -1,0 +1,114 @@
+"""The memory behind the pages: target keys and values per layer, and draft context for all draft layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.cpu.state_tensors import StateTensors
+from slipstream.cache.cpu.zeroed_memory import zeros
+from slipstream.cache.recurrent import StatePool
+from slipstream.kernels.cpu.delta_rule import DeltaShape
+from slipstream.kernels.cpu.native_pools import RowMover
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Key heads and head size of every layer that stores keys and values in one kind of cache.
+
+    A target may have recurrent layers as well, which keep a state per sequence and nothing per token.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    states: DeltaShape | None = None
+
+    @classmethod
+    def alike(cls, layers: int, kv_heads: int, head_dim: int) -> PoolShape:
+        return cls(((kv_heads, head_dim),) * layers)
+
+    def bytes_per_token(self) -> int:
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self.layers) * torch.float32.itemsize
+
+
+class KvPools:
+    """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens.
+
+    Layers of a drafter are all alike and stand in one tensor; those of a target may differ.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int,
+        target: PoolShape,
+        draft: PoolShape | None,
+        state_slots: int | None = None,
+        state_stride: int = 0,
+    ) -> None:
+        """`state_slots` recurrent states (else as many as pages, so that no sequence can be without), and a checkpoint
+        every `state_stride` pages (0: none).
+        """
+        self.target: list[tuple[Tensor, Tensor]] = []
+        for kv_heads, head_dim in target.layers:
+            shape = (pages, kv_heads, page_tokens, head_dim)
+            self.target.append((zeros(*shape), zeros(*shape)))
+        shapes: tuple[int, ...] = (0,)
+        if draft is not None and draft.layers:
+            kv_heads, head_dim = draft.layers[0]
+            shapes = (len(draft.layers), pages, kv_heads, page_tokens, head_dim)
+        self.draft_keys = zeros(*shapes)
+        self.draft_values = zeros(*shapes)
+        slots = pages if state_slots is None else state_slots
+        self.state_tensors = StateTensors(slots, target.states) if target.states is not None else None
+        self.states = StatePool(slots, self.state_tensors, state_stride) if self.state_tensors is not None else None
+        self._movers = _movers([pool for layer in self.target for pool in layer])
+
+    def copy_page(self, source: int, destination: int) -> None:
+        for keys, values in self.target:
+            keys[destination] = keys[source]
+            values[destination] = values[source]
+        if self.draft_keys.numel():
+            self.draft_keys[:, destination] = self.draft_keys[:, source]
+            self.draft_values[:, destination] = self.draft_values[:, source]
+
+    def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
+        """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        if self._movers is None:
+            self.move_rows_plainly(sources, destinations)
+            return
+        for mover in self._movers:
+            mover.move(sources, destinations)
+
+    def move_rows_plainly(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
+        """The same by torch."""
+        (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
+
+    def clear_rows(self, places: Sequence[tuple[int, int]]) -> None:
+        """Zeroes target keys and values at (page, offset) places."""
+        pages, offsets = torch.tensor(places).t()
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[pages, :, offsets] = 0.0
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages that may hold NaN: even a masked slot of theirs would spoil whoever gets them next."""
+        ids = torch.tensor(pages, dtype=torch.long)
+        for pool in (tensor for layer in self.target for tensor in layer):
+            pool[ids] = 0.0
+        if self.draft_keys.numel():
+            self.draft_keys[:, ids] = 0.0
+            self.draft_values[:, ids] = 0.0
+
+
+def _movers(pools: Sequence[Tensor]) -> list[RowMover] | None:
+    """One compiled mover for all pools of a shape; None where torch has to move the rows."""
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for pool in pools:
+        alike.setdefault(tuple(pool.shape), []).append(pool)
+    movers = [RowMover.make(group) for group in alike.values()]
+    made = [mover for mover in movers if mover is not None]
+    return made if made and len(made) == len(movers) else None

@@ -1,0 +1,88 @@
+"""The memory behind the pages on a GPU: one tensor for all layers alike, so that one launch moves a row in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.cache.cpu.page_pools import PoolShape
+from slipstream.cache.recurrent import StatePool
+
+Place = tuple[int, int]
+
+
+class GpuPools:
+    """Pools in bf16 that share page ids. Behind the last page lies a scratch page for rows that do not count.
+
+    Layers of a target that are alike stand in one tensor (a group); `target` has every layer's own view.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int,
+        target: PoolShape,
+        draft: PoolShape | None,
+        device: torch.device,
+        states: StatePool | None = None,
+    ) -> None:
+        self.states = states
+        self.settle: Callable[[], None] = lambda: None  # has what is still to be written as draft context written
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.scratch_place = pages * page_tokens
+        self.device = device
+
+        def zeros(layers: int, kv_heads: int, head_dim: int) -> Tensor:
+            # zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN
+            size = (layers, pages + 1, kv_heads, page_tokens, head_dim)
+            return torch.zeros(size, dtype=torch.bfloat16, device=device)
+
+        alike = Counter(target.layers)
+        found = {shape: (zeros(count, *shape), zeros(count, *shape)) for shape, count in alike.items()}
+        self.groups: list[tuple[Tensor, Tensor]] = list(found.values())
+        views = {shape: zip(*pair, strict=True) for shape, pair in found.items()}
+        self.target: list[tuple[Tensor, Tensor]] = [next(views[shape]) for shape in target.layers]
+        layers = draft.layers if draft is not None else ()
+        draft_size = (len(layers), *(layers[0] if layers else (0, 0)))
+        self.draft_keys, self.draft_values = zeros(*draft_size), zeros(*draft_size)
+
+    @property
+    def _target_tensors(self) -> list[Tensor]:
+        return [pool for group in self.groups for pool in group]
+
+    @property
+    def _all(self) -> list[Tensor]:
+        drafts = [pool for pool in (self.draft_keys, self.draft_values) if pool.numel()]
+        return [*self._target_tensors, *drafts]
+
+    def copy_page(self, source: int, destination: int) -> None:
+        self.settle()
+        for pool in self._all:
+            pool[:, destination] = pool[:, source]
+
+    def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
+        """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        (from_pages, from_offsets), (to_pages, to_offsets) = self._indices(sources), self._indices(destinations)
+        for pool in self._target_tensors:
+            pool[:, to_pages, :, to_offsets] = pool[:, from_pages, :, from_offsets]
+
+    def clear_rows(self, places: Sequence[Place]) -> None:
+        """Zeroes target keys and values at (page, offset) places."""
+        pages, offsets = self._indices(places)
+        for pool in self._target_tensors:
+            pool[:, pages, :, offsets] = 0.0
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages that may hold NaN, and the scratch page with them."""
+        self.settle()
+        ids = torch.tensor([*pages, self.pages], device=self.device)
+        for pool in self._all:
+            pool[:, ids] = 0.0
+
+    def _indices(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+        pages, offsets = torch.tensor(places, device=self.device).t()
+        return pages, offsets

@@ -1,0 +1,199 @@
+"""The part of `slipstream bench` that compares preparations of one pair: weight types, or adapters on the drafter.
+
+`slipstream bench --sweep draft=bf16,q8_0,q4-mix --prompts humaneval,gsm8k --limit 16 --runs 2`
+`slipstream bench --draft-lora code.gguf,chat.gguf,base --prompts mt-bench`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli import options as o
+from slipstream.cli.ui import Ui, columns_table
+from slipstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from slipstream.bench.measure import Plan, Turn
+    from slipstream.bench.pair_sweep import Column, Sweep
+    from slipstream.bench.sweep_report import SweepFolder
+    from slipstream.bench.workloads import Conversation
+    from slipstream.config import EngineConfig
+
+_PANEL = "Comparing pairs"
+Sides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SIDE=TYPE,...", show_default=False, help="With --sweep: draft=..., target=..."),
+]
+SweepFlag = Annotated[
+    bool,
+    typer.Option(
+        "--sweep",
+        rich_help_panel=_PANEL,
+        help="Compare weight types, made on the way: --sweep draft=bf16,q8_0,q4-mix target=as-is",
+    ),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-lora",
+        metavar="[NAME=]PATH[@SCALE],...",
+        show_default=False,
+        rich_help_panel=_PANEL,
+        help="Compare adapters for the drafter; 'base' is none. The first is the reference. Repeatable.",
+    ),
+]
+Runs = Annotated[
+    int | None, typer.Option(min=1, help="Measure every pair that often.", show_default="1", rich_help_panel=_PANEL)
+]
+OutFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="FOLDER",
+        show_default="sweep-DATE-TIME",
+        rich_help_panel=_PANEL,
+        help="Keep tables, numbers, picture, logs and made files there.",
+    ),
+]
+MODES = "chain,auto"  # tau is that of whole chains, the speed that of the mode people use
+
+
+@dataclass(frozen=True, slots=True)
+class Comparing:
+    """What was asked to be compared, and where the result goes."""
+
+    sweep: bool
+    sides: Sequence[str]
+    adapters: Sequence[str]
+    runs: int | None
+    out: str | None
+
+    @property
+    def wanted(self) -> bool:
+        return self.sweep or bool(self.adapters)
+
+    def check(self, others: Mapping[str, bool]) -> None:
+        """Refuses what does not go together; `others` says which options of the plain bench were given."""
+        if not self.wanted:
+            for option, given in (("--runs", self.runs), ("--out", self.out)):
+                if given is not None:
+                    raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
+            if self.sides:
+                raise RequestError(f"'{self.sides[0]}' is nothing bench knows", "put --sweep before it")
+            return
+        if self.sweep and self.adapters:
+            raise RequestError("--sweep does not go with --draft-lora", "leave one of them out")
+        if self.sides and not self.sweep:
+            raise RequestError(f"'{self.sides[0]}' is nothing bench knows", "put --sweep before it")
+        for option, given in others.items():
+            if given:
+                name = "--sweep" if self.sweep else "--draft-lora"
+                raise RequestError(f"{option} does not go with {name}", "leave one of them out")
+
+
+def compare_pairs(
+    ui: Ui,
+    comparing: Comparing,
+    target: str,
+    draft: str,
+    config: EngineConfig,
+    plan: Plan,
+    prompts: str | None,
+    limit: int,
+    about: Mapping[str, object],
+) -> None:
+    """The whole comparison: measured, kept in a folder, and printed."""
+    from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters, variant_columns
+    from slipstream.bench.sweep_report import SweepFolder
+
+    sets = _read_sets(prompts, limit)
+    asked = parse_sweep(comparing.sides) if comparing.sweep else {}
+    adapters = split_adapters(comparing.adapters) if comparing.adapters else []
+    path = Path(comparing.out or time.strftime("sweep-%Y%m%d-%H%M%S")).expanduser()
+    runs = comparing.runs or 1
+    what = " ".join(comparing.sides) if comparing.sweep else ", ".join(adapters)
+    title = f"{target}: {what}; {runs} x up to {plan.max_tokens} tokens a prompt"
+    folder = SweepFolder(path, title, {**about, "prompts": list(sets), "runs": runs})
+    with ExitStack() as stack:
+        columns: list[Column]
+        if comparing.sweep:
+            files = QuantFiles(
+                target,
+                draft,
+                path / "models",
+                config,
+                config.max_context or plan.max_tokens,
+                lambda target_file, draft_file: o.load(ui, target_file, draft_file, config),
+                ui.loading,
+            )
+            columns = files.columns(asked)
+        else:
+            llm = stack.enter_context(closing(o.load(ui, target, draft, config, adapters)))
+            columns = variant_columns(llm, adapters)
+        result = _measure(ui, columns, sets, plan, runs, folder)
+    if ui.json_output:
+        ui.print_json({**about, "folder": str(folder.path), **result.to_json()})
+    else:
+        draw(ui, result, title)
+        ui.line(f"Kept in {folder.path}.")
+
+
+def _read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
+    from slipstream.bench.workloads import BUILT_IN, read_prompts
+
+    names = BUILT_IN if prompts is None else tuple(name.strip() for name in prompts.split(","))
+    return {name: read_prompts(name, limit) for name in names}
+
+
+def _measure(
+    ui: Ui,
+    columns: Sequence[Column],
+    sets: Mapping[str, list[Conversation]],
+    plan: Plan,
+    runs: int,
+    folder: SweepFolder,
+) -> Sweep:
+    from slipstream.bench.pair_sweep import answers_of, run_sweep
+
+    seen: list[Sweep] = []
+
+    def keep(sweep: Sweep) -> None:
+        seen[:] = [sweep]
+        folder.write(sweep)
+
+    with ui.counting("answers", answers_of(columns, sets, plan, runs)) as advance:
+
+        def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
+            folder.log(column, name, run, turn)
+            advance()
+
+        try:
+            return run_sweep(columns, sets, plan, runs, on_turn, keep)
+        except KeyboardInterrupt:
+            ui.note(f"Interrupted; what was measured is in {folder.path}.")
+            raise
+        finally:
+            if seen:
+                folder.draw(seen[0])
+
+
+def draw(ui: Ui, result: Sweep, title: str) -> None:
+    """The tables and what they mean."""
+    from slipstream.bench import sweep_report as report
+
+    for name, heads, rows in (
+        (title, report.TAU_HEADS, report.tau_rows(result)),
+        ("Speed", report.SPEED_HEADS, report.speed_rows(result)),
+        ("Files", report.FILE_HEADS, report.file_rows(result)),
+    ):
+        if rows:
+            ui.table(name, columns_table(heads, rows))
+    for sentence in report.sentences(result):
+        ui.line(sentence)

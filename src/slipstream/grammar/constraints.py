@@ -1,0 +1,113 @@
+"""Constraints of requests: tried by llguidance before they are taken, and followed by it while a request runs.
+
+The library recurses along a constraint's references and has no limit of time or memory, and clients write constraints.
+So it runs in two child processes: one tries new constraints, the other computes the masks of running requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from slipstream.errors import RequestError
+from slipstream.grammar.guide import Budget, Guide, Vocabulary
+from slipstream.grammar.mask_lane import Lane, MaskProcess
+from slipstream.isolation import MIB, Helper, Limits, OverrunError
+from slipstream.types import Constraint, Thinking
+
+MOST_SOURCE_BYTES = 512 * 1024  # a schema of 300 definitions with 10 fields each
+_REMEMBERED = 4096  # constraints that are known to be good, by their hashes
+# 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
+# default; 17 MiB of it are the stack of the trial.
+# A server prepares on few threads, hence 3 s. A trial writes many megabytes, which takes the weights of a running model
+# out of the processor's cache: without the rest, trials one after the other make running requests twice as slow.
+_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0, rest=1.0)
+_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
+_TEXT = "/(?s:.*)/"
+_GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
+_NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}
+
+
+class Grammars:
+    """The constraints of one tokenizer; any thread may ask."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self.lane = Lane()
+        self._good: set[tuple[str, bytes, Thinking | None]] = set()
+        self._trial = Helper(
+            "slipstream.grammar.helper_process:trial", _LIMITS, self._described, "process that tries constraints"
+        )
+        self._masks = MaskProcess(partial(self._described, whole=True))
+
+    def close(self) -> None:
+        """Ends both processes; others are started where they are needed again."""
+        self._trial.close()
+        self._masks.helper.close()
+
+    def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
+        """What holds a new request to its constraint and its budget; None if it has neither."""
+        budget = None
+        if thinking is not None and thinking.budget is not None:
+            budget = Budget(thinking, self._vocabulary)
+        if constraint is None:
+            return None if budget is None else Guide(None, self.lane, budget, self._vocab_size)
+        self.prepare(constraint, thinking)
+        matcher = self._masks.open(constraint.kind, constraint.grammar, self._behind(thinking))
+        return Guide(matcher, self.lane, budget, self._vocab_size)
+
+    def prepare(self, constraint: Constraint, thinking: Thinking | None) -> None:
+        """Refuses a constraint that cannot be used."""
+        # how much may be thought is no matter of the grammar
+        digest = sha256(constraint.grammar.encode("utf-8", "surrogatepass")).digest()
+        key = (constraint.kind, digest, replace(thinking, budget=None) if thinking is not None else None)
+        if key in self._good:
+            return
+        self._try(constraint, thinking)
+        if len(self._good) >= _REMEMBERED:
+            self._good.clear()
+        self._good.add(key)
+
+    def _try(self, constraint: Constraint, thinking: Thinking | None) -> None:
+        name = _NAMES[constraint.kind]
+        size_bytes = len(constraint.grammar.encode("utf-8", "surrogatepass"))
+        if size_bytes > MOST_SOURCE_BYTES:
+            raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
+        try:
+            self._trial(constraint.kind, constraint.grammar, self._behind(thinking))
+        except OverrunError as error:
+            raise RequestError(f"the {name} cannot be used: compiling it {error}", "make it simpler") from None
+        except RequestError as error:
+            hint = error.hint or "change it or leave it out"
+            raise RequestError(f"the {name} cannot be used: {error.message}", hint) from None
+
+    def _behind(self, thinking: Thinking | None) -> str | None:
+        """The grammar of reasoning and what comes behind it, the answer."""
+        if thinking is None:
+            return None
+        opening = "thinking" if thinking.opened else f"({self._tag(thinking.start)} thinking)?"
+        end = self._tag(thinking.end)
+        reasoning = f"thinking: {_TEXT} {end}" if end.startswith("<") else f"thinking[suffix={end}]: {_TEXT}"
+        return f"start: {opening} GAP @answer\n{reasoning}\nGAP: {_GAP}\n"
+
+    def _tag(self, tag: str) -> str:
+        ids = self._vocabulary.encode(tag, add_bos=False)
+        special = len(ids) == 1 and self._vocabulary.is_special(ids[0]) and tag not in _TAGS
+        return f"<[{ids[0]}]>" if special else json.dumps(tag)
+
+    def _described(self, whole: bool = False) -> Sequence[Any]:
+        """The vocabulary for another process, `whole` with the tokenizer itself: bytes, specials, ends, BOS."""
+        indices, vocabulary = range(self._vocab_size), self._vocabulary
+        tokens = [vocabulary.token_bytes(index) for index in indices]
+        tags = {tag.encode() for tag in _TAGS}
+        special = [index for index in indices if vocabulary.is_special(index) and tokens[index] not in tags]
+        ends = sorted(index for index in vocabulary.eos_ids if index < self._vocab_size)
+        if not ends:
+            raise RequestError("the model has no token that ends a text", "a constraint needs one")
+        backend = vocabulary.serialized() if whole else None
+        return [token.decode("latin-1") for token in tokens], special, ends, vocabulary.bos_id, backend

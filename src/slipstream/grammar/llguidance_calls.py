@@ -1,0 +1,115 @@
+"""llguidance as this package uses it, in processes of its own (`grammar_process.py`)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+Result = TypeVar("Result")
+
+# Symbols: a schema of 200 definitions with 10 fields each has 10,000, 64 tools have 5,000; a memory of 2 GB was seen at
+# 100,000.
+_MOST_SYMBOLS = 50_000
+# The library counts 1 to 2 KiB for a state; schemas, tools and patterns that people use stay under 5,000.
+_MOST_LEXER_STATES = 50_000
+# Work of one mask, in the library's units. A schema of 500 properties needs 5,000 items; with the library's limit of
+# 50,000 an ambiguous grammar takes 0.6 s for a mask, with these at most 0.2 s.
+_MOST_STEP_ITEMS = 20_000
+_MOST_STEP_FUEL = 100_000
+
+_one_at_a_time = threading.Lock()
+
+
+class GrammarError(Exception):
+    """The library does not take a constraint; the reason as it words it."""
+
+
+class TokenSource(Protocol):
+    """A tokenizer as llguidance asks for it."""
+
+    @property
+    def eos_token_id(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def tokens(self) -> Sequence[bytes]: ...
+    @property
+    def special_token_ids(self) -> Sequence[int]: ...
+    def __call__(self, text: str) -> list[int]: ...
+
+
+def library_tokenizer(source: TokenSource, ends: Sequence[int]) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(source), n_vocab=len(source.tokens), eos_token=list(ends))
+
+
+def written(kind: str, source: str, before: str | None) -> str:
+    """A constraint as llguidance wants it, behind the grammar of what comes first."""
+    if kind == "json_schema":
+        answer = {"json_schema": json.loads(source)}
+    elif kind == "regex":
+        compiled = json.loads(LLMatcher.grammar_from_regex(source))
+        answer = {"lark_grammar": compiled["grammars"][0]["lark_grammar"]}
+    else:
+        answer = {"lark_grammar": source}
+    top = [] if before is None else [{"name": "top", "lark_grammar": before}]
+    return json.dumps({"grammars": [*top, {"name": "answer", **answer}]})
+
+
+def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None) -> LLMatcher:
+    """A matcher at its start; `GrammarError` says why there is none."""
+    limits = LLParserLimits(
+        max_grammar_size=_MOST_SYMBOLS,
+        max_lexer_states=_MOST_LEXER_STATES,
+        step_max_items=_MOST_STEP_ITEMS,
+        step_lexer_fuel=_MOST_STEP_FUEL,
+        verbose_errors=False,
+    )
+    try:
+        matcher = LLMatcher(tokenizer, written(kind, source, before), log_level=0, limits=limits)
+        error = matcher.get_error()
+    except MemoryError:
+        raise
+    except BaseException as failure:  # a panic of compiled code is no Exception
+        error = str(failure) or type(failure).__name__
+    if error:
+        raise refusal(error)
+    return matcher
+
+
+def one_line(error: str) -> str:
+    """The library draws arrows under what it dislikes; people get a sentence."""
+    lines = [line.strip() for line in error.splitlines()]
+    words = [line for line in lines if line and set(line) - set("^|~- ")]
+    return " ".join(words).replace(" <non-verbose/>", "")[:400]
+
+
+def refusal(error: str) -> GrammarError:
+    return GrammarError("no text fits it" if error.startswith("NoExtension") else error)
+
+
+def on_a_stack(size_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Runs a function on a stack of this size, in a thread of its own, and waits for it."""
+    outcome: list[Result] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work(*arguments))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with _one_at_a_time:  # the size is one setting for the whole process
+        before = threading.stack_size(size_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

@@ -1,0 +1,270 @@
+"""The gated delta rule behind a short causal convolution, over rows: a row continues its parent's state.
+
+Plain decoding, prefill, the verification of chains and trees and the replay of an accepted path all come down to the
+same few operations per row, in one order, so a state does not depend on the way that led to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import rms_norm
+
+_NORM_EPS = 1e-6
+
+Parents = Sequence[int] | None  # of every row of a stretch, -1 for the first; None for a chain
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The numbers of a model's recurrent layers, which are all alike."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # positions the convolution sees, the row's own included
+    # whether value heads that share a key head stand as far apart as there are key heads, and not side by side: how a
+    # file has them, which makes no other model
+    tiled: bool = field(default=False, compare=False)
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def window(self) -> int:
+        """Earlier inputs of the convolution that a state remembers."""
+        return self.kernel - 1
+
+    @property
+    def state_bytes(self) -> int:
+        """What one sequence's state takes, all layers together."""
+        numbers = self.window * self.channels + self.value_heads * self.key_dim * self.value_dim
+        return self.layers * numbers * torch.float32.itemsize
+
+    def for_values(self, heads: Tensor) -> Tensor:
+        """What belongs to key heads [rows, key heads, dim], for every value head that shares one."""
+        share = self.value_heads // self.key_heads
+        return heads.repeat(1, share, 1) if self.tiled else heads.repeat_interleave(share, dim=1)
+
+
+class DeltaRule:
+    """One layer's recurrence: its convolution, and how fast its heads forget."""
+
+    def __init__(self, shape: DeltaShape, kernel: Tensor, rates: Tensor, shift: Tensor) -> None:
+        """`kernel` is [channels, taps], `rates` are negative, one per value head as `shift` is."""
+        self.shape = shape
+        self.kernel = kernel.t().contiguous()  # [taps, channels]
+        self.rates, self.shift = rates, shift
+        # l2 norms as the row kernel for rms norms computes them, the queries' scale included
+        self._query_scale = torch.full((shape.key_dim,), 1 / shape.key_dim, device=kernel.device)
+        self._key_scale = torch.full((shape.key_dim,), shape.key_dim**-0.5, device=kernel.device)
+
+    def to(self, device: torch.device) -> DeltaRule:
+        """The same rule in a device's memory."""
+        kernel, rates, shift = (numbers.to(device) for numbers in (self.kernel.t(), self.rates, self.shift))
+        return DeltaRule(self.shape, kernel, rates, shift)
+
+    def gates(self, write: Tensor, forget: Tensor) -> tuple[Tensor, Tensor]:
+        """How much of a row is written and how much of the state is left, from two projections [rows, value heads]."""
+        left = row_by_row(torch.exp, self.rates * row_by_row(F.softplus, forget + self.shift))
+        return row_by_row(torch.sigmoid, write), left
+
+    def convolve(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, value heads, dim] of rows that see inputs [rows, taps, channels]."""
+        queries, keys, values = self.mix(seen)
+        return self.shape.for_values(queries), self.shape.for_values(keys), values
+
+    def mix(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with as many queries and keys as there are key heads."""
+        shape, rows = self.shape, seen.shape[0]
+        total = seen[:, 0] * self.kernel[0]
+        for tap in range(1, shape.kernel):
+            total = total + seen[:, tap] * self.kernel[tap]
+        mixed = row_by_row(F.silu, total)
+        queries, keys, values = mixed.split(
+            [shape.key_heads * shape.key_dim] * 2 + [shape.value_heads * shape.value_dim], dim=-1
+        )
+        eps = _NORM_EPS / shape.key_dim
+        queries = rms_norm(queries.reshape(rows, shape.key_heads, shape.key_dim), self._query_scale, eps)
+        keys = rms_norm(keys.reshape(rows, shape.key_heads, shape.key_dim), self._key_scale, eps)
+        return queries, keys, values.reshape(rows, shape.value_heads, shape.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Rows that are computed together: the parent of each stands one level up, at first in a sequence's own state."""
+
+    rows: Tensor
+    parents: Tensor | None  # places in the level above; None: the same as the rows' own
+    kept: Tensor | None  # places in this level whose states are wanted afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerRun:
+    """What a layer was given in a step, and the states it was asked to keep [kept rows, heads, key dim, value dim]."""
+
+    rule: DeltaRule
+    inputs: Tensor
+    write: Tensor
+    left: Tensor
+    kept: Tensor
+
+
+class DeltaStep:
+    """One forward's way through the recurrent layers of any number of sequences.
+
+    Nothing is changed in the sequences' states: until it is clear which rows stay, the step remembers the rows'
+    inputs, and for some rows the state behind them.
+    """
+
+    def __init__(
+        self,
+        windows: Tensor,
+        memories: Tensor,
+        slots: Sequence[int],
+        stretches: Sequence[tuple[int, Parents]],
+        kept: Sequence[Collection[int]],
+    ) -> None:
+        """States are `windows` [slots, layers, window, channels] and `memories` [slots, layers, heads, key dim, value
+        dim]; a stretch is a number of rows and their parents; `kept` are rows of each stretch.
+        """
+        self._windows, self._memories = windows, memories
+        self._slots = torch.tensor(slots)
+        self._starts = [sum(rows for rows, _ in stretches[:item]) for item in range(len(stretches))]
+        lineage = [
+            line
+            for item, (rows, parents) in enumerate(stretches)
+            for line in self._lines(item, len(stretches), rows, parents)
+        ]
+        self._sources = torch.tensor(lineage)
+        self._kept: dict[int, int] = {}  # row of the batch -> place among the kept states
+        self._levels = self._make_levels(stretches, kept)
+        self._runs: list[_LayerRun] = []
+
+    def _lines(self, item: int, items: int, rows: int, parents: Parents) -> list[tuple[int, ...]]:
+        """The inputs every row of a stretch sees, oldest first, as places in the windows of all and then the rows."""
+        window = self._windows.shape[2]
+        first = items * window + self._starts[item]
+        before = [tuple(range(item * window, (item + 1) * window))]  # what the root sees, then the children of each row
+        lines = []
+        for row in range(rows):
+            parent = row - 1 if parents is None else parents[row]
+            lines.append((*before[parent + 1], first + row))
+            before.append(lines[-1][1:])
+        return lines
+
+    def _make_levels(self, stretches: Sequence[tuple[int, Parents]], kept: Sequence[Collection[int]]) -> list[Level]:
+        depths: list[list[tuple[int, int, bool]]] = []  # per level: row of the batch, parent's place, kept
+        for item, (rows, parents) in enumerate(stretches):
+            places: list[tuple[int, int]] = []  # level and place of every row
+            for row in range(rows):
+                parent = row - 1 if parents is None else parents[row]
+                depth, above = (places[parent][0] + 1, places[parent][1]) if parent >= 0 else (0, item)
+                if depth == len(depths):
+                    depths.append([])
+                places.append((depth, len(depths[depth])))
+                depths[depth].append((self._starts[item] + row, above, row in kept[item]))
+        levels, width = [], len(stretches)
+        for level in depths:
+            rows_here, above_here, wanted = zip(*level, strict=True)
+            same = list(above_here) == list(range(width))
+            chosen = [place for place, want in enumerate(wanted) if want]
+            for place in chosen:
+                self._kept[rows_here[place]] = len(self._kept)
+            levels.append(
+                Level(
+                    torch.tensor(rows_here),
+                    None if same else torch.tensor(above_here),
+                    torch.tensor(chosen) if chosen else None,
+                )
+            )
+            width = len(level)
+        return levels
+
+    def run(self, layer: int, rule: DeltaRule, inputs: Tensor, write: Tensor, left: Tensor) -> Tensor:
+        """What every row reads [rows, heads, value dim]; layers come in their order."""
+        queries, keys, values = rule.convolve(self._seen(layer, inputs, self._sources))
+        states = self._memories[self._slots, layer]
+        read = torch.empty_like(values)
+        kept: list[Tensor] = []
+        for level in self._levels:
+            rows = level.rows
+            if level.parents is not None:
+                states = states[level.parents]
+            states = _written(states, keys[rows], values[rows], write[rows], left[rows])
+            read[rows] = (states * queries[rows][..., None]).sum(-2)
+            if level.kept is not None:
+                kept.append(states[level.kept])
+        self._runs.append(_LayerRun(rule, inputs, write, left, torch.cat(kept) if kept else states[:0]))
+        return read
+
+    def after(self, item: int, path: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Layer by layer the window and the memory of a stretch's sequence behind the rows of a path."""
+        rows = torch.tensor([self._starts[item] + row for row in path])
+        last = int(rows[-1])
+        slot, kept = int(self._slots[item]), self._kept.get(last)
+        for layer, run in enumerate(self._runs):
+            window = self._seen(layer, run.inputs, self._sources[last, 1:])
+            if kept is not None:
+                yield window, run.kept[kept]
+            else:
+                seen = self._seen(layer, run.inputs, self._sources[rows])
+                yield window, self._replayed(run, seen, rows, self._memories[slot, layer])
+
+    def _seen(self, layer: int, inputs: Tensor, places: Tensor) -> Tensor:
+        """Inputs of a convolution, by their places in the windows of the sequences and, behind those, in the rows."""
+        before = self._windows[self._slots, layer].flatten(0, 1)
+        earlier, own = before[places.clamp(max=len(before) - 1)], inputs[(places - len(before)).clamp(min=0)]
+        return torch.where((places < len(before))[..., None], earlier, own)
+
+    def _replayed(self, run: _LayerRun, seen: Tensor, rows: Tensor, memory: Tensor) -> Tensor:
+        _, keys, values = run.rule.convolve(seen)
+        states, write, left = memory[None], run.write[rows], run.left[rows]
+        for row in range(len(rows)):
+            one = slice(row, row + 1)
+            states = _written(states, keys[one], values[one], write[one], left[one])
+        return states[0]
+
+
+def _written(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: Tensor) -> Tensor:
+    """States [n, heads, key dim, value dim] after one row each: they fade, then learn what they did not foresee."""
+    faded = states * left[..., None, None]
+    foreseen = (faded * keys[..., None]).sum(-2)
+    learnt = (values - foreseen) * write[..., None]
+    return faded + keys[..., None] * learnt[..., None, :]
+
+
+@torch.inference_mode()
+def delta_is_exact(shape: DeltaShape, rows: int = 16) -> bool:
+    """Whether rows run one by one, together and as a tree lead to the same states and readings here, bit for bit."""
+    source = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=source)
+
+    rule = DeltaRule(shape, draw(shape.channels, shape.kernel), -draw(shape.value_heads).abs(), draw(shape.value_heads))
+    inputs = draw(rows, shape.channels)
+    write, forget = draw(rows, shape.value_heads), draw(rows, shape.value_heads)
+    window = torch.zeros(1, 1, shape.window, shape.channels)
+    memory = torch.zeros(1, 1, shape.value_heads, shape.key_dim, shape.value_dim)
+    tree = DeltaStep(window, memory, [0], [(rows, range(-1, rows - 1))], [()])
+    together = tree.run(0, rule, inputs, *rule.gates(write, forget))
+    ((_, replayed),) = tree.after(0, range(rows))
+    for row in range(rows):
+        one = slice(row, row + 1)
+        step = DeltaStep(window, memory, [0], [(1, None)], [(0,)])
+        if not torch.equal(step.run(0, rule, inputs[one], *rule.gates(write[one], forget[one]))[0], together[row]):
+            return False
+        ((window_after, memory_after),) = step.after(0, [0])
+        window, memory = window_after[None, None], memory_after[None, None]
+    return torch.equal(memory[0, 0], replayed) and math.isfinite(float(replayed.sum()))

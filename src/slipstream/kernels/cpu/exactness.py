@@ -1,0 +1,46 @@
+"""Checks, on the machine at hand, that a row's sums do not depend on the rows beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.kernels.cpu.attention import attention
+from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
+
+_ROWS = 16
+_LENGTHS = (20, 150, 700)
+# int8 sums are integers, int4 and native sums run in the order of the inputs; torch's dense GEMMs promise neither
+ROW_INVARIANT_FORMATS = ("native", "int4", "int8")
+
+
+@torch.inference_mode()
+def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: int) -> bool:
+    """Whether rows attended alone equal the same rows attended together, as a chain or as a tree, bit for bit."""
+    source = torch.Generator().manual_seed(0)
+    pages = -(-(max(_LENGTHS) + _ROWS) // page_tokens)
+    keys, values = (torch.randn(pages, kv_heads, page_tokens, head_dim, generator=source) for _ in range(2))
+    queries = torch.randn(_ROWS, heads, head_dim, generator=source)
+
+    def attend(length: int, start: int, stop: int) -> torch.Tensor:
+        span = range(length + start, length + stop)
+        group = make_group(0, span, range(pages), page_tokens, AttentionPattern())
+        return attention(queries[start:stop], keys, values, [group], head_dim**-0.5)
+
+    for length in _LENGTHS:
+        together = attend(length, 0, _ROWS)
+        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, AttentionPattern())
+        if not torch.equal(attention(queries, keys, values, [tree], head_dim**-0.5), together):
+            return False
+        for start in range(0, _ROWS, 5):
+            if not torch.equal(attend(length, start, start + 1)[0], together[start]):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def matrix_is_exact(matrix: Matrix) -> bool:
+    """Whether one row through this matrix equals the same row among others, bit for bit."""
+    rows = torch.randn(_ROWS, matrix.in_features, generator=torch.Generator().manual_seed(0))
+    together = matrix(rows)
+    return all(torch.equal(matrix(rows[i : i + 1])[0], together[i]) for i in range(0, _ROWS, 5))

@@ -1,0 +1,50 @@
+"""One matrix per expert, multiplied with the rows that chose it; a row's sums never depend on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
+from slipstream.kernels.cpu.native_experts import multiply_grouped
+from slipstream.kernels.cpu.native_library import library
+from slipstream.kernels.cpu.native_threads import threads
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows that stand together by expert, `counts` of each, times their own expert's matrix."""
+    compiled, packed = library(), [matrix.packed for matrix in matrices if isinstance(matrix, NativeMatrix)]
+    if compiled is not None and len(packed) == len(matrices):
+        return multiply_grouped(compiled, packed, counts, rows, threads())
+    parts, start = [], 0
+    for matrix, count in zip(matrices, counts, strict=True):
+        if count:
+            parts.append(matrix(rows[start : start + count]))
+            start += count
+    return torch.cat(parts)
+
+
+def mix_experts(
+    gate_up: Sequence[Matrix],
+    down: Sequence[Matrix],
+    rows: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    activation: Activation,
+) -> Tensor:
+    """The shares [rows, k] of the experts chosen [rows, k] by each row, added in the order of the row's own ranking."""
+    ranks = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(down)).tolist()
+    gate, up = grouped_product(gate_up, rows[order // ranks], counts).chunk(2, dim=-1)
+    answers = torch.empty(rows.shape[0] * ranks, rows.shape[1])
+    answers[order] = grouped_product(down, activation(gate) * up, counts)
+    by_rank = answers.view(rows.shape[0], ranks, -1)
+    mixed = by_rank[:, 0] * shares[:, :1]
+    for rank in range(1, ranks):
+        mixed += by_rank[:, rank] * shares[:, rank : rank + 1]
+    return mixed

@@ -1,0 +1,158 @@
+"""Matrices in the weight formats a CPU is fast at, all behind one call: rows in fp32, rows out fp32.
+
+`int4` and `int8` sum every row in an order that depends on the weight alone, so a row's result never depends on
+how many rows share the call; that is what makes speculative text equal plain text to the last bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.config import WeightFormat
+from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.native_library import Library, availability, library
+from slipstream.kernels.cpu.native_matrix import Coarsened, PackedLinear, StoredTensor, multiply
+from slipstream.kernels.cpu.native_threads import threads
+
+DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INT4_GROUP = 32
+_FINE_STEPS = 254.0  # a remainder of at most half a coarse step becomes an int8 of its own
+
+
+class MatrixSource(StoredTensor, Protocol):
+    """What a matrix is built from: a tensor of a model file that can say its values, bytes or 4-bit groups."""
+
+    def q4_groups(self) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+
+class Matrix(ABC):
+    """A weight [out, in] ready to multiply rows."""
+
+    out_features: int
+    in_features: int
+    nbytes: int
+    format: str
+
+    @abstractmethod
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns rows @ weight^T in fp32 for fp32 rows [n, in]."""
+
+
+class DenseMatrix(Matrix):
+    """The weight as a plain tensor; torch's GEMM decides the summation order."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight.to(dtype).contiguous()
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = self.weight.nbytes
+        self.format = str(dtype).removeprefix("torch.")
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.linear(rows.to(self.weight.dtype), self.weight).float()
+
+
+class Int8Matrix(Matrix):
+    """int8 weights with a scale per output, rows as the sum of two int8 terms (about 15 bits).
+
+    Products and sums are integers, hence exact in any order. A rough matrix takes one term only: half the work, good
+    enough for drafts.
+    """
+
+    format = "int8"
+
+    def __init__(self, weight: Tensor, rough: bool = False) -> None:
+        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
+        self.codes = (weight / scale[:, None]).round().to(torch.int8).t()
+        self.scale = scale
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = self.codes.nbytes + scale.nbytes
+        self.rough = rough
+
+    def roughened(self) -> Int8Matrix:
+        """The same weights, taken roughly."""
+        twin = copy(self)
+        twin.rough = True
+        return twin
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        count = rows.shape[0]
+        step = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
+        scaled = rows / step
+        coarse = scaled.round()
+        if self.rough:
+            return torch._int_mm(coarse.to(torch.int8), self.codes).float() * step * self.scale
+        fine = (scaled - coarse).mul_(_FINE_STEPS).round_()
+        sums = torch._int_mm(torch.cat((coarse, fine)).to(torch.int8), self.codes).float()
+        return (sums[:count] + sums[count:] / _FINE_STEPS) * step * self.scale
+
+
+class Int4Matrix(Matrix):
+    """4-bit weights in groups of 32 as the file has them, bf16 rows, fp32 sums in order of the inputs."""
+
+    format = "int4"
+
+    def __init__(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        self.out_features, self.in_features = codes.shape
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+        # the kernel computes (code - 8) * scale + zero
+        zero = minimum + 8.0 * scale
+        self.scale_zero = torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
+        self.nbytes = self.packed.nbytes + self.scale_zero.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows.to(torch.bfloat16), self.packed, INT4_GROUP, self.scale_zero
+        ).float()
+
+
+class NativeMatrix(Matrix):
+    """Weights in the types the file has, multiplied by the compiled kernels in one order per row."""
+
+    format = "native"
+
+    def __init__(self, compiled: Library, sources: Sequence[StoredTensor]) -> None:
+        self._library = compiled
+        self.packed = PackedLinear(compiled, sources)
+        self.out_features, self.in_features = self.packed.out_features, self.packed.in_features
+        self.nbytes = self.packed.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return multiply(self._library, self.packed, rows, threads())
+
+
+def rough_twin(matrix: Matrix, source: MatrixSource) -> Matrix:
+    """The same weight for products that need not be exact, where there is a faster way to them."""
+    if isinstance(matrix, Int8Matrix):
+        return matrix.roughened()
+    compiled = library()
+    if isinstance(matrix, NativeMatrix) and compiled is not None and Coarsened.helps(source):
+        return NativeMatrix(compiled, [Coarsened(source)])
+    return matrix
+
+
+def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:
+    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`."""
+    if weight_format == "native":
+        compiled = library()
+        if compiled is None:
+            raise ConfigError(f"the native format is not available: {availability().reason}", "use --dtype auto")
+        return NativeMatrix(compiled, sources)
+    if weight_format in DENSE_DTYPES:
+        return DenseMatrix(torch.cat([source.dense() for source in sources]), DENSE_DTYPES[weight_format])
+    if weight_format == "int4":
+        groups = [source.q4_groups() for source in sources]
+        parts = [group for group in groups if group is not None]
+        outputs = sum(source.shape[0] for source in sources)
+        if len(parts) == len(groups) and outputs % 16 == 0:
+            codes, scale, minimum = (torch.cat(columns) for columns in zip(*parts, strict=True))
+            return Int4Matrix(codes, scale, minimum)
+    if weight_format in ("int4", "int8"):
+        return Int8Matrix(torch.cat([source.dense() for source in sources]), rough)
+    raise ConfigError(f"unknown weight format '{weight_format}'", "choose one with --dtype")

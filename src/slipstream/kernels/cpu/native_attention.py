@@ -1,0 +1,140 @@
+"""Row attention by the compiled kernel, and the plain-C description of a batch's rows that native code reads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import IntegrityError
+from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup
+
+LANES = 16  # the kernel takes head sizes that are multiples of this, up to MAX_DIM
+MAX_DIM = 256
+_Pointer = ctypes.c_void_p
+_INT = ctypes.c_int32
+
+
+class SlipBatch(ctypes.Structure):
+    """The struct of that name in native.h; keeps the arrays it points to alive."""
+
+    _fields_ = (
+        ("rows", _INT),
+        ("groups", _INT),
+        ("page_tokens", _INT),
+        ("group", _Pointer),
+        ("page_ids", _Pointer),
+        ("parents", _Pointer),
+        ("positions", _Pointer),
+        ("pages", _Pointer),
+        ("offsets", _Pointer),
+    )
+    arrays: tuple[array[int], ...]
+
+
+def batch_struct(batch: RowBatch, pattern: AttentionPattern) -> SlipBatch:
+    """The rows of a batch as layers of one pattern see them; made once, since the layers share it."""
+    found = batch.derived.get(pattern)
+    if not isinstance(found, SlipBatch):
+        columns = (batch.position_list, batch.page_list, batch.offset_list)
+        found = _struct(batch.groups[pattern])
+        found.rows = batch.rows
+        found.positions, found.pages, found.offsets = (column.buffer_info()[0] for column in columns)
+        found.arrays += columns
+        batch.derived[pattern] = found
+    return found
+
+
+def group_struct(groups: Sequence[RowGroup]) -> SlipBatch:
+    """The groups alone, for attention that is called layer by layer; where rows are stored is left out."""
+    others = list(groups[1:])
+    kept = groups[0].derived.get("native")
+    # a group may stand in several batches: what was made for other company does not count
+    if kept is not None and len(kept[0]) == len(others) and all(map(operator.is_, kept[0], others)):
+        made: SlipBatch = kept[1]
+        return made
+    made = _struct(groups)
+    groups[0].derived["native"] = (others, made)
+    return made
+
+
+def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
+    numbers: list[int] = []
+    pages: list[int] = []
+    parents: list[int] = []
+    size = groups[0].page_tokens
+    for group in groups:
+        needed = -(-(group.base + group.stop - group.start) // size)
+        own = group.page_ids[:needed]
+        if len(own) < needed or group.page_tokens != size:
+            raise IntegrityError("a group of rows stands outside its pages")
+        first_parent = -1
+        if group.parents is not None:
+            if any(map(operator.ge, group.parents, range(len(group.parents)))):
+                raise IntegrityError("a row of a tree comes before its parent")
+            first_parent = len(parents)
+            parents += group.parents
+        pattern = group.pattern
+        numbers += (group.start, group.stop, group.base, group.earliest)
+        numbers += (pattern.window, pattern.causal, len(pages), first_parent)
+        pages += own
+    arrays = (array("i", numbers), array("i", pages), array("i", parents))
+    struct = SlipBatch(groups[-1].stop, len(groups), size, *[each.buffer_info()[0] for each in arrays])
+    struct.arrays = arrays
+    return struct
+
+
+def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the compiled kernel computes this attention; torch's serves otherwise."""
+    dim = queries.shape[-1]
+    return (
+        dim % LANES == 0
+        and 0 < dim <= MAX_DIM
+        and queries.dtype == keys.dtype == values.dtype == torch.float32
+        and queries.device.type == keys.device.type == "cpu"
+        and keys.is_contiguous()
+        and values.is_contiguous()
+    )
+
+
+def native_attention(
+    library: Library,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    groups: Sequence[RowGroup],
+    scale: float,
+    threads: int,
+) -> Tensor:
+    """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    rows, heads, dim = queries.shape
+    if queries.stride(2) != 1 or queries.stride(1) != dim:
+        queries = queries.contiguous()
+    out = torch.empty(rows, heads * dim)
+    _kernel(library)(
+        ctypes.byref(group_struct(groups)),
+        queries.data_ptr(),
+        queries.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        heads,
+        keys.shape[1],
+        dim,
+        scale,
+        out.data_ptr(),
+        threads,
+    )
+    return out
+
+
+@functools.cache
+def _kernel(library: Library) -> Any:
+    arguments = [_Pointer, _Pointer, _INT, _Pointer, _Pointer, _INT, _INT, _INT, ctypes.c_float, _Pointer, _INT]
+    return library.function("slip_attention", arguments)

@@ -1,0 +1,175 @@
+"""Calls the compiled growth of chains and trees, and what calibrates it; `speculative` has both in Python as well."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from typing import TYPE_CHECKING
+
+from slipstream.errors import IntegrityError
+from slipstream.kernels.cpu.native_library import Library, library
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MOST_ROWS = 256
+FLOAT, HALF, BRAIN = range(3)  # how a head's table stores its numbers
+_BROKEN, _UNKNOWN_TOKEN = 1, 2
+_int, _double, _pointer = ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
+
+
+class HeadTables(ctypes.Structure):
+    """SlipHead of growth.cpp: tables that correct candidates once the token before them is chosen."""
+
+    _fields_ = [
+        ("vocabulary", _int),
+        ("rank", _int),
+        ("before_type", _int),
+        ("after_type", _int),
+        ("before", _pointer),
+        ("after", _pointer),
+        ("trusted", _pointer),
+    ]
+
+
+class CompiledWalk:
+    """A drafter's heads on one block: the tables, and per slot what its hidden row says about confidence."""
+
+    def __init__(self, tables: HeadTables, confidence: NDArray[np.float32] | None) -> None:
+        self._tables = tables
+        self._confidence = confidence
+        self.tables_at = ctypes.addressof(tables)
+        self.confidence_at: int | None = None if confidence is None else confidence.ctypes.data
+
+
+class Block(ctypes.Structure):
+    """SlipBlock: candidates and what corrects them. Whoever makes one keeps alive what it points to."""
+
+    _fields_ = [
+        ("slots", _int),
+        ("candidates", _int),
+        ("tokens", _pointer),
+        ("scores", _pointer),
+        ("head", _pointer),
+        ("confidence", _pointer),
+        ("scale", _double),
+        ("min_confidence", _double),
+    ]
+
+
+class CalibrationTable(ctypes.Structure):
+    """SlipCalibration: what a claimed probability is worth at a depth, and what that is learnt from."""
+
+    _fields_ = [
+        ("claims", _int),
+        ("depths", _int),
+        ("trusts", _int),
+        ("claim_edges", _pointer),
+        ("depth_edges", _pointer),
+        ("least", _double),
+        ("most", _double),
+        ("claim_weight", _double),
+        ("parent_weight", _double),
+        ("own", _pointer),
+        ("shared", _pointer),
+        ("trust", _pointer),
+        ("say", _pointer),
+        ("own_state", _pointer),
+        ("shared_state", _pointer),
+        ("own_prior", _pointer),
+        ("shared_prior", _pointer),
+        ("own_keep", _double),
+        ("shared_keep", _double),
+        ("rules", _pointer),
+    ]
+
+
+class Grown(ctypes.Structure):
+    """SlipGrown: nodes in the order they were added, the anchor first."""
+
+    _fields_ = [
+        ("rows", _int),
+        ("tokens", _int * MOST_ROWS),
+        ("parents", _int * MOST_ROWS),
+        ("depths", _int * MOST_ROWS),
+        ("chances", _double * MOST_ROWS),
+        ("survivals", _double * MOST_ROWS),
+    ]
+
+    def lists(self) -> tuple[list[int], list[int], list[float], list[float], list[int]]:
+        """Tokens, parents, chances, survivals and depths."""
+        rows = self.rows
+        return (self.tokens[:rows], self.parents[:rows], self.chances[:rows], self.survivals[:rows], self.depths[:rows])
+
+
+class Learner:
+    """The compiled side of a calibration: what its trust comes to, and outcomes by the handful."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._refresh = kernels.function("slip_refresh_trust", [_pointer])
+        self._observe = kernels.function("slip_observe", [_pointer, _pointer, _int, _pointer])
+
+    def refresh(self, table: CalibrationTable) -> None:
+        self._refresh(ctypes.addressof(table))
+
+    def observe(self, table: CalibrationTable, outcomes: array[float]) -> tuple[float, float]:
+        """Takes in (claim, depth, hit, leading) four by four; returns the changes of both standings."""
+        changes = (_double * 2)()
+        self._observe(ctypes.addressof(table), outcomes.buffer_info()[0], len(outcomes) // 4, ctypes.addressof(changes))
+        return changes[0], changes[1]
+
+
+class Grower:
+    """The compiled growth; calls from several threads do not disturb each other."""
+
+    def __init__(self, kernels: Library) -> None:
+        arguments = (_pointer, _pointer, _int, _int, _int, _int, _int, _double, _pointer, _pointer)
+        self._call = kernels.function("slip_grow", arguments, _int)
+
+    def grow(
+        self,
+        block: Block,
+        calibration: CalibrationTable | None,
+        anchor: int,
+        length: int,
+        nodes: int,
+        depth: int,
+        seeded: bool,
+        floor: float,
+    ) -> tuple[Grown, Grown, bool]:
+        """A chain of at most `length` nodes, a tree of at most `nodes`, and whether a head's numbers are none."""
+        chain, tree = Grown(), Grown()
+        table = None if calibration is None else ctypes.addressof(calibration)
+        state = self._call(
+            ctypes.addressof(block),
+            table,
+            anchor,
+            length,
+            nodes,
+            depth,
+            seeded,
+            floor,
+            ctypes.addressof(chain),
+            ctypes.addressof(tree),
+        )
+        if state == _UNKNOWN_TOKEN:
+            raise IntegrityError(
+                "a drafted token is not in the table of the drafter's head", "the drafter belongs to another target"
+            )
+        return chain, tree, state == _BROKEN
+
+
+@functools.cache
+def learner() -> Learner | None:
+    """The compiled learning of this machine, None where there is none."""
+    kernels = library()
+    return Learner(kernels) if kernels is not None else None
+
+
+@functools.cache
+def grower() -> Grower | None:
+    """The compiled growth of this machine, None where there is none."""
+    kernels = library()
+    return Grower(kernels) if kernels is not None else None

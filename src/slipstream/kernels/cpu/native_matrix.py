@@ -1,0 +1,221 @@
+"""Weights in the types their file stores them in, repacked once and multiplied by the compiled row kernels.
+
+A row's sum has one order whatever the rows beside it, so speculative text equals plain text to the last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.errors import IntegrityError
+from slipstream.kernels.cpu.native_library import Library
+
+# The order of matrix.h.
+KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
+_OTHER_TYPES_AS = "Q8_0"  # fine enough for every coarser type
+_SPIKE = 12.0  # times a block's mean magnitude, as matmul.cpp has it
+_ALIGNMENT = 64
+_ARENA_BYTES = 32 << 20
+_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
+
+
+class StoredTensor(Protocol):
+    """A tensor of a model file that can say its values and its bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type_name(self) -> str: ...
+    def dense(self) -> Tensor: ...
+    def raw(self) -> NDArray[np.uint8]: ...
+
+
+class SlipMatrix(ctypes.Structure):
+    _fields_ = (("kind", _INT), ("outputs", _INT), ("inputs", _INT), ("data", _POINTER))
+
+
+class SlipLinear(ctypes.Structure):
+    _fields_ = (("parts", _INT), ("outputs", _INT), ("part", _POINTER), ("bias", _POINTER))
+
+
+class _Arena:
+    """Memory for packed weights in large pages, which the processor walks through twice as fast as small ones."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._used = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Zeroed bytes, aligned; they live as long as anybody holds them."""
+        if self._memory is None or self._used + size > len(self._memory):
+            # private: a forked child that packs weights of its own must not write them into its parent's
+            self._memory = mmap.mmap(-1, max(size, _ARENA_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._used = 0
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        taken = np.frombuffer(self._memory, np.uint8, size, self._used)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return taken
+
+
+_common = _Arena()
+_own: ContextVar[_Arena | None] = ContextVar("own", default=None)
+
+
+@contextmanager
+def memory_of_its_own() -> Iterator[None]:
+    """What is packed inside shares its memory with nothing else: it is given back when those weights go."""
+    before = _own.set(_Arena())
+    try:
+        yield
+    finally:
+        _own.reset(before)
+
+
+class PackedLinear:
+    """Matrices that read the same rows, their outputs one behind the other."""
+
+    def __init__(self, library: Library, sources: Sequence[StoredTensor]) -> None:
+        self.in_features = sources[0].shape[1]
+        self.out_features = sum(source.shape[0] for source in sources)
+        parts = [_pack(library, source) for source in sources]
+        self.nbytes = sum(data.nbytes for _, data in parts)
+        self._data = [data for _, data in parts]
+        self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
+        self._struct = self.struct(None)
+        self.address = ctypes.addressof(self._struct)
+
+    def struct(self, bias: Tensor | None) -> SlipLinear:
+        """What native code gets; whoever gives a bias keeps it alive."""
+        return SlipLinear(
+            len(self._data),
+            self.out_features,
+            ctypes.addressof(self._matrices),
+            None if bias is None else bias.data_ptr(),
+        )
+
+
+class Coarsened:
+    """A stored tensor rounded to 4 bits per weight, for products that need not be exact."""
+
+    type_name = "Q4_1"
+    _FINER = ("Q8_0", "Q6_K", "F16", "BF16", "F32")
+
+    def __init__(self, source: StoredTensor) -> None:
+        import gguf
+
+        self.shape = source.shape
+        self._source = source
+        self._bytes = gguf.quants.quantize(source.dense().numpy(), gguf.GGMLQuantizationType.Q4_1)
+
+    @classmethod
+    def helps(cls, source: StoredTensor) -> bool:
+        return source.type_name in cls._FINER and source.shape[1] % 32 == 0
+
+    def dense(self) -> Tensor:
+        return self._source.dense()
+
+    def raw(self) -> NDArray[np.uint8]:
+        return self._bytes
+
+
+def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
+    outputs, inputs = source.shape
+    kind, rows = _native_rows(source)
+    row_bytes, size, pack = _packers(library)
+    data = (_own.get() or _common).take(size(KINDS[kind], outputs, inputs))
+    if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
+        raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
+    pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
+    return SlipMatrix(KINDS[kind], outputs, inputs, data.ctypes.data), data
+
+
+def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
+    """The type a kernel reads and the tensor's bytes in it."""
+    kind = source.type_name
+    if kind in KINDS:
+        return kind, np.ascontiguousarray(source.raw())
+    dense = source.dense()
+    if dense.shape[1] % 32:
+        return "F32", dense.numpy().view(np.uint8)
+    import gguf  # only few files need it here, and some machines do not have it
+
+    return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
+
+
+@functools.cache
+def _packers(library: Library) -> tuple[Callable[[int, int], int], Callable[[int, int, int], int], Any]:
+    handle = library.handle
+    row_bytes, size, pack = handle.slip_row_bytes, handle.slip_packed_bytes, handle.slip_pack
+    row_bytes.argtypes, row_bytes.restype = [_INT, _INT], ctypes.c_int64
+    size.argtypes, size.restype = [_INT, _INT, _INT], ctypes.c_int64
+    pack.argtypes, pack.restype = [_INT, _INT, _INT, _POINTER, _POINTER], None
+    return row_bytes, size, pack
+
+
+@functools.cache
+def _product(library: Library) -> Any:
+    return library.function("slip_matmul", [_POINTER, _POINTER, _INT, _POINTER, _INT])
+
+
+def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
+    """rows [n, in] times the weights, in fp32."""
+    rows = rows.contiguous()
+    out = torch.empty(rows.shape[0], linear.out_features)
+    _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
+    return out
+
+
+def reference_product(rows: Tensor, weight: Tensor, float_rows: bool) -> Tensor:
+    """What `multiply` computes, in plain torch: rows rounded to int8 per 32 inputs unless they stay floats.
+
+    Blocks with a spike are rounded in two steps, since the spike alone would fill the 8 bits.
+    """
+    if not float_rows:
+        blocks = rows.view(rows.shape[0], -1, 32)
+        coarse = _rounded(blocks)
+        spiky = blocks.abs().amax(dim=-1, keepdim=True) > _SPIKE * blocks.abs().mean(dim=-1, keepdim=True)
+        rows = torch.where(spiky, coarse + _rounded(blocks - coarse), coarse).view_as(rows)
+    return (rows.double() @ weight.double().t()).float()
+
+
+def _rounded(blocks: Tensor) -> Tensor:
+    top = blocks.abs().amax(dim=-1, keepdim=True)
+    return torch.where(top > 0, blocks * (127.0 / top), 0.0).round() * (top / 127.0)
+
+
+class RowTable:
+    """A table of a model file whose rows become floats one at a time, as embeddings do."""
+
+    def __init__(self, library: Library, source: StoredTensor) -> None:
+        self._rows = source.raw()
+        self._count, self._width = source.shape
+        self._kind = KINDS[source.type_name]
+        self._decode = library.handle.slip_decode_rows
+        self._decode.argtypes = [_INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        self._address = self._rows.ctypes.data
+
+    @staticmethod
+    def serves(source: StoredTensor) -> bool:
+        return source.type_name in KINDS
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows [tokens, width] of int64 ids."""
+        count = token_ids.numel()
+        out = torch.empty(count, self._width)
+        if not self._decode(
+            self._kind, self._count, self._width, self._address, token_ids.data_ptr(), count, out.data_ptr()
+        ):
+            raise IntegrityError(f"a token is not in the table of {self._count}")
+        return out

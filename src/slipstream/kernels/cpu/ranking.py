@@ -1,0 +1,260 @@
+"""Which tokens score best: rankings of logits with and without seeded noise, compiled where possible, else by torch.
+
+A row's answer depends on that row, its position and the seed only, whatever rows stand beside it and however many
+threads share the work. Rows are cut into stretches of a fixed size for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.kernels.cpu.native_library import Library, address, library
+from slipstream.kernels.cpu.native_threads import threads
+from slipstream.kernels.noise import gumbel_rows
+
+NO_BEST = -1  # stands for the token of a row that has none: its logits are not numbers, or it masks everything
+LEAST_TEMPERATURE = 1e-30  # what logits can be divided by without leaving fp32's range
+_REMEMBERED_NOISE = 64  # drafting and verify ask for the same rows
+
+Floats: TypeAlias = NDArray[np.float32]
+Ids: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+
+class Candidates(NamedTuple):
+    """The K likeliest tokens of each drafted slot, best first; a score of -inf marks a place without a token."""
+
+    tokens: Ids
+    scores: Floats  # log-probabilities
+
+    @classmethod
+    def of(cls, ranked: tuple[Floats, Ids, Floats]) -> Candidates | None:
+        """What `top_scores` or `noisy_top` found; None if some row is not finite."""
+        values, ids, total = ranked
+        return cls(ids, values - total[:, None]) if all(map(math.isfinite, total.tolist())) else None
+
+
+def best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
+    """The largest logit's token per row (the lowest id among equals) and whether the row is usable.
+
+    A row is usable if it holds no NaN and no +inf and leaves some token possible; otherwise its token is NO_BEST.
+    """
+    native = _native(logits)
+    return native.best_tokens(logits) if native else torch_best_tokens(logits)
+
+
+def top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
+    """The `count` largest scores / temperature of each row in falling order, their tokens, and the row's logsumexp.
+
+    Among equals the lowest id comes first. Places that no finite score fills hold -inf and token 0; a row that is
+    not usable (see `best_tokens`) has NaN for values and logsumexp. There are no more columns than tokens.
+    """
+    native = _native(scores)
+    count, temperature = _bounded(scores, count), max(temperature, LEAST_TEMPERATURE)
+    return native.top_scores(scores, count, temperature) if native else torch_top_scores(scores, count, temperature)
+
+
+def noisy_best(
+    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
+) -> tuple[Ids, Flags]:
+    """The token of the largest logit / temperature + noise(seed, position, token) per row, and whether it is usable.
+
+    `positions[row]` is where the token will stand. Tokens whose scaled logit lies under the row's floor are left out.
+    """
+    native = _native(logits)
+    temperature = max(temperature, LEAST_TEMPERATURE)
+    if native:
+        return native.noisy_best(logits, positions, seed, temperature, floors)
+    return torch_noisy_best(logits, positions, seed, temperature, floors)
+
+
+def noisy_top(
+    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
+) -> tuple[Floats, Ids, Floats]:
+    """`top_scores` of the sums that `noisy_best` compares; their logsumexp is good to about one in a million."""
+    native = _native(logits)
+    count, temperature = _bounded(logits, count), max(temperature, LEAST_TEMPERATURE)
+    if native:
+        return native.noisy_top(logits, positions, seed, temperature, count, floors)
+    return torch_noisy_top(logits, positions, seed, temperature, count, floors)
+
+
+class NativeRanking:
+    """The compiled rankings of one instruction set; rows are fp32 and are copied only if they are not contiguous."""
+
+    def __init__(self, compiled: Library) -> None:
+        number, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
+        rows = [pointer, number, number, number]  # logits, rows, vocabulary, threads
+        noise = [pointer, ctypes.c_uint64, real, pointer]  # positions, seed, temperature, floors
+        self._best_tokens = compiled.function("slip_best_tokens", [*rows, pointer, pointer])
+        self._top_scores = compiled.function("slip_top_scores", [*rows, real, number, pointer, pointer, pointer])
+        self._noisy_best = compiled.function("slip_noisy_best", [*rows, *noise, pointer, pointer])
+        self._noisy_top = compiled.function("slip_noisy_top", [*rows, *noise, number, pointer, pointer, pointer])
+        self._gumbel_row = compiled.function("slip_gumbel_row", [ctypes.c_uint64, ctypes.c_int64, number, pointer])
+
+    def best_tokens(self, logits: Tensor) -> tuple[Ids, Flags]:
+        logits, rows, vocab, threads = _prepared(logits)
+        ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        self._best_tokens(logits.data_ptr(), rows, vocab, threads, address(ids), address(usable))
+        return ids, usable
+
+    def top_scores(self, scores: Tensor, count: int, temperature: float) -> tuple[Floats, Ids, Floats]:
+        scores, rows, vocab, threads = _prepared(scores)
+        values, ids, total = _ranked_outputs(rows, count)
+        self._top_scores(
+            scores.data_ptr(), rows, vocab, threads, temperature, count, address(values), address(ids), address(total)
+        )
+        return values, ids, total
+
+    def noisy_best(
+        self, logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
+    ) -> tuple[Ids, Flags]:
+        logits, rows, vocab, threads = _prepared(logits)
+        places, least = _per_row(positions, floors, rows)
+        ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        self._noisy_best(
+            logits.data_ptr(),
+            rows,
+            vocab,
+            threads,
+            places.ctypes.data,
+            seed,
+            temperature,
+            None if least is None else least.ctypes.data,
+            address(ids),
+            address(usable),
+        )
+        return ids, usable
+
+    def noisy_top(
+        self,
+        logits: Tensor,
+        positions: Sequence[int],
+        seed: int,
+        temperature: float,
+        count: int,
+        floors: Floats | None = None,
+    ) -> tuple[Floats, Ids, Floats]:
+        logits, rows, vocab, threads = _prepared(logits)
+        places, least = _per_row(positions, floors, rows)
+        values, ids, total = _ranked_outputs(rows, count)
+        self._noisy_top(
+            logits.data_ptr(),
+            rows,
+            vocab,
+            threads,
+            places.ctypes.data,
+            seed,
+            temperature,
+            None if least is None else least.ctypes.data,
+            count,
+            address(values),
+            address(ids),
+            address(total),
+        )
+        return values, ids, total
+
+    def gumbel_row(self, seed: int, position: int, vocab_size: int) -> Floats:
+        """All noise of one position, as the rankings compute it where it can matter."""
+        noise = np.empty(vocab_size, np.float32)
+        self._gumbel_row(seed, position, vocab_size, noise.ctypes.data)
+        return noise
+
+
+def _prepared(scores: Tensor) -> tuple[Tensor, int, int, int]:
+    if scores.dtype != torch.float32 or not scores.is_contiguous():
+        scores = scores.float().contiguous()
+    rows, vocab = scores.shape
+    return scores, rows, vocab, threads()
+
+
+def _per_row(positions: Sequence[int], floors: Floats | None, rows: int) -> tuple[Ids, Floats | None]:
+    if len(positions) != rows or (floors is not None and floors.shape != (rows,)):
+        raise ValueError(f"{rows} rows need as many positions and floors")
+    return np.array(positions, np.int64), None if floors is None else np.ascontiguousarray(floors, np.float32)
+
+
+def _ranked_outputs(rows: int, count: int) -> tuple[Floats, Ids, Floats]:
+    return np.empty((rows, count), np.float32), np.empty((rows, count), np.int64), np.empty(rows, np.float32)
+
+
+def _bounded(scores: Tensor, count: int) -> int:
+    return max(1, min(count, scores.shape[-1]))
+
+
+def _native(scores: Tensor) -> NativeRanking | None:
+    return _ranking() if scores.device.type == "cpu" else None
+
+
+@functools.cache
+def _ranking() -> NativeRanking | None:
+    found = library()
+    return NativeRanking(found) if found else None
+
+
+def torch_best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
+    usable = _usable(logits)
+    # on a CPU numpy does this twelve times as fast, and torch leaves open which of several equals it returns
+    ids = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1).cpu().numpy()
+    return np.where(usable, ids, NO_BEST), usable
+
+
+def torch_top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
+    return _top(scores / temperature, count, _usable(scores / temperature))
+
+
+def torch_noisy_best(
+    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
+) -> tuple[Ids, Flags]:
+    usable = _usable(logits / temperature)
+    ids, _ = torch_best_tokens(_noisy(logits, positions, seed, temperature, floors))
+    return np.where(usable, ids, NO_BEST), usable
+
+
+def torch_noisy_top(
+    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
+) -> tuple[Floats, Ids, Floats]:
+    return _top(_noisy(logits, positions, seed, temperature, floors), count, _usable(logits / temperature))
+
+
+def _usable(logits: Tensor) -> Flags:
+    flags: Flags = logits.amax(dim=-1).isfinite().cpu().numpy()
+    return flags
+
+
+def _noisy(logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None) -> Tensor:
+    scaled = logits / temperature
+    if floors is not None:
+        scaled = scaled.masked_fill(scaled < torch.from_numpy(floors).to(scaled.device)[:, None], float("-inf"))
+    noise = torch.stack([_noise_row(seed, position, logits.shape[-1]) for position in positions])
+    return scaled + noise.to(scaled.device)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED_NOISE)
+def _noise_row(seed: int, position: int, vocab_size: int) -> Tensor:
+    return gumbel_rows(seed, range(position, position + 1), vocab_size)[0]
+
+
+def _top(scores: Tensor, count: int, usable: Flags) -> tuple[Floats, Ids, Floats]:
+    table = scores.float().cpu()
+    # not logsumexp: torch splits the sum of a single long row over its threads, so its last bit depends on the batch
+    total = (table.amax(dim=-1) - torch.log_softmax(table, dim=-1).amax(dim=-1)).numpy()
+    least = table.topk(count, dim=-1).values[:, -1].numpy()
+    values = np.full((len(least), count), np.nan, np.float32)
+    ids = np.zeros((len(least), count), np.int64)
+    for row in np.flatnonzero(usable):
+        scored = table[row].numpy()
+        found = np.flatnonzero(scored >= least[row])  # topk leaves open which of several equals it returns
+        ids[row] = found[np.argsort(-scored[found], kind="stable")[:count]]
+        values[row] = scored[ids[row]]
+    ids[np.isneginf(values)] = 0
+    return values, ids, np.where(usable, total, np.float32(np.nan))

@@ -1,0 +1,220 @@
+"""Attention of rows over paged keys and values, in three launches, with the same bits for a row in any company.
+
+The keys a row sees are dealt out to SLOTS partial sums by the row's own position: the last two groups of GROUP keys
+have a slot each, the pages before them are split evenly over the others. No key of these pages is one where trees
+branch, so all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. The
+second launch sums up the last two groups, a tree's keys gathered through a row's ancestors in the order of their
+positions. A key that a row does not see changes no bit of its sums, so rows of one program may see different ones. The
+third launch adds up a row's slots. Each launch begins while the one before it is still running, and waits only for
+what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.errors import IntegrityError
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.paged_attention_kernels import (
+    combine_kernel,
+    last_groups_kernel,
+    prefill_kernel,
+    shared_kernel,
+)
+
+SLOTS = 32  # partial sums of a row
+FEW_SLOTS, LEAST_PAGES = 2, 4  # more than so many slots are shared only where each has at least so many pages
+GROUP = 32  # keys of a slot that is a row's own
+DEEPEST_ROW = GROUP  # how far behind its anchor a tree's row may be, for its path to lie within its last two groups
+LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch: what a warp multiplies
+PROGRAMS = 264  # of the first launch: two for each multiprocessor of an H200 are at work at a time
+AT_ONCE = 16  # slots whose loads are on the way together when they are added up
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's dot is wrong for bf16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScratch:
+    """Partial sums of one launch at a time; the same memory serves every layer."""
+
+    # [sequences, kv heads, SLOTS, rows of a sequence, query heads of a kv head (a power of two of them), ...]
+    sums: Tensor  # fp16 [..., dim]: values weighted by 2 ** (score - peak), in their unit
+    stats: Tensor  # fp32 [..., 3]: the scores' peak, the sum of weights, peak + log2(unit)
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> AttentionScratch:
+        lanes = rows * SLOTS * padded_heads(heads, kv_heads)
+        sums = torch.empty(lanes * dim, dtype=torch.float16, device=device)
+        return cls(sums, torch.empty(lanes * 3, device=device))
+
+    @classmethod
+    def sized(
+        cls, rows: DeviceRows, page_tokens: int, heads: int, width: int, device: torch.device
+    ) -> AttentionScratch:
+        """For all layers of a model: none has more padded heads, or more numbers in all of them, than these."""
+        # where a sequence has more rows than a page, nothing is split
+        slots = rows.rows * SLOTS if rows.each <= page_tokens else 0
+        sums = torch.empty(slots * width, dtype=torch.float16, device=device)
+        return cls(sums, torch.empty(slots * heads * 3, device=device))
+
+    def by_row(self, sequences: int, kv_heads: int, share: int, dim: int) -> Tensor:
+        """What a launch has left, [rows, kv heads, SLOTS, share, dim + 3]; slots that a row does not use are zeros."""
+        lanes = sequences, kv_heads, SLOTS, -1, triton.next_power_of_2(share)
+        parts = torch.cat((self.sums.view(*lanes, dim), self.stats.view(*lanes, 3)), dim=-1)
+        used = self.stats.view(*lanes, 3)[..., 1:2] > 0.0
+        return parts.where(used, 0.0)[..., :share, :].permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How programs share the work on heads of one size: what fits into a multiprocessor's registers and memory.
+
+    It decides the order of sums, so nothing else than the size of a head may decide it.
+    """
+
+    lanes: int  # rows times query heads of a kv head that a program of the first launch takes
+    keys: int  # of a page that are summed up at a time, at most
+    stages: int  # how often so many keys are on the way or in work
+    warps: int  # of the first launch
+    last_warps: int
+    combine_warps: int
+    prefill_lanes: int
+
+
+def padded_heads(heads: int, kv_heads: int) -> int:
+    """Query heads, if every kv head had a power of two of them."""
+    return kv_heads * triton.next_power_of_2(heads // kv_heads)
+
+
+TILINGS = {
+    128: Tiling(64, 64, 3, 4, 2, 1, 128),
+    256: Tiling(64, 32, 3, 8, 4, 1, 128),
+    512: Tiling(32, 32, 2, 8, 8, 2, 64),
+}  # by the largest head
+
+
+def paged_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor,
+    scratch: AttentionScratch,
+) -> None:
+    """Attention of queries bf16 [rows, heads, dim] over one layer's pools [pages, kv heads, page tokens, dim].
+
+    `window` (0: none) counts positions, the row's own included. out: bf16 [rows, heads * dim].
+    """
+    _, heads, dim = queries.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    if dim & (dim - 1) or page & (page - 1) or dim > max(TILINGS):
+        raise IntegrityError(
+            f"attention on the GPU takes heads and pages of a power of two, heads of at most {max(TILINGS)}, "
+            f"not {dim} and {page}"
+        )
+    if rows.each > page:
+        _prefill(queries, keys, values, rows, scale, window, out)
+        return
+    share = heads // kv_heads
+    share_padded = triton.next_power_of_2(share)
+    tiling = _tiling(dim)
+    keys_at_once, group = min(tiling.keys, page), min(GROUP, page)
+    tile = max(tiling.lanes // share_padded, 1)
+    tiles = triton.cdiv(rows.each, tile)
+    programs = min(max(PROGRAMS // (kv_heads * tiles * rows.sequences), 1), SLOTS - 2)
+    overlap = can_overlap(queries.device)
+    scale *= math.log2(math.e)
+    pools = [_read_in_turns(pool, keys_at_once) for pool in (keys, values)]
+    sizes = {
+        "EACH": rows.each, "EACH_PADDED": triton.next_power_of_2(rows.each), "KV_HEADS": kv_heads, "SHARE": share,
+        "SHARE_PADDED": share_padded, "DIM": dim, "PAGE": page, "PAGE_BITS": page.bit_length() - 1,
+        "GROUP_BITS": group.bit_length() - 1, "WINDOW": window, "BLOCK": rows.kind == "block",
+    }
+    dealing = {"SLOTS": SLOTS, "FEW_SLOTS": FEW_SLOTS, "LEAST_PAGES": LEAST_PAGES}
+    shared_kernel[(kv_heads * tiles, rows.sequences, programs)](
+        queries, *pools, rows.positions, rows.earliest, rows.pages, scratch.sums, scratch.stats, scale,
+        rows.pages.shape[1], KEYS=keys_at_once, TILE=tile, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,
+        **dealing, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=overlap,
+    )
+    few = max(LAST_LANES // share_padded, 1)
+    fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
+    groups = (group - 1 + rows.each - 1) // group + 1  # that rows may stand in
+    work = fews + 2 * rows.each if tree else fews * (1 + groups)
+    last_groups_kernel[(kv_heads, work, rows.sequences)](
+        queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
+        scratch.stats, scale, rows.pages.shape[1], DEPTH=rows.paths.shape[1], TREE=tree, TILE=few,
+        TILES=fews, SLOTS=SLOTS, OVERLAP=overlap, INTERPRETED=_INTERPRETED, **sizes,
+        num_warps=tiling.last_warps, num_stages=1, launch_pdl=overlap,
+    )
+    combine_kernel[(heads, rows.rows)](
+        rows.positions, rows.earliest, scratch.sums, scratch.stats, out, AT_ONCE=AT_ONCE, OVERLAP=overlap,
+        **sizes, **dealing, num_warps=tiling.combine_warps, launch_pdl=overlap,
+    )
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch can begin before the one that it waits for has ended."""
+    return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _prefill(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor
+) -> None:
+    _, heads, dim = queries.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    if rows.kind != "chain":
+        raise IntegrityError(f"{rows.each} rows of kind {rows.kind} in a sequence: no more than {page} can be attended")
+    share = heads // kv_heads
+    share_padded = triton.next_power_of_2(share)
+    tiling = _tiling(dim)
+    tile = max(tiling.prefill_lanes // share_padded, 1)
+    keys_at_once = min(tiling.keys, page)
+    pools = [_read_in_turns(pool, keys_at_once) for pool in (keys, values)]
+    prefill_kernel[(triton.cdiv(rows.each, tile), kv_heads, rows.sequences)](
+        queries, *pools, rows.positions, rows.earliest, rows.pages, out, scale * math.log2(math.e),
+        rows.pages.shape[1], EACH=rows.each, KV_HEADS=kv_heads, SHARE=share, SHARE_PADDED=share_padded, DIM=dim,
+        PAGE=page, WINDOW=window, KEYS=keys_at_once, TILE=tile, INTERPRETED=_INTERPRETED, num_warps=8,
+        num_stages=tiling.stages,
+    )
+
+
+def _read_in_turns(pool: Tensor, count: int) -> TensorDescriptor:
+    """A pool as the memory unit copies it, `count` vectors at a time: programs need no registers for addresses."""
+    return TensorDescriptor.from_tensor(pool.view(-1, pool.shape[-1]), [count, pool.shape[-1]])
+
+
+def _tiling(dim: int) -> Tiling:
+    return TILINGS[min(most for most in TILINGS if most >= dim)]
+
+
+def paged_attention_reference(
+    queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor,
+    scratch: AttentionScratch | None = None, precision: torch.dtype = torch.float32,
+) -> None:
+    """The same in torch, a sequence at a time, every key a row sees in one sum."""
+    _, heads, dim = queries.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    for sequence in range(rows.sequences):
+        own = slice(sequence * rows.each, (sequence + 1) * rows.each)
+        at = rows.positions[own].long()[:, None]
+        last = int(at.max())
+        base = int(rows.base[sequence])
+        position = torch.arange(last + 1, device=keys.device)[None]
+        seen = (position >= rows.earliest[sequence]) & (position <= (last if rows.kind == "block" else at))
+        if window:
+            seen = seen & (at - position < window) & (position - at < window)
+        slots = position
+        if rows.kind == "tree":  # behind the anchor every row has keys of its own
+            depth = (position - base).clamp(0, rows.paths.shape[1] - 1).expand(rows.each, -1)
+            ancestors = base + rows.paths[own].long().gather(1, depth)
+            slots = torch.where(position < base, position, torch.where(seen, ancestors, base))
+        places = rows.pages[sequence].long()[slots // page]
+        k, v = (pool[places, :, slots % page].to(precision) for pool in (keys, values))  # [rows or 1, keys, kv, dim]
+        q = queries[own].to(precision).view(rows.each, kv_heads, heads // kv_heads, dim) * scale
+        scores = torch.einsum("rgsd,rtgd->rgst", q, k).masked_fill(~seen[:, None, None], float("-inf"))
+        mixed = torch.einsum("rgst,rtgd->rgsd", scores.softmax(-1), v)
+        out[own] = mixed.reshape(rows.each, heads * dim).to(out.dtype)

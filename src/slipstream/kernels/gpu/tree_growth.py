@@ -1,0 +1,376 @@
+"""Chains and trees of drafted candidates, grown on the device into the rows of the verify step.
+
+Two launches: one ranks and calibrates what may follow each token of each slot, the other adds nodes best first. Every
+row of a tree has at most one open candidate, its next child, so what is open is a vector, and choosing is its maximum.
+Nodes come in the same order as in speculative/tree.py: chances are doubles, and equals go to whoever was offered first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.cpu.native_growth import CalibrationTable
+from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
+
+CHAIN, TREE, SEEDED_TREE = range(3)
+MOST_ROWS = 64
+
+# a calibration as one line of doubles: its kind, bounds, weights and sizes, then these
+_CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 8, 24, 32, 40, 48, 144
+_TRUST_AT, _SAY_AT, _OWN_AT, _SHARED_AT = (tl.constexpr(at) for at in (_TRUST, _SAY, _OWN, _SHARED))
+_CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
+CALIBRATION_WORDS = 240
+_WORDS = tl.constexpr(CALIBRATION_WORDS)
+_TAKEN_AS_THEY_ARE = bytes(8)  # the kind of a line that changes no claim
+_MOST_CLAIMS, _MOST_DEPTHS, _MOST_TRUSTS, _MOST_BINS = 16, 8, 8, 96
+
+# in place of how many candidates a branch has
+_NOT_NUMBERS, _LOST_HEAD = -2, -1
+_NO_NUMBERS, _HEAD_LOST = tl.constexpr(_NOT_NUMBERS), tl.constexpr(_LOST_HEAD)
+_LAST = tl.constexpr(2**63 - 1)
+_DEEP = tl.constexpr(MAX_DEPTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What each sequence wants grown; all tensors are [sequences]."""
+
+    anchors: Tensor  # int32
+    nodes: Tensor  # int32: at most so many behind the anchor; -1: the sequence is not there, and uses no row at all
+    depth: Tensor  # int32: none of them deeper than this
+    shape: Tensor  # int32: CHAIN, TREE or SEEDED_TREE
+    floor: Tensor  # fp32: nothing less likely is added to a tree's best nodes
+    calibration: Tensor  # fp64 [sequences, CALIBRATION_WORDS], see `calibration_line`
+
+    @classmethod
+    def empty(cls, sequences: int, device: torch.device) -> Wishes:
+        """Nothing to grow, claims taken as they are."""
+        def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((sequences, *shape), dtype=dtype, device=device)
+
+        whole = torch.int32
+        return cls(numbers(whole), numbers(whole), numbers(whole), numbers(whole), numbers(torch.float32),
+                   numbers(torch.float64, CALIBRATION_WORDS))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScores:
+    """What a drafter's heads say of each candidate behind each candidate of the slot before; slot 0 has one line."""
+
+    corrections: Tensor  # fp32 [sequences, slots, K (before), K]
+    scale: Tensor  # fp32 [sequences]: what one unit of a correction is worth in scores
+    confidence: Tensor | None  # fp32 [sequences, slots, K (before)]: probability that the first candidate is right
+    least_confidence: Tensor  # fp32 [sequences]: nothing is offered below it
+
+    @classmethod
+    def empty(
+        cls, sequences: int, slots: int, candidates: int, confident: bool, least_confidence: Tensor
+    ) -> HeadScores:
+        """Room for what heads say; how little confidence is enough is the caller's."""
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros((sequences, *shape), dtype=torch.float32, device=least_confidence.device)
+
+        confidence = floats(slots, candidates) if confident else None
+        return cls(floats(slots, candidates, candidates), floats(), confidence, least_confidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The nodes besides what the rows hold; row r belongs to sequence r // each."""
+
+    parents: Tensor  # int32 [rows], -1 for the anchor and rows that are not used
+    chances: Tensor  # fp32 [rows], the drafter's own probability of each token given its parent
+    survivals: Tensor  # fp32 [rows], how likely each is to be kept as far as the calibration knows, 1 for the anchor
+    counts: Tensor  # int32 [sequences], nodes behind the anchor; -1: the sequence is not there
+    broken: Tensor  # int32 [sequences], 1 where the drafter's numbers are none; such a sequence has no nodes
+
+    @classmethod
+    def empty(cls, rows: DeviceRows) -> Grown:
+        def whole(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=rows.tokens.device)
+
+        def real(count: int) -> Tensor:
+            return torch.zeros(count, device=rows.tokens.device)
+
+        count, sequences = rows.rows, rows.sequences
+        return cls(whole(count), real(count), real(count), whole(sequences), whole(sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The candidates behind each token before them, likeliest first; without heads all tokens have the same."""
+
+    chances: Tensor  # fp64 [sequences, slots, before, K]
+    worths: Tensor  # fp64, calibrated
+    origins: Tensor  # int32, which of the slot's candidates it is
+    counts: Tensor  # int32 [sequences, slots, before]
+
+    @classmethod
+    def empty(cls, sequences: int, slots: int, candidates: int, heads: bool, device: torch.device) -> Branches:
+        shape = (sequences, slots, candidates if heads else 1)
+
+        def numbers(dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.zeros((*shape, *more), dtype=dtype, device=device)
+
+        real, whole = torch.float64, torch.int32
+        return cls(numbers(real, candidates), numbers(real, candidates), numbers(whole, candidates), numbers(whole))
+
+
+def calibration_line(table: CalibrationTable | None) -> Tensor:
+    """A calibration as the kernels read it, on the host; None takes claims as they are."""
+    line = torch.zeros(CALIBRATION_WORDS, dtype=torch.float64)
+    write_calibration(line.data_ptr(), table)
+    return line
+
+
+def write_calibration(start: int, table: CalibrationTable | None) -> None:
+    """`calibration_line` to an address; asked for in every drafting step, so it goes straight to the memory."""
+    if table is None:
+        ctypes.memmove(start, _TAKEN_AS_THEY_ARE, 8)
+        return
+    claims, depths, trusts, shared = table.claims, table.depths, table.trusts, table.shared
+    bins = 2 * (claims + 1) * (depths + 1)
+    assert claims <= _MOST_CLAIMS and depths <= _MOST_DEPTHS and bins <= _MOST_BINS and trusts <= _MOST_TRUSTS
+    head = _line_head(
+        1 if shared is None else 2, table.least, table.most, table.claim_weight, table.parent_weight, depths, trusts
+    )
+    move = ctypes.memmove
+    move(start, head, 8 * _TRUST)
+    move(start + 8 * _CLAIMS, table.claim_edges, 8 * claims)
+    move(start + 8 * _DEPTHS, table.depth_edges, 8 * depths)
+    move(start + 8 * _TRUST, table.trust, 8 * trusts)
+    move(start + 8 * _OWN, table.own, 8 * bins)
+    if shared is not None:
+        move(start + 8 * _SAY, table.say, 8 * trusts)
+        move(start + 8 * _SHARED, shared, 8 * bins)
+
+
+@cache
+def _line_head(*numbers: float) -> bytes:
+    """The first numbers of a line, and edges that nothing reaches."""
+    head = np.full(_TRUST, np.inf)
+    head[:_CLAIMS] = 0.0
+    head[: len(numbers)] = numbers
+    return head.tobytes()
+
+
+@triton.jit
+def _recorded(bins, place, prior, weight, least, most):  # type: ignore[no-untyped-def]
+    hits, seen = tl.load(bins + 2 * place), tl.load(bins + 2 * place + 1)
+    chance = tl.where(seen == 0.0, prior, (weight * prior + hits) / (weight + seen))
+    return tl.minimum(most, tl.maximum(least, chance))
+
+
+@triton.jit
+def _calibrated(line, claimed, depth):  # type: ignore[no-untyped-def]
+    """What claims (a vector) are worth at a depth; see Calibration.chance of speculative/calibration.py."""
+    kind, least, most = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    worth = claimed
+    if kind > 0.0:
+        weight, depths, trusts = tl.load(line + 3), tl.load(line + 5).to(tl.int32), tl.load(line + 6).to(tl.int32)
+        edges = tl.load(line + _CLAIMS_AT + tl.arange(0, 16))
+        levels = tl.load(line + _DEPTHS_AT + tl.arange(0, 8))
+        claim = tl.sum((edges[None, :] <= claimed[:, None]).to(tl.int32), axis=1)
+        place = claim * (depths + 1) + tl.sum((levels <= depth.to(tl.float64)).to(tl.int32))
+        level = tl.minimum(depth, trusts) - 1
+        if kind > 1.0:
+            worth = _recorded(line + _SHARED_AT, place, worth, weight, least, most) * tl.load(line + _SAY_AT + level)
+            weight = tl.load(line + 4)
+        worth = tl.load(line + _TRUST_AT + level) * _recorded(line + _OWN_AT, place, worth, weight, least, most)
+        worth = tl.minimum(most, tl.maximum(least, worth))
+    return worth
+
+
+@triton.jit
+def _infinite(values):  # type: ignore[no-untyped-def]
+    return tl.max(((values != values) | (tl.abs(values) == float("inf"))).to(tl.int32)) > 0
+
+
+@triton.jit
+def _branch_kernel(  # type: ignore[no-untyped-def]
+    scores, sequence_stride, slot_stride, corrections, scale, confidence, least_confidence, calibration,
+    chances, worths, origins, counts, candidates, HEADS: tl.constexpr, CONFIDENT: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """Ranks one slot's candidates behind one token. Confidence speaks for the first, the others share the rest."""
+    sequence, slot, before = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    branch = (sequence * tl.num_programs(1) + slot) * tl.num_programs(2) + before
+    place = tl.arange(0, WIDTH)
+    there = place < candidates
+    line = scores + sequence.to(tl.int64) * sequence_stride + slot * slot_stride
+    score = tl.load(line + place, mask=there, other=float("-inf")).to(tl.float64)
+    unknown = tl.max(((score != score) | (score == float("inf"))).to(tl.int32)) > 0
+    chance = tl.exp(score)
+    lost, silent = False, False
+    if HEADS:
+        correction = tl.load(corrections + branch.to(tl.int64) * candidates + place, mask=there, other=0.0)
+        lost = _infinite(correction)
+        rest = tl.maximum(0.0, 1.0 - tl.sum(chance))
+        corrected = score + tl.load(scale + sequence).to(tl.float64) * correction.to(tl.float64)
+        shift = tl.maximum(0.0, tl.max(corrected))  # a low temperature may lift a correction out of exp's range
+        weights = tl.exp(corrected - shift)
+        chance = weights / (tl.sum(weights) + rest * tl.exp(-shift))
+    earlier = (chance[None, :] == chance[:, None]) & (place[None, :] < place[:, None])
+    rank = tl.sum(((chance[None, :] > chance[:, None]) | earlier).to(tl.int32), axis=1)
+    possible = chance > 0.0
+    if CONFIDENT:
+        trusted = tl.load(confidence + branch)
+        silent = trusted < tl.load(least_confidence + sequence)
+        lost = lost | (trusted != trusted) | (tl.abs(trusted) == float("inf"))
+        sure = trusted.to(tl.float64)
+        left = 1.0 - tl.max(chance)
+        share = tl.where(left > 0.0, (1.0 - sure) / left, 0.0)
+        chance = tl.where(rank == 0, sure, tl.minimum(sure, chance * share))
+    to = branch.to(tl.int64) * candidates + rank
+    tl.store(chances + to, chance, mask=possible)
+    tl.store(worths + to, _calibrated(calibration + sequence * _WORDS, chance, slot + 1), mask=possible)
+    tl.store(origins + to, place, mask=possible)
+    count = tl.sum(possible.to(tl.int32))
+    count = tl.where(silent, 0, tl.where(lost, _HEAD_LOST, count))
+    tl.store(counts + branch, tl.where(unknown, _NO_NUMBERS, count))
+
+
+@triton.jit
+def _grow(  # type: ignore[no-untyped-def]
+    row, worths, origins, counts, limit, deepest, shape, floor, candidates, BEFORE: tl.constexpr
+):
+    """Adds nodes until there are enough; returns rows' parents, places in the branches, survivals; nodes, and a fault.
+
+    The open candidate of a row is packed as (order of its offer, branch, rank, row).
+    """
+    survival = tl.where(row == 0, 1.0, 0.0).to(tl.float64)
+    parent, place = tl.full(row.shape, -1, tl.int32), tl.zeros_like(row)
+    first = tl.load(counts)
+    opened = (first > 0) & (deepest > 0)
+    own = tl.load(worths, mask=opened, other=0.0)  # of the newest row's first child, whoever else is waiting
+    waiting = tl.where((row == 0) & opened, tl.minimum(own, 1.0), -1.0).to(tl.float64)
+    packed = row.to(tl.int64)
+    broken = (first == _HEAD_LOST) & (deepest > 0)
+    branch_of_newest, step = 0, tl.full((), 0, tl.int32)
+    lead = tl.where(shape == 1, 0, tl.minimum(limit, deepest))  # how long a chain stands before everything else
+    best = tl.max(waiting)
+    leading = (step < lead) & opened
+    going = (limit > 0) & (broken == 0) & (leading | ((shape != 0) & (best >= floor) & (best >= 0.0)))
+    while going:
+        lead = tl.where(leading, lead, 0)
+        key = tl.min(tl.where(waiting == best, packed, _LAST))
+        chosen = tl.where(leading, step, (key & 63).to(tl.int32))
+        rank = tl.where(leading, 0, ((key >> 6) & 63).to(tl.int32))
+        branch = tl.where(leading, branch_of_newest, ((key >> 12) & 0xFFFFF).to(tl.int32))
+        reached = tl.where(leading, own, best)
+        at = branch * candidates + rank
+        child = (branch // BEFORE + 1) * BEFORE
+        opened = branch // BEFORE + 1 < deepest
+        if BEFORE > 1:
+            child += tl.load(origins + at)
+        siblings, children = tl.load(counts + branch), tl.load(counts + child, mask=opened, other=0)
+        sibling_worth = tl.load(worths + at + 1, mask=rank + 1 < siblings, other=0.0)
+        opened = children > 0
+        child_worth = tl.load(worths + child * candidates, mask=opened, other=0.0)
+        held = tl.sum(tl.where(row == chosen, survival, 0.0))
+        # a calibration need not be monotone, but a worse-ranked sibling never goes first
+        sibling = tl.where(rank + 1 < siblings, tl.minimum(held * sibling_worth, reached), -1.0)
+        own = reached * child_worth
+        broken = broken | (children == _HEAD_LOST)
+        is_parent, order = row == chosen, step.to(tl.int64) << 33
+        next_sibling = order | (branch << 12 | (rank + 1) << 6 | chosen).to(tl.int64)
+        step += 1
+        is_new = row == step
+        first_child = order | (1 << 32) | (child << 12 | step).to(tl.int64)
+        waiting = tl.where(is_parent, sibling, waiting)
+        waiting = tl.where(is_new, tl.where(opened, tl.minimum(own, reached), -1.0), waiting)
+        packed = tl.where(is_new, first_child, tl.where(is_parent, next_sibling, packed))
+        survival = tl.where(is_new, reached, survival)
+        parent, place = tl.where(is_new, chosen, parent), tl.where(is_new, at, place)
+        branch_of_newest = child
+        best = tl.max(waiting)
+        leading = (step < lead) & opened
+        going = (step < limit) & (broken == 0) & (leading | ((shape != 0) & (best >= floor) & (best >= 0.0)))
+    return parent, place, survival, step, broken
+
+
+@triton.jit
+def _grow_kernel(  # type: ignore[no-untyped-def]
+    tokens, sequence_stride, slot_stride, anchors, nodes, depth, shape, floor,
+    branch_chances, worths, origins, counts, base, pages, most_pages, scratch_place, page_tokens,
+    row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags,
+    slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):
+    """One sequence: the nodes, then its rows. Rows that are not used look like row 0."""
+    sequence = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    lines = (sequence * ROWS + row)[:, None] * _DEEP
+    tl.store(row_paths + lines + tl.arange(0, _DEEP)[None, :], tl.zeros((ROWS, _DEEP), tl.int32))
+    counts += sequence * slots * BEFORE
+    own_branches = sequence.to(tl.int64) * slots * BEFORE * candidates
+    slot = tl.arange(0, SLOTS)
+    known = tl.load(counts + slot * BEFORE, mask=slot < slots, other=0)
+    unknown = tl.min(known) == _NO_NUMBERS
+    wanted = tl.load(nodes + sequence)
+    limit = tl.where(unknown, 0, tl.minimum(wanted, ROWS - 1))
+    deepest = tl.minimum(tl.load(depth + sequence), slots)
+    parent, place, survival, count, broken = _grow(
+        row, worths + own_branches, origins + own_branches, counts, limit, deepest, tl.load(shape + sequence),
+        tl.load(floor + sequence).to(tl.float64), candidates, BEFORE,
+    )
+    broken = (broken | unknown) & (wanted >= 0)
+    count = tl.where(wanted < 0, -1, tl.where(broken, 0, count))
+    used = (row > 0) & (row <= count)
+    level = tl.where(used, place // (candidates * BEFORE) + 1, 0)
+    origin = tl.load(origins + own_branches + place, mask=used, other=0)
+    mine = tokens + sequence.to(tl.int64) * sequence_stride + (level - 1) * slot_stride + origin
+    out = sequence * ROWS + row
+    start = tl.load(base + sequence)
+    tl.store(row_tokens + out, tl.load(mine, mask=used, other=0) + tl.where(used, 0, tl.load(anchors + sequence)))
+    tl.store(row_positions + out, start + level)
+    stored = row <= count
+    page = tl.load(pages + sequence * most_pages + (start + row) // page_tokens, mask=stored, other=0)
+    tl.store(row_places + out, tl.where(stored, page * page_tokens + (start + row) % page_tokens, scratch_place))
+    tl.store(parents + out, tl.where(used, parent, -1))
+    chance = tl.load(branch_chances + own_branches + place, mask=used, other=0.0).to(tl.float32)
+    tl.store(chances + out, tl.where(row == 0, 1.0, chance))
+    tl.store(survivals + out, tl.where(row == 0, 1.0, tl.where(used, survival.to(tl.float32), 0.0)))
+    tl.store(node_counts + sequence, count)
+    tl.store(broken_flags + sequence, broken.to(tl.int32))
+    tl.debug_barrier()  # parents are read by other threads, and paths were cleared by others
+    ancestor, high = tl.where(used, row, 0), tl.max(level)
+    while high > 0:
+        above = tl.load(parents + sequence * ROWS + ancestor, mask=ancestor > 0, other=0)
+        tl.store(row_paths + (sequence * ROWS + row) * _DEEP + level, ancestor, mask=level > 0)
+        ancestor, level, high = above, tl.maximum(level - 1, 0), high - 1
+
+
+def grow(
+    tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
+    page_tokens: int, grown: Grown, branches: Branches,
+) -> None:
+    """Fills `rows` (all but base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    sequences, slots, candidates = tokens.shape
+    before = branches.counts.shape[2]
+    assert tokens.stride() == scores.stride() and tokens.stride(2) == 1
+    assert rows.sequences == sequences and rows.each <= MOST_ROWS and candidates <= MOST_ROWS
+    assert before == (1 if heads is None else candidates)
+    confidence = None if heads is None else heads.confidence
+    unused = scores
+    # without fused multiply-adds the doubles are those of the host
+    _branch_kernel[(sequences, slots, before)](
+        scores, scores.stride(0), scores.stride(1), unused if heads is None else heads.corrections,
+        unused if heads is None else heads.scale, unused if confidence is None else confidence,
+        unused if heads is None else heads.least_confidence, wishes.calibration, branches.chances, branches.worths,
+        branches.origins, branches.counts, candidates, heads is not None, confidence is not None,
+        triton.next_power_of_2(candidates), num_warps=1 if candidates <= 16 else 4, enable_fp_fusion=False,
+    )
+    _grow_kernel[(sequences,)](
+        tokens, tokens.stride(0), tokens.stride(1), wishes.anchors, wishes.nodes, wishes.depth, wishes.shape,
+        wishes.floor, branches.chances, branches.worths, branches.origins, branches.counts, rows.base, rows.pages,
+        rows.pages.shape[1], scratch_place, page_tokens, rows.tokens, rows.positions, rows.places, rows.paths,
+        grown.parents, grown.chances, grown.survivals, grown.counts, grown.broken, slots, candidates, before,
+        rows.each, triton.next_power_of_2(slots), num_warps=1, enable_fp_fusion=False,
+    )

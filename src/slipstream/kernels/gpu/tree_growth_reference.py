@@ -1,0 +1,176 @@
+"""`grow` in plain torch and Python: the same branches, then a sorted list of open candidates instead of a vector."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.tree_growth import CHAIN, TREE, Branches, Grown, HeadScores, Wishes
+
+_LOST_HEAD = -1
+_NOWHERE = float("inf")
+
+
+def grow_reference(
+    tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
+    page_tokens: int, grown: Grown, branches: Branches,
+) -> None:
+    """Fills `rows` (all but base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    _rank(scores, wishes.calibration, heads, branches)
+    unknown = (scores.isnan() | (scores == _NOWHERE)).flatten(1).any(dim=1).tolist()
+    rows.paths.zero_()
+    for sequence in range(tokens.shape[0]):
+        tree = _Tree(branches, sequence)
+        wanted = int(wishes.nodes[sequence])
+        if wanted > 0 and not unknown[sequence]:
+            tree.grow(
+                min(wanted, rows.each - 1), min(int(wishes.depth[sequence]), tokens.shape[1]),
+                int(wishes.shape[sequence]), float(wishes.floor[sequence]),
+            )
+        grown.broken[sequence] = int(wanted >= 0 and (unknown[sequence] or tree.broken))
+        rows_used = 0 if wanted < 0 else 1 if grown.broken[sequence] else len(tree.parents)
+        own_tokens, anchor = tokens[sequence], int(wishes.anchors[sequence])
+        _write(tree, rows_used, own_tokens, anchor, rows, sequence, scratch_place, page_tokens, grown)
+
+
+def _rank(scores: Tensor, calibration: Tensor, heads: HeadScores | None, branches: Branches) -> None:
+    plain = scores.double()[:, :, None, :]
+    chance = plain.exp()
+    lost = silent = torch.zeros_like(branches.counts, dtype=torch.bool)
+    if heads is not None:
+        rest = (1.0 - chance.sum(dim=-1, keepdim=True)).clamp_min(0.0)
+        corrected = plain + heads.scale.double()[:, None, None, None] * heads.corrections.double()
+        shift = corrected.amax(dim=-1, keepdim=True).clamp_min(0.0)
+        weights = (corrected - shift).exp()
+        chance = weights / (weights.sum(dim=-1, keepdim=True) + rest * (-shift).exp())
+        lost = ~heads.corrections.isfinite().all(dim=-1)
+    ranked, origins = chance.sort(dim=-1, descending=True, stable=True)
+    possible = ranked > 0.0
+    if heads is not None and heads.confidence is not None:
+        sure = heads.confidence.double()[..., None]
+        left = 1.0 - ranked[..., :1]
+        share = torch.where(left > 0.0, (1.0 - sure) / left, 0.0)
+        ranked = torch.cat((sure, torch.minimum(sure, ranked[..., 1:] * share)), dim=-1)
+        silent = heads.confidence < heads.least_confidence[:, None, None]
+        lost = lost | ~heads.confidence.isfinite()
+    branches.chances.copy_(ranked)
+    branches.origins.copy_(origins)
+    for sequence, line in enumerate(calibration.cpu()):
+        for slot in range(ranked.shape[1]):
+            worth = _calibrated(line, ranked[sequence, slot].cpu(), slot + 1)
+            branches.worths[sequence, slot].copy_(worth)
+    counts = torch.where(lost, _LOST_HEAD, possible.sum(dim=-1))
+    branches.counts.copy_(torch.where(silent, 0, counts))
+
+
+def _calibrated(line: Tensor, claimed: Tensor, depth: int) -> Tensor:
+    kind, least, most, claim_weight, parent_weight, depths, trusts = line[:7].tolist()
+    if not kind:
+        return claimed
+    claims, levels, trust, say, own, shared = line[8:].split((16, 8, 8, 8, 96, 96))
+    claim = (claims <= claimed[..., None]).sum(dim=-1)
+    place = claim * (int(depths) + 1) + int((levels <= depth).sum())
+    level = min(depth, int(trusts)) - 1
+
+    def recorded(bins: Tensor, prior: Tensor, weight: float) -> Tensor:
+        hits, seen = bins[2 * place], bins[2 * place + 1]
+        chance = torch.where(seen == 0.0, prior, (weight * prior + hits) / (weight + seen))
+        return chance.clamp(least, most)
+
+    if kind > 1:
+        prior = recorded(shared, claimed, claim_weight) * say[level]
+        return (trust[level] * recorded(own, prior, parent_weight)).clamp(least, most)
+    return (trust[level] * recorded(own, claimed, claim_weight)).clamp(least, most)
+
+
+class _Tree:
+    """The nodes of one sequence in the order they are added; row 0 is the anchor."""
+
+    def __init__(self, branches: Branches, sequence: int) -> None:
+        self._chances, self._worths, self._origins, self._counts = (
+            part[sequence].tolist() for part in (branches.chances, branches.worths, branches.origins, branches.counts)
+        )
+        self._heads = branches.counts.shape[2] > 1
+        self._open: list[tuple[float, int, int, int, int]] = []  # (-survival, order, parent, branch's line, rank)
+        self._order = 0
+        self.broken = False
+        self.parents, self.depths, self.origins = [-1], [0], [0]
+        self.chances, self.survivals = [1.0], [1.0]
+
+    def grow(self, nodes: int, depth: int, shape: int, floor: float) -> None:
+        lines: list[int] = []
+        if shape != TREE:
+            while len(lines) < min(nodes, depth):
+                row = len(lines)
+                line = self._line(row)
+                if self._possible(row, line) <= 0:
+                    break
+                lines.append(line)
+                self._add(row, line, 0, self.survivals[row] * self._worths[row][line][0])
+        if shape == CHAIN:
+            return
+        for row, line in enumerate(lines):
+            self._offer(row, line, 1, self.survivals[row + 1])
+        if shape == TREE or lines:
+            self._open_below(len(lines), depth)
+        while self._open and len(self.parents) <= nodes and -self._open[0][0] >= floor and not self.broken:
+            negative, _, parent, line, rank = self._open.pop(0)
+            self._add(parent, line, rank, -negative)
+            self._offer(parent, line, rank + 1, -negative)
+            self._open_below(len(self.parents) - 1, depth)
+
+    def _line(self, row: int) -> int:
+        return self.origins[row] if self._heads and row else 0
+
+    def _possible(self, row: int, line: int) -> int:
+        count: int = self._counts[self.depths[row]][line]
+        self.broken = self.broken or count == _LOST_HEAD
+        return count
+
+    def _add(self, parent: int, line: int, rank: int, survival: float) -> None:
+        slot = self.depths[parent]
+        self.parents.append(parent)
+        self.depths.append(slot + 1)
+        self.origins.append(self._origins[slot][line][rank])
+        self.chances.append(self._chances[slot][line][rank])
+        self.survivals.append(survival)
+
+    def _offer(self, parent: int, line: int, rank: int, ceiling: float) -> None:
+        slot = self.depths[parent]
+        if rank < self._counts[slot][line]:
+            own = self.survivals[parent] * self._worths[slot][line][rank]
+            insort(self._open, (-min(own, ceiling), self._order, parent, line, rank))
+            self._order += 1
+
+    def _open_below(self, row: int, depth: int) -> None:
+        if self.depths[row] < depth:
+            line = self._line(row)
+            if self._possible(row, line) > 0:
+                self._offer(row, line, 0, self.survivals[row])
+
+
+def _write(
+    tree: _Tree, count: int, tokens: Tensor, anchor: int, rows: DeviceRows, sequence: int, scratch_place: int,
+    page_tokens: int, grown: Grown,
+) -> None:
+    first, base = sequence * rows.each, int(rows.base[sequence])
+    own = slice(first, first + rows.each)
+    rows.tokens[own], rows.positions[own], rows.places[own] = anchor, base, scratch_place
+    grown.parents[own], grown.chances[own], grown.counts[sequence] = -1, 0.0, count - 1
+    grown.survivals[own] = 0.0
+    grown.chances[first] = grown.survivals[first] = 1.0
+    for row in range(count):
+        at, depth = first + row, tree.depths[row]
+        if row:
+            rows.tokens[at] = tokens[depth - 1, tree.origins[row]]
+            rows.paths[at] = rows.paths[first + tree.parents[row]]
+        rows.paths[at, depth] = row
+        rows.positions[at] = base + depth
+        page, offset = divmod(base + row, page_tokens)
+        rows.places[at] = rows.pages[sequence, page] * page_tokens + offset
+        grown.parents[at], grown.chances[at], grown.survivals[at] = (
+            tree.parents[row], tree.chances[row], tree.survivals[row],
+        )

@@ -1,1 +1,0 @@
-"""Row kernels in C++ for the instruction sets of x86 processors, and the Python side of each."""

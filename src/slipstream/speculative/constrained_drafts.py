@@ -1,0 +1,94 @@
+"""Drafts held to a constraint: of every branch only what may be written there, and what must be written is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.grammar.guide import Guide, GuideError, Mask, Path
+from slipstream.kernels.cpu.ranking import Candidates
+from slipstream.speculative.tree import Branch, Drafts, Growth
+
+_NONE = Branch((), ())
+Ranked = Callable[[int, Mask], Candidates | None]  # a slot's best tokens under a mask
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRule:
+    """How the drafts of one block are held to a constraint."""
+
+    guide: Guide
+    ranked: Ranked
+
+    def held(self, drafts: Drafts) -> Drafts:
+        return GuidedDrafts(drafts, self.guide, self.ranked)
+
+    def fits(self, *growths: Growth) -> bool:
+        """Whether all of this may be written: in running text it nearly always may, and nothing need be held."""
+        try:
+            return all(map(self._fits, growths))
+        except GuideError:
+            return False
+
+    def _fits(self, growth: Growth) -> bool:
+        paths: list[Path] = [()]
+        for token, parent in zip(growth.tokens[1:], growth.parents[1:], strict=True):
+            mask = self.guide.draft_mask(paths[parent])
+            if mask is not None and (mask.end or token not in mask):
+                return False
+            paths.append((*paths[parent], token))
+        return True
+
+
+class GuidedDrafts:
+    """A block of drafts as a guide lets it be; a branch remembers the path to it beside what the head remembers."""
+
+    def __init__(self, drafts: Drafts, guide: Guide, ranked: Ranked) -> None:
+        """`ranked` helps out where a branch's candidates are all forbidden."""
+        self._drafts = drafts
+        self._guide = guide
+        self._ranked = ranked
+
+    @property
+    def slots(self) -> int:
+        return self._drafts.slots
+
+    def after(self, slot: int, previous: int, memory: object) -> Branch:
+        path: Path = ()
+        inner: object = None
+        if slot:
+            assert isinstance(memory, tuple)
+            path, inner = (*memory[0], previous), memory[1]
+        branch = self._drafts.after(slot, previous, inner)
+        if not branch.tokens:
+            return _NONE
+        try:
+            mask = self._guide.draft_mask(path)
+        except GuideError:
+            return _NONE  # masks take long in this step, or verify will say why should the text ever come here
+        tokens, chances = self._kept(slot, branch, mask)
+        return Branch(tokens, chances, (path, branch.memory))
+
+    def _kept(self, slot: int, branch: Branch, mask: Mask | None) -> tuple[list[int], list[float]]:
+        if mask is not None and mask.end:
+            return [], []
+        if mask is None:
+            return list(branch.tokens), list(branch.chances)
+        if mask.only is not None:
+            return [mask.only], [1.0]
+        pairs = [pair for pair in zip(branch.tokens, branch.chances, strict=True) if pair[0] in mask]
+        if not pairs:
+            return self._refilled(slot, mask)
+        # what is forbidden leaves its share to the rest, candidates or not
+        total = sum(chance for _, chance in pairs) + max(0.0, 1.0 - sum(branch.chances))
+        return [token for token, _ in pairs], [min(1.0, chance / total) for _, chance in pairs]
+
+    def _refilled(self, slot: int, mask: Mask) -> tuple[list[int], list[float]]:
+        best = self._ranked(slot, mask)
+        if best is None:
+            return [], []
+        chances = np.exp(best.scores[0].astype(np.float64))
+        possible = int((chances > 0).sum())
+        return best.tokens[0, :possible].tolist(), chances[:possible].tolist()

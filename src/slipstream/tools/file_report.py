@@ -1,0 +1,169 @@
+"""What a model file holds, as plain data: a truncated file is described as far as it goes rather than refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError, SourceError
+from slipstream.formats import gguf, safetensors
+from slipstream.formats.file_bytes import FileBytes, TensorEntry, read_json_object
+from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf
+from slipstream.models.dflash import LUCEBOX_ARCHS
+from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
+from slipstream.models.dflash_names import DrafterNames, ShapeOf
+from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
+
+SHOWN_ELEMENTS = 16  # longer arrays are summarised by their length
+SHOWN_CHARACTERS = 4096
+
+_PLURALS = {str: "strings", int: "integers", float: "numbers", bool: "flags", list: "arrays"}
+
+
+def inspect_file(path: Path) -> dict[str, object]:
+    """Describes a GGUF file, a safetensors file or a model folder; the result is JSON-serialisable."""
+    if path.is_dir():
+        return _folder(path)
+    if not path.is_file():
+        raise SourceError(f"there is no file {path}", "check the path")
+    return _safetensors([path], path) if path.suffix == ".safetensors" else _gguf(path)
+
+
+def _gguf(path: Path) -> dict[str, object]:
+    try:
+        with closing(FileBytes(path)) as data:
+            header = gguf.parse_header(data, path.name)
+        missing = header.missing_bytes
+        problem = f"the file ends {missing} bytes early: truncated" if missing else ""
+    except gguf.TruncatedHeader as error:
+        # Only a lower bound: the part that is cut off would have said how much more there should be.
+        header, missing, problem = error.header, error.missing, error.message
+    report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
+    report["architecture"] = header.metadata.get("general.architecture")
+    report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
+    if report["architecture"] in (DRAFTER_ARCH, *LUCEBOX_ARCHS):
+        report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
+    return report | _completeness(missing, problem)
+
+
+def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
+    entries: list[TensorEntry] = []
+    size = missing = 0
+    for file in files:
+        with closing(FileBytes(file)) as data:
+            found, length = safetensors.parse_header(data, file.name), len(data)
+        entries += found
+        size += length
+        missing += max(0, max((entry.end for entry in found), default=0) - length)
+    config_file = (shown if shown.is_dir() else shown.parent) / "config.json"
+    config = read_json_object(config_file) if config_file.is_file() else {}
+    named = config.get("architectures")
+    report = _report("safetensors", shown, size, entries)
+    report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
+    report["metadata"] = {key: _summary(value) for key, value in config.items()}
+    if configures_drafter(config):
+        report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
+    problem = f"the data ends {missing} bytes early: truncated" if missing else ""
+    return report | _completeness(missing, problem)
+
+
+def _folder(folder: Path) -> dict[str, object]:
+    if (folder / SINGLE).is_file():
+        return _safetensors([folder / SINGLE], folder)
+    if not (folder / INDEX).is_file():
+        return _gguf(find_gguf(folder))
+    shards = sorted(set(safetensors.read_index(folder / INDEX).values()))
+    present = [folder / shard for shard in shards if (folder / shard).is_file()]
+    report = _safetensors(present, folder) | {"files": shards}
+    if len(present) < len(shards):
+        absent = ", ".join(shard for shard in shards if not (folder / shard).is_file())
+        declared = read_json_object(folder / INDEX).get("metadata")
+        total = declared.get("total_size") if isinstance(declared, dict) else None
+        found = sum(file.stat().st_size for file in present)
+        missing = max(0, total - found) if isinstance(total, int) else 0
+        report |= _completeness(missing, f"missing shards: {absent}")
+    return report
+
+
+def _drafter(
+    config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
+) -> dict[str, object]:
+    """How a drafter proposes, or why it cannot be used."""
+    shape_of = _shapes(entries, is_gguf)
+    try:
+        refuse_false_layers(config, len(entries), label)
+        if is_gguf:
+            arch = str(config["general.architecture"])
+            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, None, shape_of)
+        else:
+            read = read_hf(config, label, shape_of)
+    except SlipstreamError as error:
+        return {"problem": str(error)}
+    return {
+        "block_size": read.block_size,
+        "sample_from_anchor": read.sample_from_anchor,
+        "proposals": read.proposals,
+        "target_layer_ids": list(read.target_layer_ids),
+        "mask_token_id": read.mask_token_id,
+    } | _parts(read)
+
+
+def _shapes(entries: Sequence[TensorEntry], is_gguf: bool) -> ShapeOf:
+    shapes = {entry.name: entry.shape for entry in entries}
+    names = DrafterNames(shapes, is_gguf)
+    return lambda name: shapes.get(names(name))
+
+
+def _parts(config: DFlashConfig) -> dict[str, object]:
+    parts, shown = config.parts, {}
+    if parts.markov_rank:
+        shown["markov_head"] = f"{parts.markov_head_type}, rank {parts.markov_rank}"
+    if parts.enable_confidence_head:
+        also = " and previous token" if parts.confidence_head_with_markov else ""
+        shown["confidence_head"] = f"hidden state{also}"
+    if parts.conv_kernel_size:
+        shown["convolution"] = f"{parts.conv_kernel_size} taps, groups of {parts.conv_group_size}"
+    if parts.selector_rank:
+        shown["candidate_selector"] = f"rank {parts.selector_rank}, {parts.selector_top_k} candidates"
+    return dict(shown)
+
+
+def _completeness(missing: int, problem: str) -> dict[str, object]:
+    return {"complete": not problem, "missing_bytes": missing, "problem": problem}
+
+
+def _report(kind: str, path: Path, size: int, entries: Sequence[TensorEntry]) -> dict[str, object]:
+    totals: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        total = totals.setdefault(entry.type_name, {"count": 0, "parameters": 0, "bytes": 0})
+        total["count"] += 1
+        total["parameters"] += entry.elements
+        total["bytes"] += entry.nbytes
+    tensors = [
+        {"name": entry.name, "type": entry.type_name, "shape": list(entry.shape), "bytes": entry.nbytes}
+        for entry in entries
+    ]
+    return {
+        "path": str(path),
+        "format": kind,
+        "size": size,
+        "parameters": sum(entry.elements for entry in entries),
+        "totals": totals,
+        "tensors": tensors,
+    }
+
+
+def _summary(value: object) -> object:
+    if isinstance(value, list):
+        if len(value) <= SHOWN_ELEMENTS:
+            return [_summary(item) for item in value]
+        kinds = {type(item) for item in value}
+        return f"[{len(value)} {_PLURALS.get(kinds.pop(), 'values') if len(kinds) == 1 else 'values'}]"
+    if isinstance(value, dict):
+        return {key: _summary(item) for key, item in value.items()}
+    if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
+        return f"{value[:SHOWN_CHARACTERS]}... ({len(value)} characters)"
+    # JSON has no infinities and no NaN
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

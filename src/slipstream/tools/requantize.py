@@ -1,0 +1,187 @@
+"""Rewrites a GGUF file with its matrices in another type, and says what that cost every tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.errors import FormatError, RequestError
+from slipstream.formats.gguf_write import (
+    MetadataEntry,
+    Progress,
+    TensorPlan,
+    ValueKind,
+    number_entry,
+    replaced,
+    stored_metadata,
+    write_gguf,
+)
+from slipstream.formats.quantise import encode_rows
+from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
+from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
+from slipstream.tools.quantize_recipes import EXACT, Choice, Recipe, RecipeName
+
+CHUNK_ELEMENTS = 2**21  # unpacked at a time: bounds the memory, however large a tensor is
+QUANTISATION_VERSION = 2  # ggml's number for the block layouts written here
+_AS_THEY_ARE = {*NUMPY_TYPES} - {"F32", "F16"}  # integers (and doubles, which nothing asks for) are not weights
+
+
+@dataclass(slots=True)
+class TensorResult:
+    """One tensor before and after; `wanted` is empty where a tensor was to stay exact, `reason` names a fallback's."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+    wanted: str
+    reason: str
+    bytes_before: int
+    bytes_after: int = 0
+    max_error: float = 0.0
+    _squares: float = field(default=0.0, repr=False)
+    _error_squares: float = field(default=0.0, repr=False)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def relative_rms(self) -> float:
+        """The size of the error relative to the size of the numbers."""
+        return math.sqrt(self._error_squares / self._squares) if self._squares else 0.0
+
+    def add(self, values: Floats, kept: Floats) -> None:
+        difference = np.abs(kept - values)
+        self._squares += float(np.square(values, dtype=np.float64).sum())
+        self._error_squares += float(np.square(difference, dtype=np.float64).sum())
+        self.max_error = max(self.max_error, float(difference.max(initial=0.0)))
+
+    def to_json(self) -> dict[str, object]:
+        shown = {key: value for key, value in asdict(self).items() if not key.startswith("_")}
+        return shown | {"shape": list(self.shape), "relative_rms": self.relative_rms}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """What a file was made into."""
+
+    source: Path
+    out: Path
+    recipe: str
+    tensors: list[TensorResult]
+
+    @property
+    def matrices(self) -> list[TensorResult]:
+        return [tensor for tensor in self.tensors if tensor.wanted]
+
+    @property
+    def share(self) -> float:
+        """The share of the matrices' weights that have the type the recipe wants for them."""
+        total = sum(tensor.elements for tensor in self.matrices)
+        served = sum(tensor.elements for tensor in self.matrices if tensor.after == tensor.wanted)
+        return served / total if total else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "source": str(self.source),
+            "out": str(self.out),
+            "type": self.recipe,
+            "share": self.share,
+            "bytes_before": self.source.stat().st_size,
+            "bytes_after": self.out.stat().st_size,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }
+
+
+def quantize_file(
+    source: Path, out: Path, recipe_name: RecipeName, *, force: bool = False, progress: Progress | None = None
+) -> QuantizeReport:
+    """Writes the GGUF file `source` as `out` with its matrices as the recipe says; norms and vectors become F32."""
+    source = _gguf_at(source)
+    _refuse_unsafe(source, out, force)
+    with open_weights(source) as file:
+        recipe = Recipe(recipe_name, file.names())
+        plans: list[TensorPlan] = []
+        results: list[TensorResult] = []
+        for tensor in map(file.tensor, file.names()):
+            choice = _choose(recipe, tensor)
+            result = TensorResult(
+                tensor.name,
+                tensor.shape,
+                tensor.type_name,
+                choice.type_name,
+                choice.wanted,
+                choice.reason,
+                bytes_before=tensor.nbytes,
+            )
+            plan = TensorPlan(tensor.name, choice.type_name, tensor.shape, _pieces(tensor, result))
+            result.bytes_after = plan.nbytes
+            plans.append(plan)
+            results.append(result)
+        write_gguf(out, _metadata(source, recipe, results), plans, progress)
+    return QuantizeReport(source, out, recipe_name, results)
+
+
+def _gguf_at(source: Path) -> Path:
+    path = find_gguf(source) if source.is_dir() and any(source.glob("*.gguf")) else source
+    if path.is_dir() or path.suffix == ".safetensors":
+        raise FormatError(f"{source} is no GGUF file", "make one of it first: slipstream convert")
+    return path
+
+
+def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
+    if not out.exists():
+        return
+    if source.exists() and out.samefile(source):
+        raise RequestError(f"{out} is the file to be read", "write to another one")
+    if out.is_dir():
+        raise RequestError(f"{out} is a folder", "name a file in it")
+    if not force:
+        raise RequestError(f"{out} is there already", "overwrite it with --force or name another file")
+
+
+def _choose(recipe: Recipe, tensor: WeightTensor) -> Choice:
+    if tensor.type_name in _AS_THEY_ARE:
+        return Choice(tensor.type_name, "")
+    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or Choice(EXACT, "")
+
+
+def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator[Bytes]]:
+    """The tensor's bytes in its new type, a few rows at a time; the errors are added up on the way."""
+    width = tensor.shape[-1]
+
+    def pieces() -> Iterator[Bytes]:
+        rows = max(1, CHUNK_ELEMENTS // width)
+        row_bytes = tensor.nbytes * width // math.prod(tensor.shape)
+        for piece in tensor.raw_pieces(CHUNK_ELEMENTS):
+            stored = piece.reshape(-1, row_bytes)
+            for start in range(0, len(stored), rows):
+                yield _rewritten(stored[start : start + rows], result)
+
+    return pieces
+
+
+def _rewritten(stored: Bytes, result: TensorResult) -> Bytes:
+    if result.before in _AS_THEY_ARE:
+        return stored
+    values = decode_rows(stored, result.before)
+    if result.before == result.after:
+        # The same blocks again would lose a little; what stands there is what was asked for.
+        if not np.isfinite(values).all():
+            raise FormatError(f"tensor '{result.name}' holds numbers that are not finite", "fetch the model again")
+        return stored
+    encoded = encode_rows(values, result.after, result.name)
+    result.add(values, decode_rows(encoded, result.after))
+    return encoded
+
+
+def _metadata(source: Path, recipe: Recipe, results: list[TensorResult]) -> list[MetadataEntry]:
+    changes = [number_entry("general.file_type", recipe.file_type, ValueKind.UINT32)]
+    if any(result.after.startswith("Q") for result in results):
+        changes.append(number_entry("general.quantization_version", QUANTISATION_VERSION, ValueKind.UINT32))
+    return replaced(stored_metadata(source), *changes)

@@ -1,0 +1,294 @@
+"""Two files of one model, tensor by tensor: how far apart their numbers are, and which tensors stand out.
+
+Names, formats and row orders may differ; memory stays within a few rows of each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+from slipstream.models.llama import stored_rotary_rows
+from slipstream.tools.convert_plans import Source
+from slipstream.tools.model_file import ModelFile, open_model
+
+Progress = Callable[[str, int, int], None]
+Array = NDArray[np.float64]
+CHUNK_ELEMENTS = 2**20  # of each file in memory at once
+# A tensor stands out when it is this many times as far off as the middle one of its types...
+OUTLIER_FACTOR = 4.0
+# ... and by more than rounding in the last place of a float32.
+OUTLIER_FLOOR = 1e-6
+_UNLIKE = 0.5  # relative RMS no quantisation causes, however many tensors share it
+_SAMPLED_ROWS = 8  # that tell whether two tensors are the same one
+_NO_SETTINGS = ("label", "expected_tau")  # say nothing about what a model computes
+_SAME = 0.3  # relative error below which a tensor under another name or order counts as found
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor in both files; errors are relative to the first file's values."""
+
+    name: str
+    types: tuple[str, str]
+    shape: tuple[int, ...]
+    elements: int
+    relative_rms: float  # root of the mean squared difference over the root mean square
+    max_error: float  # largest absolute difference
+    worst_row: int  # the row that is furthest off...
+    row_error: float  # ... and how far, relative to its own norm or the mean one's, whichever is larger
+    non_finite: int = 0  # values that are no numbers in either file
+    outlier: str = ""  # why it stands out
+    explanation: str = ""  # what the second file seems to hold instead
+
+    def to_json(self) -> dict[str, object]:
+        found = asdict(self) | {"types": list(self.types), "shape": list(self.shape)}
+        return {key: _json_number(value) for key, value in found.items()}
+
+
+@dataclass(slots=True)
+class FileComparison:
+    """What two files share, what only one of them has, and where they disagree."""
+
+    first: str
+    second: str
+    kind: str
+    tensors: list[TensorDifference] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # in the first file only
+    extra: list[str] = field(default_factory=list)  # in the second file only
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    settings: list[tuple[str, object, object]] = field(default_factory=list)  # that differ
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def outliers(self) -> list[TensorDifference]:
+        return [tensor for tensor in self.tensors if tensor.outlier]
+
+    @property
+    def largest_error(self) -> float:
+        """The largest relative RMS of any tensor; one that cannot be compared is infinitely far off."""
+        if self.missing or self.extra or self.shapes:
+            return math.inf
+        return max((tensor.relative_rms for tensor in self.tensors), default=0.0)
+
+    @property
+    def mean_error(self) -> float:
+        """The relative RMS over all tensors, each weighed by its elements."""
+        total = sum(tensor.elements for tensor in self.tensors)
+        return math.sqrt(sum(t.relative_rms**2 * t.elements for t in self.tensors) / total) if total else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "first": self.first,
+            "second": self.second,
+            "kind": self.kind,
+            "largest_error": _json_number(self.largest_error),
+            "mean_error": _json_number(self.mean_error),
+            "outliers": [tensor.name for tensor in self.outliers],
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "missing": self.missing,
+            "extra": self.extra,
+            "shapes": [{"name": name, "first": list(a), "second": list(b)} for name, a, b in self.shapes],
+            "settings": [{"name": name, "first": str(a), "second": str(b)} for name, a, b in self.settings],
+            "notes": self.notes,
+        }
+
+
+def compare_files(first: Path, second: Path, progress: Progress | None = None) -> FileComparison:
+    """Compares two targets or two drafters; the first is the reference."""
+    with open_model(first) as a, open_model(second) as b:
+        if a.kind != b.kind:
+            raise ConfigError(
+                f"{a.label} is a {a.kind} and {b.label} a {b.kind}", "compare two drafters or two targets"
+            )
+        result = FileComparison(a.label, b.label, a.kind, settings=_settings(a, b))
+        result.notes = [f"{model.label}: {model.problem}" for model in (a, b) if model.problem]
+        names_a, names_b = _names(a), _names(b)
+        result.missing = [name for name in names_a if name not in names_b]
+        result.extra = [name for name in names_b if name not in names_a]
+        shared = [name for name in names_a if name in names_b]
+        for done, name in enumerate(shared, 1):
+            mine, theirs = names_a[name], names_b[name]
+            if mine.shape != theirs.shape and not _same_values(mine.shape, theirs.shape):
+                result.shapes.append((name, mine.shape, theirs.shape))
+            else:
+                result.tensors.append(_difference(name, mine, theirs))
+            if progress is not None:
+                progress("comparing tensors", done, len(shared))
+        result.tensors = mark_outliers(result.tensors)
+        result.tensors = [_explained(tensor, a, b) if tensor.outlier else tensor for tensor in result.tensors]
+        return result
+
+
+def _names(model: ModelFile) -> dict[str, Source]:
+    """Every tensor; those without a known name go by the file's own."""
+    return model.tensors | {name: model.file.tensor(name) for name in model.unknown}
+
+
+def _same_values(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Some writers drop a dimension of size one; the numbers are the same."""
+    return [size for size in first if size > 1] == [size for size in second if size > 1]
+
+
+def _settings(a: ModelFile, b: ModelFile) -> list[tuple[str, object, object]]:
+    if a.config is None or b.config is None or type(a.config) is not type(b.config):
+        return []
+    mine, theirs = _flat(asdict(a.config)), _flat(asdict(b.config))
+    return [
+        (key, mine.get(key), theirs.get(key))
+        for key in mine | theirs
+        if key.partition(".")[0] not in _NO_SETTINGS and not _close(mine.get(key), theirs.get(key))
+    ]
+
+
+def _flat(values: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        found |= {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _close(first: object, second: object) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        # GGUF keeps 32-bit floats where JSON has 64
+        return math.isclose(first, second, rel_tol=1e-6)
+    return first == second
+
+
+def _pieces(first: Source, second: Source) -> Iterator[tuple[Array, Array]]:
+    """The same rows of both tensors as fp64 [rows, elements], a bounded number at a time."""
+    rows, elements = (first.shape[0] if first.shape else 1), math.prod(first.shape)
+    if not elements:
+        return
+    step = max(1, CHUNK_ELEMENTS * rows // max(1, elements))
+    if first.shape != second.shape or len(first.shape) < 2 or step >= rows:
+        flat = (rows, -1)
+        yield _dense(first).reshape(flat), _dense(second).reshape(flat)
+        return
+    for start in range(0, rows, step):
+        index = torch.arange(start, min(start + step, rows))
+        flat = (len(index), -1)
+        yield _dense(first.rows(index)).reshape(flat), _dense(second.rows(index)).reshape(flat)
+
+
+def _dense(tensor: Source) -> Array:
+    return tensor.dense().numpy().astype(np.float64)
+
+
+def _difference(name: str, first: Source, second: Source) -> TensorDifference:
+    bad, largest = 0, 0.0
+    norms: list[Array] = []
+    gaps: list[Array] = []
+    for mine, theirs in _pieces(first, second):
+        finite = np.isfinite(mine) & np.isfinite(theirs)
+        if not finite.all():
+            bad += int((~finite).sum())
+            mine, theirs = np.where(finite, mine, 0.0), np.where(finite, theirs, 0.0)
+        gap = np.abs(mine - theirs)
+        norms.append(np.square(mine).sum(axis=1))
+        gaps.append(np.square(gap).sum(axis=1))
+        largest = max(largest, float(gap.max(initial=0.0)))
+    row_norms, row_gaps = (np.concatenate(parts) if parts else np.zeros(0) for parts in (norms, gaps))
+    squares, errors = float(row_norms.sum()), float(row_gaps.sum())
+    floor = squares / max(1, len(row_norms))
+    scale = np.maximum(row_norms, floor)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_row = np.where(row_gaps > 0, np.sqrt(row_gaps / scale), 0.0)
+    worst = int(per_row.argmax()) if len(per_row) else 0
+    return TensorDifference(
+        name,
+        (first.type_name, second.type_name),
+        first.shape,
+        math.prod(first.shape),
+        relative_rms=math.inf if bad else _relative(errors, squares),
+        max_error=largest,
+        worst_row=worst,
+        row_error=float(per_row[worst]) if len(per_row) else 0.0,
+        non_finite=bad,
+    )
+
+
+def _relative(errors: float, squares: float) -> float:
+    if not errors:
+        return 0.0
+    return math.sqrt(errors / squares) if squares else math.inf
+
+
+def mark_outliers(tensors: Sequence[TensorDifference]) -> list[TensorDifference]:
+    """Says of each tensor whether, and how, it is far above the middle one of those stored in the same two types."""
+    groups: dict[tuple[str, str], list[TensorDifference]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.types, []).append(tensor)
+    middle = {
+        types: (statistics.median(t.relative_rms for t in group), statistics.median(t.row_error for t in group))
+        for types, group in groups.items()
+    }
+    return [replace(tensor, outlier=_reason(tensor, *middle[tensor.types])) for tensor in tensors]
+
+
+def _reason(tensor: TensorDifference, rms: float, row: float) -> str:
+    if tensor.non_finite:
+        return f"{tensor.non_finite} values are not finite"
+    if tensor.relative_rms > max(OUTLIER_FACTOR * rms, OUTLIER_FLOOR):
+        return f"{tensor.relative_rms / rms:.1f} x the median RMS of its types" if rms else "others are the same"
+    if tensor.relative_rms > _UNLIKE:
+        return "nothing like the reference"
+    if tensor.row_error > max(OUTLIER_FACTOR * row, OUTLIER_FLOOR):
+        # one bad row of a large matrix hardly moves its RMS
+        times = f": {tensor.row_error / row:.1f} x the median worst row" if row else ""
+        return f"row {tensor.worst_row}{times}"
+    return ""
+
+
+def _explained(tensor: TensorDifference, a: ModelFile, b: ModelFile) -> TensorDifference:
+    """Looks for what the second file holds in this tensor's place; nothing is said where nothing fits."""
+    if tensor.non_finite or tensor.name not in a.tensors or tensor.relative_rms < _SAME:
+        return tensor
+    mine = a.tensors[tensor.name]
+    if len(mine.shape) != 2:
+        return tensor
+    if _is_reordered(tensor.name, mine, b):
+        return replace(tensor, explanation="its rows are in the other rotary order")
+    sample = _sample(mine)
+    for other, theirs in b.tensors.items():
+        if other != tensor.name and theirs.shape == mine.shape and _near(sample, _sample(theirs)):
+            return replace(tensor, explanation=f"the second file has '{other}' here")
+    theirs_sample = _sample(b.tensors[tensor.name])
+    factor = float((sample * theirs_sample).sum() / max(float(np.square(sample).sum()), 1e-300))
+    if abs(factor) > 1e-6 and _near(sample * factor, theirs_sample):
+        return replace(tensor, explanation=f"it is scaled by {factor:.3g}")
+    return tensor
+
+
+def _is_reordered(name: str, mine: Source, b: ModelFile) -> bool:
+    config = b.config
+    if config is None or not (".q_proj." in name or ".k_proj." in name) or mine.shape[0] % config.head_dim:
+        return False
+    order = stored_rotary_rows(mine.shape[0] // config.head_dim, config.head_dim)
+    theirs, sample = b.tensors[name], _sample(mine)
+    return any(_near(sample, _sample(theirs.rows(rows))) for rows in (order, torch.argsort(order)))
+
+
+def _sample(tensor: Source) -> Array:
+    index = torch.linspace(0, tensor.shape[0] - 1, min(_SAMPLED_ROWS, tensor.shape[0])).long()
+    return _dense(tensor.rows(index))
+
+
+def _near(first: Array, second: Array) -> bool:
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        return False
+    squares, errors = float(np.square(first).sum()), float(np.square(first - second).sum())
+    return squares > 0 and math.sqrt(errors / squares) < _SAME
+
+
+def _json_number(value: object) -> object:
+    """JSON has no infinities and no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
