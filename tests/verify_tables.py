@@ -161,7 +161,7 @@ HOSTILE = (
         "{within:sum} of {bodies:sum} within limits; silence {silence_ms:} ms, {growth:} times their size",
         "the worst bodies",
     ),
-    Line("Bodies that pass the limits", "hostile_bodies", "{over_silence_ms:} ms of silence", "a hostile body"),
+    Line("Bodies over the limits", "hostile_bodies", "{over_silence_ms:} ms of silence", "a hostile body"),
     Line(
         "Idle connections do not stop a server",
         "hostile_connections",

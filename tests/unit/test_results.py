@@ -48,7 +48,8 @@ def test_every_row_stands_behind_one_line_of_the_tables(section: str) -> None:
 
 def test_every_line_shows_numbers() -> None:
     for line in (line for table in TABLES for line in table.lines):
-        if rows := verify_pages.rows_of(line):
+        rows = verify_pages.rows_of(line)
+        if rows and all(row["ok"] for row in rows):  # a row that could not be measured has no numbers, and fails
             assert verify_pages.shown(line, rows) != "see the rows", line
 
 
