@@ -63,6 +63,11 @@ def link(section: str) -> str:
     return f"[{section}](results/{section}.md)"
 
 
+def table_row(*cells: str) -> str:
+    escaped = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
 def table_lines(table: Table) -> list[str]:
     lines = [
         f"## {table.title}",
@@ -73,7 +78,7 @@ def table_lines(table: Table) -> list[str]:
     for line in table.lines:
         if rows := rows_of(line):
             cells = line.promise, shown(line, rows), verdict(rows), link(line.section), origins(rows)
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(table_row(*cells))
     return [*lines, ""]
 
 
@@ -85,7 +90,7 @@ def failures() -> list[str]:
     lines += ["| promise | measured | rows | commit and machine |", "| --- | --- | --- | --- |"]
     for section, row in failed:
         promise, seen = row["promise"].split(": `")[0], row["seen"].split(";")[0]  # without commands and details
-        lines.append(f"| {promise} | {seen} | {link(section)} | {origins([row])} |")
+        lines.append(table_row(promise, seen, link(section), origins([row])))
     return [*lines, ""]
 
 
@@ -115,7 +120,8 @@ def section_page(section: str) -> str:
     ]
     for row in read_rows(section):
         judged = f" (judged at {row['judged']})" if "judged" in row else ""
-        lines.append(f"| {row['promise']} | {row['seen']} | {verdict([row])} | {origins([row])}{judged} |")
+        holds = "ok" if row["ok"] else "**fails**"
+        lines.append(table_row(row["promise"], row["seen"], holds, origins([row]) + judged))
     return "\n".join([*lines, ""])
 
 
