@@ -1,9 +1,14 @@
-"""The section of the verification about target families: their logits, their text under speculation, llama.cpp's."""
+"""The section of the verification about target families.
+
+Their logits are compared with those of transformers, their text under speculation with plain decoding, and the text
+from the GGUF files we write with llama.cpp's.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,7 @@ Build = Callable[[], PreTrainedModel]
 def variants(
     family: str, build: Callable[..., PreTrainedModel], table: Mapping[str, dict[str, Any]]
 ) -> dict[str, Build]:
-    return {f"{family}, {name}": lambda changes=changes: build(**changes) for name, changes in table.items()}
+    return {f"{family}, {name}": partial(build, **changes) for name, changes in table.items()}
 
 
 ALL: dict[str, Build] = {
@@ -50,11 +55,11 @@ ALL: dict[str, Build] = {
     **variants("laguna", laguna.build, laguna.VARIANTS),
     **variants("gemma4", gemma4.build, gemma4.VARIANTS),
     **{
-        f"qwen3_5{'_moe' if moe else ''}, {name}": lambda name=name: qwen3_5.hybrid(name)
+        f"qwen3_5{'_moe' if moe else ''}, {name}": partial(qwen3_5.hybrid, name)
         for name, (moe, _) in qwen3_5.VARIANTS.items()
     },
 }
-SHORT = {"sliding_window": 4}  # ends inside the trees
+SHORT = {"sliding_window": 4}  # tokens; so short that the window ends inside the trees
 SPECULATING: dict[str, Build] = {
     "qwen3_moe": qwen3_moe.build,
     "laguna": lambda: laguna.build(**SHORT),
@@ -83,38 +88,42 @@ def families(report: Report) -> None:
             theirs = build()
             found = logit_difference(load(save_model(theirs, Path(place))), theirs)
         promise = f"{name}: logits as transformers has them, whole, in chunks of 1, 3, 7, 64 and in a batch"
-        report.add(promise, f"largest difference {found:.1e}, bound {TOLERANCE:.0e}", found < TOLERANCE)
+        text = f"largest difference {found:.1e}, bound {TOLERANCE:.0e}"
+        report.add(promise, text, found < TOLERANCE, difference=float(f"{found:.1e}"))
     for seed, (name, build) in enumerate(SPECULATING.items()):
         with tempfile.TemporaryDirectory() as place:
             llm = open_pair(write_family_pair(build(), Path(place)), EXACT)
             if name.endswith("run again"):
                 tensors = llm.engine._pools.state_tensors
                 assert tensors is not None
-                tensors.most_kept_rows = 0  # as for states too large to keep one behind every row
+                tensors.most_kept_rows = 0  # as for states that are too large to keep one for every row
             promise = f"{name}: {REQUESTS} requests, random and replayed drafts, chains and trees: text as plain"
-            report.add(promise, *_speculated(llm, seed))
+            _add_speculated(report, promise, llm, seed)
     for name, build in IN_LLAMA_CPP.items():
-        report.add(f"{name}: llama.cpp's greedy tokens from the GGUF file we wrote", *_llama_cpp(build()))
+        _add_llama_cpp(report, f"{name}: llama.cpp's greedy tokens from the GGUF file we wrote", build())
 
 
-def _speculated(llm: LLM, seed: int) -> tuple[str, bool]:
-    """How many texts were the same, and how often a step accepted 0, 1, 2, ... of its replayed drafts."""
+def _add_speculated(report: Report, promise: str, llm: LLM, seed: int) -> None:
+    """Reports how many texts were the same, and how often a step accepted 0, 1, 2, ... of its replayed drafts."""
     seen = speculate(llm, REQUESTS, TOKENS, seed)
     runs = REQUESTS * len(seen.accepted)
     lengths = range(llm.proposals + 1)
     counts = "; ".join(f"{mode} {'/'.join(str(seen.accepted[mode][length]) for length in lengths)}" for mode in MODES)
     every = all(seen.accepted[mode][length] for mode in MODES for length in lengths)
-    text = f"{runs - len(seen.different)}/{runs} texts same; steps by accepted drafts from 0 on: {counts}"
-    return text, llm.exact and not seen.different and every
+    same = runs - len(seen.different)
+    text = f"{same}/{runs} texts same; steps by accepted drafts from 0 on: {counts}"
+    report.add(promise, text, llm.exact and not seen.different and every, same=same, of=runs)
 
 
-def _llama_cpp(theirs: PreTrainedModel) -> tuple[str, bool]:
+def _add_llama_cpp(report: Report, promise: str, theirs: PreTrainedModel) -> None:
     if not rival.available():
-        return "xllamacpp is not installed", False
+        report.add(promise, "xllamacpp is not installed", False)
+        return
     with tempfile.TemporaryDirectory() as place:
         answers, ours = greedy_texts(write_family_gguf(theirs, Path(place) / "t.gguf"), ANSWERS, ANSWER_TOKENS)
     same = sum(one == other for one, other in zip(answers, ours, strict=True))
-    return f"{same}/{len(ours)} texts of {ANSWER_TOKENS} tokens same, F32", same == len(ours)
+    text = f"{same}/{len(ours)} texts of {ANSWER_TOKENS} tokens same, F32"
+    report.add(promise, text, same == len(ours), same=same, of=len(ours))
 
 
 SIDE_BY_SIDE: tuple[Section, ...] = (families,)

@@ -1,12 +1,14 @@
-"""The promises a GPU must keep, judged from what the scripts in scripts/gpu measured on one.
+"""The sections of the verification about a GPU, judged from the numbers that the scripts in scripts/gpu measured.
 
-On a machine with a GPU the sections run the scripts; elsewhere they judge the numbers that lie in build/verify/gpu, and
-where there are none the page keeps what it says.
+On a machine with a GPU the sections run these scripts. Elsewhere they judge the numbers that lie in build/verify/gpu,
+which were brought from a GPU; `origin.txt` beside them says which GPU and commit measured them, and the rows carry
+these. Without any numbers a section reports nothing, and its rows in results/ stay as they are.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +16,22 @@ from typing import Any
 
 import torch
 
-from tests.verify_report import Report
+from tests.verify_report import Origin, Report
 
 RUN_ALL = Path(__file__).parents[1] / "scripts" / "gpu" / "run_all.py"
 sys.path.insert(0, str(RUN_ALL.parent))
-from run_all import NUMBERS, command_of  # noqa: E402  (what is run there is judged here)
+from run_all import NUMBERS, command_of  # noqa: E402  (scripts/gpu is on the path only from here on)
 
-MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}  # a plain step, one with draft and 16 rows
+# The most milliseconds that a plain step may take, and a step with a draft and 16 verified rows; None is not judged.
+MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}
 NARROW = "draft + verify 16"
-MOST_WIDE = 1.1  # times the verify of 16 rows, for a tree of 64
-MOST_RATIO = 1.5  # of the floor, for targets whose layers are not all alike
+MOST_WIDE = 1.1  # the most that the verify of a tree of 64 rows may take, in times the verify of 16 rows
+MOST_RATIO = 1.5  # the most that a step of a hybrid or mixture target may take, in times its floor
 Line = dict[str, Any]
 
 
 def gpu_checks(report: Report) -> None:
-    """Every kernel at real sizes against torch: right, and a row's bits its own."""
+    """Compares every kernel at real sizes with torch, and checks that a row's bits depend on that row alone."""
     for line in measured(report, "checks") or ():
         report.add(f"`python scripts/gpu/{line['check']}.py --only checks`", line["said"], line["ok"])
 
@@ -63,11 +66,13 @@ def _steps(report: Report, name: str) -> None:
         line = found[step]
         bound = f"at most {most} ms" if most else "no bound"
         text = f"{line['ms']} ms ({bound}), floor {line['floor_ms']} ms, {line['ratio']} of it"
-        report.add(f"{kind}, 1K context, {step}: {command}", text, most is None or line["ms"] <= most)
+        values = {key: line[key] for key in ("ms", "floor_ms", "ratio")}
+        report.add(f"{kind}, 1K context, {step}: {command}", text, most is None or line["ms"] <= most, **values)
     wide, narrow = found["verify 64 alone"]["ms"], found["verify 16 alone"]["ms"]
     text = f"{wide / narrow:.3f} times the verify of 16 rows ({wide} and {narrow} ms)"
     judged = f" (at most {MOST_WIDE})" if kind == "bf16" else ""
-    report.add(f"{kind}: verify of a tree of 64 rows", text + judged, wide <= MOST_WIDE * narrow or not judged)
+    good = wide <= MOST_WIDE * narrow or not judged
+    report.add(f"{kind}: verify of a tree of 64 rows", text + judged, good, times=round(wide / narrow, 3))
     for theirs, ours in (("authors' draft + verify", NARROW), ("transformers plain", "plain")):
         if theirs in found:
             times = found[theirs]["ms"] / found[ours]["ms"]
@@ -76,18 +81,20 @@ def _steps(report: Report, name: str) -> None:
                 f"{found[theirs]['ms']} ms, {times:.1f} times ours{bound}, in the same run; median of {len(rounds)} "
                 f"rounds of {min(rounds)} to {max(rounds)} ms"
             )
-            report.add(f"{theirs}, random weights of the same shape", text, times >= 7 or not bound)
+            values = {"ms": found[theirs]["ms"], "times": round(times, 1)}
+            report.add(f"{theirs}, random weights of the same shape", text, times >= 7 or not bound, **values)
 
 
 def _table(report: Report, name: str) -> None:
     command = f"`{command_of(name)}`"
     for line in measured(report, name) or ():
         text = f"{line['ms']} ms, floor {line['floor_ms']} ms, {line['ratio']} of it"
-        report.add(f"{line['step']}, batch {line['batch']}, context {line['context']}: {command}", text, True)
+        promise = f"{line['step']}, batch {line['batch']}, context {line['context']}: {command}"
+        report.add(promise, text, True, **{key: line[key] for key in ("ms", "floor_ms", "ratio")})
 
 
 def gpu_families(report: Report) -> None:
-    """Hybrid and mixture targets with random weights; of a mixture only the experts that rows touch count."""
+    """Times hybrid and mixture targets with random weights; a mixture's floor counts only the experts rows chose."""
     command = f"`{command_of('families')}`"
     for line in measured(report, "families") or ():
         judged = line["format"] == "bf16" and line["step"] in ("plain", "verify chain 16")
@@ -96,11 +103,12 @@ def gpu_families(report: Report) -> None:
         if line["experts"]:
             text += f", {line['experts']:.0f} experts a layer"
         name = f"{line['shape']}, {line['format']}, {line['context']} tokens of context, {line['step']}: {command}"
-        report.add(name, text, not judged or line["ratio"] <= MOST_RATIO)
+        values = {key: round(line[key], 2) for key in ("ms", "floor_ms", "ratio")}
+        report.add(name, text, not judged or line["ratio"] <= MOST_RATIO, **values)
 
 
 def gpu_pair(report: Report) -> None:
-    """The shipped target with one of its drafters."""
+    """Times the shipped target with one of its drafters."""
     command = f"`{command_of('real_pair')}`"
     found: dict[str, list[Line]] = measured(report, "real_pair") or {}
     for line in [*found.get("modes", ()), *found.get("native", ())]:
@@ -109,34 +117,46 @@ def gpu_pair(report: Report) -> None:
             f"{line['tokens_per_s']} tok/s, {line['over_plain']} of our plain, tau {line['tau']}, "
             f"{line['ms_per_step']} ms a step, {same}/{of} texts as plain, {line['tokens']} tokens"
         )
-        report.add(f"{line['weights']}, {line['set']}, {line['mode']}: {command}", text, same == of)
+        values = {"tok_s": line["tokens_per_s"], "over_plain": line["over_plain"], "tau": line["tau"]}
+        promise = f"{line['weights']}, {line['set']}, {line['mode']}: {command}"
+        report.add(promise, text, same == of, **values, same=same, of=of)
     for line in found.get("theirs", ()):
         text = f"{line['tokens_per_s']} tok/s, {line['ms_per_step']} ms a step, tau {line['tau']}"
-        report.add(f"the same weights, {line['set']}, {line['who']}", text, True)
+        report.add(f"the same weights, {line['set']}, {line['who']}", text, True, tok_s=line["tokens_per_s"])
     for line in found.get("batches", ()):
         ratio, rounds = line["auto_over_plain"], line["of_rounds"]
         text = (
             f"plain {line['plain']} tok/s, auto {line['auto']}: {ratio} (at least 0.98), medians of {len(rounds)} "
             f"rounds, in single ones {min(rounds)} to {max(rounds)}"
         )
-        report.add(f"throughput of {line['batch']} sequences at once", text, ratio >= 0.98)
+        speeds = {"tok_s_plain": line["plain"], "tok_s_auto": line["auto"]}
+        report.add(f"throughput of {line['batch']} sequences at once", text, ratio >= 0.98, ratio=ratio, **speeds)
     for line in found.get("syncs", ()):
         waits, others, steps = line["events_waited_for"], line["other_syncs"], line["steps"]
         text = f"{waits} waits for results and {others} others in {steps} steps"
-        report.add(f"waits of the host, {line['mode']}", text, waits + others <= steps)
+        report.add(f"waits of the host, {line['mode']}", text, waits + others <= steps, waits=waits, steps=steps)
 
 
 def measured(report: Report, name: str) -> Any:
-    """A script's numbers: fresh ones where there is a GPU, else those that were brought from one, None without any."""
-    path, origin = NUMBERS / f"{name}.json", NUMBERS / "origin.txt"
+    """A script's numbers: new ones if there is a GPU, else those that were brought from one, None without any.
+
+    The rows that follow in the report carry the machine and commit of these numbers.
+    """
+    path = NUMBERS / f"{name}.json"
     if torch.cuda.is_available():
-        path.unlink(missing_ok=True)  # where a script fails, nothing old stands in for it
+        path.unlink(missing_ok=True)  # if the script fails, old numbers must not pass for new ones
         subprocess.run([sys.executable, str(RUN_ALL), "--only", name], check=False)
     elif not path.is_file():
         return None
-    elif origin.is_file() and not report.outcomes:
-        report.add("the numbers below were measured elsewhere", origin.read_text().strip(), True)
+    report.measured = read_origin(NUMBERS / "origin.txt")
     return json.loads(path.read_text())
+
+
+def read_origin(path: Path) -> Origin:
+    """The GPU and commit in the sentence that run_all.py writes; another sentence stands for the machine as it is."""
+    said = path.read_text().strip() if path.is_file() else "unknown, because the numbers came without an origin.txt"
+    found = re.fullmatch(r"one (.+), the tree of commit (\S+)", said)
+    return Origin(*found.groups()) if found else Origin(said, "unknown")
 
 
 TIMED = (gpu_checks, gpu_steps, gpu_q8_0, gpu_q4_k, gpu_contexts, gpu_batches, gpu_families, gpu_pair)

@@ -1,23 +1,36 @@
-"""What a section of the verification says: promises, what was seen, and whether they hold."""
+"""What a section of the verification reports: promises, what was seen, its numbers, and whether each promise holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The machine and the commit that a row was measured with."""
+
+    machine: str
+    commit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """One line of the report: what was promised, what was seen, and whether it holds."""
+    """One row of the report."""
 
     promise: str
     seen: str
     ok: bool
+    values: dict[str, float] = field(default_factory=dict)  # the numbers of `seen` that the page of tables shows
+    measured: Origin | None = None  # None: measured here, by the process that reports
 
 
 @dataclass(slots=True)
 class Report:
-    tokens: int  # of each answer in the checks of text
+    """Collects the rows of one section."""
+
+    tokens: int  # the most tokens that an answer may have in the checks of text
+    measured: Origin | None = None  # set by a section that judges numbers from another machine
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def add(self, promise: str, seen: str, ok: bool) -> None:
-        self.outcomes.append(Outcome(promise, seen, ok))
+    def add(self, promise: str, seen: str, ok: bool, **values: float) -> None:
+        self.outcomes.append(Outcome(promise, seen, ok, values, self.measured))

@@ -1,4 +1,4 @@
-"""The sections of the verification about trees, heads, the policy and long contexts."""
+"""The sections of the verification about trees, draft heads, the policy and long contexts."""
 
 from __future__ import annotations
 
@@ -22,25 +22,36 @@ WIDER = ("chain", "tree:32", "tree:64")
 Section = Callable[[Report], None]
 
 
+def add_texts(report: Report, promise: str, seen: checks.Identity, more: str = "", **values: float) -> None:
+    """Adds a row about texts that were compared with and without speculation."""
+    stats = seen.speculative
+    values |= {"same": seen.same, "of": seen.of, "tokens": seen.tokens, "near_ties": seen.near_ties}
+    values |= {"drafted": stats.drafted, "accepted": stats.accepted, "tau": round(stats.tau, 2)}
+    report.add(promise, seen.row() + more, seen.ok, **values)
+
+
 def modes(report: Report, draft: str, settings: dict[str, object]) -> None:
-    """Every mode on every set: the texts against plain decoding, and the acceptance."""
+    """Compares the texts of every mode on every prompt set with plain decoding, and reports the acceptance."""
     llm = promises.pair_with(draft, threads=1)
     how = "T 0.8" if settings else "greedy"
     for name in BUILT_IN:
         prompts = promises.set_prompts(name, SET_PROMPTS)
         reports = promises.identity_by_mode(llm, prompts, report.tokens, settings, promises.MODES)
         for mode, seen in reports.items():
-            text = f"{seen.row()}, novel {seen.speculative.tau_novel:.2f}"
-            report.add(f"{draft}, {name}, {how}, {mode}: text as plain", text, seen.ok)
+            novel = seen.speculative.tau_novel
+            promise = f"{draft}, {name}, {how}, {mode}: text as plain"
+            add_texts(report, promise, seen, f", novel {novel:.2f}", tau_novel=round(novel, 2))
         taus = [reports[mode].speculative.tau for mode in WIDER]
         text = " < ".join(f"{tau:.2f} ({mode})" for tau, mode in zip(taus, WIDER, strict=True))
-        report.add(f"{draft}, {name}, {how}: wider trees accept more", text, taus[0] < taus[1] < taus[2])
+        wider = {f"tau_{mode}": round(tau, 2) for tau, mode in zip(taus, WIDER, strict=True)}
+        report.add(f"{draft}, {name}, {how}: wider trees accept more", text, taus[0] < taus[1] < taus[2], **wider)
         if settings:
             greedy_drafts = promises.tau_by_mode(
                 llm, name, SET_PROMPTS, report.tokens, ("chain",), share_noise=False, **settings
             )["chain"].tau
             text = f"chain: tau {taus[0]:.2f} with shared noise, {greedy_drafts:.2f} with greedy drafts"
-            report.add(f"{draft}, {name}, {how}: shared noise accepts more", text, taus[0] > greedy_drafts)
+            noise = {"tau_shared_noise": round(taus[0], 2), "tau_greedy_drafts": round(greedy_drafts, 2)}
+            report.add(f"{draft}, {name}, {how}: shared noise accepts more", text, taus[0] > greedy_drafts, **noise)
 
 
 def dflash_greedy(report: Report) -> None:
@@ -69,6 +80,8 @@ def contexts(report: Report) -> None:
         f"tau behind long documents is at least 0.9 of its value at {promises.CONTEXTS[0]} tokens",
         f"{text}; worst {worst:.2f} ({CONTEXT_QUESTIONS} questions, {report.tokens} tokens)",
         worst >= 0.9,
+        worst=round(worst, 2),
+        **{f"tau_{length}": round(tau, 2) for length, tau in taus.items()},
     )
 
 
@@ -80,11 +93,12 @@ def conversation(report: Report) -> None:
         found = "the same" if same else "different"
         text = f"{found} texts and steps, {seen.cached_tokens} tokens taken from the cache"
         ok = same and seen.cached_tokens > 6000
-        report.add(f"three turns over 3,000 tokens with and without the prefix cache, {mode}", text, ok)
+        promise = f"three turns over 3,000 tokens with and without the prefix cache, {mode}"
+        report.add(promise, text, ok, cached_tokens=seen.cached_tokens)
 
 
 def auto_speed(report: Report) -> None:
-    """Ratios of one interleaved run per prompt set, all cores."""
+    """Compares `auto` with the fastest fixed mode, in one interleaved run on all cores for each prompt set."""
     for name in BUILT_IN:
         for temperature in ("0", "0.8"):
             command = [
@@ -121,7 +135,17 @@ def auto_speed(report: Report) -> None:
                 run["identical"]["same"] + run["identical"]["near_ties"] == run["identical"]["of"]
                 for run in seen["modes"].values()
             )
-            report.add(f"`{' '.join(command)}`", text, best["ratio"] >= 0.95 and high >= 1.0 and same)
+            speeds_by_mode = {f"tok_s_{mode}": round(run["tokens_per_second"]) for mode, run in seen["modes"].items()}
+            report.add(
+                f"{name}, T {temperature}, auto beside the best fixed mode: `{' '.join(command)}`",
+                text,
+                best["ratio"] >= 0.95 and high >= 1.0 and same,
+                ratio=round(best["ratio"], 3),
+                low=round(low, 3),
+                high=round(high, 3),
+                auto_over_plain=round(auto["speedup"], 2),
+                **speeds_by_mode,
+            )
 
 
 def adversarial(report: Report) -> None:
@@ -130,16 +154,17 @@ def adversarial(report: Report) -> None:
     normal, shuffled = promises.pair_with("smollm2-dspark"), promises.shuffled_pair()
     steps = promises.speculative_tokens(promises.shuffled_pair(), usual[0][0], 256)
     last = max((written for written, nodes in steps if nodes), default=0)
-    report.add("a shuffled drafter is given up", f"the last drafted rows were verified after {last} tokens", last < 64)
+    seen_last = f"the last drafted rows were verified after {last} tokens"
+    report.add("a shuffled drafter is given up", seen_last, last < 64, last_tokens=last)
     for what, llm, conversations, temperature in (
         ("random words at T 1.2", normal, words, 1.2),
         ("a shuffled drafter, greedy", shuffled, usual, 0.0),
     ):
         seen = promises.auto_against_plain(llm, conversations, 2 * TIMED_TOKENS, temperature)
-        report.add(f"{what}: auto against plain, interleaved", *_against_plain(seen))
+        _add_against_plain(report, f"{what}: auto against plain, interleaved", seen)
 
 
-def _against_plain(seen: Comparison) -> tuple[str, bool]:
+def _add_against_plain(report: Report, promise: str, seen: Comparison) -> None:
     ratio, auto = seen.speedup("auto"), seen.modes["auto"]
     assert ratio is not None and ratio.interval is not None
     low, high = ratio.interval
@@ -147,7 +172,14 @@ def _against_plain(seen: Comparison) -> tuple[str, bool]:
         f"{ratio.value:.3f} [{low:.3f}, {high:.3f}] of plain's speed over {seen.answers} answers, "
         f"tau {auto.stats.tau:.2f}, {auto.same}/{seen.answers} texts same"
     )
-    return text, ratio.value >= 0.97 and auto.same + auto.near_ties == seen.answers
+    report.add(
+        promise,
+        text,
+        ratio.value >= 0.97 and auto.same + auto.near_ties == seen.answers,
+        ratio=round(ratio.value, 3),
+        low=round(low, 3),
+        high=round(high, 3),
+    )
 
 
 SIDE_BY_SIDE: tuple[Section, ...] = (
