@@ -112,7 +112,7 @@ def random_word_prompts(count: int, words: int = 40) -> list[Conversation]:
 def shuffled_pair() -> LLM:
     """The default target with a drafter whose weights are all there and in no order; a fresh engine every time."""
     llm = LLM("smollm2", config=EngineConfig(weight_format="int4", check_integrity=True))
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine.executor.variants.drafter
     assert drafter is not None
     source = torch.Generator().manual_seed(0)
     for layer in drafter.drafter.layers:

@@ -218,7 +218,7 @@ class Episode:
         """Drafters of random weights are hardly ever right, so some of their blocks are replaced by the texts'."""
         texts = [[*question.prompt, *question.answer.token_ids] for question in questions]
         replay = Replay(texts, self.world.vocabulary, self.rng.randrange(2**32))
-        variants = self.engine._runner.variants
+        variants = self.engine.executor.variants
 
         def knowing(real: Callable[..., list[BlockDrafts | None]]) -> Callable[..., list[BlockDrafts | None]]:
             def draft(jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:

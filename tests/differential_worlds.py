@@ -69,7 +69,9 @@ class World:
             self.llm._engine = self.llm._build_engine()
             self.llm.engine.grammars = known
             for variant in self.variants:
-                self.llm.install_draft_lora(replace(variant, blocks=self.llm._in_blocks(variant.blocks.drafter)))
+                self.llm.install_draft_lora(
+                    replace(variant, blocks=self.llm.engine.executor.blocks(variant.blocks.drafter))
+                )
         elif self.llm.engine.prefix is not None:
             self.llm.engine.prefix.clear()  # captured steps belong to their engine, which is too dear to build again
         return self.llm.engine

@@ -213,7 +213,7 @@ class Replay:
 
 @contextmanager
 def replaying(llm: LLM, texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
-    drafter = llm.engine.proposer._runner.drafter
+    drafter = llm.engine.executor.variants.drafter
     assert isinstance(drafter, BlockDrafter)
     with patch.object(drafter, "draft", Replay(texts, llm._target.config.vocab_size, seed)):
         yield

@@ -41,12 +41,14 @@ from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.cpu.cpu_blocks import CpuBlocks
+from slipstream.engine.cpu.cpu_executor import CpuExecutor
+from slipstream.engine.executor import RowWork
 from slipstream.engine.llm import Completion
-from slipstream.engine.runner import RowWork, Runner
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import Mode, SamplingParams
 from tests.helpers_models import byte_alphabet, smollm2_path
@@ -232,8 +234,8 @@ def our_target(
     pages = sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts)
     table = PageTable(pages)
     pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), None)
-    tapped: Any = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(target_layer_ids=tuple(taps))))
-    runner = Runner(model, pools, PAGE_TOKENS, tapped if taps else None)
+    executor = CpuExecutor(model, None, pools, pages, draft_window=0)
+    executor.tapped_layers = tuple(taps)
     states = [SequenceState(table, PAGE_TOKENS, pools, bool(taps)) for _ in prompts]
     for state, ids in zip(states, prompts, strict=True):
         state.start(ids, [])
@@ -246,7 +248,7 @@ def our_target(
             known = state.tokens[state.length : state.length + chunk]
             state.reserve(state.length + len(known))
             works.append(RowWork(state, state.length, known, len(known)))
-        result = runner.forward(works)
+        result = executor.forward(works)
         for item, index in enumerate(running):
             rows = works[item].rows
             logits[index].append(result.logits[item])
@@ -390,7 +392,7 @@ class _Table:
 
 
 class OurDrafts:
-    """Any number of sequences in our drafter, laid out by the engine's own `BlockDrafter`."""
+    """Any number of sequences in our drafter, laid out by the engine's own block drafter."""
 
     def __init__(self, drafter: DFlashDrafter, embedding: Tensor, window: int = 0, pages: int = 64) -> None:
         config = drafter.config
@@ -400,7 +402,7 @@ class OurDrafts:
         target: Any = SimpleNamespace(
             embed=_Table(embedding), draft_head=lambda hidden: hidden, config=SimpleNamespace(softcap=0.0)
         )
-        self._blocks = BlockDrafter(target, drafter, self.pools, PAGE_TOKENS, window)
+        self._blocks = CpuBlocks(target, drafter, self.pools, PAGE_TOKENS, window)
         self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []
         forward = drafter.forward

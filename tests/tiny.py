@@ -113,7 +113,7 @@ def gate_for(mode: Mode) -> Gate:
 
 
 def page_table(engine: Engine) -> PageTable:
-    return engine._table
+    return engine.table
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -358,7 +358,7 @@ class Driver:
         if not state.length:
             return []
         pages, offsets = torch.tensor([state.place(position) for position in range(state.length)]).unbind(1)
-        pools = self.engine._pools
+        pools = self.engine.executor.memory
         first, last = pools.target[0][0], pools.target[-1][1]
         parts = [first[pages, :, offsets], last[pages, :, offsets]]
         return parts + ([pools.draft_values[0][pages, :, offsets]] if state.drafting else [])

@@ -94,7 +94,7 @@ def families(report: Report) -> None:
         with tempfile.TemporaryDirectory() as place:
             llm = open_pair(write_family_pair(build(), Path(place)), EXACT)
             if name.endswith("run again"):
-                tensors = llm.engine._pools.state_tensors
+                tensors = llm.engine.executor.memory.state_tensors
                 assert tensors is not None
                 tensors.most_kept_rows = 0  # as for states that are too large to keep one for every row
             promise = f"{name}: {REQUESTS} requests, random and replayed drafts, chains and trees: text as plain"

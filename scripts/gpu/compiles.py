@@ -31,7 +31,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from slipstream.engine.gpu.backend import GpuBackend
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
 from slipstream.kernels.gpu import delta_net_launch as delta
 from slipstream.kernels.gpu import matrices as matmul
 from slipstream.kernels.gpu import paged_attention as attention
@@ -105,31 +105,31 @@ def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:
     return torch.empty(outputs, inputs, dtype=torch.bfloat16)
 
 
-def dense_pair(kind: str) -> tuple[GpuBackend, GpuDrafter]:
+def dense_pair(kind: str) -> tuple[GpuExecutor, GpuDrafter]:
     shape = replace(QWEN3_8B, layers=2)
     options = Namespace(contexts=[1024], batches=list(BATCHES), tiny=False, no_graphs=True, format=kind)
     bench = step_times.Bench(options, shape, torch.device("cpu"))
-    return bench.backend, bench.gpu_drafter
+    return bench.executor, bench.gpu_drafter
 
 
-def family_pair(name: str, kind: str) -> tuple[GpuBackend, GpuDrafter]:
+def family_pair(name: str, kind: str) -> tuple[GpuExecutor, GpuDrafter]:
     bench = family_steps.Bench(few_layers(name), kind, 1024, torch.device("cpu"), False)
-    return bench.backend, bench.drafter
+    return bench.executor, bench.drafter
 
 
 @torch.inference_mode()
-def compile_steps(backend: GpuBackend, drafter: GpuDrafter, compiler: Compiler, label: str, most: int) -> None:
+def compile_steps(executor: GpuExecutor, drafter: GpuDrafter, compiler: Compiler, label: str, most: int) -> None:
     """Plain steps with draft context and without, drafting ones, and a chunk of a prompt."""
     for sequences, widths in BATCHES.items():
         for each in widths if sequences <= most else ():
             for used in (None, drafter) if each == 1 else (drafter,):
                 compiler.step = f"{label}, {sequences} x {each} rows" + (", context kept" if each == 1 and used else "")
-                step = backend._make_step(sequences, each, used, each > 1)
+                step = executor.device_steps.make_step(sequences, each, used, each > 1)
                 step.launch()
                 if step.held is not None:
                     step.write_held()
     compiler.step = f"{label}, prompt"
-    passes = backend._built.passes
+    passes = executor.passes
     chunk, run = passes.chunk_pass(drafter)
     run()
     assert chunk.hidden is not None
@@ -162,8 +162,8 @@ def main() -> int:
     for shape in shapes:
         for kind in formats:
             dense = shape == "Qwen3-8B"
-            backend, drafter = dense_pair(kind) if dense else family_pair(shape, kind)
-            compile_steps(backend, drafter, compiler, f"{shape} {kind}", max(BATCHES) if dense else 1)
+            executor, drafter = dense_pair(kind) if dense else family_pair(shape, kind)
+            compile_steps(executor, drafter, compiler, f"{shape} {kind}", max(BATCHES) if dense else 1)
             took = time.perf_counter() - began
             print(f"{shape} {kind}: {len(compiler.found)} kernels after {took:.0f} s", flush=True)
     found = list(compiler.found.values())

@@ -34,13 +34,13 @@ from torch import Tensor
 
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.gpu.backend import GpuBackend
-from slipstream.engine.gpu.passes import GpuBlocks
-from slipstream.engine.gpu.state import Decoding, Wish
-from slipstream.engine.gpu.step import DecodeStep
+from slipstream.engine.executor import Column, Wish
+from slipstream.engine.gpu.decode_step import DecodeStep
+from slipstream.engine.gpu.gpu_device import GpuDevice
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
+from slipstream.engine.gpu.row_passes import GpuBlocks
 from slipstream.kernels.gpu.expert_mixture import ExpertStack, Routing
-from slipstream.kernels.gpu.tree_growth import CHAIN, TREE
-from slipstream.kernels.rows import AttentionPattern
+from slipstream.kernels.rows import CHAIN, TREE, AttentionPattern
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.delta_net import DeltaNetLayer
 from slipstream.models.dflash import DFlashDrafter
@@ -90,44 +90,35 @@ class Bench:
         config = EngineConfig(
             kernels="reference" if tiny else "triton", max_sequences=1, max_context=tokens, cache_tokens=tokens + 1024
         )
-        self.backend = GpuBackend(device, config)
-        self.touched = Touched(self.backend._kernels.route)
-        self.backend._kernels = replace(self.backend._kernels, route=self.touched)
+        self.device_side = GpuDevice(device, config)
+        self.touched = Touched(self.device_side.kernels.route)
+        self.device_side.kernels = replace(self.device_side.kernels, route=self.touched)
         model = Laguna if isinstance(shape, LagunaConfig) else Qwen35
-        weights = RandomWeights(self.backend.scratch, kind)
+        weights = RandomWeights(self.device_side.scratch, kind)
         self.target = model(shape, weights, FamilyNames(keep_name, lambda name: True))
         draft_shape = small_drafter(shape)
         taps = len(draft_shape.target_layer_ids) * shape.hidden_size
-        drafter = DFlashDrafter(draft_shape, RandomWeights(self.backend.scratch, kind, (shape.hidden_size, taps)))
+        drafter = DFlashDrafter(draft_shape, RandomWeights(self.device_side.scratch, kind, (shape.hidden_size, taps)))
         pools = (
             PoolShape(shape.kv_shapes, shape.states),
             PoolShape.alike(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
         )
-        self.engine = self.backend.build(
-            self.target,
-            drafter,
-            pools,
-            None,
-            tokens,
-            ROOM,
-            "random",
-            None,  # type: ignore[arg-type]
-        )
-        blocks = self.engine._runner.drafter
+        self.executor = GpuExecutor(self.device_side, self.target, drafter, pools, tokens, ROOM)
+        blocks = self.executor.variants.drafter
         assert isinstance(blocks, GpuBlocks)
         self.drafter = blocks.gpu
 
     def load(self, rows: int, kind: int) -> None:
         """One sequence of the context's length that proposes as many tokens as rows have room for."""
         pages = range(-(-(self.context + ROOM) // PAGE_TOKENS))
-        state = self.backend.state
+        state = self.executor.device_steps.state
         slots = None if self.shape.states is None else (0, 1)
-        state.load([Decoding(self.context, 5, list(pages), SamplingParams(), True, slots)])
+        state.load([Column(self.context, 5, list(pages), SamplingParams(), True, slots)])
         state.wish([Wish(rows - 1, BLOCK - 1, kind) if rows > 1 else Wish()])
 
     def step(self, rows: int) -> DecodeStep:
         """The engine's own step; proposals are tokens drawn at random, likelier ones first."""
-        step = self.backend._make_step(1, rows, self.drafter if rows > 1 else None, rows > 1)
+        step = self.executor.device_steps.make_step(1, rows, self.drafter if rows > 1 else None, rows > 1)
         if rows > 1:
             found = step._candidates
             found.tokens.random_(0, self.shape.vocab_size)
@@ -151,8 +142,8 @@ class Bench:
         used = 1 + int(step._grown.counts[0])
         assert used == rows, f"{used} of {rows} rows are used: the table would be of another step"
         moved, experts = self.bytes_moved(rows, self.touched.counts())
-        self.backend.state.clear()  # a capture runs its launches too
-        run = self.backend.graphs.runner(("measured", label), launches)
+        self.executor.device_steps.state.clear()  # a capture runs its launches too
+        run = self.device_side.graphs.runner(("measured", label), launches)
         self.load(rows, kind)
         times = [self._timed(run) for _ in range(rounds)]
         if self.show_kernels:

@@ -25,7 +25,7 @@ import torch
 
 from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig
-from slipstream.engine.gpu.landing import ReportCopy
+from slipstream.engine.gpu.landed_report import ReportCopy
 from slipstream.engine.llm import LLM, Completion
 
 SETS = ("humaneval", "gsm8k", "mt-bench")
@@ -235,16 +235,16 @@ def syncs(options: argparse.Namespace) -> list[Row]:
         llm.engine.add(request)
         for _ in range(6):
             llm.engine.step()
-        land = llm.engine.loop.land  # type: ignore[attr-defined]
+        land = llm.engine.executor.device_steps.land  # type: ignore[attr-defined]
         counted = Mock(side_effect=land)
-        llm.engine.loop.land = counted  # type: ignore[attr-defined]
+        llm.engine.executor.device_steps.land = counted  # type: ignore[attr-defined]
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for _ in range(20):
                 llm.engine.step()
         torch.cuda.set_sync_debug_mode("default")
-        llm.engine.loop.land = land  # type: ignore[attr-defined]
+        llm.engine.executor.device_steps.land = land  # type: ignore[attr-defined]
         llm.engine.cancel(request.id)
         while llm.engine.has_work:
             llm.engine.step()

@@ -75,12 +75,12 @@ class Dense:
 
     def measure(self) -> tuple[Times, list[Tensor]]:
         bench, context, rounds = self._bench, self._context, self._rounds
-        bench.engine.loop._steps.clear()
-        forget_graphs(bench.backend)
+        bench.executor.device_steps.steps.clear()
+        forget_graphs(bench.device_side)
         times, taps = {"plain": bench.step_ms(1, context, 0, False, rounds)}, []
         for rows in (16, 64):
             times[f"verify {rows}"] = bench.verify_ms(1, context, rows - 1, rounds)
-            step, _ = bench.engine.loop.step(1, rows, bench.gpu_drafter, True)
+            step, _ = bench.executor.device_steps.step(1, rows, bench.gpu_drafter, True)
             assert step._taps is not None
             taps.append(step._taps.clone())
         times["draft + verify 16"] = bench.step_ms(1, context, 15, True, rounds)
@@ -96,15 +96,15 @@ class Family:
         self._rounds = options.rounds
 
     def measure(self) -> tuple[Times, list[Tensor]]:
-        forget_graphs(self._bench.backend)
+        forget_graphs(self._bench.device_side)
         steps = family_steps.STEPS
         return {label: float(self._bench.measure(label, *step, self._rounds)["ms"]) for label, *step in steps}, []  # type: ignore[arg-type]
 
 
-def forget_graphs(backend: Any) -> None:
+def forget_graphs(device: Any) -> None:
     """Captured graphs hold the kernels of the settings before."""
-    backend.graphs._captured.clear()
-    backend.graphs._pool = None  # it goes with the last of its graphs
+    device.graphs._captured.clear()
+    device.graphs._pool = None  # it goes with the last of its graphs
 
 
 def main() -> None:

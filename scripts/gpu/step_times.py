@@ -28,16 +28,17 @@ from shapes import QWEN3_8B, TINY, RandomWeights, drafter_config
 
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.gpu.backend import GpuBackend
-from slipstream.engine.gpu.passes import GpuBlocks
-from slipstream.engine.gpu.state import Decoding, Wish
-from slipstream.engine.gpu.step import MOST_HELD_TURNS, bucket
+from slipstream.engine.executor import Column, Wish
+from slipstream.engine.gpu.decode_step import MOST_HELD_TURNS, bucket
+from slipstream.engine.gpu.gpu_device import GpuDevice
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
+from slipstream.engine.gpu.row_passes import GpuBlocks
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.kernels.gpu.tree_growth import TREE
+from slipstream.kernels.rows import TREE
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.weights import keep_name
-from slipstream.types import SamplingParams
+from slipstream.types import BASE_VARIANT, SamplingParams
 
 _SHOWN_KERNELS = 24
 _THEIR_ROUNDS = 5  # they depend on the host, whose rounds differ by a third
@@ -59,8 +60,8 @@ class Bench:
             max_context=self.context_room,
             cache_tokens=most_tokens,
         )
-        self.backend = GpuBackend(device, config)
-        scratch = self.backend.scratch
+        self.device_side = GpuDevice(device, config)
+        scratch = self.device_side.scratch
         weights = RandomWeights(scratch, options.format)
         names = FamilyNames(keep_name, lambda name: True)
         self.target = Decoder(shape, weights, names)
@@ -73,17 +74,8 @@ class Bench:
             PoolShape.alike(draft_shape.layers, draft_shape.kv_heads, draft_shape.head_dim),
         )
         self.pages = -(-most_tokens // PAGE_TOKENS)
-        self.engine = self.backend.build(
-            self.target,
-            self.drafter,
-            pools,
-            None,
-            self.context_room,
-            2048,
-            "random",
-            None,  # type: ignore[arg-type]
-        )
-        blocks = self.engine._runner.drafter
+        self.executor = GpuExecutor(self.device_side, self.target, self.drafter, pools, self.context_room, 2048)
+        blocks = self.executor.variants.drafter
         assert isinstance(blocks, GpuBlocks)
         self.gpu_drafter = blocks.gpu
         self.head_bytes = self.target.head.nbytes
@@ -97,8 +89,8 @@ class Bench:
     def verify_ms(self, batch: int, context: int, nodes: int, rounds: int = 30) -> float:
         """The target's part of a drafting step, without what comes before and behind it."""
         self._launcher(batch, context, nodes, True)()
-        step, _ = self.engine.loop.step(bucket(batch), bucket(nodes + 1), self.gpu_drafter, True)
-        run = self.backend.graphs.runner(("verify", step), dict(step.phases)["verify"])
+        step, _ = self.executor.device_steps.step(bucket(batch), bucket(nodes + 1), self.gpu_drafter, True)
+        run = self.device_side.graphs.runner(("verify", step), dict(step.phases)["verify"])
         return statistics.median(self._timed(run) for _ in range(rounds))
 
     def kernel_us(self, batch: int, context: int, nodes: int) -> dict[str, tuple[int, float]]:
@@ -106,16 +98,16 @@ class Bench:
 
     def _launcher(self, batch: int, context: int, nodes: int, drafter: bool) -> Callable[[], object]:
         """What starts one more step of these sequences; the first has been waited for."""
-        loop = self.engine.loop
+        loop = self.executor.device_steps
         each_pages = -(-(context + 2048) // PAGE_TOKENS)
         own = [
-            Decoding(context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True)
+            Column(context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True)
             for s in range(batch)
         ]
         wishes = [Wish(nodes, self.gpu_drafter.proposals, TREE)] * batch if nodes else [Wish()] * batch
         loop.forget_batch()
         names = tuple(range(batch))
-        used = self.gpu_drafter if drafter else None
+        used = self.executor.variants[BASE_VARIANT] if drafter else None
         loop.land(loop.launch(names, lambda: own, wishes, used))
         return lambda: loop.launch(names, lambda: own, wishes, used)
 

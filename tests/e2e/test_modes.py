@@ -83,7 +83,7 @@ def test_wider_trees_accept_more(draft: str, settings: dict[str, object]) -> Non
 def test_the_markov_head_accepts_more_than_its_backbone_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, prompts = pair(), checks.eval_prompts(6)
     with_head = checks.total_tau(llm, prompts, TOKENS).tau
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine.executor.variants.drafter
     assert drafter is not None
     monkeypatch.setattr(drafter.drafter, "heads", None)
     assert with_head > 1.05 * checks.total_tau(llm, prompts, TOKENS).tau

@@ -12,12 +12,14 @@ from torch import Tensor
 from slipstream.bench.workloads import read_prompts
 from slipstream.cache.prefix import PrefixCache
 from slipstream.config import EngineConfig
+from slipstream.engine.cpu import cpu_blocks
+from slipstream.engine.cpu.cpu_blocks import CpuBlocks
+from slipstream.engine.draft_context import DraftContexts
+from slipstream.engine.executor import ForwardResult
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import ForwardResult, Runner
 from slipstream.kernels.rows import AttentionPattern, RowGroup, RowPlaces, make_group
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.rope import RotaryTable
-from slipstream.speculative import draft as draft_module
 from slipstream.stats import RequestStats
 from tests import checks
 
@@ -57,7 +59,7 @@ def measured_tau(llm: LLM, prompts: int = 4, tokens: int = 96) -> float:
 
 
 def drafter_of(llm: LLM) -> DFlashDrafter:
-    block = llm.engine._runner.drafter
+    block = llm.engine.executor.variants.drafter
     assert block is not None
     return block.drafter
 
@@ -91,8 +93,8 @@ def test_1_prefix_restored_without_its_draft_context(llm: LLM, monkeypatch: pyte
 
     def forgetful(self: PrefixCache, tokens: Sequence[int], draft_key: str | None) -> list[int]:
         pages = take(self, tokens, draft_key)
-        llm.engine._pools.draft_keys[:, pages] = 0
-        llm.engine._pools.draft_values[:, pages] = 0
+        llm.engine.executor.memory.draft_keys[:, pages] = 0
+        llm.engine.executor.memory.draft_values[:, pages] = 0
         return pages
 
     monkeypatch.setattr(PrefixCache, "take", forgetful)
@@ -119,15 +121,15 @@ def test_2_taps_kept_only_for_the_last_prefill_chunk(monkeypatch: pytest.MonkeyP
     healthy = run_ids(llm, ids).tau
     assert healthy == run_ids(checks.real_pair("auto", draft=DRAFT), ids).tau
 
-    write = Runner.write_context
+    write = DraftContexts.write
 
-    def last_chunk_only(self: Runner, result: ForwardResult, kept: Kept) -> None:
+    def last_chunk_only(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if result.logits[0].shape[0]:
             write(self, result, kept)
 
-    llm.engine._pools.draft_keys.zero_()
-    llm.engine._pools.draft_values.zero_()
-    monkeypatch.setattr(Runner, "write_context", last_chunk_only)
+    llm.engine.executor.memory.draft_keys.zero_()
+    llm.engine.executor.memory.draft_values.zero_()
+    monkeypatch.setattr(DraftContexts, "write", last_chunk_only)
     assert_collapsed(run_ids(llm, ids).tau, healthy)
 
 
@@ -142,9 +144,9 @@ def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch
     # drafts are approximate: their last bits, unlike the target's, depend on who shares the pass
     assert sum(together()) == pytest.approx(sum(alone), rel=0.05)
 
-    write = Runner.write_context
+    write = DraftContexts.write
 
-    def first_rows_for_all(self: Runner, result: ForwardResult, kept: Kept) -> None:
+    def first_rows_for_all(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if result.taps is not None:
             taps = result.taps.clone()
             for item, rows in kept:
@@ -152,7 +154,7 @@ def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch
             result = result._replace(taps=taps)
         write(self, result, kept)
 
-    monkeypatch.setattr(Runner, "write_context", first_rows_for_all)
+    monkeypatch.setattr(DraftContexts, "write", first_rows_for_all)
     assert_collapsed(sum(together()), sum(alone))
 
 
@@ -160,13 +162,13 @@ def test_4_rollback_that_forgets_the_draft_context(
     llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measured_tau(llm) == healthy_tau
-    write = Runner.write_context
+    write = DraftContexts.write
 
-    def prefill_only(self: Runner, result: ForwardResult, kept: Kept) -> None:
+    def prefill_only(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if sum(work.rows for work in result.works) > 16:
             write(self, result, kept)  # decoding leaves the rejected block's own keys behind
 
-    monkeypatch.setattr(Runner, "write_context", prefill_only)
+    monkeypatch.setattr(DraftContexts, "write", prefill_only)
     assert_collapsed(measured_tau(llm), healthy_tau)
 
 
@@ -177,12 +179,12 @@ def test_4b_a_trees_draft_context_made_of_its_first_rows(llm: LLM, monkeypatch: 
         return sum(run_ids(llm, each, mode="tree:32").accepted for each in ids)
 
     healthy = accepted()
-    write = Runner.write_context
+    write = DraftContexts.write
 
-    def in_row_order(self: Runner, result: ForwardResult, kept: Kept) -> None:
+    def in_row_order(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         write(self, result, [(item, range(len(rows))) for item, rows in kept])
 
-    monkeypatch.setattr(Runner, "write_context", in_row_order)
+    monkeypatch.setattr(DraftContexts, "write", in_row_order)
     assert_collapsed(accepted(), healthy)
 
 
@@ -192,9 +194,9 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     healthy = run_ids(llm, ids, cache_prompt=True).tau
     assert healthy > 0.75 * run_ids(llm, ids[-1000:]).tau
 
-    pools, write = llm.engine._pools, draft_module.BlockDrafter.write_context
+    pools, write = llm.engine.executor.memory, CpuBlocks.write_context
 
-    def wrapped(self: draft_module.BlockDrafter, taps: Tensor, places: RowPlaces) -> None:
+    def wrapped(self: CpuBlocks, taps: Tensor, places: RowPlaces) -> None:
         pages = list(places.page_list)
         for row, position in enumerate(places.position_list):
             if position >= 4096:
@@ -203,7 +205,7 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
                 pages[row] = (pages[row] + 1) % pools.draft_keys.shape[1]  # anywhere but where it belongs
         write(self, taps, RowPlaces(places.position_list, pages, places.offset_list, places.end))
 
-    monkeypatch.setattr(draft_module.BlockDrafter, "write_context", wrapped)
+    monkeypatch.setattr(CpuBlocks, "write_context", wrapped)
     broken = run_ids(llm, ids, cache_prompt=True)
     assert broken.cached_tokens == 4096, "the fault is in what is computed anew"
     assert_collapsed(broken.tau, healthy)
@@ -214,7 +216,7 @@ def test_6_drafter_sees_no_more_context_than_it_was_trained_on(llm: LLM, monkeyp
     llm.engine.prefix.clear()
     ids = long_prompt(llm, 2500)
     healthy = run_ids(llm, ids, cache_prompt=True).tau
-    block = llm.engine._runner.drafter
+    block = llm.engine.executor.variants.drafter
     monkeypatch.setattr(block, "window", 0)
     assert_collapsed(run_ids(llm, ids, cache_prompt=True).tau, healthy)
 
@@ -264,14 +266,14 @@ def test_7_causal_block_where_the_drafter_is_bidirectional(monkeypatch: pytest.M
         group = make_group(*args, **kwargs)  # type: ignore[arg-type]
         return dataclasses.replace(group, pattern=AttentionPattern(group.pattern.window, causal=True))
 
-    monkeypatch.setattr(draft_module, "make_group", causal)
+    monkeypatch.setattr(cpu_blocks, "make_group", causal)
     assert_collapsed(measured_tau(llm), healthy_tau)
 
 
 def test_9_sums_that_depend_on_the_row_count(torch_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = checks.eval_prompts(2)
     assert checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
-    for layer in torch_llm.engine._runner.target.layers:
+    for layer in torch_llm.engine.executor.target.layers:
         monkeypatch.setattr(layer, "down", _uneven(layer.down))
     assert not checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
 
@@ -303,16 +305,16 @@ def test_12_state_left_over_from_the_last_request(llm: LLM, monkeypatch: pytest.
         run_ids(llm, long_prompt(llm, 600))
         return checks.total_tau(llm, prompts[1:], TOKENS).accepted
 
-    fresh = LLM("smollm2", DRAFT, config=EngineConfig(weight_format=llm.engine._runner.target.weight_format))
+    fresh = LLM("smollm2", DRAFT, config=EngineConfig(weight_format=llm.engine.executor.target.weight_format))
     alone = checks.total_tau(fresh, prompts[1:], TOKENS).accepted
     assert second_after_first() == alone
 
-    write = Runner.write_context
+    write = DraftContexts.write
 
-    def keeps_the_old_prompt(self: Runner, result: ForwardResult, kept: Kept) -> None:
+    def keeps_the_old_prompt(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if result.works[0].start > 0:
             write(self, result, kept)
 
     run_ids(llm, long_prompt(llm, 600))
-    monkeypatch.setattr(Runner, "write_context", keeps_the_old_prompt)
+    monkeypatch.setattr(DraftContexts, "write", keeps_the_old_prompt)
     assert_collapsed(checks.total_tau(llm, prompts[1:], TOKENS).accepted, alone)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.cache.sequence import SequenceState
-from slipstream.engine.scheduler import Scheduler, Ticket
+from slipstream.engine.scheduler import ScheduledSequence, Scheduler
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import Proposal
 from tests import differential
@@ -52,7 +52,7 @@ def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
 def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
     """A paused sequence that lost its pages is computed again without the last token but one."""
 
-    def take(ticket: Ticket) -> None:
+    def take(ticket: ScheduledSequence) -> None:
         if ticket.state.pages:
             tokens = tuple(ticket.state.tokens)
             ticket.kept_tokens = (*tokens[:-2], tokens[-1]) if ticket.generated > 1 else tokens

@@ -15,23 +15,22 @@ from torch import Tensor
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
-from slipstream.engine.gpu import step as step_module
-from slipstream.engine.gpu.backend import batch_shapes
-from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.planner import Cohort, Intent, TimedStep
-from slipstream.engine.gpu.state import NOBODY, DecodeState, Decoding, Wish
-from slipstream.engine.gpu.step import bucket
+from slipstream.engine.active_sequence import ActiveSequence
+from slipstream.engine.batch_planner import BatchPlan, BatchPlanner, DeviceBatch, TimedStep
+from slipstream.engine.executor import NO_SEQUENCE, Column, RowWork, Wish, bucket
+from slipstream.engine.gpu import decode_step as step_module
+from slipstream.engine.gpu.decode_loop import DecodeLoop, device_drafter
+from slipstream.engine.gpu.decode_state import DecodeState
+from slipstream.engine.gpu.gpu_executor import GpuExecutor, batch_shapes
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import RowWork
-from slipstream.engine.session import Session
 from slipstream.errors import IntegrityError
 from slipstream.grammar import notations as grammars
-from slipstream.kernels.gpu.tree_growth import TREE, calibration_line
+from slipstream.kernels.gpu.tree_growth import calibration_line
+from slipstream.kernels.rows import TREE
 from slipstream.models.gpu_models import GpuDrafter
 from slipstream.models.gpu_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.calibration import Calibration
-from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Decision, SamplingParams
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
@@ -48,8 +47,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpu_llm(folder: Path, kernels: str = "reference", **settings: object) -> LLM:
     llm = tiny_llm(folder, weight_format="bf16", device="cuda", kernels=kernels, **settings)
-    assert isinstance(llm.engine, GpuEngine)
+    assert isinstance(llm.engine.executor, GpuExecutor)
     return llm
+
+
+def loop_of(llm: LLM) -> DecodeLoop:
+    assert isinstance(llm.engine.executor, GpuExecutor)
+    return llm.engine.executor.device_steps
+
+
+def planner_of(llm: LLM) -> BatchPlanner:
+    assert llm.engine.ahead is not None
+    return llm.engine.ahead.planner
+
+
+def drafter_of(llm: LLM, variant: str = BASE_VARIANT) -> GpuDrafter:
+    drafter = device_drafter(llm.engine.executor.variants[variant])
+    assert drafter is not None
+    return drafter
 
 
 def texts(llm: LLM, mode: str) -> dict[str, tuple[list[int], str]]:
@@ -100,9 +115,8 @@ def test_an_engine_for_few_sequences_measures_no_more_than_it_has_room_for(
             requests = [llm.request(prompt(30, number), max_tokens=24, mode=mode) for number in (3, 4)]
             answers[mode] = [answer.token_ids for answer in llm.run(requests)]
         assert answers["auto"] == answers["plain"]
-        assert isinstance(llm.engine, GpuEngine)
         with pytest.raises(IntegrityError, match="room for"):
-            llm.engine.loop.step(8, 1, None, False)
+            loop_of(llm).step(8, 1, None, False)
 
 
 def test_a_server_captures_every_size_of_batch_before_it_serves(
@@ -114,27 +128,27 @@ def test_a_server_captures_every_size_of_batch_before_it_serves(
     assert {min(rows), max(rows)} == {16, 256} and len(rows) == 23
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=6)
-        backend, loop = llm._gpu, llm.engine.loop  # type: ignore[attr-defined]
-        assert backend is not None and not loop._steps
+        backend, loop = llm._gpu, loop_of(llm)
+        assert backend is not None and not loop.steps
         llm.prepare_batches()
-        assert not loop._steps, "without graphs there is nothing to capture"
+        assert not loop.steps, "without graphs there is nothing to capture"
         monkeypatch.setattr(backend.graphs, "enabled", True)
         monkeypatch.setattr(backend.graphs, "_capture", lambda launches: launches)
         free = itertools.chain([2**40, 2**40], itertools.repeat(0))
         with monkeypatch.context() as full:
-            full.setattr(backend, "_free_bytes", lambda: next(free))
+            full.setattr(backend, "free_bytes", lambda: next(free))
             llm.prepare_batches()
-        assert len(loop._steps) == 2, "what finds no room waits until it is needed"
+        assert len(loop.steps) == 2, "what finds no room waits until it is needed"
         llm.prepare_batches()
-        assert {(sequences, each) for _, sequences, each, _, _ in loop._steps} == {
+        assert {(sequences, each) for _, sequences, each, _, _ in loop.steps} == {
             (sequences, each) for sequences, each, _ in batch_shapes(8, 256)
         }
-        known = set(loop._steps)
-        monkeypatch.setattr(llm.engine.planner._gate, "drafts", lambda size: True)  # type: ignore[attr-defined]
+        known = set(loop.steps)
+        monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)  # type: ignore[attr-defined]
         requests = [llm.request(prompt(20, number), max_tokens=12 + 9 * number, mode="auto") for number in range(6)]
         assert all(answer.stats.drafted for answer in llm.run(requests))
         # the rest is one sequence's, and what costs are measured by
-        assert not [key for key in set(loop._steps) - known if key[1] > 1 and key[4]], "auto chose something else"
+        assert not [key for key in set(loop.steps) - known if key[1] > 1 and key[4]], "auto chose something else"
 
 
 def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
@@ -188,37 +202,35 @@ def test_wishes_bring_their_calibrations_and_leave_those_of_others_alone() -> No
     def sent() -> list[list[float]]:
         return state.wishes.calibration[:3].tolist()
 
-    state.load([Decoding(5, 1, [0], SamplingParams(), True)] * 3)
+    state.load([Column(5, 1, [0], SamplingParams(), True)] * 3)
     wishes = [Wish(3, 3, TREE, each) for each in own]
     state.wish(wishes)
-    assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NOBODY.nodes]
+    assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NO_SEQUENCE.nodes]
     before = lines()
     for each in own:
         each.observe(0.6, 1, hit=True)
     assert lines() != before
-    state.wish([wishes[0], NOBODY, wishes[2]])
-    assert sent() == before and state.wishes.nodes.tolist() == [3, NOBODY.nodes, 3, NOBODY.nodes]
+    state.wish([wishes[0], NO_SEQUENCE, wishes[2]])
+    assert sent() == before and state.wishes.nodes.tolist() == [3, NO_SEQUENCE.nodes, 3, NO_SEQUENCE.nodes]
     state.wish([Wish(7, 3, TREE, each) for each in own])
-    assert sent() == lines() and state.wishes.nodes.tolist() == [7, 7, 7, NOBODY.nodes]
+    assert sent() == lines() and state.wishes.nodes.tolist() == [7, 7, 7, NO_SEQUENCE.nodes]
     state.wish([Wish(7, 3, TREE)] * 3)
     assert [line[0] for line in sent()] == [0.0] * 3, "claims are taken as they are"
     state.clear()
-    assert state.wishes.nodes.tolist() == [NOBODY.nodes] * 4
+    assert state.wishes.nodes.tolist() == [NO_SEQUENCE.nodes] * 4
 
 
 def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=128)
-        engine = llm.engine
-        assert isinstance(engine, GpuEngine)
-        drafter = engine._drafter(BASE_VARIANT)
+        drafter = drafter_of(llm)
         assert drafter is not None and drafter.proposals < 15
         whole = bucket(drafter.proposals + 1)
         for sequences, each, rows in ((1, 16, 16), (32, 2, 64), (4, 16, 4 * whole)):
-            step, _ = engine.loop.step(sequences, each, drafter, True)
+            step, _ = loop_of(llm).step(sequences, each, drafter, True)
             assert step.held is None and len(step._context.gather) == rows, (sequences, each)
         for sequences, turns in ((1, 16), (32, 16), (128, 8)):
-            step, _ = engine.loop.step(sequences, 1, drafter, False)
+            step, _ = loop_of(llm).step(sequences, 1, drafter, False)
             assert step.held is not None and step.held.turns == turns
             assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)
 
@@ -229,14 +241,13 @@ def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None
     with keep_threads(), torch.inference_mode():
         llm = gpu_llm(tmp_path, kernels, max_sequences=8)
         engine = llm.engine
-        assert isinstance(engine, GpuEngine)
-        drafter = engine._drafter(BASE_VARIANT)
+        drafter = drafter_of(llm)
         assert drafter is not None
-        engine._pools.draft_keys.normal_()  # type: ignore[attr-defined]
-        engine._pools.draft_values.normal_()  # type: ignore[attr-defined]
-        steps = [engine.loop.step(4, each, drafter, True)[0] for each in (4, 16)]
-        sequences = [Decoding(9 + 5 * number, 65 + number, [number], SamplingParams(), True) for number in range(4)]
-        engine.loop._state.load(sequences)
+        engine.executor.memory.draft_keys.normal_()  # type: ignore[attr-defined]
+        engine.executor.memory.draft_values.normal_()  # type: ignore[attr-defined]
+        steps = [loop_of(llm).step(4, each, drafter, True)[0] for each in (4, 16)]
+        sequences = [Column(9 + 5 * number, 65 + number, [number], SamplingParams(), True) for number in range(4)]
+        loop_of(llm).state.load(sequences)
         asked = Mock(side_effect=drafter.logits)
         with patch.object(drafter, "logits", asked):
             for step in steps:
@@ -262,14 +273,13 @@ def test_context_that_steps_hold_back_is_there_when_it_is_read(
         monkeypatch.setattr(step_module, "MOST_HELD_TURNS", turns)
         llm = gpu_llm(tmp_path, max_sequences=2, cache_tokens=12 * PAGE_TOKENS)
         engine = llm.engine
-        assert isinstance(engine, GpuEngine)
-        steps, plan = itertools.count(), engine.planner.plan
+        steps, plan = itertools.count(), planner_of(llm).plan
 
-        def now_and_then(cohort: Cohort, drafter: GpuDrafter | None, alone: bool) -> Intent:
-            intent = plan(cohort, drafter, alone)
-            return intent if next(steps) % 30 in (5, 6, 28) else Intent.plain(cohort, "")
+        def now_and_then(batch: DeviceBatch, alone: bool) -> BatchPlan:
+            made = plan(batch, alone)
+            return made if next(steps) % 30 in (5, 6, 28) else BatchPlan.plain(batch, "")
 
-        monkeypatch.setattr(engine.planner, "plan", now_and_then)
+        monkeypatch.setattr(planner_of(llm), "plan", now_and_then)
         # the third finds the first's beginning in the cache, all come and go while others decode
         prompts = [prompt(40, 7), prompt(70, 2), prompt(40, 7) + prompt(30, 4), prompt(100, 5)]
         lengths = 30, 47, 38, 25
@@ -277,8 +287,8 @@ def test_context_that_steps_hold_back_is_there_when_it_is_read(
         requests = [llm.request(ids, max_tokens=n, **settings) for ids, n in zip(prompts, lengths, strict=True)]
         del written[:]
         answers = llm.run(requests)
-        engine.loop.settle()
-        pools = engine.loop._steps[next(iter(engine.loop._steps))]._pools
+        engine.executor.memory.settle()  # type: ignore[attr-defined]
+        pools = loop_of(llm).steps[next(iter(loop_of(llm).steps))]._pools
         told = [(answer.token_ids, answer.step_sizes, answer.stats.accepted) for answer in answers]
         return list(told), torch.stack((pools.draft_keys, pools.draft_values))[:, :, :-1].float(), len(written)
 
@@ -312,7 +322,7 @@ def test_sequences_that_may_draft_do_not_keep_prompts_waiting(gpu: None, tmp_pat
 def test_steps_among_prompts_neither_teach_the_gate_nor_try_anything(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_context=2048, cache_tokens=4096)
-        gate, asked = llm.engine.planner._gate, []  # type: ignore[attr-defined]
+        gate, asked = planner_of(llm)._gate, []  # type: ignore[attr-defined]
         for name in ("drafts", "better", "observe"):
             usual = getattr(gate, name)
             setattr(gate, name, lambda *told, name=name, usual=usual: (asked.append(name), usual(*told))[1])
@@ -391,11 +401,11 @@ def test_variants_of_the_drafter_come_and_go(gpu: None, tmp_path: Path) -> None:
         assert [answer.stats.draft_lora for answer in answers] == ["base", "other", "other"]
         alone = llm.run([llm.request(prompt(40, 7), **settings, draft_lora="other")])[0]
         assert alone.stats.accepted == answers[1].stats.accepted != answers[0].stats.accepted
-        steps, passes = len(llm.engine.loop._steps), llm.engine._runner._passes._passes
-        other = ("chunk", llm.engine._drafter("other"))
+        steps, passes = len(loop_of(llm).steps), llm.engine.executor.passes._passes
+        other = ("chunk", drafter_of(llm, "other"))
         assert other in passes, "its prompts have context of their own"
         llm.remove_draft_lora("other")
-        assert len(llm.engine.loop._steps) < steps and other not in passes
+        assert len(loop_of(llm).steps) < steps and other not in passes
         assert_idle(llm)
 
 
@@ -405,7 +415,7 @@ def test_who_ends_leaves_the_others_to_go_on(gpu: None, tmp_path: Path, monkeypa
     loads: list[int] = []
     load = DecodeState.load
 
-    def counted(state: DecodeState, batch: Sequence[Decoding]) -> None:
+    def counted(state: DecodeState, batch: Sequence[Column]) -> None:
         loads.append(len(batch))
         load(state, batch)
 
@@ -451,15 +461,10 @@ def test_a_step_is_told_as_the_host_would_have_walked_it(gpu: None, tmp_path: Pa
         assert accepted > 0
 
 
-def tiny_sessions(llm: LLM, count: int) -> list[Session]:
+def tiny_sequences(llm: LLM, count: int) -> list[ActiveSequence]:
     """Sequences under the policy as they are before their first step."""
-    sessions = []
-    for number in range(count):
-        request = llm.request(prompt(4, number), mode="auto")
-        ticket = llm.engine.check(request)
-        sampler = RowSampler(request.sampling, 272, request.prompt_ids, True, None)
-        sessions.append(Session(ticket, sampler, llm.engine.proposer.speculation(ticket), llm.tokenizer))
-    return sessions
+    requests = [llm.request(prompt(4, number), mode="auto") for number in range(count)]
+    return [llm.engine.make_sequence(request) for request in requests]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6, 64])
@@ -467,10 +472,8 @@ def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, coun
     """One or two sequences learn from every step; of more each has its turn."""
     with keep_threads():
         llm = gpu_llm(tmp_path)
-        engine = llm.engine
-        assert isinstance(engine, GpuEngine)
-        cohort = Cohort.of(tiny_sessions(llm, count))
-        turns = [engine.planner.pupils(cohort) for _ in range(3 * count)]
+        batch = DeviceBatch.of(tiny_sequences(llm, count))
+        turns = [planner_of(llm).learnt_places(batch) for _ in range(3 * count)]
         if count <= 2:
             assert all(turn == set(range(count)) for turn in turns)
         else:
@@ -479,51 +482,47 @@ def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, coun
 
 def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = gpu_llm(tmp_path, cache_tokens=64 * PAGE_TOKENS)
-    engine = llm.engine
-    assert isinstance(engine, GpuEngine)
-    planner = engine.planner
+    planner = planner_of(llm)
     monkeypatch.setattr(planner._gate, "drafts", lambda size: True)
     made = Mock(side_effect=planner._made)
     monkeypatch.setattr(planner, "_made", made)
-    sessions = tiny_sessions(llm, 12)
-    cohort, drafter = Cohort.of(sessions), engine._drafter(BASE_VARIANT)
-    first = planner.plan(cohort, drafter, alone=True)
+    sequences = tiny_sequences(llm, 12)
+    batch = DeviceBatch.of(sequences, llm.engine.executor.variants[BASE_VARIANT])
+    first = planner.plan(batch, alone=True)
     assert made.call_count == 1 and all(wish.nodes for wish in first.wishes)
     for gone in (3, 7):
-        left = cohort.without_others([session for session in cohort.sessions if session is not sessions[gone]])
+        left = batch.reduced([sequence for sequence in batch.sequences if sequence is not sequences[gone]])
         assert left is not None
-        cohort = left
-        held = planner.plan(cohort, drafter, alone=True)
-        assert made.call_count == 1 and held.wishes[gone] is NOBODY
-        assert all(held.wishes[place] is first.wishes[place] for place in cohort.places)
-    planner.plan(Cohort.of(sessions[:6]), drafter, alone=True)
+        batch = left
+        held = planner.plan(batch, alone=True)
+        assert made.call_count == 1 and held.wishes[gone] is NO_SEQUENCE
+        assert all(held.wishes[place] is first.wishes[place] for place in batch.places)
+    planner.plan(DeviceBatch.of(sequences[:6]), alone=True)
     assert made.call_count == 2
 
 
 def test_of_many_sequences_everybody_drafts_who_can(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = gpu_llm(tmp_path)
     engine = llm.engine
-    assert isinstance(engine, GpuEngine)
-    monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: True)
+    monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)
     monkeypatch.setattr(engine.proposer, "slots", Mock(side_effect=AssertionError("nobody is chosen among many")))
-    sessions = tiny_sessions(llm, 6)
-    for session in sessions:
-        assert session.speculation.policy is not None
-        session.speculation.policy._interval = session.speculation.policy._wait = 50  # its own draft would have to wait
-    sessions[2].speculation.distrust = True
-    sessions[4].ticket.generated = sessions[4].ticket.max_tokens - 1
-    cohort, drafter = Cohort.of(sessions), engine._drafter(BASE_VARIANT)
-    wishes = engine.planner.plan(cohort, drafter, alone=True).wishes
+    sequences = tiny_sequences(llm, 6)
+    for sequence in sequences:
+        assert sequence.policy is not None
+        sequence.policy._interval = sequence.policy._wait = 50  # its own draft would have to wait
+    sequences[2].next_step_plain = True
+    sequences[4].generated = sequences[4].max_tokens - 1
+    batch = DeviceBatch.of(sequences, llm.engine.executor.variants[BASE_VARIANT])
+    wishes = planner_of(llm).plan(batch, alone=True).wishes
     assert [wish.nodes > 0 for wish in wishes] == [True, True, False, True, False, True]
-    assert not sessions[2].speculation.distrust, "one step is enough"
+    assert not sequences[2].next_step_plain, "one step is enough"
 
 
 def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=64 * PAGE_TOKENS)
         engine = llm.engine
-        assert isinstance(engine, GpuEngine)
-        monkeypatch.setattr(engine.planner._gate, "drafts", lambda size: True)
+        monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)
         policy = engine.proposer.policy
         told = Mock(side_effect=policy.verified)
         monkeypatch.setattr(policy, "verified", told)
@@ -544,19 +543,17 @@ def test_the_slowest_of_many_count_unless_somebody_waits(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, crowded: bool, heeded: bool
 ) -> None:
     llm = gpu_llm(tmp_path)
-    engine = llm.engine
-    assert isinstance(engine, GpuEngine)
     told = Mock()
-    monkeypatch.setattr(engine.planner._gate, "observe", told)
-    cohort = Cohort.of(tiny_sessions(llm, count))
-    drafts, plain = (Intent.of(cohort, [Wish()] * count, [Decision()] * count, free) for free in (True, False))
+    monkeypatch.setattr(planner_of(llm)._gate, "observe", told)
+    batch = DeviceBatch.of(tiny_sequences(llm, count))
+    drafts, plain = (BatchPlan.of(batch, [Wish()] * count, [Decision()] * count, free) for free in (True, False))
     tokens = [1] * (count // 4) + [4] * (count - count // 4)
     for _ in range(30):
-        engine.planner.time(cohort, drafts, TimedStep(4, range(count), tokens, 0.002, crowded), captured=False)
+        planner_of(llm).time(batch, drafts, TimedStep(4, range(count), tokens, 0.002, crowded), captured=False)
     size, drafting, rows, counted, seconds = told.call_args.args
     assert (size, drafting, rows, seconds) == (count, True, 4, 0.002)
     assert counted == pytest.approx(0.7 * 3.25 if heeded else 3.25)
-    engine.planner.time(cohort, plain, TimedStep(1, range(count), [1] * count, 0.001, crowded), captured=False)
+    planner_of(llm).time(batch, plain, TimedStep(1, range(count), [1] * count, 0.001, crowded), captured=False)
     assert told.call_args.args == (count, False, 1, 1.0, 0.001)
 
 
@@ -574,10 +571,10 @@ def test_the_interpreter_runs_the_same_rows(gpu: None, tmp_path: Path) -> None:
         for kernels in ("reference", "triton"):
             llm = gpu_llm(tmp_path, kernels, prefill_chunk=16)
             engine = llm.engine
-            state = SequenceState(engine._table, PAGE_TOKENS, engine._pools, drafting=True)
+            state = SequenceState(engine.table, PAGE_TOKENS, engine.executor.memory, drafting=True)
             state.start(prompt(4, 3), [])
             state.reserve(8)
-            logits.append(engine._runner.forward([RowWork(state, 0, state.tokens, 4)]).logits[0])
+            logits.append(engine.executor.forward([RowWork(state, 0, state.tokens, 4)]).logits[0])
             state.release()
         assert (logits[0] - logits[1]).abs().max() < 0.03 * logits[0].abs().max()
         answer = llm.run([llm.request(prompt(4, 3), max_tokens=2, mode="chain:2", gate="off")])[0]

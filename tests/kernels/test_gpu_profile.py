@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from slipstream.engine import devices
-from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.profile import count_launches
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
+from slipstream.engine.gpu.gpu_profiler import count_launches
 from slipstream.engine.llm import LLM
-from slipstream.engine.profile import PHASES, StepProfile
+from slipstream.engine.profiler import PHASES, StepProfile
 from tests.fakes import cli
 from tests.tiny import assert_idle, keep_threads, prompt, tiny_llm, write_pair
 
@@ -43,7 +43,7 @@ def profiled(llm: LLM, **settings: object) -> tuple[list[int], dict[str, StepPro
 )
 def test_phases_are_replayed_and_nothing_moves(llm: LLM, mode: str, phases: list[str]) -> None:
     engine = llm.engine
-    assert isinstance(engine, GpuEngine)
+    assert isinstance(engine.executor, GpuExecutor)
     settings = {"mode": mode, "gate": "off"}
     request = llm.request(prompt(40, 7), max_tokens=24, cache_prompt=False, **settings)
     expected = llm.run([request])[0].token_ids
@@ -57,7 +57,7 @@ def test_phases_are_replayed_and_nothing_moves(llm: LLM, mode: str, phases: list
     assert profile.phases_ms["host"] == pytest.approx(max(0.0, profile.step_ms - device.busy_ms))
     assert list(device.launches) == phases and min(device.launches.values()) > 0
     # a replayed step moves the sequence on, and is taken back
-    assert 40 < device.replay_context == int(engine.loop._state.length[0])
+    assert 40 < device.replay_context == int(engine.executor.device_steps.state.length[0])
     again = llm.run([llm.request(prompt(40, 7), max_tokens=24, cache_prompt=False, **settings)])[0].token_ids
     assert again == expected
     assert_idle(llm)

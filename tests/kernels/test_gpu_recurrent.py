@@ -14,8 +14,8 @@ import torch
 
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
-from slipstream.engine.gpu.drafts import BlockDraft
-from slipstream.engine.gpu.engine import GpuEngine
+from slipstream.engine.gpu.block_draft import BlockDraft
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
 from slipstream.engine.llm import LLM
 from tests.families import open_pair, random_prompts, replaying, write_family_pair
 from tests.kernels.test_gpu_engine import DEVICE
@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def gpu_llm(pair: tuple[Path, Path], **settings: Any) -> LLM:
     llm = open_pair(pair, "bf16", device="cuda", kernels="reference", **settings)
-    assert isinstance(llm.engine, GpuEngine) and llm.engine._pools.states is not None
+    assert isinstance(llm.engine.executor, GpuExecutor) and llm.engine.executor.memory.states is not None
     return llm
 
 
@@ -150,9 +150,9 @@ def test_random_operations_leak_no_state(pair: tuple[Path, Path]) -> None:
     llm = gpu_llm(pair, check_integrity=False, cache_tokens=24 * PAGE_TOKENS)
     seen = Driver(llm.engine, random.Random(3)).run(60)
     assert seen.free == seen.total and seen.done["fork"]
-    states = llm.engine._pools.states
+    states = llm.engine.executor.memory.states
     assert states is not None
-    states.check([], llm.engine._table)
+    states.check([], llm.engine.table)
     assert states.checkpoints == []
 
 
@@ -164,10 +164,10 @@ def test_a_fork_has_a_state_of_its_own(pair: tuple[Path, Path]) -> None:
     llm.engine.add(request)
     for _ in range(8):
         llm.engine.step()
-    state = llm.engine._sessions[request.id].ticket.state
+    state = llm.engine._sequences[request.id].state
     assert state.recurrent is not None and state.recurrent.slot is not None
     twin = state.fork()
-    tensors = llm.engine._pools.states.memory
+    tensors = llm.engine.executor.memory.states.memory
     kept = tensors.memories[twin.recurrent.slot].clone()
     for _ in range(3):
         llm.engine.step()

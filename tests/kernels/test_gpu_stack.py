@@ -27,12 +27,13 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine import devices
 from slipstream.engine.block_scoring import OurBlocks
-from slipstream.engine.gpu.backend import GpuBackend
-from slipstream.engine.gpu.costing import expert_bytes
+from slipstream.engine.executor import RowWork
+from slipstream.engine.gpu.gpu_costs import expert_bytes
+from slipstream.engine.gpu.gpu_device import GpuDevice
 from slipstream.engine.gpu.graphs import Graphs
-from slipstream.engine.gpu.passes import GpuBlocks, Passes
-from slipstream.engine.gpu.runner import GpuRunner
-from slipstream.engine.runner import RowWork
+from slipstream.engine.gpu.row_forward import forward_rows
+from slipstream.engine.gpu.row_passes import GpuBlocks, Passes
+from slipstream.engine.variants import DraftVariants
 from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import open_weights
 from slipstream.kernels.gpu.device_rows import DeviceRows
@@ -98,7 +99,8 @@ class OnDevice:
     """A target as a GPU has it, with pools of its own and a runner around it; perhaps a drafter for it."""
 
     model: Decoder
-    runner: GpuRunner
+    passes: Passes
+    variants: DraftVariants
     pools: GpuPools
     blocks: GpuBlocks | None
     tapped: _Tapped | None
@@ -112,7 +114,7 @@ class OnDevice:
         draft: Path | None = None,
         weight_format: WeightFormat = "bf16",
     ) -> OnDevice:
-        backend = GpuBackend(DEVICE, EngineConfig(kernels=kernels, graphs=False))
+        backend = GpuDevice(DEVICE, EngineConfig(kernels=kernels, graphs=False))
         model = load_target(path, weight_format, None, backend.weights).model
         shape, drafter, draft_shape = model.config, None, None
         if draft is not None:
@@ -129,18 +131,18 @@ class OnDevice:
             gpu_drafter = GpuDrafter(gpu_kernels(kernels), drafter, model, 0, POSITIONS, DEVICE)
             blocks = GpuBlocks(passes, gpu_drafter, 0)
         tapped = _Tapped(taps) if taps else None
-        return cls(model, GpuRunner(passes, tapped), pools, blocks, tapped)
+        return cls(model, passes, DraftVariants(tapped), pools, blocks, tapped)
 
     @torch.inference_mode()
     def rows(self, ids: Sequence[int], chunk: int) -> tuple[Tensor, Tensor]:
         """Logits and taps of every row of a text, `chunk` rows at a time."""
-        state = SequenceState(PageTable(PAGES), PAGE_TOKENS, self.pools, self.runner.drafter is not None)
+        state = SequenceState(PageTable(PAGES), PAGE_TOKENS, self.pools, self.tapped is not None)
         state.start(list(ids), [])
         logits, taps = [], []
         while state.length < len(ids):
             known = state.tokens[state.length : state.length + chunk]
             state.reserve(state.length + len(known))
-            result = self.runner.forward([RowWork(state, state.length, known, len(known))])
+            result = forward_rows(self.passes, self.variants, [RowWork(state, state.length, known, len(known))])
             logits.append(result.logits[0])
             if self.tapped is not None:
                 taps.append(self.tapped.last[: len(known)])
@@ -161,7 +163,7 @@ class OnDevice:
         self.blocks.write_context(taps.to(torch.bfloat16), RowPlaces(range(count), pages, offsets, count))
         state.commit(range(count), [], count)
         sampler = RowSampler(SamplingParams(), self.model.config.vocab_size, [], True)
-        return self.blocks._logits([DraftJob(state, sampler, self.blocks.proposals, 1)])[1]
+        return self.blocks.logits([DraftJob(state, sampler, self.blocks.proposals, 1)])[1]
 
 
 def far_apart(found: Tensor, expected: Tensor) -> Tensor:
@@ -386,7 +388,7 @@ def test_speculation_on_the_device_never_changes_the_text(
             requests = [llm.request(ids, mode=mode, temperature=heat, **settings) for ids, heat in prompts]
             assert [answer.token_ids for answer in llm.run(requests)] == plain, mode
             for (ids, heat), text in zip(prompts, plain, strict=True):
-                drafter, oracle = llm.engine._runner.drafter.gpu, Oracle([*ids, *text], FOLDER_VOCAB)
+                drafter, oracle = llm.engine.executor.variants.drafter.gpu, Oracle([*ids, *text], FOLDER_VOCAB)
                 with patch.object(drafter, "run", oracle.run), patch.object(drafter, "logits", oracle.logits):
                     answer = llm.run([llm.request(ids, mode=mode, temperature=heat, **settings)])[0]
                 assert answer.token_ids == text, mode

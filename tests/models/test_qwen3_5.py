@@ -26,7 +26,8 @@ from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, WeightFormat
-from slipstream.engine.runner import RowWork, Runner
+from slipstream.engine.cpu.cpu_executor import CpuExecutor
+from slipstream.engine.executor import RowWork
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.gguf_write import (
@@ -138,7 +139,7 @@ def test_speculation_keeps_the_text(variant: str, weight_format: WeightFormat, t
 def test_speculation_keeps_the_text_where_paths_are_run_again(tmp_path: Path) -> None:
     """As for models whose states are too large to keep one behind every row."""
     llm = open_pair(write_family_pair(hybrid("pattern"), tmp_path), EXACT)
-    tensors = llm.engine._pools.state_tensors
+    tensors = llm.engine.executor.memory.state_tensors
     assert tensors is not None
     tensors.most_kept_rows = 0
     check_speculation(llm)
@@ -149,7 +150,7 @@ def test_random_operations_leak_no_state(tmp_path: Path) -> None:
     llm = open_pair(write_family_pair(hybrid("dense"), tmp_path), EXACT, check_integrity=False, cache_tokens=1024)
     report = Driver(llm.engine, random.Random(3)).run(120)
     assert report.hits and report.branched and report.done["fork"]
-    states = llm.engine._pools.states
+    states = llm.engine.executor.memory.states
     assert states is not None
     states.check([], page_table(llm.engine))
     assert states.checkpoints == []
@@ -180,7 +181,7 @@ class Bench:
         self.pools = KvPools(32, PAGE_TOKENS, PoolShape(config.kv_shapes, config.states), None)
         assert self.pools.state_tensors is not None
         self.pools.state_tensors.most_kept_rows = kept_rows
-        self.runner = Runner(self.model, self.pools, PAGE_TOKENS, None)
+        self.executor = CpuExecutor(self.model, None, self.pools, 32, draft_window=0)
 
     def begin(self, tokens: Sequence[int]) -> SequenceState:
         state = SequenceState(self.table, PAGE_TOKENS, self.pools, False)
@@ -194,7 +195,7 @@ class Bench:
         logits = torch.empty(0)
         while state.length < len(state.tokens):
             rows = state.tokens[state.length : state.length + chunk]
-            logits = self.runner.forward([RowWork(state, state.length, rows, 1)]).logits[0]
+            logits = self.executor.forward([RowWork(state, state.length, rows, 1)]).logits[0]
             state.commit(range(len(rows)), [], 0)
         return logits
 
@@ -249,7 +250,7 @@ def test_a_cached_prefix_changes_nothing_but_the_work(tmp_path: Path) -> None:
             assert warm.token_ids == cold.token_ids
             assert (cold.stats.cached_tokens, warm.stats.cached_tokens >= least) == (0, True)
     assert_idle(llm)
-    states = llm.engine._pools.states
+    states = llm.engine.executor.memory.states
     assert states is not None and states.checkpoints == []
 
 

@@ -20,7 +20,7 @@ def test_logits_are_those_of_transformers() -> None:
     """Logits reach 30 here and the residual stream 24,000, so fp32 itself is good for about 1e-3."""
     llm = smollm2_fp32()
     ids = llm.prompt_ids(real_prompts(1)[0], chat=True)[:70]
-    ((ours, _),) = our_target(llm.engine._runner.target, [ids], chunk=32)
+    ((ours, _),) = our_target(llm.engine.executor.target, [ids], chunk=32)
     theirs = their_logits(smollm2_oracle(), ids)
     assert float(theirs.std()) > 1.0
     assert float((ours - theirs).abs().max()) < 5e-3

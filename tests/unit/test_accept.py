@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
-from slipstream.engine.scheduler import Ticket
-from slipstream.engine.session import Session, Speculation
+from slipstream.engine.active_sequence import ActiveSequence
+from slipstream.engine.scheduler import Requirements
 from slipstream.speculative.accept import NO_TOKEN, accept
 from slipstream.speculative.sampling import RowSampler
 from slipstream.text.tokenizer import Tokenizer
@@ -152,12 +152,11 @@ class Letters:
         return self.token_bytes(index).decode()
 
 
-def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> Session:
+def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> ActiveSequence:
     request = Request("r", (0,), max_tokens=max_tokens, stop=stop, stop_token_ids=frozenset(stop_ids))
     state = SequenceState(PageTable(1), 4, KvPools(1, 4, PoolShape.alike(1, 1, 1), None), False)
-    ticket = Ticket(request, state, 1, None, max_tokens)
     sampler = RowSampler(SamplingParams(), 16, (0,), True)
-    return Session(ticket, sampler, Speculation(ticket, 1), cast(Tokenizer, Letters()))
+    return ActiveSequence(request, state, Requirements(1, max_tokens, None), sampler, cast(Tokenizer, Letters()))
 
 
 def outs(tokens: Sequence[int]) -> list[TokenOut]:
@@ -185,7 +184,7 @@ def test_a_run_ends_at_the_first_stop_token_inclusive_or_when_the_room_is_used(
     session = make_session(stops, room)
     count, text = session.absorb(outs([1, 2, 3, 4, 9]))
     assert (count, text, session.finish_reason) == (taken, "bcdej"[:taken], reason)
-    assert session.ticket.generated == taken
+    assert session.generated == taken
 
 
 def test_a_stop_string_ends_the_run_at_the_token_that_completes_it_and_is_not_shown() -> None:

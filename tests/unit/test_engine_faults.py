@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from slipstream.config import PAGE_TOKENS
+from slipstream.engine.cpu.cpu_executor import CpuExecutor
+from slipstream.engine.executor import ForwardResult, RowWork
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.speculative.costs import CostTable
 from slipstream.types import SamplingParams
 from tests.tiny import VOCAB, ask, assert_idle, mixed_requests, prompt, tiny_llm
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 def broken_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch, passes: range, value: float) -> None:
     """Puts `value` into the drafter's logits of the first sequence in these draft passes."""
-    assert llm.engine._runner.drafter is not None
-    drafter, count = llm.engine._runner.drafter.drafter, iter(range(10**6))
+    assert llm.engine.executor.variants.drafter is not None
+    drafter, count = llm.engine.executor.variants.drafter.drafter, iter(range(10**6))
     shape = drafter.shape_logits
 
     def broken(logits: torch.Tensor) -> torch.Tensor:
@@ -78,10 +79,10 @@ def test_every_draft_broken_is_plain_decoding(llm: LLM, monkeypatch: pytest.Monk
 
 def break_target(llm: LLM, monkeypatch: pytest.MonkeyPatch, victim: str, after: int, value: float) -> None:
     """Once `victim` has written `after` tokens its rows come out as `value`: the logits, and (NaN) their keys too."""
-    forward = Runner.forward
+    forward = CpuExecutor.forward
 
-    def broken(runner: Runner, works: Sequence[RowWork]) -> ForwardResult:
-        result = forward(runner, works)
+    def broken(executor: CpuExecutor, works: Sequence[RowWork]) -> ForwardResult:
+        result = forward(executor, works)
         ticket = llm.engine.scheduler.find(victim)
         for work, logits in zip(works, result.logits, strict=True):
             if ticket is None or work.state is not ticket.state or ticket.generated < after or not work.logit_rows:
@@ -90,11 +91,11 @@ def break_target(llm: LLM, monkeypatch: pytest.MonkeyPatch, victim: str, after: 
             if math.isnan(value):
                 for row in range(work.rows):
                     page, offset = work.state.place(work.start + row)
-                    for pool in (tensor for layer in runner._pools.target for tensor in layer):
+                    for pool in (tensor for layer in executor.memory.target for tensor in layer):
                         pool[page, :, offset] = value
         return result
 
-    monkeypatch.setattr(Runner, "forward", broken)
+    monkeypatch.setattr(CpuExecutor, "forward", broken)
 
 
 @pytest.mark.parametrize("after", [0, 5])
@@ -140,7 +141,7 @@ def test_minus_infinity_is_what_masks_write_and_legal(folder: Path, monkeypatch:
 
 
 def finite_pools(llm: LLM) -> bool:
-    return all(bool(tensor.isfinite().all()) for layer in llm.engine._pools.target for tensor in layer)
+    return all(bool(tensor.isfinite().all()) for layer in llm.engine.executor.memory.target for tensor in layer)
 
 
 @pytest.mark.parametrize("mode", ["plain", "chain", "tree:24"])
@@ -166,7 +167,7 @@ def test_an_answer_that_ended_in_an_error_serves_no_later_prompt(
 
 def poison(llm: LLM, monkeypatch: pytest.MonkeyPatch, tokens: set[int]) -> set[int]:
     """Makes the embedding of these tokens NaN, as in a damaged file; returns those the target has met since."""
-    target, met = llm.engine._runner.target, set()
+    target, met = llm.engine.executor.target, set()
     embed = target.embed
 
     def poisoned(ids: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,10 @@ import pytest
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
+from slipstream.engine.cpu.cpu_executor import CpuExecutor
+from slipstream.engine.draft_context import DraftContexts
+from slipstream.engine.executor import ForwardResult, RowWork
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.errors import IntegrityError, RequestError
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import DraftJob
@@ -135,18 +137,18 @@ def test_an_answers_pages_serve_the_next_turn_only_where_decoding_sums_like_pref
 
 def test_one_target_forward_and_one_draft_pass_per_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    forward, draft = Runner.forward, Runner.draft
+    forward, draft = CpuExecutor.forward, DraftContexts.draft
 
-    def counted_forward(runner: Runner, works: Sequence[RowWork]) -> ForwardResult:
+    def counted_forward(executor: CpuExecutor, works: Sequence[RowWork]) -> ForwardResult:
         calls.append(("f", len(works)))
-        return forward(runner, works)
+        return forward(executor, works)
 
-    def counted_draft(runner: Runner, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
+    def counted_draft(contexts: DraftContexts, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
         calls.append(("p", len(jobs)))
-        return draft(runner, jobs)
+        return draft(contexts, jobs)
 
-    monkeypatch.setattr(Runner, "forward", counted_forward)
-    monkeypatch.setattr(Runner, "draft", counted_draft)
+    monkeypatch.setattr(CpuExecutor, "forward", counted_forward)
+    monkeypatch.setattr(DraftContexts, "draft", counted_draft)
     for index in range(4):
         llm.engine.add(ask(f"r{index}", prompt(20, index), mode="tree:12" if index % 2 else "chain"))
     while llm.engine.has_work:

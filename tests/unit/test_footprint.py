@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.footprint import Footprint, footprint
+from slipstream.engine.memory_estimate import Footprint, footprint
 from slipstream.errors import ConfigError, SourceError
 from tests.tiny import tiny_llm
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 def test_the_pool_is_known_to_the_byte(folder: Path, draft: bool) -> None:
     llm = tiny_llm(folder, draft=draft)
     needs = footprint(str(folder / "target"), str(folder / "draft") if draft else "none", llm.config)
-    pools = llm.engine._pools
+    pools = llm.engine.executor.memory
     tensors = [tensor for layer in pools.target for tensor in layer] + [pools.draft_keys, pools.draft_values]
     held = sum(tensor.numel() * torch.float32.itemsize for tensor in tensors)
     assert needs.cache_tokens * needs.token_bytes == held

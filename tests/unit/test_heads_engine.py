@@ -74,7 +74,7 @@ def llm_of(folder: Path, kind: str) -> LLM:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_every_kind_of_drafter_writes_plain_text(tmp_path: Path, kind: str, temperature: float) -> None:
     llm = llm_of(tmp_path, kind)
-    drafter = llm.engine._runner.drafter
+    drafter = llm.engine.executor.variants.drafter
     assert drafter is not None and drafter.drafter.heads is not None
     assert drafter.proposals == BLOCK - (kind != "anchor")
     prompts = ["The quick brown fox", "abcabcabc", "1 2 3 4 5 6 7 8"]

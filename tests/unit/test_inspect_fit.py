@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.footprint import footprint
+from slipstream.engine.memory_estimate import footprint
 from slipstream.errors import RequestError
 from slipstream.formats.gguf import read_gguf
 from slipstream.tools.fit import RUNTIME_BYTES, FitReport, fit, parse_size, quantised_bytes

@@ -12,9 +12,9 @@ import pytest
 
 from slipstream.bench.profiled_modes import Profiled, launch_rows, launch_title, phase_rows, sentences
 from slipstream.cache.sequence import SequenceState
-from slipstream.engine import profile as engine_profile
+from slipstream.engine import profiler as engine_profile
 from slipstream.engine.llm import LLM
-from slipstream.engine.profile import PHASES, DeviceProfile, PhaseClock, StepProfile, read_bytes
+from slipstream.engine.profiler import PHASES, DeviceProfile, PhaseClock, StepProfile, read_bytes
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter
 from tests.tiny import prompt, tiny_llm, write_pair
@@ -102,8 +102,8 @@ def test_slow_and_quick_steps_do_not_count(threads: None, llm: LLM) -> None:
 
 
 def test_a_step_reads_every_weight_and_what_its_rows_see(threads: None, llm: LLM) -> None:
-    runner = llm.engine._runner
-    target, drafter = runner.target, runner.drafter
+    executor = llm.engine.executor
+    target, drafter = executor.target, executor.variants.drafter
     assert drafter is not None
     token = 2 * 2 * 8 * 4  # keys and values, two heads of eight numbers in fp32
     assert read_bytes(target, None, 0, 4) == target.step_bytes

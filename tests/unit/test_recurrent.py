@@ -16,8 +16,8 @@ from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import EngineConfig
-from slipstream.engine.memory import StateRoom
-from slipstream.engine.scheduler import Scheduler, Ticket
+from slipstream.engine.pool_sizes import StateRoom
+from slipstream.engine.scheduler import ScheduledSequence, Scheduler
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.types import Request
@@ -319,9 +319,9 @@ def test_leaks_and_stale_checkpoints_are_noticed() -> None:
 # ---- who gets a slot
 
 
-def ticket(world: Sequences, name: str, tokens: int = 3) -> Ticket:
+def ticket(world: Sequences, name: str, tokens: int = 3) -> ScheduledSequence:
     request = Request(name, tuple(range(tokens)))
-    return Ticket(request, SequenceState(world.table, PAGE, world.pools, False), tokens + 4, None, 4)
+    return ScheduledSequence(request, SequenceState(world.table, PAGE, world.pools, False), tokens + 4, None, 4)
 
 
 def test_a_sequence_waits_for_a_slot_and_takes_a_paused_ones() -> None:

@@ -146,8 +146,8 @@ def test_a_request_whose_own_sampling_fails_ends_alone(
     choose = RowSampler.choose
 
     def failing(sampler: RowSampler, logits: torch.Tensor, first: int, proposal: Proposal | None) -> torch.Tensor:
-        session = llm.engine._sessions.get("bad")
-        if session is not None and session.sampler is sampler and session.ticket.generated >= after:
+        session = llm.engine._sequences.get("bad")
+        if session is not None and session.sampler is sampler and session.generated >= after:
             raise ValueError("its grammar is broken")
         return choose(sampler, logits, first, proposal)
 

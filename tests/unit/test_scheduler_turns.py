@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.engine.scheduler import AGEING_S, Ticket
+from slipstream.engine.scheduler import AGEING_S, ScheduledSequence
 from slipstream.errors import BusyError, StaleEpochError
 from tests.unit.test_scheduler import Bench, names, spans
 
@@ -17,7 +17,7 @@ def bench_with(quantum: int, **settings: int) -> Bench:
     return bench
 
 
-def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int = 4) -> Ticket:
+def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int = 4) -> ScheduledSequence:
     """Adds a request of a priority of its own."""
     ticket = bench.add(name, prompt, max_tokens)
     bench.scheduler.waiting.remove(ticket)
@@ -67,7 +67,7 @@ def test_slots_go_round_in_quanta_and_nothing_is_prefilled_twice() -> None:
     while bench.scheduler.busy:
         plan = bench.step()
         prefills += spans(plan)
-        seen += [chunk.ticket.request.id for chunk in plan.prefill] + names(plan.decode)
+        seen += [chunk.sequence.request.id for chunk in plan.prefill] + names(plan.decode)
     assert "".join(seen) == "aaabbbccc" * 3
     assert prefills == [("a", 0, 5), ("b", 0, 5), ("c", 0, 5)], "who comes back goes on where it stood"
     assert all(ticket.generated == 9 for ticket in tickets)
@@ -292,7 +292,7 @@ def test_the_queue_is_bounded_for_newcomers_only() -> None:
     bench.scheduler.resume(a, epoch)
 
 
-def flood(bench: Bench, waiter: Ticket, priority: int, step_s: float, steps: int) -> int:
+def flood(bench: Bench, waiter: ScheduledSequence, priority: int, step_s: float, steps: int) -> int:
     """Keeps two requests of a larger priority in line at every step; returns the step in which the waiter got a slot.
 
     -1: it never did.

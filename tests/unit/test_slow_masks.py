@@ -168,8 +168,8 @@ def test_an_end_that_is_known_late_is_the_same_end(pair: LLM) -> None:
 
 
 def test_a_slow_constraint_has_no_drafts(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts, draft = list[object](), pair.engine._runner.draft
-    monkeypatch.setattr(pair.engine._runner, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
+    drafts, draft = list[object](), pair.engine.executor.draft
+    monkeypatch.setattr(pair.engine.executor, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
     alone = text_of(pair, LETTERS, "plain")
     request = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
     watch = add_watched(pair, request, burn_s=SLOW_S)
@@ -184,7 +184,7 @@ def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
     watch = add_watched(pair, request)
     held_up = 0
     while pair.engine.has_work:
-        guide = pair.engine._sessions[request.id].sampler.guide
+        guide = pair.engine._sequences[request.id].sampler.guide
         assert guide is not None
         inline, before = not guide.slow, len(watch.paths)
         watch.burn_s = SLOW_S if inline else 0.0

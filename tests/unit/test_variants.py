@@ -14,8 +14,8 @@ import torch
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, WeightFormat
+from slipstream.engine.executor import RowWork
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import RowWork
 from slipstream.errors import RequestError
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
 from slipstream.kernels.cpu.native_library import library
@@ -48,7 +48,7 @@ def adapted(folder: Path, sources: dict[str, str]) -> LLM:
 
 
 def drafter_of(llm: LLM, name: str) -> DFlashDrafter:
-    return llm.engine._runner.variants[name].blocks.drafter
+    return llm.engine.executor.variants[name].blocks.drafter
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[StepRecord], RequestStats]]:
@@ -116,23 +116,23 @@ def test_in_a_mixed_batch_everybody_drafts_as_alone(
 @torch.inference_mode()
 def test_taps_that_wait_become_their_own_variants_context(adapted: LLM) -> None:
     """Sequences whose taps were held get what each would have got at once and alone; a fork stays with its variant."""
-    runner, engine, tokens = adapted.engine._runner, adapted.engine, list(prompt(9, 1))
+    engine, contexts, tokens = adapted.engine, adapted.engine.contexts, list(prompt(9, 1))
 
     def context(names: Sequence[str], held: bool) -> list[torch.Tensor]:
-        states = [SequenceState(engine._table, PAGE_TOKENS, engine._pools, True, name) for name in names]
+        states = [SequenceState(engine.table, PAGE_TOKENS, engine.executor.memory, True, name) for name in names]
         for state in states:
             state.start(tokens, [])
             state.reserve(len(tokens))
-        result = runner.forward([RowWork(state, 0, tokens, 0) for state in states])
+        result = engine.executor.forward([RowWork(state, 0, tokens, 0) for state in states])
         if held:
             for item in range(len(states)):
-                runner.hold_taps(result, item, range(len(tokens)))
+                contexts.hold(result, item, range(len(tokens)))
                 states[item].commit(range(len(tokens)), [], len(tokens))
             states = [state.fork() for state in states]
-            runner.write_waiting(states)
+            contexts.write_waiting(states)
         else:
-            runner.write_context(result, [(item, range(len(tokens))) for item in range(len(states))])
-        return [engine._pools.draft_values[:, state.pages[0]].clone() for state in states]
+            contexts.write(result, [(item, range(len(tokens))) for item in range(len(states))])
+        return [engine.executor.memory.draft_values[:, state.pages[0]].clone() for state in states]
 
     names = adapted.draft_variants
     alone = {name: context([name], held=False)[0] for name in names}
@@ -266,7 +266,7 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
     memories = []
     for name in ("keys", "keys", "base"):
         llm.engine.add(replace(request, draft_lora=name))
-        policy = llm.engine.overview()[0].speculation.policy
+        policy = llm.engine.overview()[0].policy
         assert policy is not None
         memories.append(policy.shared)
         llm.engine.cancel("r")
@@ -275,7 +275,7 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
     llm.remove_draft_lora("keys")
     llm.add_draft_lora(sources["taps"].replace("taps=", "keys="))
     llm.engine.add(request)
-    policy = llm.engine.overview()[0].speculation.policy
+    policy = llm.engine.overview()[0].policy
     assert policy is not None and policy.shared is not memories[0]
 
 

@@ -7,28 +7,28 @@ import torch
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
+from slipstream.engine.executor import RowWork
 from slipstream.engine.llm import LLM
-from slipstream.engine.runner import RowWork
 from slipstream.errors import IntegrityError
 
 pytestmark = pytest.mark.usefixtures("threads")
-LENGTH = 70
+LENGTH = 66  # fewer rows wait than are written together
 
 
 def decoded(llm: LLM, held: bool) -> torch.Tensor:
     """Draft keys of a prompt that goes through the target token by token, its taps held or written at once."""
     engine = llm.engine
-    runner, pools = engine._runner, engine._pools
-    state = SequenceState(engine._table, PAGE_TOKENS, pools, drafting=True)
+    executor, contexts, pools = engine.executor, engine.contexts, engine.executor.memory
+    state = SequenceState(engine.table, PAGE_TOKENS, pools, drafting=True)
     state.start([65 + i % 20 for i in range(LENGTH)], [])
     state.reserve(LENGTH)
     for position in range(LENGTH):
         with torch.inference_mode():
-            result = runner.forward([RowWork(state, position, state.tokens[position : position + 1], 0)])
+            result = executor.forward([RowWork(state, position, state.tokens[position : position + 1], 0)])
             if held and position >= 5:
-                runner.hold_taps(result, 0, [0])
+                contexts.hold(result, 0, [0])
             else:
-                runner.write_context(result, [(0, [0])])
+                contexts.write(result, [(0, [0])])
         state.commit([0], [], 1)
     if held:
         assert state.waiting_rows == LENGTH - 5
@@ -38,7 +38,7 @@ def decoded(llm: LLM, held: bool) -> torch.Tensor:
         assert twin.waiting_rows == 15
         twin.release()
         with torch.inference_mode():
-            runner.write_waiting([state])
+            contexts.write_waiting([state])
     assert state.waiting_rows == 0
     keys = torch.cat([pools.draft_keys[:, page].transpose(1, 2) for page in state.pages], dim=1)[:, :LENGTH].clone()
     state.release()
@@ -50,7 +50,7 @@ def test_held_taps_become_the_same_context(llm: LLM) -> None:
 
 
 def test_taps_beyond_the_draft_context_are_an_integrity_error(llm: LLM) -> None:
-    state = SequenceState(llm.engine._table, PAGE_TOKENS, llm.engine._pools, drafting=True)
+    state = SequenceState(llm.engine.table, PAGE_TOKENS, llm.engine.executor.memory, drafting=True)
     state.start([1, 2, 3], [])
     state.reserve(3)
     state.waiting.append((2, torch.zeros(2, 4)))

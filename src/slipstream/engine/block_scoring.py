@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.cache.cpu.page_pools import KvPools
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS
-from slipstream.engine.runner import RowWork, Runner
+from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
+from slipstream.engine.executor import RowWork
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.pair import check_pair
-from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import SamplingParams
 
@@ -44,18 +45,16 @@ class OurBlocks:
 
     @torch.inference_mode()
     def begin(self, ids: Sequence[int]) -> None:
-        shape, config = self.target.config, self.drafter.config
-        pages = -(-(len(ids) + config.block_size) // PAGE_TOKENS)
-        draft_shape = PoolShape.alike(config.layers, config.kv_heads, config.head_dim)
-        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), draft_shape, 2)
+        pages = -(-(len(ids) + self.drafter.config.block_size) // PAGE_TOKENS)
+        pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(self.target, self.drafter), 2)
         self._ids, self._pools = ids, pools
-        self._blocks = _OpenBlocks(self.target, self.drafter, pools, PAGE_TOKENS, self.window)
-        runner = Runner(self.target, pools, PAGE_TOKENS, self._blocks)
+        executor = CpuExecutor(self.target, self.drafter, pools, pages, self.window)
+        self._blocks = executor.blocks(self.drafter)
         reading = self._sequence(pages, ids)
         parts: list[Tensor] = []
         while reading.length < len(ids):
             rows = ids[reading.length : reading.length + _CHUNK]
-            result = runner.forward([RowWork(reading, reading.length, rows, 0)])
+            result = executor.forward([RowWork(reading, reading.length, rows, 0)])
             assert result.taps is not None, "a drafting sequence asks for taps"
             parts.append(result.taps)
             reading.commit(range(len(rows)), [], len(rows))
@@ -82,8 +81,9 @@ class OurBlocks:
             pages, offsets = zip(*[state.place(index) for index in span], strict=True)
             self._blocks.write_context(self.taps[span.start : span.stop], RowPlaces(span, pages, offsets, span.stop))
             state.commit(range(len(span)), [], len(span))
-        hidden, logits = self._blocks.run(DraftJob(state, self._sampler, self.proposals, 1))
-        return logits, self._choices(hidden, logits, position)
+        hidden, logits = self._blocks.logits([DraftJob(state, self._sampler, self.proposals, 1)])
+        first = self.drafter.config.first_slot
+        return logits, self._choices(hidden[first : first + self.proposals], logits, position)
 
     def _choices(self, hidden: Tensor, logits: Tensor, position: int) -> list[int]:
         heads = self.drafter.heads
@@ -104,16 +104,3 @@ class OurBlocks:
 
     def head(self, hidden: Tensor) -> Tensor:
         return (self.drafter.head or self.target.draft_head)(hidden)
-
-
-class _OpenBlocks(BlockDrafter):
-    """The engine's block pass with its logits in the open."""
-
-    def run(self, job: DraftJob) -> tuple[Tensor, Tensor]:
-        """Hidden rows and logits of the slots that propose."""
-        first, batch = self.drafter.config.first_slot, self._batch([job])
-        wanted = list(range(first, first + job.slots))
-        hidden, logits = self.drafter.forward_logits(
-            self._embed(batch.token_ids), batch, self._pools.draft_keys, self._pools.draft_values, wanted, self._head
-        )
-        return hidden[first : first + job.slots], self.drafter.shape_logits(logits)

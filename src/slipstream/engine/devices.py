@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
+from slipstream.engine.executor import Executor
 from slipstream.errors import ConfigError
+from slipstream.models.decoder import Decoder
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.weights import Progress
 
 if TYPE_CHECKING:
-    from slipstream.engine.gpu.backend import GpuBackend
+    from slipstream.engine.gpu.gpu_device import GpuDevice
 
 
-def gpu_backend(config: EngineConfig) -> GpuBackend | None:
-    """The GPU's side of an engine; None where the CPU serves."""
+def chosen_gpu(config: EngineConfig) -> GpuDevice | None:
+    """The GPU that the pair runs on; None where the CPU serves."""
     device = gpu_device()
     if config.device == "cpu" or (config.device == "auto" and device is None):
         asked = {"--kernels": config.kernels != "triton", "--no-graphs": not config.graphs, "--exact": config.exact}
@@ -27,10 +32,27 @@ def gpu_backend(config: EngineConfig) -> GpuBackend | None:
         raise ConfigError("there is no GPU that torch can use", "use --device cpu, or install torch with CUDA")
     if find_spec("triton") is None:
         raise ConfigError("the GPU's kernels need triton", "pip install triton, or use --device cpu")
-    # imported here: without a GPU nothing of it is needed
-    from slipstream.engine.gpu.backend import GpuBackend
+    # Imported here, because nothing of it is needed without a GPU.
+    from slipstream.engine.gpu.gpu_device import GpuDevice
 
-    return GpuBackend(device, config)
+    return GpuDevice(device, config)
+
+
+def make_executor(
+    gpu: GpuDevice | None,
+    target: Decoder,
+    draft: DFlashDrafter | None,
+    config: EngineConfig,
+    max_context: int,
+    draft_window: int,
+    progress: Progress | None,
+) -> Executor:
+    """The executor of a loaded pair, on the chosen GPU or on the CPU."""
+    if gpu is None:
+        return CpuExecutor.sized(target, draft, config, max_context, draft_window, progress)
+    from slipstream.engine.gpu.gpu_executor import GpuExecutor
+
+    return GpuExecutor(gpu, target, draft, pool_shapes(target, draft), max_context, draft_window, progress)
 
 
 def gpu_device() -> torch.device | None:

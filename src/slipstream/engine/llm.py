@@ -12,33 +12,23 @@ from typing import Literal, overload
 
 import torch
 
-from slipstream.cache.cpu.page_pools import KvPools, PoolShape
-from slipstream.cache.pages import PageTable
-from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS, EngineConfig, WeightFormat
-from slipstream.engine.costing import measure_costs
-from slipstream.engine.devices import gpu_backend
+from slipstream.config import DRAFT_WINDOW_LIMIT, EngineConfig, WeightFormat
+from slipstream.engine.devices import chosen_gpu, make_executor
 from slipstream.engine.engine import Engine
-from slipstream.engine.memory import StateRoom, pool_pages
-from slipstream.engine.profile import Profiler, make_profiler
-from slipstream.engine.profile import StepProfile as StepProfile
-from slipstream.engine.runner import Runner
-from slipstream.engine.settings import make_request
+from slipstream.engine.profiler import Profiler, make_profiler
+from slipstream.engine.profiler import StepProfile as StepProfile
+from slipstream.engine.request_settings import make_request
 from slipstream.engine.variants import DrafterFile, DraftVariant
 from slipstream.errors import RequestError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
-from slipstream.kernels.cpu.delta_rule import delta_is_exact
-from slipstream.kernels.cpu.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
 from slipstream.kernels.cpu.native_library import availability, library
 from slipstream.kernels.cpu.native_threads import set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
-from slipstream.lazy import cached_property
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target
 from slipstream.models.pair import check_pair
 from slipstream.models.weights import Weights
-from slipstream.speculative.costs import CostTable
-from slipstream.speculative.draft import BlockDrafter
 from slipstream.stats import RequestStats
 from slipstream.text.chat_template import helper, render
 from slipstream.text.tokenizer import Tokenizer
@@ -82,7 +72,7 @@ class LLM:
         _spare_the_collector()
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
-        self._gpu = gpu_backend(self.config)
+        self._gpu = chosen_gpu(self.config)
         self.config = replace(self.config, prefill_chunk=self.config.chunk_rows(self._gpu is not None))
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None
@@ -125,57 +115,12 @@ class LLM:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
         return "int8" if self._target.weight_format in ("int4", "int8") else self._target.weight_format
 
-    def _pool_shapes(self) -> tuple[PoolShape, PoolShape | None]:
-        shape, draft = self._target.config, self._drafter.config if self._drafter is not None else None
-        return (
-            PoolShape(shape.kv_shapes, shape.states),
-            PoolShape.alike(draft.layers, draft.kv_heads, draft.head_dim) if draft is not None else None,
-        )
-
     def _build_engine(self) -> Engine:
+        executor = make_executor(
+            self._gpu, self._target, self._drafter, self.config, self.max_context, self.draft_window, self._progress
+        )
         key = self._draft_file.key if self._draft_file else None
-        target_pool, draft_pool = self._pool_shapes()
-        if self._gpu is not None:
-            return self._gpu.build(
-                self._target,
-                self._drafter,
-                (target_pool, draft_pool),
-                self.tokenizer,
-                self.max_context,
-                self.draft_window,
-                key,
-                self._progress,
-            )
-        per_token = target_pool.bytes_per_token() + (draft_pool.bytes_per_token() if draft_pool else 0)
-        room = StateRoom.plan(target_pool.states, self.config, PAGE_TOKENS, per_token)
-        pages = pool_pages(
-            self.config.cache_tokens, self.max_context, PAGE_TOKENS, per_token + room.token_bytes, room.reserved_bytes
-        )
-        self._pools = KvPools(pages, PAGE_TOKENS, target_pool, draft_pool, room.slots(pages), room.stride)
-        blocks = self._in_blocks(self._drafter) if self._drafter is not None else None
-        return Engine(
-            Runner(self._target, self._pools, PAGE_TOKENS, blocks),
-            self._pools,
-            PageTable(pages),
-            self.tokenizer,
-            self.config,
-            self.max_context,
-            key,
-            self.exact,
-            self._measure_costs,
-        )
-
-    def _in_blocks(self, drafter: DFlashDrafter) -> BlockDrafter:
-        if self._gpu is not None:
-            return self._gpu.in_blocks(drafter)
-        return BlockDrafter(self._target, drafter, self._pools, PAGE_TOKENS, self.draft_window)
-
-    def _measure_costs(self) -> CostTable:
-        assert self._drafter is not None, "only speculation asks for costs"
-        shapes = self._pool_shapes()
-        return measure_costs(
-            self._target, self._drafter, lambda pages: KvPools(pages, PAGE_TOKENS, *shapes), PAGE_TOKENS, self._progress
-        )
+        return Engine(executor, self.tokenizer, self.config, self.max_context, key)
 
     def measure_costs(self) -> dict[str, object]:
         """The step costs the policy decides with; measured now if no request has needed them yet."""
@@ -183,8 +128,7 @@ class LLM:
 
     def prepare_batches(self) -> None:
         """Does now what several requests at once would first have to wait for on a GPU; nothing on a CPU."""
-        if self._gpu is not None:
-            self._gpu.capture_batches()
+        self._engine.executor.prepare_batches()
 
     @property
     def engine(self) -> Engine:
@@ -209,7 +153,7 @@ class LLM:
             raise RequestError("without a drafter there is nothing to adapt", "load one with --draft")
         parsed = parse_source(source)
         self._engine.check_new_variant(parsed.name)
-        return self._draft_file.variant(parsed, self._in_blocks, self._progress)
+        return self._draft_file.variant(parsed, self._engine.executor.blocks, self._progress)
 
     def install_draft_lora(self, variant: DraftVariant) -> str:
         """Lets requests use a loaded variant by its name; only the thread that steps the engine may do this."""
@@ -240,20 +184,10 @@ class LLM:
         """Which kernels serve, and why those."""
         return self._gpu.label if self._gpu is not None else availability().reason
 
-    @cached_property
+    @property
     def exact(self) -> bool:
         """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
-        if self._gpu is not None:
-            return self._gpu.exact
-        config, layers = self._target.config, self._target.layers
-        one_of_each = {type(layer): layer for layer in layers}.values()
-        heads = {(layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim) for layer in layers}
-        return (
-            self._target.weight_format in ROW_INVARIANT_FORMATS
-            and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)
-            and all(attention_is_exact(*shape, PAGE_TOKENS) for shape in heads)
-            and (config.states is None or delta_is_exact(config.states))
-        )
+        return self._engine.executor.exact
 
     @property
     def draft_window(self) -> int:
@@ -353,7 +287,7 @@ class LLM:
 
     def profiler(self) -> Profiler:
         """Clocks decoding steps while it is entered; requests must run alone meanwhile."""
-        return make_profiler(self._engine, self._gpu)
+        return make_profiler(self._engine)
 
     def prompt_ids(self, prompt: str | Messages, *, chat: bool = False, limit: int | None = None) -> list[int]:
         """Token ids of raw text, or of messages through the chat template; more than `limit` are refused."""
@@ -390,7 +324,6 @@ class LLM:
         """Drops models and caches; the object cannot be used afterwards."""
         self._engine.grammars.close()
         del self._engine, self._target, self._draft_file, self._gpu, self._templates
-        vars(self).pop("_pools", None)  # a GPU's belong to its backend
 
     def __enter__(self) -> LLM:
         return self

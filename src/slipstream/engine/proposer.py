@@ -1,15 +1,18 @@
-"""Decides, step by step, what every decoding sequence verifies: asks gates and policy, drafts, grows proposals."""
+"""Decides, step by step, what every decoding sequence verifies: asks gates and policy, drafts, grows proposals.
+
+It is the only caller of the adaptive policy, for steps that the host drives and for whole device steps alike.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypedDict
 
-from slipstream.engine.runner import Runner
-from slipstream.engine.scheduler import Ticket
-from slipstream.engine.session import Session, Speculation
+from slipstream.engine.active_sequence import ActiveSequence
+from slipstream.engine.draft_context import DraftContexts
+from slipstream.engine.outcomes import Proposed, SequenceOutcome
+from slipstream.engine.variants import DraftVariants
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
@@ -17,27 +20,36 @@ from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
-from slipstream.types import Proposal, Verdict
+from slipstream.types import Proposal
 
-_HEAD_CANDIDATES = 64  # what a head may choose among; the base ranking hardly ever hides its favourite further down
-AUTO_CANDIDATES = 16  # per slot; deeper ranks hardly ever survive a comparison with a row's cost
-_FLOOR_SHARE = 0.7  # rows become dearer in steps, so a node below the average price may still come for free
-_TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2  # one of so many refreshes the cost table: looking takes time as well
-_log = logging.getLogger("slipstream")
+# A head chooses among so many candidates of a slot; the base ranking hardly ever hides its favourite further down.
+_HEAD_CANDIDATES = 64
+# Candidates of a slot that the policy weighs; deeper ranks hardly ever survive a comparison with the cost of a row.
+AUTO_CANDIDATES = 16
+# A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
+_FLOOR_SHARE = 0.7
+# One of so many steps refreshes the cost table, because looking takes time as well.
+_TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
+GATE_CLOSED = "the gate has closed"
 
 
-class Plan(NamedTuple):
-    """What one sequence verifies in this step, and why."""
+class StepTimes(NamedTuple):
+    """A step that held nothing but decoding, as the cost table sees it."""
 
-    proposal: Proposal
-    decision: Decision
+    shape: StepShape
+    committed: int  # tokens of all sequences
+    step_ms: float  # without the draft
+    total_ms: float  # with the draft
 
 
 class Proposer:
     """One per engine; the policy and its cost table are made when the first request needs them."""
 
-    def __init__(self, runner: Runner, measure_costs: Callable[[], CostTable]) -> None:
-        self._runner = runner
+    def __init__(
+        self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable]
+    ) -> None:
+        self._contexts = contexts
+        self._variants = variants
         self._measure_costs = measure_costs
         self._policy: Policy | None = None
         self._plain_steps = 0  # in a row
@@ -53,100 +65,115 @@ class Proposer:
         if self._policy is not None:
             self._policy.forget(variant)
 
-    def speculation(self, ticket: Ticket) -> Speculation:
-        """The state a new request speculates with."""
-        request, drafter = ticket.request, self._runner.drafter
+    def prepare(self, sequence: ActiveSequence) -> None:
+        """Decides how a new sequence speculates; without a drafter it decodes plainly."""
+        request, drafter = sequence.request, self._variants.drafter
         if request.mode.kind == "plain" or drafter is None:
-            return Speculation(ticket, rows=1)
-        rows = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or drafter.proposals + 1
+            return
+        automatic = request.mode.kind == "auto"
+        sequence.row_limit = MAX_AUTO_ROWS if automatic else request.mode.width or drafter.proposals + 1
         if request.gate.kind == "auto":
-            sampled = not request.sampling.greedy
-            policy = self.policy.sequence(request.mode, request.gate, drafter.proposals, sampled, ticket.state.variant)
-            return Speculation(ticket, rows, policy)
-        if request.gate.kind == "ema":
+            sequence.policy = self.policy.sequence(
+                request.mode, request.gate, drafter.proposals, not sequence.greedy, sequence.state.variant
+            )
+        elif request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
-            return Speculation(ticket, rows, gate=EmaGate(request.gate))
-        return Speculation(ticket, rows, gate=EntropyGate(request.gate) if request.gate.kind == "entropy" else None)
+            sequence.gate = EmaGate(request.gate)
+        elif request.gate.kind == "entropy":
+            sequence.gate = EntropyGate(request.gate)
 
-    def propose(self, sessions: Sequence[Session]) -> tuple[list[Plan], float]:
-        """One plan per decoding sequence, and the seconds spent on them."""
+    def propose(self, sequences: Sequence[ActiveSequence]) -> tuple[list[Proposed], float]:
+        """What each decoding sequence verifies, and the seconds spent on deciding and drafting."""
         began = time.perf_counter()
-        if self._resting(sessions):
-            return [_undrafted(session) for session in sessions], time.perf_counter() - began
-        slots = self.slots(sessions)
+        if self._resting(sequences):
+            return [_undrafted(sequence) for sequence in sequences], time.perf_counter() - began
+        slots = self.slots(sequences)
+        drafts = self._draft(sequences, slots)
+        proposed = self._proposed(sequences, drafts, weigh=any(slots))
+        for sequence, block in zip(sequences, drafts, strict=True):
+            if block is not None and block.broken:
+                sequence.note_bad_draft("the drafter's head gives numbers that are not finite; nothing follows there")
+        spent, drafting = time.perf_counter() - began, sum(count > 0 for count in slots)
+        self._drafted_steps += drafting > 0
+        if drafting and self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
+            # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
+            self._policy.costs.observe_draft(drafting, max(slots), longest_context(sequences), spent * 1e3)
+        return proposed, spent
+
+    def _draft(self, sequences: Sequence[ActiveSequence], slots: Sequence[int]) -> list[BlockDrafts | None]:
         wanting = [index for index, count in enumerate(slots) if count]
-        drafts: list[BlockDrafts | None] = [None] * len(sessions)
-        jobs = [self._job(sessions[index], slots[index]) for index in wanting]
-        for index, block in zip(wanting, self._runner.draft(jobs), strict=True):
+        jobs = [self._job(sequences[index], slots[index]) for index in wanting]
+        drafts: list[BlockDrafts | None] = [None] * len(sequences)
+        for index, block in zip(wanting, self._contexts.draft(jobs), strict=True):
             drafts[index] = block
             if block is None:
-                self._bad_draft(sessions[index], "the drafter's numbers are not finite; such steps run plain")
-        fixed = {
-            index: _fixed(session, drafts[index])
-            for index, session in enumerate(sessions)
-            if session.speculation.policy is None
-        }
-        governed = [index for index in range(len(sessions)) if index not in fixed]
-        chosen = [_undrafted(sessions[index]) for index in governed]
-        if jobs and governed:
-            rest = _rest([sessions[i] for i in fixed], sum(len(plan.proposal.tokens) for plan in fixed.values()))
-            chosen = self._choose([sessions[i] for i in governed], [drafts[i] for i in governed], rest)
-        settled = fixed | dict(zip(governed, chosen, strict=True))
-        plans = [settled[index] for index in range(len(sessions))]
-        for session, block in zip(sessions, drafts, strict=True):
-            if block is not None and block.broken:
-                self._bad_draft(session, "the drafter's head gives numbers that are not finite; nothing follows there")
-        spent = time.perf_counter() - began
-        self._drafted_steps += bool(jobs)
-        if jobs and self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
-            # growing and choosing are part of what a draft costs, and so is a pass for every variant in the step
-            self._policy.costs.observe_draft(len(jobs), max(slots), _context(sessions), spent * 1e3)
-        return plans, spent
+                sequences[index].note_bad_draft("the drafter's numbers are not finite; such steps run plain")
+        return drafts
 
-    def _resting(self, sessions: Sequence[Session]) -> bool:
-        """Whether all decode plainly for now: such steps come by the hundred, and planning each takes time."""
-        if self._policy is None or not sessions:
+    def _proposed(
+        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], weigh: bool
+    ) -> list[Proposed]:
+        """Fixed shapes as requests ask for them; the policy then chooses for all other sequences at once.
+
+        Without `weigh` nothing was drafted, so that there is nothing to choose from.
+        """
+        found = {
+            index: _fixed(sequence, drafts[index])
+            for index, sequence in enumerate(sequences)
+            if sequence.policy is None
+        }
+        governed = [index for index in range(len(sequences)) if index not in found]
+        if weigh and governed:
+            rest = _rest([sequences[i] for i in found], sum(len(plan.proposal.tokens) for plan in found.values()))
+            chosen = self._choose([sequences[i] for i in governed], [drafts[i] for i in governed], rest)
+        else:
+            chosen = [_undrafted(sequences[index]) for index in governed]
+        found |= dict(zip(governed, chosen, strict=True))
+        return [found[index] for index in range(len(sequences))]
+
+    def _resting(self, sequences: Sequence[ActiveSequence]) -> bool:
+        """Whether all sequences decode plainly for now: such steps come by the hundred, so they are not planned."""
+        if self._policy is None or not sequences:
             return False
-        governed = [session.speculation.policy for session in sessions if session.speculation.policy is not None]
-        if len(governed) < len(sessions) or not self._policy.resting(governed):
+        governed = [sequence.policy for sequence in sequences if sequence.policy is not None]
+        if len(governed) < len(sequences) or not self._policy.resting(governed):
             return False
-        for session in sessions:
-            session.speculation.distrust = False
+        for sequence in sequences:
+            sequence.take_plain_step()
         return True
 
-    def slots(self, sessions: Sequence[Session]) -> list[int]:
+    def slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
         """How many positions to draft for each sequence; 0 is none."""
         slots, views, places = [], [], []
         fixed, fixed_rows = [], 0
-        for index, session in enumerate(sessions):
-            speculation, ticket = session.speculation, session.ticket
-            depth = min(speculation.rows, ticket.room) - 1
-            slots.append(min(depth, self.proposals) if speculation.drafts else 0)
-            if speculation.policy is not None:
-                views.append(View(speculation.policy, ticket.state.length, not session.greedy, ticket.room))
+        for index, sequence in enumerate(sequences):
+            drafts = sequence.drafts_fixed
+            slots.append(min(sequence.row_limit - 1, sequence.room - 1, self.proposals) if drafts else 0)
+            if sequence.policy is not None:
+                views.append(View(sequence.policy, sequence.state.length, not sequence.greedy, sequence.room))
                 places.append(index)
             else:
-                fixed.append(session)
-                fixed_rows += speculation.rows if speculation.drafts else 1
+                fixed.append(sequence)
+                fixed_rows += sequence.row_limit if drafts else 1
         if views:
             planned = self.policy.plan_drafts(views, **_rest(fixed, fixed_rows))
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
-        for index, session in enumerate(sessions):
-            # the masks of drafts would take as long as a slow constraint's own
-            if session.speculation.distrust or session.sampler.slow:
-                session.speculation.distrust, slots[index] = False, 0
+        for index, sequence in enumerate(sequences):
+            # The masks of its drafts would take a slow constraint as long as its own masks.
+            if sequence.take_plain_step() or sequence.sampler.slow:
+                slots[index] = 0
         return slots
 
-    def most_slots(self, sessions: Sequence[Session]) -> list[int]:
-        """As many positions for each sequence as it may draft, whatever its policy promises itself of them."""
+    def most_slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
+        """As many positions for each sequence as it may draft, whatever its policy expects of them."""
         slots = []
-        for session in sessions:
-            speculation, policy = session.speculation, session.speculation.policy
-            most = min(speculation.rows - 1, self.proposals) if policy is None else policy.deepest
-            depth = max(0, min(most, session.ticket.room - 1)) if policy is not None or speculation.drafts else 0
-            if speculation.distrust:
-                speculation.distrust, depth = False, 0
+        for sequence in sequences:
+            policy = sequence.policy
+            most = min(sequence.row_limit - 1, self.proposals) if policy is None else policy.deepest
+            depth = max(0, min(most, sequence.room - 1)) if policy is not None or sequence.drafts_fixed else 0
+            if sequence.take_plain_step():
+                depth = 0
             if policy is not None:
                 policy.planned(depth)
             slots.append(depth)
@@ -154,101 +181,107 @@ class Proposer:
 
     @property
     def proposals(self) -> int:
-        return self._runner.drafter.proposals if self._runner.drafter is not None else 0
+        """Tokens that one block of the drafter proposes."""
+        drafter = self._variants.drafter
+        return drafter.proposals if drafter is not None else 0
 
-    def _job(self, session: Session, slots: int) -> DraftJob:
-        speculation, request = session.speculation, session.ticket.request
-        candidates = speculation.rows - 1 if request.mode.kind == "tree" else 1
-        if speculation.policy is not None:
+    def _job(self, sequence: ActiveSequence, slots: int) -> DraftJob:
+        request, drafter = sequence.request, self._variants.drafter
+        candidates = sequence.row_limit - 1 if request.mode.kind == "tree" else 1
+        if sequence.policy is not None:
             candidates = AUTO_CANDIDATES
-        elif self._runner.drafter is not None and self._runner.drafter.drafter.heads is not None:
+        elif drafter is not None and drafter.drafter.heads is not None:
             candidates = max(candidates, _HEAD_CANDIDATES)
-        return DraftJob(session.ticket.state, session.sampler, slots, candidates, request.min_confidence)
+        return DraftJob(sequence.state, sequence.sampler, slots, candidates, request.min_confidence)
 
-    def bad_rows(self, session: Session) -> None:
-        """The target's rows of a proposal are not numbers, which may be the drafted tokens' doing."""
-        session.speculation.distrust = True
-        self._bad_draft(session, "the target's numbers for a drafted token are not finite; the next step runs plain")
-
-    @staticmethod
-    def _bad_draft(session: Session, what: str) -> None:
-        """Numbers that are none cost a step its speculation, never the request."""
-        session.stats.bad_drafts += 1
-        session.ticket.state.spoiled = True
-        if not session.speculation.warned:
-            session.speculation.warned = True
-            _log.warning("request %s: %s", session.ticket.request.id, what)
-
-    def _choose(self, sessions: Sequence[Session], drafts: Sequence[BlockDrafts | None], rest: _Rest) -> list[Plan]:
+    def _choose(
+        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], rest: _Rest
+    ) -> list[Proposed]:
         """Lets the policy pick among what was drafted, for all sequences it governs at once."""
         trees, chains, offers = [], [], []
-        for session, block in zip(sessions, drafts, strict=True):
-            chain, tree = self._grow(session, block)
+        for sequence, block in zip(sequences, drafts, strict=True):
+            chain, tree = self._grow(sequence, block)
             trees.append(tree)
             chains.append(chain)
-            policy, ticket = session.speculation.policy, session.ticket
-            assert policy is not None
-            offers.append(
-                Offer(policy, ticket.state.length, not session.greedy, tree.survivals[1:], chain.survivals[1:])
-            )
+            assert sequence.policy is not None
+            survivals = tree.survivals[1:], chain.survivals[1:]
+            offers.append(Offer(sequence.policy, sequence.state.length, not sequence.greedy, *survivals))
         choices = self.policy.choose(offers, **rest)
-        return [_settled(*settled) for settled in zip(sessions, trees, chains, choices, strict=True)]
+        return [_chosen(*each) for each in zip(sequences, trees, chains, choices, strict=True)]
 
-    def _grow(self, session: Session, block: BlockDrafts | None) -> tuple[Growth, Growth]:
+    def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None) -> tuple[Growth, Growth]:
         """The chain and the tree a sequence could verify, with calibrated survival."""
-        speculation, ticket = session.speculation, session.ticket
-        anchor = ticket.state.tokens[ticket.state.length]
-        policy = speculation.policy
+        anchor, policy = sequence.anchor, sequence.policy
         if block is None or policy is None:
             return Growth([anchor]), Growth([anchor])
-        depth = min(block.slots, ticket.room - 1)
-        nodes = speculation.rows - 1
-        if ticket.request.mode.kind == "chain":
+        depth, nodes = min(block.slots, sequence.room - 1), sequence.row_limit - 1
+        if sequence.request.mode.kind == "chain":
             return block.grow(anchor, min(depth, nodes), 0, 0, policy.calibration)
-        floor = _FLOOR_SHARE * self.policy.row_price(ticket.state.length, not session.greedy)
+        floor = _FLOOR_SHARE * self.policy.row_price(sequence.state.length, not sequence.greedy)
         return block.grow(anchor, min(depth, nodes), nodes, depth, policy.calibration, floor=floor)
 
-    def learn(self, session: Session, plan: Plan, verdict: Verdict, taken: int, top1: float | None) -> None:
-        """Tells the sequence's policy or gate what came of the step."""
-        speculation = session.speculation
-        if speculation.policy is not None:
-            if plan.proposal.nodes:
-                speculation.policy.learn(plan.proposal, verdict, verdict.tokens)
-            speculation.policy.committed(verdict.tokens[:taken])
-        elif isinstance(speculation.gate, EntropyGate) and top1 is not None:
-            speculation.gate.observe(top1)
+    @staticmethod
+    def learn(outcome: SequenceOutcome) -> None:
+        """Tells a sequence's policy or gate what came of its verified step."""
+        sequence, step = outcome.sequence, outcome.step
+        if step is None:
+            return
+        if sequence.policy is not None:
+            if step.proposal.nodes:
+                sequence.policy.learn(step.proposal, step.verdict, step.verdict.tokens)
+            sequence.policy.committed(step.verdict.tokens[: len(outcome.tokens)])
+        elif isinstance(sequence.gate, EntropyGate) and outcome.top1 is not None:
+            sequence.gate.observe(outcome.top1)
 
     def observe(
         self,
-        sessions: Sequence[Session],
-        plans: Sequence[Plan],
+        sequences: Sequence[ActiveSequence],
+        proposed: Sequence[Proposed],
         committed: Sequence[int],
         draft_s: float,
         step_s: float,
     ) -> None:
-        """Refreshes the cost table with a step that held nothing but decoding; `step_s` leaves drafting out."""
-        if self._policy is None or not sessions:
+        """Learns costs from a step of the host that held nothing but decoding; `step_s` leaves drafting out."""
+        drafted = any(each.proposal.nodes for each in proposed)
+        if not sequences or not self.timing_due(drafted):
             return
-        drafted = any(plan.proposal.nodes for plan in plans)
-        self._plain_steps = 0 if drafted else self._plain_steps + 1
-        # plain steps come by the hundred, and looking at each would cost a hundredth of it
-        if self._plain_steps % _TIMED_PLAIN_STEPS:
-            return
-        sampled, step_ms = any(not session.greedy for session in sessions), step_s * 1e3
-        if not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS:
-            branching = any(plan.proposal.branching for plan in plans)
-            rows = sum(len(plan.proposal.tokens) for plan in plans)
-            shape = StepShape(len(sessions), rows, _context(sessions), sampled, branching)
-            self._policy.costs.observe_step(shape, step_ms)
-        if any(session.speculation.policy is not None for session in sessions):
-            self._policy.progress(sum(committed), draft_s * 1e3 + step_ms)
-        for session, plan, tokens in zip(sessions, plans, committed, strict=True):
+        branching = any(each.proposal.branching for each in proposed)
+        rows = sum(len(each.proposal.tokens) for each in proposed)
+        sampled = any(not sequence.greedy for sequence in sequences)
+        shape = StepShape(len(sequences), rows, longest_context(sequences), sampled, branching)
+        gates = [
+            (sequence.gate, count)
+            for sequence, own, count in zip(sequences, proposed, committed, strict=True)
+            if isinstance(sequence.gate, EmaGate) and own.proposal.nodes
+        ]
+        times = StepTimes(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
+        timed = not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS
+        self.refresh(times, any(each.policy is not None for each in sequences), gates, timed)
+        for sequence, plan, count in zip(sequences, proposed, committed, strict=True):
             promised = plan.decision.expected_tokens
-            if session.speculation.policy is not None and plan.proposal.nodes and promised is not None:
-                self._policy.keep(session.speculation.policy, promised, tokens)
-            if isinstance(session.speculation.gate, EmaGate) and plan.proposal.nodes:
-                plain = StepShape(len(sessions), len(sessions), _context(sessions), sampled, branching=False)
-                session.speculation.gate.observe(tokens, draft_s * 1e3 + step_ms, self._policy.costs.step_ms(plain))
+            if sequence.policy is not None and plan.proposal.nodes and promised is not None:
+                self.policy.keep(sequence.policy, promised, count)
+
+    def timing_due(self, drafted: bool) -> bool:
+        """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
+        if self._policy is None:
+            return False
+        self._plain_steps = 0 if drafted else self._plain_steps + 1
+        return not self._plain_steps % _TIMED_PLAIN_STEPS
+
+    def refresh(
+        self, times: StepTimes, governed: bool, gates: Sequence[tuple[EmaGate, int]], timed: bool = True
+    ) -> None:
+        """Takes in what a step really cost; `gates` are those of drafting sequences, with the tokens of each."""
+        policy = self.policy
+        if timed:
+            policy.costs.observe_step(times.shape, times.step_ms)
+        if governed:
+            policy.progress(times.committed, times.total_ms)
+        if gates:
+            plain_ms = policy.costs.step_ms(times.shape._replace(rows=times.shape.batch, branching=False))
+            for gate, tokens in gates:
+                gate.observe(tokens, times.total_ms, plain_ms)
 
 
 class _Rest(TypedDict):
@@ -260,42 +293,39 @@ class _Rest(TypedDict):
     fixed_sampled: bool
 
 
-def _rest(sessions: Sequence[Session], rows: int) -> _Rest:
-    sampled = any(not session.greedy for session in sessions)
-    return _Rest(
-        fixed_rows=rows, fixed_sequences=len(sessions), fixed_context=_context(sessions), fixed_sampled=sampled
-    )
+def _rest(sequences: Sequence[ActiveSequence], rows: int) -> _Rest:
+    sampled = any(not sequence.greedy for sequence in sequences)
+    context = longest_context(sequences)
+    return _Rest(fixed_rows=rows, fixed_sequences=len(sequences), fixed_context=context, fixed_sampled=sampled)
 
 
-def _context(sessions: Sequence[Session]) -> int:
-    return max((session.ticket.state.length for session in sessions), default=0)
+def longest_context(sequences: Sequence[ActiveSequence]) -> int:
+    return max((sequence.state.length for sequence in sequences), default=0)
 
 
-def _fixed(session: Session, block: BlockDrafts | None) -> Plan:
+def _fixed(sequence: ActiveSequence, block: BlockDrafts | None) -> Proposed:
     """The shape the request asked for, or the anchor alone."""
-    ticket, speculation = session.ticket, session.speculation
-    anchor = ticket.state.tokens[ticket.state.length]
     if block is None:
-        closed = speculation.gate is not None and not speculation.gate.open
-        return Plan(Proposal((anchor,), (-1,)), Decision("plain", "the gate has closed" if closed else ""))
-    mode, depth = ticket.request.mode, min(block.slots, ticket.room - 1)
+        closed = sequence.gate is not None and not sequence.gate.open
+        return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", GATE_CLOSED if closed else ""))
+    mode, depth, nodes = sequence.request.mode, min(block.slots, sequence.room - 1), sequence.row_limit - 1
     if mode.kind == "tree":
-        growth = block.grow(anchor, 0, speculation.rows - 1, depth, seeded=mode.seeded)[1]
+        growth = block.grow(sequence.anchor, 0, nodes, depth, seeded=mode.seeded)[1]
     else:
-        growth = block.grow(anchor, min(depth, speculation.rows - 1), 0, 0)[0]
-    return Plan(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
+        growth = block.grow(sequence.anchor, min(depth, nodes), 0, 0)[0]
+    return Proposed(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
 
 
-def _undrafted(session: Session) -> Plan:
-    """The anchor alone, where the policy has asked for no draft and there is nothing to weigh."""
-    state, policy = session.ticket.state, session.speculation.policy
-    return Plan(Proposal((state.tokens[state.length],), (-1,)), Decision("plain", policy.note if policy else ""))
+def _undrafted(sequence: ActiveSequence) -> Proposed:
+    """The anchor alone, where the policy asked for no draft."""
+    note = sequence.policy.note if sequence.policy is not None else ""
+    return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", note))
 
 
-def _settled(session: Session, tree: Growth, chain: Growth, choice: Choice) -> Plan:
+def _chosen(sequence: ActiveSequence, tree: Growth, chain: Growth, choice: Choice) -> Proposed:
     growth = tree if choice.kind == "tree" else chain
     if choice.kind == "plain":
-        if chain.nodes and session.speculation.policy is not None:
-            session.speculation.policy.shadow(chain.tokens[1:], chain.chances[1:])
-        return Plan(growth.proposal(0), choice.decision)
-    return Plan(growth.proposal(choice.nodes), choice.decision)
+        if chain.nodes and sequence.policy is not None:
+            sequence.policy.shadow(chain.tokens[1:], chain.chances[1:])
+        return Proposed(growth.proposal(0), choice.decision)
+    return Proposed(growth.proposal(choice.nodes), choice.decision)

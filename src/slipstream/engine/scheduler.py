@@ -1,10 +1,10 @@
-"""Decides who runs: the line and its slots, admission by pages, turns, pauses, prefill on a fixed grid; no tensors.
+"""Decides which sequences run: the queue and its slots, admission by pages, turns, pauses, prefill on a fixed grid.
 
-Larger priorities go first, and within one who came first. Slots are shared only where that is sensible: while nobody
-waits everybody keeps theirs, and when somebody does, a sequence that has had its quantum hands its slot to the first
-in line that can really start, of its own priority or a higher one (to a higher one at once). It keeps its pages and
-goes to the end of its line, so that it goes on later without computing anything twice. Waiting raises the priority a
-request counts with, so that a steady stream of larger ones cannot keep it waiting for ever.
+No tensors here. Larger priorities go first, and within one priority the earlier request. While no sequence waits, every
+running sequence keeps its slot. When one waits, a running sequence that has used up its quantum hands its slot to the
+first waiting sequence that can really start and has the same or a higher priority (to a higher one at once). It keeps
+its pages and goes to the end of its queue, so that it goes on later without computing anything twice. Waiting raises
+the priority a request counts with, so that a steady stream of larger priorities cannot keep it waiting for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from slipstream.cache.pages import PageTable
 from slipstream.cache.prefix import PrefixCache
@@ -24,44 +24,46 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.errors import BusyError, RequestError, StaleEpochError
 from slipstream.types import Request
 
+# Tokens a sequence decodes before it may have to hand its slot over. With fewer, sequences change places more often,
+# which costs a new plan each time; with more, a short request waits longer behind long ones.
 QUANTUM_TOKENS = 64
 # Waiting this long counts as one priority more. Answers take seconds, so a larger priority still goes first in a busy
-# hour; the smallest priority (-100) passes the largest (100) after 33 minutes.
+# hour; a request of the smallest priority (-100) overtakes one of the largest (100) after 33 minutes.
 AGEING_S = 10.0
 # Steps with prompts and steps without share the time 1 to 3. At 1 to 2, a client that sends short requests without a
 # pause makes its neighbours 1.9 times as slow and sometimes more than twice; at 1 to 3, 1.7 times.
 _DECODING_SHARE = 3
-_ROWS_PER_TOKEN = 8  # prefilled rows that take about as long as one decoded token
+_ROWS_PER_TOKEN = 8  # so many prefilled rows take about as long as one decoded token, and count as one in a quantum
 
 Phase = Literal["waiting", "prefill", "decode", "yielded", "paused", "paused-evicted"]
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its way through the scheduler."""
+class ScheduledSequence:
+    """A sequence as the scheduler sees it."""
 
     request: Request
     state: SequenceState
-    positions: int  # room the sequence may ever need, drafted rows included
+    positions: int  # cached positions the sequence may ever need, drafted rows included
     draft_key: str | None
     max_tokens: int
     generated: int = 0
     cached_tokens: int = 0
     cancelled: bool = False
-    epoch: int = 0  # rises with every pause; whoever resumes must name the current one
-    ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for it now
+    epoch: int = 0  # rises with every pause; a call that resumes the sequence must name the current one
+    ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for the sequence now
     where: Literal["waiting", "running", "paused"] = "waiting"
-    place: int = 0  # in the line, by arrival
-    since: float = 0.0  # when it lined up: from then on it ages
-    level: int = 0  # its priority when it got its slot, raised by what it had waited: only larger ones take it away
-    turn: int = 0  # the order in which prompts had their last chunk, or got their slots
-    chunk_at: float = 0.0  # when that was: from then on a prompt ages
-    kept_tokens: tuple[int, ...] = ()  # what a sequence that lost its pages is computed from again
-    _seated_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
+    place: int = 0  # in the queue, by arrival
+    since: float = 0.0  # when it joined the queue: from then on its priority rises
+    level: int = 0  # its priority, raised by its waiting, when it got its slot: only a larger one takes the slot away
+    turn: int = 0  # orders prompts by their last chunk, or by when they got their slots
+    chunk_at: float = 0.0  # when that was: from then on the priority of its prompt rises
+    kept_tokens: tuple[int, ...] = ()  # a sequence that lost its pages is computed again from these
+    _slot_taken_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
 
     @property
     def prefilling(self) -> bool:
-        # behind a first token only the anchor has still to run, unless the sequence lost its pages
+        # After the first token only the anchor has still to run, unless the sequence lost its pages.
         return self.generated == 0 or self.state.length < len(self.state.tokens) - 1
 
     @property
@@ -80,7 +82,7 @@ class Ticket:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Where it stands in the line: a priority is worth as much as having come that much earlier."""
+        """Its place in the queue: a priority more is worth as much as having come `AGEING_S` earlier."""
         return self.since - AGEING_S * self.priority, self.place
 
     def aged(self, now: float, since: float | None = None) -> int:
@@ -95,43 +97,57 @@ class Ticket:
             return "paused-evicted" if self.kept_tokens else "paused"
         return "yielded" if self.state.pages or self.kept_tokens else "waiting"
 
-    def sit_down(self, turn: int, now: float) -> None:
+    def take_slot(self, turn: int, now: float) -> None:
         self.where, self.turn, self.level, self.chunk_at = "running", turn, self.aged(now), now
-        self._seated_at = (self.generated, self.state.length)
+        self._slot_taken_at = (self.generated, self.state.length)
 
     @property
     def served(self) -> int:
-        """What it had of its slot so far, in decoded tokens or prefilled rows worth as many."""
-        tokens = self.generated - self._seated_at[0]
-        rows = self.state.length - self._seated_at[1] - tokens
+        """What it had of its slot so far, in decoded tokens or in prefilled rows counted as tokens."""
+        tokens = self.generated - self._slot_taken_at[0]
+        rows = self.state.length - self._slot_taken_at[1] - tokens
         return tokens + max(0, rows) // _ROWS_PER_TOKEN
 
 
+Scheduled = TypeVar("Scheduled", bound=ScheduledSequence)
+
+
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    ticket: Ticket
+class Requirements:
+    """What a request needs of the engine, known before it runs."""
+
+    positions: int  # cached positions, drafted rows included
+    max_tokens: int
+    draft_key: str | None  # names the draft context it may share; None if it drafts nothing
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk(Generic[Scheduled]):
+    """Consecutive prompt positions of one sequence that one step computes."""
+
+    sequence: Scheduled
     start: int
     stop: int
 
     @property
     def last(self) -> bool:
-        """Whether a first token comes of it; one that is computed again has its tokens already."""
-        return self.stop == len(self.ticket.state.tokens)
+        """Whether the chunk yields a first token; a sequence that is computed again has its tokens already."""
+        return self.stop == len(self.sequence.state.tokens)
 
 
 @dataclass(slots=True)
-class StepPlan:
+class StepPlan(Generic[Scheduled]):
     """The rows of one target forward."""
 
-    prefill: list[PrefillChunk] = field(default_factory=list)
-    decode: list[Ticket] = field(default_factory=list)
+    prefill: list[PrefillChunk[Scheduled]] = field(default_factory=list)
+    decode: list[Scheduled] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
 
 
-class Scheduler:
-    """A sequence is admitted only when its pages for the whole way are there, so whoever runs can always finish."""
+class Scheduler(Generic[Scheduled]):
+    """Admits a sequence only when all pages it can ever need are free, so that a running sequence can always finish."""
 
     def __init__(
         self,
@@ -156,165 +172,166 @@ class Scheduler:
         self._quantum = quantum
         self._states = states
         self._clock = clock
-        self._owed_s = 0.0  # how long decoding goes on alone before the next prompt
+        self._owed_s = 0.0  # seconds that decoding goes on alone before the next prompt
         self._pauses = 0
-        self._stuck: tuple[Ticket, tuple[int, ...]] | None = None  # what could not start, and from which supply
+        # The sequence that could not start, and the supply it could not start from.
+        self._stuck: tuple[Scheduled, tuple[int, ...]] | None = None
         self._places = itertools.count()
         self._turns = itertools.count()
-        self.waiting: list[Ticket] = []  # in the order they are served; a yielded one among them holds its pages
-        self.running: list[Ticket] = []
-        self.paused: list[Ticket] = []  # who was paused first comes first
+        self.waiting: list[Scheduled] = []  # in the order they are served; one that yielded its slot holds its pages
+        self.running: list[Scheduled] = []
+        self.paused: list[Scheduled] = []  # the one paused first comes first
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything; paused sequences alone give it nothing to do."""
-        return bool(self.running or self.waiting) or any(ticket.cancelled for ticket in self.paused)
+        return bool(self.running or self.waiting) or any(sequence.cancelled for sequence in self.paused)
 
     @property
     def newcomers(self) -> int:
-        """Requests in line that have not run yet; who was let in once and paused comes back without being counted."""
-        return sum(ticket.phase == "waiting" and not ticket.epoch for ticket in self.waiting)
+        """Waiting requests that have not run yet; one that was paused comes back without being counted."""
+        return sum(sequence.phase == "waiting" and not sequence.epoch for sequence in self.waiting)
 
-    def check_fits(self, ticket: Ticket) -> None:
-        """Refuses what could not run even alone."""
-        pages = -(-ticket.positions // self._page_tokens)
+    def check_fits(self, positions: int) -> None:
+        """Refuses a request that could not run even alone."""
+        pages = -(-positions // self._page_tokens)
         if pages > self._table.total:
             raise RequestError(
-                f"the request needs {ticket.positions} cached positions, the cache holds "
+                f"the request needs {positions} cached positions, the cache holds "
                 f"{self._table.total * self._page_tokens}",
                 "shorten the prompt, lower max_tokens, or give the engine more cache",
             )
 
-    def add(self, ticket: Ticket) -> None:
-        self.check_fits(ticket)
+    def add(self, sequence: Scheduled) -> None:
+        """Queues a sequence that fits (`check_fits`); refuses it while too many wait that have never run."""
         newcomers = self.newcomers
         if newcomers >= self._max_waiting:
             raise BusyError(f"{newcomers} requests are waiting already")
-        self._line_up(ticket)
+        self._line_up(sequence)
 
-    def find(self, request_id: str) -> Ticket | None:
+    def find(self, request_id: str) -> Scheduled | None:
         return next((t for t in self._all() if t.request.id == request_id), None)
 
-    def drop_cancelled(self) -> list[Ticket]:
+    def drop_cancelled(self) -> list[Scheduled]:
         """Takes cancelled requests out and gives their pages back."""
-        gone = [ticket for ticket in self._all() if ticket.cancelled]
-        for ticket in gone:
-            self.finish(ticket)
+        gone = [sequence for sequence in self._all() if sequence.cancelled]
+        for sequence in gone:
+            self.finish(sequence)
         return gone
 
-    def pause(self, ticket: Ticket) -> int:
-        """Takes a request out of its slot or the line, pages and all; returns the epoch that resumes it."""
-        if ticket.where != "paused":
-            self._leave(ticket)
-            ticket.where, ticket.epoch = "paused", ticket.epoch + 1
+    def pause(self, sequence: Scheduled) -> int:
+        """Takes a sequence out of its slot or the queue; it keeps its pages. Returns the epoch that resumes it."""
+        if sequence.where != "paused":
+            self._leave(sequence)
+            sequence.where, sequence.epoch = "paused", sequence.epoch + 1
             self._pauses += 1
-            self.paused.append(ticket)
-        return ticket.epoch
+            self.paused.append(sequence)
+        return sequence.epoch
 
-    def resume(self, ticket: Ticket, epoch: int) -> None:
-        """Puts a paused request in line again."""
-        name = ticket.request.id
-        if ticket.where != "paused":
+    def resume(self, sequence: Scheduled, epoch: int) -> None:
+        """Puts a paused sequence into the queue again."""
+        name = sequence.request.id
+        if sequence.where != "paused":
             raise StaleEpochError(f"request '{name}' is not paused", "it was resumed already")
-        if epoch != ticket.epoch:
-            raise StaleEpochError(f"request '{name}' is at epoch {ticket.epoch}, not {epoch}", "it was paused again")
-        self._leave(ticket)
-        self._line_up(ticket)
+        if epoch != sequence.epoch:
+            raise StaleEpochError(f"request '{name}' is at epoch {sequence.epoch}, not {epoch}", "it was paused again")
+        self._leave(sequence)
+        self._line_up(sequence)
 
     def admit(self) -> None:
-        """Fills free slots from the line, then lets those change places whose quantum is used up."""
+        """Fills free slots from the queue, then lets sequences change places whose quantum is used up."""
         short_of_pages = False
-        for ticket in list(self.waiting):
+        for sequence in list(self.waiting):
             leaving = None
             if len(self.running) >= self._max_sequences:
-                leaving = self._who_yields_to(ticket)
+                leaving = self._yielding_to(sequence)
                 if leaving is None:
-                    break  # the line is sorted: those behind wait too
-            # who cannot start is not overtaken, except by those who hold their pages and will only give some back
-            if not ticket.state.pages and (short_of_pages or not self._try_start(ticket)):
+                    break  # the queue is sorted: all further sequences wait too
+            # A sequence that cannot start is overtaken only by sequences that hold their pages already.
+            if not sequence.state.pages and (short_of_pages or not self._try_start(sequence)):
                 short_of_pages = True
                 continue
             if leaving is not None:
                 self._yield(leaving)
-            self.waiting.remove(ticket)
-            self.running.append(ticket)
-            ticket.sit_down(next(self._turns), self._clock())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.take_slot(next(self._turns), self._clock())
 
-    def _who_yields_to(self, newcomer: Ticket) -> Ticket | None:
-        """The lowest priority's sequence that has had most, if it may be asked to make room for this one."""
+    def _yielding_to(self, newcomer: Scheduled) -> Scheduled | None:
+        """The running sequence of the lowest priority that had most of its slot, if it must yield to this one."""
         aged = newcomer.aged(self._clock())
         candidates = [
             t for t in self.running if t.level < newcomer.priority or (t.priority <= aged and t.served >= self._quantum)
         ]
         return min(candidates, key=lambda t: (t.priority, -t.served), default=None)
 
-    def _yield(self, ticket: Ticket) -> None:
-        """Back into the line: to its end, or to its old place if it was cut short."""
-        self.running.remove(ticket)
-        self._line_up(ticket, keeps_place=ticket.served < self._quantum)
+    def _yield(self, sequence: Scheduled) -> None:
+        """Puts a running sequence back into the queue: at its end, or at its old place if it was cut short."""
+        self.running.remove(sequence)
+        self._line_up(sequence, keeps_place=sequence.served < self._quantum)
 
-    def _line_up(self, ticket: Ticket, keeps_place: bool = False) -> None:
-        ticket.where = "waiting"
+    def _line_up(self, sequence: Scheduled, keeps_place: bool = False) -> None:
+        sequence.where = "waiting"
         if not keeps_place:
-            ticket.place, ticket.since = next(self._places), self._clock()
-        insort(self.waiting, ticket, key=lambda t: t.order)
+            sequence.place, sequence.since = next(self._places), self._clock()
+        insort(self.waiting, sequence, key=lambda t: t.order)
 
-    def _try_start(self, ticket: Ticket) -> bool:
-        """Starts a sequence if it can; one that could not is not tried again before something has come free."""
-        if self._stuck == (ticket, self._supply()):
+    def _try_start(self, sequence: Scheduled) -> bool:
+        """Starts a sequence if it can; one that could not start is tried again only after pages or slots came free."""
+        if self._stuck == (sequence, self._supply()):
             return False
-        started = self._start(ticket)
-        self._stuck = None if started else (ticket, self._supply())
+        started = self._start(sequence)
+        self._stuck = None if started else (sequence, self._supply())
         return started
 
     def _supply(self) -> tuple[int, ...]:
-        """Changes whenever pages or slots of states may have come free: only then can more requests start."""
+        """A value that changes whenever pages or state slots may have come free: only then can more sequences start."""
         return self._table.releases, self._pauses, 0 if self._states is None else self._states.available
 
-    def _start(self, ticket: Ticket) -> bool:
+    def _start(self, sequence: Scheduled) -> bool:
         """Gives a sequence its pages, a shared prefix first; False leaves everything as it was."""
-        tokens = ticket.kept_tokens or ticket.request.prompt_ids
+        tokens = sequence.kept_tokens or sequence.request.prompt_ids
         cached: list[int] = []
         branch = 0
-        if self._prefix is not None and ticket.request.cache_prompt:
-            cached = self._prefix.take(tokens, ticket.draft_key)
+        if self._prefix is not None and sequence.request.cache_prompt:
+            cached = self._prefix.take(tokens, sequence.draft_key)
             branch = self._prefix.last_match
-        missing = -(-ticket.positions // self._page_tokens) - len(cached)
+        missing = -(-sequence.positions // self._page_tokens) - len(cached)
         if not (self._make_state_room() and self._make_room(missing)):
             if self._prefix is not None:
                 self._prefix.give_back(cached)
             return False
-        ticket.state.start(tokens, cached)
-        ticket.state.reserve(ticket.positions)
-        ticket.state.branch = branch
-        if not ticket.generated:
-            ticket.cached_tokens = ticket.state.length
-        ticket.kept_tokens = ()
+        sequence.state.start(tokens, cached)
+        sequence.state.reserve(sequence.positions)
+        sequence.state.branch = branch
+        if not sequence.generated:
+            sequence.cached_tokens = sequence.state.length
+        sequence.kept_tokens = ()
         return True
 
     def _make_room(self, pages: int) -> bool:
-        """Frees pages of the prefix cache, then of paused sequences; asked first, so that nobody loses any in vain."""
+        """Frees pages of the prefix cache, then of paused sequences, but only if that will be enough."""
         if pages <= self._table.free:
             return True
         found = self._table.free + self._evictable(pages)
         if found < pages and found + self._reclaimable() < pages:
             return False
-        for ticket in list(self.paused):
-            # the cache is walked through only when the pages taken so far could be enough
+        for sequence in list(self.paused):
+            # Counting the cache's pages takes long, so it is done only when the pages taken so far could be enough.
             if found >= pages and (found := self._table.free + self._evictable(pages)) >= pages:
                 break
-            found += len(ticket.state.pages)
-            self._take_pages_of(ticket)
+            found += len(sequence.state.pages)
+            self._take_pages_of(sequence)
         if self._prefix is not None:
             self._prefix.evict(pages - self._table.free)
-        # what a paused sequence gives back stays in the prefix cache where a page of a running one stands behind it
+        # A page that a paused sequence gave back stays in the prefix cache while a running sequence uses a later page.
         return pages <= self._table.free
 
     def _make_state_room(self) -> bool:
-        """Where the target is recurrent: a slot for one more state, if need be a paused sequence's."""
+        """Finds a slot for one more recurrent state, if need be by taking that of a paused sequence."""
         if self._states is None or self._states.available:
             return True
-        holder = next((ticket for ticket in self.paused if ticket.state.pages), None)
+        holder = next((sequence for sequence in self.paused if sequence.state.pages), None)
         if holder is not None:
             self._take_pages_of(holder)
         return holder is not None
@@ -323,20 +340,20 @@ class Scheduler:
         return self._prefix.evictable(enough) if self._prefix is not None else 0
 
     def _reclaimable(self) -> int:
-        """Pages only paused sequences and the prefix cache hold."""
-        holders = Counter(page for ticket in self.paused for page in ticket.state.pages)
+        """Pages that only paused sequences and the prefix cache hold."""
+        holders = Counter(page for sequence in self.paused for page in sequence.state.pages)
         if not holders:
             return 0
         cached = set(self._prefix.held()) if self._prefix is not None else set()
         return sum(self._table.holders(page) == count + (page in cached) for page, count in holders.items())
 
     @staticmethod
-    def _take_pages_of(ticket: Ticket) -> None:
-        if ticket.state.pages:
-            ticket.kept_tokens = tuple(ticket.state.tokens)
-            ticket.state.release()
+    def _take_pages_of(sequence: Scheduled) -> None:
+        if sequence.state.pages:
+            sequence.kept_tokens = tuple(sequence.state.tokens)
+            sequence.state.release()
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepPlan[Scheduled]:
         """Every decoding sequence, and prefill chunks: as many as a step takes, or one chunk's rows beside decoding.
 
         Beside decoding, prompts get a quarter of the time: after a step with both, decoding goes on alone for three
@@ -344,60 +361,60 @@ class Scheduler:
         prompt whose last chunk is longest ago comes first, so that a short prompt does not wait for a long one. A
         sequence that is not ready is left out where a token would be chosen; it keeps its slot.
         """
-        plan = StepPlan()
-        prefilling: list[Ticket] = []
-        for ticket in self.running:
-            if ticket.prefilling:
-                prefilling.append(ticket)
-            elif ticket.ready():
-                plan.decode.append(ticket)
+        plan = StepPlan[Scheduled]()
+        prefilling: list[Scheduled] = []
+        for sequence in self.running:
+            if sequence.prefilling:
+                prefilling.append(sequence)
+            elif sequence.ready():
+                plan.decode.append(sequence)
         if not (plan.decode and self._owed_s):
             self._add_prompts(plan, prefilling)
         return plan
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def took(self, plan: StepPlan[Scheduled], seconds: float) -> None:
         """Notes how long a planned step took."""
         if plan.decode:
             self._owed_s = _DECODING_SHARE * seconds if plan.prefill else max(0.0, self._owed_s - seconds)
         else:
             self._owed_s = 0.0
 
-    def _add_prompts(self, plan: StepPlan, prefilling: list[Ticket]) -> None:
+    def _add_prompts(self, plan: StepPlan[Scheduled], prefilling: list[Scheduled]) -> None:
         room, now = self._chunk if plan.decode else self._step_rows, self._clock()
-        for ticket in sorted(prefilling, key=lambda t: (-t.aged(now, t.chunk_at), t.turn)):
-            start = ticket.state.length
-            # chunk borders lie on an absolute grid, so a prompt is summed the same way whatever shares the step
-            stop = min((start // self._chunk + 1) * self._chunk, ticket.prefill_end)
-            chunk, ready = PrefillChunk(ticket, start, stop), ticket.ready()
+        for sequence in sorted(prefilling, key=lambda t: (-t.aged(now, t.chunk_at), t.turn)):
+            start = sequence.state.length
+            # Chunk borders lie on an absolute grid, so that a prompt is summed the same way whatever shares the step.
+            stop = min((start // self._chunk + 1) * self._chunk, sequence.prefill_end)
+            chunk, ready = PrefillChunk(sequence, start, stop), sequence.ready()
             if chunk.last and not ready:
                 continue
             if plan.prefill and stop - start > room:
                 break
-            ticket.turn, ticket.chunk_at = next(self._turns), now
+            sequence.turn, sequence.chunk_at = next(self._turns), now
             plan.prefill.append(chunk)
             room -= stop - start
 
-    def finish(self, ticket: Ticket) -> None:
-        self._leave(ticket)
-        ticket.state.release()
+    def finish(self, sequence: Scheduled) -> None:
+        self._leave(sequence)
+        sequence.state.release()
 
-    def _leave(self, ticket: Ticket) -> None:
-        {"waiting": self.waiting, "running": self.running, "paused": self.paused}[ticket.where].remove(ticket)
+    def _leave(self, sequence: Scheduled) -> None:
+        {"waiting": self.waiting, "running": self.running, "paused": self.paused}[sequence.where].remove(sequence)
 
     def check(self) -> None:
-        """No page is held by nobody, or by somebody who does not know it."""
-        held = [page for ticket in self._all() for page in ticket.state.pages]
+        """Every page is free or known to a sequence or the prefix cache, and every sequence's parts agree."""
+        held = [page for sequence in self._all() for page in sequence.state.pages]
         if self._prefix is not None:
             held += self._prefix.held()
         self._table.check(held)
-        for ticket in self._all():
-            ticket.state.check()
+        for sequence in self._all():
+            sequence.state.check()
         if self._states is not None:
-            parts = [ticket.state.recurrent for ticket in self._all()]
+            parts = [sequence.state.recurrent for sequence in self._all()]
             held = [slot for part in parts if part is not None for slot in part.held]
             self._states.check(held, self._table)
 
-    def _all(self) -> Iterator[Ticket]:
+    def _all(self) -> Iterator[Scheduled]:
         yield from self.running
         yield from self.waiting
         yield from self.paused

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.cache.cpu.page_pools import KvPools
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS
-from slipstream.engine.runner import RowWork, Runner
+from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
+from slipstream.engine.executor import RowWork
 from slipstream.models.decoder import Decoder
 
 _CONTEXT = 64
@@ -24,17 +25,16 @@ class _Scratch:
     """A small cache of its own with one sequence in it."""
 
     def __init__(self, target: Decoder, tokens: Sequence[int], room: int) -> None:
-        shape = target.config
         pages = -(-room // PAGE_TOKENS) + 1
-        pools = KvPools(pages, PAGE_TOKENS, PoolShape(shape.kv_shapes, shape.states), None)
-        self.runner = Runner(target, pools, PAGE_TOKENS, None)
+        pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, None))
+        self._executor = CpuExecutor(target, None, pools, pages, draft_window=0)
         self.state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=False)
         self.state.start(tokens, [])
         self.state.reserve(room)
 
     def run(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
         """The logits of the last rows of a stretch behind what was committed."""
-        return self.runner.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
+        return self._executor.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
 
 
 def text_logits(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterator[Tensor]:

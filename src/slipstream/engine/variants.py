@@ -40,6 +40,12 @@ class DraftVariants:
         self._variants = {} if base is None else {BASE_VARIANT: DraftVariant(BASE_VARIANT, "", base)}
 
     @property
+    def drafter(self) -> BlockDrafter | None:
+        """The drafter without an adapter; all variants have the same shape."""
+        base = self._variants.get(BASE_VARIANT)
+        return base.blocks if base is not None else None
+
+    @property
     def names(self) -> list[str]:
         return list(self._variants)
 

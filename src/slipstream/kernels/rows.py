@@ -16,6 +16,8 @@ from slipstream.lazy import cached_property
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.delta_rule import DeltaStep
 
+CHAIN, TREE, SEEDED_TREE = range(3)  # shapes in which drafted tokens become rows; a seeded tree holds its chain first
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:

@@ -21,8 +21,8 @@ from slipstream.server.preparing import Preparation
 from slipstream.types import Mode
 
 if TYPE_CHECKING:
-    from slipstream.engine.footprint import Footprint
     from slipstream.engine.llm import LLM
+    from slipstream.engine.memory_estimate import Footprint
     from slipstream.server.worker import EngineWorker
 
 log = logging.getLogger("slipstream.server.models")
@@ -83,7 +83,7 @@ class LoadPlan:
 
 def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> LoadPlan:
     """Finds the files (fetching them if need be) and adds up their memory; a free pool is cut to fit a budget."""
-    from slipstream.engine.footprint import footprint
+    from slipstream.engine.memory_estimate import footprint
 
     needs = footprint(spec.target, spec.draft, spec.engine, progress)
     if budget is None:
@@ -136,7 +136,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
 
 def available_bytes() -> int | None:
     """Memory this process could still take; None where the system does not say."""
-    from slipstream.engine.footprint import available_bytes as available
+    from slipstream.engine.memory_estimate import available_bytes as available
 
     return available()
 

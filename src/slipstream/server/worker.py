@@ -196,19 +196,18 @@ class EngineWorker:
         """How far everybody is; read without waiting for a step, so that numbers may be one step apart."""
         now = time.monotonic()
         slots = []
-        for session in self._engine.overview():
-            ticket, known = session.ticket, self._open.get(session.ticket.request.id)
-            if known is None or ticket.phase == "waiting":
+        for sequence in self._engine.overview():
+            request, stats, known = sequence.request, sequence.stats, self._open.get(sequence.request.id)
+            if known is None or sequence.phase == "waiting":
                 continue
-            request, stats = ticket.request, session.stats
             slots.append(
                 SlotInfo(
                     request_id=request.id,
-                    phase=ticket.phase,
+                    phase=sequence.phase,
                     prompt_tokens=len(request.prompt_ids),
-                    generated=ticket.generated,
-                    max_tokens=ticket.max_tokens,
-                    cached_tokens=ticket.cached_tokens,
+                    generated=sequence.generated,
+                    max_tokens=sequence.max_tokens,
+                    cached_tokens=sequence.cached_tokens,
                     mode=str(request.mode),
                     draft_lora=request.draft_lora,
                     tau=stats.tau,

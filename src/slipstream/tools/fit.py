@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
-from slipstream.engine.footprint import Footprint, available_bytes, footprint
+from slipstream.engine.memory_estimate import Footprint, available_bytes, footprint
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.quants import GGML_TYPES
 from slipstream.formats.weight_files import read_config

@@ -28,9 +28,11 @@ class GpuPools:
         draft: PoolShape | None,
         device: torch.device,
         states: StatePool | None = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle` writes the draft context that device steps hold back; it runs before pages are copied or cleared."""
         self.states = states
-        self.settle: Callable[[], None] = lambda: None  # has what is still to be written as draft context written
+        self.settle = settle
         self.pages = pages
         self.page_tokens = page_tokens
         self.scratch_place = pages * page_tokens

@@ -20,7 +20,6 @@ from torch import Tensor
 from slipstream.kernels.cpu.native_growth import CalibrationTable
 from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
 
-CHAIN, TREE, SEEDED_TREE = range(3)
 MOST_ROWS = 64
 
 # a calibration as one line of doubles: its kind, bounds, weights and sizes, then these

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gpu.device_rows import DeviceRows
-from slipstream.kernels.gpu.tree_growth import CHAIN, TREE, Branches, Grown, HeadScores, Wishes
+from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes
+from slipstream.kernels.rows import CHAIN, TREE
 
 _LOST_HEAD = -1
 _NOWHERE = float("inf")

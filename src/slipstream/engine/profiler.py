@@ -8,19 +8,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import slipstream.engine.engine as engine_module
 from slipstream.cache.sequence import SequenceState
+from slipstream.engine import outcomes
+from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.engine import Engine
 from slipstream.models.decoder import Decoder
 from slipstream.models.heads import DraftHeads, HeadPass
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.types import GenEvent
-
-if TYPE_CHECKING:
-    from slipstream.engine.gpu.backend import GpuBackend
 
 HOST = "host"
 PHASES = ("draft", "heads", "tree", "verify", "accept", "context write", HOST)
@@ -131,7 +129,7 @@ class Profiler:
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        engine, runner, proposer = self.engine, self.engine._runner, self.engine.proposer
+        engine, executor, proposer = self.engine, self.engine.executor, self.engine.proposer
         parts: tuple[tuple[object, str, str], ...] = (
             (BlockDrafter, "draft", "draft"),
             (DraftHeads, "begin", "heads"),
@@ -139,13 +137,13 @@ class Profiler:
             (HeadPass, "confidence", "heads"),
             (BlockDrafts, "grow", "tree"),
             (proposer, "_choose", "tree"),
-            (runner, "forward", "verify"),
+            (executor, "forward", "verify"),
             (engine, "_sample", "verify"),
-            (engine_module, "accept", "accept"),
+            (outcomes, "accept", "accept"),
             (SequenceState, "commit", "accept"),
-            (runner, "write_context", "context write"),
-            (runner, "write_waiting", "context write"),
-            (runner, "hold_taps", "context write"),
+            (DraftContexts, "write", "context write"),
+            (DraftContexts, "write_waiting", "context write"),
+            (DraftContexts, "hold", "context write"),
         )
         for owner, name, phase in parts:
             self._replace(owner, name, partial(self._clock.timed, phase))
@@ -188,8 +186,9 @@ class Profiler:
         middle = _middle_half(steps)
         phases = {name: 1e3 * fmean(step.seconds.get(name, 0.0) for step in middle) for name in PHASES}
         context = fmean(step.context for step in middle)
-        runner = self.engine._runner
-        read = read_bytes(runner.target, runner.drafter if kind == DRAFTING else None, context, self.value_bytes)
+        executor = self.engine.executor
+        drafter = executor.variants.drafter if kind == DRAFTING else None
+        read = read_bytes(executor.target, drafter, context, self.value_bytes)
         return StepProfile(len(steps), fmean(step.rows for step in middle), context, sum(phases.values()), phases, read)
 
 
@@ -218,11 +217,11 @@ def _seen(context: float, *windows: int) -> float:
     return min([context, *[window for window in windows if window]])
 
 
-def make_profiler(engine: Engine, gpu: GpuBackend | None) -> Profiler:
-    """The profiler for where the engine runs."""
-    if gpu is None:
+def make_profiler(engine: Engine) -> Profiler:
+    """The profiler for the device that the engine runs on."""
+    if engine.executor.device_steps is None:
         return Profiler(engine)
-    # imported here: without a GPU nothing of it is needed
-    from slipstream.engine.gpu.profile import GpuProfiler
+    # Imported here, because nothing of it is needed without a GPU.
+    from slipstream.engine.gpu.gpu_profiler import GpuProfiler
 
-    return GpuProfiler(engine, gpu)
+    return GpuProfiler(engine)

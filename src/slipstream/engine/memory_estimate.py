@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
-from slipstream.engine.memory import StateRoom, available_bytes, pool_pages
+from slipstream.engine.pool_sizes import StateRoom, available_bytes, pool_pages
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.kernels.cpu.native_library import library

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.engine.gpu.report import Report
+from slipstream.engine.gpu.step_report import Report
 from slipstream.types import Proposal, TokenOut, Verdict
 
 _Whole = NDArray[np.int32]
@@ -57,8 +57,8 @@ class Landing:
         self._copy = copy
         self.nodes: list[int] = copy.counts[here].tolist()
         self.drafted = max(self.nodes) > 0
-        self.failed: list[int] = copy.failed[here].nonzero()[0].tolist()  # whose target gave no number after some row
-        self.broken: list[int] = copy.broken[here].nonzero()[0].tolist()  # whose drafter gave none
+        self.failed: list[int] = copy.failed[here].nonzero()[0].tolist()  # columns where the target gave no number
+        self.broken: list[int] = copy.broken[here].nonzero()[0].tolist()  # columns where the drafter gave none
         self._chosen: list[list[int]] = copy.chosen[here].tolist() if self.failed else []
         self.taken: list[int] = copy.taken[here].tolist()  # rows that stay, and so the tokens that come
         if not self.drafted:
@@ -70,40 +70,40 @@ class Landing:
         self._path: list[list[int]] = copy.path[here, :each].tolist()
         self._kept: list[list[int]] = copy.kept[here, :each].tolist()
 
-    def proposal(self, place: int, learns: bool) -> Proposal:
-        """What was verified; the drafter's own probabilities are for who learns from them."""
-        used = self.nodes[place] + 1
+    def proposal(self, column: int, chances: bool) -> Proposal:
+        """What was verified, on demand with the drafter's own probabilities, which only learning needs."""
+        used = self.nodes[column] + 1
         if not self.drafted:
-            return _alone(self._anchors[place])
-        tokens = self._tokens[place]
+            return _alone(self._anchors[column])
+        tokens = self._tokens[column]
         if used <= 1:
             return _alone(tokens[0])
-        chances = tuple(self._copy.chances[place, :used].tolist()) if learns else ()
-        return Proposal(tuple(tokens[:used]), tuple(self._parents[place][:used]), chances)
+        own = tuple(self._copy.chances[column, :used].tolist()) if chances else ()
+        return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own)
 
-    def outcome(self, place: int) -> tuple[Verdict, list[TokenOut]]:
+    def outcome(self, column: int) -> tuple[Verdict, list[TokenOut]]:
         """The path that stays, and the tokens it leads to."""
         if not self.drafted:
-            token = self._next[place]
+            token = self._next[column]
             return _bonus(token), [_own(token)]
-        own, end = self._kept[place], self.taken[place]
+        own, end = self._kept[column], self.taken[column]
         if end == 1:
             return _bonus(own[0]), [_own(own[0])]
-        verdict = Verdict(tuple(self._path[place][:end]), tuple(own[:end]))
+        verdict = Verdict(tuple(self._path[column][:end]), tuple(own[:end]))
         last = max(0, end - 1)
         return verdict, [*map(_drafted, own[:last]), *map(_own, own[last:end])]
 
-    def parents(self, place: int) -> list[int]:
-        return self._parents[place][: self.nodes[place] + 1]
+    def parents(self, column: int) -> list[int]:
+        return self._parents[column][: self.nodes[column] + 1]
 
-    def survivals(self, place: int) -> list[float]:
+    def survivals(self, column: int) -> list[float]:
         """How likely every row was to be kept, as far as the calibration knew."""
-        survivals: list[float] = self._copy.survivals[place, : self.nodes[place] + 1].tolist()
+        survivals: list[float] = self._copy.survivals[column, : self.nodes[column] + 1].tolist()
         return survivals
 
-    def chosen(self, place: int) -> list[int]:
+    def chosen(self, column: int) -> list[int]:
         """The target's choice after every row, of a sequence that has failed: its verdict here says nothing."""
-        return self._chosen[place][: self.nodes[place] + 1]
+        return self._chosen[column][: self.nodes[column] + 1]
 
 
 # a plain step is nothing but its anchor and one token, so that each of these is made once per token of the vocabulary

@@ -14,18 +14,17 @@ from torch import Tensor
 from slipstream.cache.gpu.device_pools import GpuPools
 from slipstream.cache.gpu.device_states import LoggedRows, device_tensors, save_chunk
 from slipstream.cache.sequence import SequenceState
+from slipstream.engine.executor import RowWork, bucket
 from slipstream.engine.gpu.graphs import Graphs
-from slipstream.engine.gpu.report import parts, room
-from slipstream.engine.gpu.step import bucket
-from slipstream.engine.runner import RowWork
+from slipstream.engine.gpu.step_report import parts, room
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
-_WIDTHS = (1, 4, 16, 32, 64)
-_STAGES = 4  # passes that the host may be ahead of the device
+_VERIFY_WIDTHS = (1, 4, 16, 32, 64)  # rows of each sequence in a verify pass; every width is a graph of its own
+_STAGES = 4  # host buffers: so many passes the host may be ahead of the device
 
 
 class _Staged:
@@ -127,7 +126,7 @@ class Passes:
         """Hidden rows of each proposal, all taps, and how many rows each has among them."""
         sequences = bucket(len(works))
         most = max(work.rows for work in works)
-        each = next(width for width in _WIDTHS if width >= most)
+        each = next(width for width in _VERIFY_WIDTHS if width >= most)
         key = ("verify", sequences, each, tuple(tap_layers))
         found = self._pass(key, "tree", sequences, each)
         self._lay_out(found, works)
@@ -265,27 +264,21 @@ class GpuBlocks(BlockDrafter):
     """A drafter over pages on the device; candidates are ranked on the host, where constraints and penalties are."""
 
     def __init__(self, passes: Passes, drafter: GpuDrafter, window: int) -> None:
-        self.drafter = drafter.drafter
-        self.block_size = drafter.block_size
-        self.proposals = drafter.proposals
-        self.window = window
+        super().__init__(drafter.drafter, window)
         self.gpu = drafter
         self._passes = passes
 
-    def _logits(self, jobs: Sequence[DraftJob]) -> tuple[Tensor, Tensor]:
+    def logits(self, jobs: Sequence[DraftJob]) -> tuple[Tensor, Tensor]:
         hidden, logits = self._passes.draft(self.gpu, jobs, self)
-        first, size = self.gpu.first_slot, self.block_size
-        wanted = [block * size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)]
-        picked = logits[torch.tensor(wanted, device=logits.device)]
+        picked = logits[torch.tensor(self.wanted_rows(jobs), device=logits.device)]
         return hidden.float().cpu(), picked.cpu()
+
+    def write_context(self, taps: Tensor, places: RowPlaces) -> None:
+        self._passes.write_context(self.gpu, taps, places)
 
     def forget(self) -> None:
         """Gives back what graphs keep for this drafter."""
         self._passes.forget(self, self.gpu)
-
-    def write_context(self, taps: Tensor, places: RowPlaces) -> None:
-        """Stores the draft context of committed rows at their positions."""
-        self._passes.write_context(self.gpu, taps, places)
 
 
 def _paths(works: Sequence[RowWork], rows: DeviceRows) -> NDArray[np.int32]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from slipstream.cache.gpu.device_pools import GpuPools
 from slipstream.cache.gpu.device_states import device_tensors
-from slipstream.engine.gpu.drafts import CANDIDATES, BlockDraft, Candidates
-from slipstream.engine.gpu.report import Report
-from slipstream.engine.gpu.state import DecodeState
+from slipstream.engine.executor import bucket
+from slipstream.engine.gpu.block_draft import CANDIDATES, BlockDraft, Candidates
+from slipstream.engine.gpu.decode_state import DecodeState
+from slipstream.engine.gpu.step_report import Report
 from slipstream.errors import IntegrityError
 from slipstream.kernels.gpu.commit import ContextRows, HeldTaps
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates, Replay
@@ -24,11 +25,6 @@ from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
 _WIDTHS = (2, 4, 8, 16, 32, 64)
 MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written
-
-
-def bucket(count: int, least: int = 1) -> int:
-    """The power of two that a graph serves this many with."""
-    return max(least, 1 << (count - 1).bit_length())
 
 
 def drafted_widths(sequences: int, most_rows: int) -> list[int]:

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from slipstream.engine.executor import NO_SEQUENCE, Column, Wish
 from slipstream.kernels.gpu.token_choice import Settings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
-from slipstream.speculative.calibration import Calibration
-from slipstream.types import SamplingParams
 
-_STAGES = 3  # a copy may still wait behind two steps when the next one is prepared
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """One sequence as the device needs it; `anchor` is its last token, which has not been through the target."""
-
-    length: int
-    anchor: int
-    pages: Sequence[int]
-    sampling: SamplingParams
-    share_noise: bool
-    slots: tuple[int, int] | None = None  # of a recurrent target: where its state is, and where the next one goes
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What one sequence proposes in a step: at most `nodes` drafted tokens no deeper than `depth`."""
-
-    nodes: int = 0
-    depth: int = 0
-    shape: int = 0  # CHAIN, TREE or SEEDED_TREE
-    calibration: Calibration | None = None
-
-
-NOBODY = Wish(nodes=-1)  # of a column without a sequence
+_STAGES = 3  # host buffers: a copy may still wait behind two steps when the next one is prepared
 
 
 class DecodeState:
-    """Tensors that graphs read and, as they commit, move on; the host writes them when the batch changes."""
+    """Tensors that graphs read and advance as they commit; the host writes them when the batch changes."""
 
     def __init__(
         self, most_sequences: int, most_pages: int, scratch_page: int, device: torch.device, scratch_slot: int = 0
@@ -56,7 +30,7 @@ class DecodeState:
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
         self.settings = Settings.empty(most_sequences, device)
-        # side by side, so that one copy brings all three
+        # The three lie side by side, so that one copy brings all of them.
         self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
         nodes, depth, shape = self._wanted
         self.wishes = replace(Wishes.empty(most_sequences, device), nodes=nodes, depth=depth, shape=shape)
@@ -72,7 +46,7 @@ class DecodeState:
     def _pinned_twin(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
-    def load(self, sequences: Sequence[Decoding]) -> None:
+    def load(self, sequences: Sequence[Column]) -> None:
         """Takes over a batch without waiting for the device; columns beyond it use the scratch page only."""
         stages = next(self._loads)
         length, pages, slots, *numbers = (stage.numpy() for stage in stages)
@@ -98,9 +72,9 @@ class DecodeState:
         self._wished = None
 
     def wish(self, wishes: Sequence[Wish]) -> None:
-        """What the sequences propose from the next step on; costs nothing where nothing has changed.
+        """Sets what the sequences propose from the next step on; costs nothing where nothing has changed.
 
-        Calibrations learn all the time: to have one sent again, give its wish as a new object.
+        Calibrations change all the time: one is sent again only if its wish is a new object.
         """
         if wishes is self._wished:
             return
@@ -112,15 +86,15 @@ class DecodeState:
             return
         numbers, lines = next(self._stages)
         count, columns = len(wishes), numbers.numpy()
-        columns[0], columns[1:] = NOBODY.nodes, 0
+        columns[0], columns[1:] = NO_SEQUENCE.nodes, 0
         columns[:, :count] = (
             [wish.nodes for wish in wishes],
             [wish.depth for wish in wishes],
             [wish.shape for wish in wishes],
         )
         self._wanted.copy_(numbers, non_blocking=True)
-        if all(wish is NOBODY for wish in changed):
-            return  # who leaves leaves the others' calibrations where they are
+        if all(wish is NO_SEQUENCE for wish in changed):
+            return  # sequences have only left: the calibrations of the others are on the device already
         start, step = lines.data_ptr(), 8 * CALIBRATION_WORDS
         for column, wish in enumerate(wishes):
             table = wish.calibration.table() if wish.calibration is not None else None
@@ -133,7 +107,7 @@ class DecodeState:
         self.wish([])
 
     def snapshot(self) -> list[Tensor]:
-        """What sequences are loaded, to be restored."""
+        """The loaded sequences, for `restore`."""
         return [tensor.clone() for tensor in self._sequence_tensors()]
 
     def restore(self, kept: list[Tensor]) -> None:

@@ -14,19 +14,19 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.engine.engine import Engine
-from slipstream.engine.gpu.backend import GpuBackend
-from slipstream.engine.gpu.engine import GpuEngine
-from slipstream.engine.gpu.loop import Flight
-from slipstream.engine.gpu.state import Decoding, Wish
-from slipstream.engine.gpu.step import DecodeStep
-from slipstream.engine.profile import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
+from slipstream.engine.executor import Column, Wish
+from slipstream.engine.gpu.decode_loop import Flight
+from slipstream.engine.gpu.decode_step import DecodeStep
+from slipstream.engine.gpu.gpu_executor import GpuExecutor
+from slipstream.engine.profiler import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
+from slipstream.engine.variants import DraftVariant
 from slipstream.models.gpu_models import GpuDrafter
 
 _ROUNDS = 8
 _COPIES = ("Memcpy", "Memset")
 Milliseconds = Callable[[], float]  # asked once the device is done
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
-Launch = Callable[[tuple[Hashable, ...], Callable[[], Sequence[Decoding]], Sequence[Wish], GpuDrafter | None], Flight]
+Launch = Callable[[tuple[Hashable, ...], Callable[[], Sequence[Column]], Sequence[Wish], DraftVariant | None], Flight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class GpuProfiler(Profiler):
 
     value_bytes = 2
 
-    def __init__(self, engine: Engine, backend: GpuBackend) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        assert isinstance(engine, GpuEngine), "a GPU's backend has built the engine"
-        self._loop = engine.loop
-        self._backend = backend
+        assert isinstance(engine.executor, GpuExecutor)
+        self._loop = engine.executor.device_steps
+        self._device = engine.executor.device
         self._seen: dict[str, _Seen] = {}
         self._flown: dict[str, _Flown] = {}
         self._pending: list[tuple[str, Milliseconds]] = []
@@ -78,7 +78,7 @@ class GpuProfiler(Profiler):
         super().__exit__(*exc)
         if any(exc):
             return
-        self._backend.wait()
+        self._device.wait()
         for kind, milliseconds in self._pending:
             self._seen.setdefault(kind, _Seen()).busy_ms.append(milliseconds())
         for kind, flown in self._flown.items():
@@ -93,7 +93,7 @@ class GpuProfiler(Profiler):
             made, run = make(sequences, each, drafter, drafting)
 
             def clocked() -> None:
-                self._latest = made, timed(run, self._backend.device)
+                self._latest = made, timed(run, self._device.device)
 
             return made, clocked
 
@@ -102,15 +102,15 @@ class GpuProfiler(Profiler):
     def _noted_launches(self, launch: Launch) -> Launch:
         def noted(
             batch: tuple[Hashable, ...],
-            describe: Callable[[], Sequence[Decoding]],
+            describe: Callable[[], Sequence[Column]],
             wishes: Sequence[Wish],
-            drafter: GpuDrafter | None,
+            variant: DraftVariant | None,
         ) -> Flight:
-            flight = launch(batch, describe, wishes, drafter)
+            flight = launch(batch, describe, wishes, variant)
             kind = DRAFTING if any(wish.nodes for wish in wishes) else PLAIN
             step, milliseconds = self._latest
             self._pending.append((kind, milliseconds))
-            self._flown[kind] = _Flown(step, drafter, list(wishes))
+            self._flown[kind] = _Flown(step, step.drafter, list(wishes))
             return flight
 
         return noted
@@ -118,7 +118,7 @@ class GpuProfiler(Profiler):
     @torch.inference_mode()
     def _replay(self, flown: _Flown, seen: _Seen) -> None:
         """Runs a step in pieces, again and again from where the device stands; its state is put back every time."""
-        state, graphs, device = self._backend.state, self._backend.graphs, self._backend.device
+        state, graphs, device = self._loop.state, self._device.graphs, self._device.device
         kept = state.snapshot()
         state.clear()  # a capture runs what it captures
         runs = [
@@ -130,7 +130,7 @@ class GpuProfiler(Profiler):
         seen.context = int(state.length[0])
         for _ in range(_ROUNDS):
             told = [(name, timed(run, device)) for name, run in runs]
-            self._backend.wait()
+            self._device.wait()
             for name, milliseconds in told:
                 seen.phases_ms.setdefault(name, []).append(milliseconds())
             state.restore(kept)
@@ -148,7 +148,7 @@ class GpuProfiler(Profiler):
         phases = {name: median(seen.phases_ms[name]) if name in seen.phases_ms else 0.0 for name in PHASES}
         phases[HOST] = max(0.0, whole.step_ms - busy)
         counted = seen.launches if any(seen.launches.values()) else {}
-        what = "kernels" if self._backend.device.type == "cuda" else "torch operations"
+        what = "kernels" if self._device.device.type == "cuda" else "torch operations"
         return replace(whole, phases_ms=phases, device=DeviceProfile(busy, seen.context, counted, what))
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from slipstream.engine.gpu.step import DecodeStep, drafted_widths
+from slipstream.engine.gpu.decode_step import DecodeStep, drafted_widths
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.kernels.gpu.expert_mixture import ExpertStack
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS

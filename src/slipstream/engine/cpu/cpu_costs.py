@@ -11,15 +11,18 @@ import torch
 from slipstream.cache.cpu.page_pools import KvPools
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
+from slipstream.config import PAGE_TOKENS
+from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
+from slipstream.engine.draft_context import DraftContexts
+from slipstream.engine.executor import RowWork
 from slipstream.engine.proposer import AUTO_CANDIDATES
-from slipstream.engine.runner import RowWork, Runner
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.draft import BlockDrafter, DraftJob
+from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.planning import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
-from slipstream.types import Proposal, SamplingParams
+from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)  # kernels work in steps, so neighbours may differ much
 _TREE_ROWS = (4, 8, 16, 32)
@@ -30,31 +33,25 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode()
-def measure_costs(
-    target: Decoder,
-    drafter: DFlashDrafter,
-    make_pools: Callable[[int], KvPools],
-    page_tokens: int,
-    progress: Progress | None = None,
-) -> CostTable:
+def measure_costs(target: Decoder, drafter: DFlashDrafter, progress: Progress | None = None) -> CostTable:
     """Times verify steps of several widths and draft passes on a small cache of their own."""
-    pages = -(-(_CONTEXT + max(_ROWS)) // page_tokens) + 1
-    pools = make_pools(pages)
-    blocks = BlockDrafter(target, drafter, pools, page_tokens, window=0)
-    runner = Runner(target, pools, page_tokens, blocks)
-    state = SequenceState(PageTable(pages), page_tokens, pools, drafting=True)
+    pages = -(-(_CONTEXT + max(_ROWS)) // PAGE_TOKENS) + 1
+    pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, drafter))
+    executor = CpuExecutor(target, drafter, pools, pages, draft_window=0)
+    blocks, contexts = executor.variants[BASE_VARIANT].blocks, DraftContexts(executor.variants)
+    state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=True)
     state.start([1] * (_CONTEXT + 1), [])
     state.reserve(_CONTEXT + max(_ROWS))
-    prompt = runner.forward([RowWork(state, 0, state.tokens[:_CONTEXT], 0)])
-    runner.write_context(prompt, [(0, range(_CONTEXT))])
+    prompt = executor.forward([RowWork(state, 0, state.tokens[:_CONTEXT], 0)])
+    contexts.write(prompt, [(0, range(_CONTEXT))])
     state.commit(range(_CONTEXT), [], _CONTEXT)
     sampler = RowSampler(SamplingParams(), target.config.vocab_size, state.tokens, share_noise=True)
     slots = sorted({min(count, blocks.proposals) for count in SLOT_OPTIONS} | {blocks.proposals})
 
     def step(tokens: int, tree: Proposal | None = None) -> None:
-        result = runner.forward([RowWork(state, _CONTEXT, [1] * tokens, tokens, tree)])
+        result = executor.forward([RowWork(state, _CONTEXT, [1] * tokens, tokens, tree)])
         sampler.choose(result.logits[0], _CONTEXT + 1, tree or _chain(tokens)).tolist()
-        runner.write_context(result, [(0, [0])])
+        contexts.write(result, [(0, [0])])
 
     actions: dict[tuple[str, int], Callable[[], object]] = {}
     for rows in _ROWS:

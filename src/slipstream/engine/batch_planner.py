@@ -1,0 +1,339 @@
+"""Plans what each sequence proposes in a device step, before its draft exists: the host does not wait for the draft.
+
+A plan serves several steps, and the policy learns from two sequences of a step, which take turns. Where a step takes a
+millisecond, the host's time is what slows batches down, and of sixty outcomes a few say nearly as much as all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from slipstream.engine.active_sequence import ActiveSequence
+from slipstream.engine.executor import NO_SEQUENCE, DeviceSteps, Landed, Wish, bucket
+from slipstream.engine.proposer import GATE_CLOSED, Proposer, StepTimes, longest_context
+from slipstream.engine.variants import DraftVariant
+from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
+from slipstream.lazy import cached_property
+from slipstream.speculative.batch_gate import BatchGate
+from slipstream.speculative.costs import StepShape
+from slipstream.speculative.expected_gains import assumed
+from slipstream.speculative.gates import EmaGate
+from slipstream.speculative.policy import Offer
+from slipstream.speculative.slowest_share import Pace
+from slipstream.stats import Decision
+
+_FEW_SEQUENCES = 4  # up to so many, the policy chooses which sequences draft; choosing among more takes too long
+_LEARNT_SEQUENCES = 2  # sequences that the policy learns from in a step; more would cost the host more than they teach
+_SKIPPING_SEQUENCES = 64  # from so many on, the policy learns only in some steps
+_SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32  # a plan for few sequences and one for many serve so many steps
+_GOOD_ENOUGH = 0.9  # a shape with this share of the best rate is taken if no graph has to be captured for it
+_SPARSE_COLUMNS = 2  # with so many columns for each sequence that is left, the batch is laid out anew
+# At least this share of a step counts as verify, because the estimate of a draft on a busy host can be too high.
+_LEAST_VERIFY_SHARE = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBatch:
+    """The sequences that decode together on the device, for as long as they are the same.
+
+    The device has a column for each. A sequence that ends leaves an empty column until the batch is laid out anew, so
+    that the others need not wait for that.
+    """
+
+    columns: tuple[ActiveSequence, ...]
+    places: tuple[int, ...]  # the columns whose sequences are still there
+    variant: DraftVariant | None  # the drafter of all sequences that draft
+
+    @classmethod
+    def of(cls, sequences: Sequence[ActiveSequence], variant: DraftVariant | None = None) -> DeviceBatch:
+        return cls(tuple(sequences), tuple(range(len(sequences))), variant)
+
+    def reduced(self, sequences: Sequence[ActiveSequence]) -> DeviceBatch | None:
+        """The same columns with only these sequences; None if one has no column, or too many columns are empty by now.
+
+        A batch of recurrent sequences is always laid out anew, because another sequence soon uses the states of a
+        column that became empty.
+        """
+        left, known = set(sequences), set(self.sequences)
+        if not left <= known or _SPARSE_COLUMNS * len(left) <= len(self.columns):
+            return None
+        if any(sequence.state.recurrent is not None for sequence in sequences):
+            return None
+        places = tuple(place for place in self.places if self.columns[place] in left)
+        return DeviceBatch(self.columns, places, self.variant)
+
+    @cached_property
+    def sequences(self) -> tuple[ActiveSequence, ...]:
+        return tuple(self.columns[place] for place in self.places)
+
+    @cached_property
+    def governed(self) -> tuple[int, ...]:
+        """The places of sequences that have a policy."""
+        return tuple(place for place in self.places if self.columns[place].policy is not None)
+
+    @cached_property
+    def speculates(self) -> bool:
+        return any(sequence.row_limit > 1 for sequence in self.sequences)
+
+    @cached_property
+    def ema_gates(self) -> tuple[tuple[int, EmaGate], ...]:
+        gates = ((place, self.columns[place].gate) for place in self.places)
+        return tuple((place, gate) for place, gate in gates if isinstance(gate, EmaGate))
+
+    @cached_property
+    def sampled(self) -> bool:
+        return any(not sequence.greedy for sequence in self.sequences)
+
+    @property
+    def context(self) -> int:
+        return longest_context(self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What every column of a batch proposes, and the reason for it."""
+
+    wishes: Sequence[Wish]
+    decisions: Sequence[Decision]
+    free: bool  # the gate of the batch lets it draft
+    branching: bool  # some column proposes more than a chain
+
+    @classmethod
+    def of(cls, batch: DeviceBatch, wishes: Sequence[Wish], decisions: Sequence[Decision], free: bool) -> BatchPlan:
+        """From the wishes of the sequences that are there; empty columns wish for nothing."""
+        count = len(batch.columns)
+        spread, reasons = [NO_SEQUENCE] * count, [Decision()] * count
+        for place, wish, decision in zip(batch.places, wishes, decisions, strict=True):
+            spread[place], reasons[place] = wish, decision
+        return cls(spread, reasons, free, any(wish.nodes > 1 and wish.shape != CHAIN for wish in wishes))
+
+    def left_to(self, batch: DeviceBatch) -> BatchPlan:
+        """The same plan for the sequences that are still there."""
+        there = set(batch.places)
+        wishes = [wish if place in there else NO_SEQUENCE for place, wish in enumerate(self.wishes)]
+        return BatchPlan(wishes, self.decisions, self.free, self.branching)
+
+    @classmethod
+    def plain(cls, batch: DeviceBatch, reason: str) -> BatchPlan:
+        count = len(batch.places)
+        return cls.of(batch, [Wish()] * count, [Decision("plain", reason)] * count, free=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """What a step gave the sequences that were still there, and how long it took."""
+
+    rows: int  # of each sequence
+    places: Sequence[int]
+    tokens: Sequence[int]  # of each of them
+    seconds: float
+    crowded: bool  # some sequence waits for a column
+
+
+class BatchPlanner:
+    """Asks gates and policy as the proposer does. Device steps come in a few widths; all of one width cost the same."""
+
+    def __init__(self, proposer: Proposer, steps: DeviceSteps) -> None:
+        self._proposer = proposer
+        self._steps = steps
+        self._gate = BatchGate()
+        self._paces: dict[int, Pace] = {}
+        self._paced: tuple[ActiveSequence, ...] = ()
+        self._batch: DeviceBatch | None = None
+        self._plain: BatchPlan
+        self._held: BatchPlan | None = None
+        self._age = 0
+        self._turn = 0
+
+    def forget(self) -> None:
+        """Drops the held plan, because it does not know what has happened to a sequence."""
+        self._held = None
+
+    def plan(self, batch: DeviceBatch, alone: bool) -> BatchPlan:
+        """What the sequences of a step propose.
+
+        A step is not `alone` where prompts are computed before it. It waits for these, so nothing is tried or learnt.
+        """
+        count = len(batch.places)
+        if batch is not self._batch:
+            # Of many sequences one ends at nearly every step: a new plan each time would take longer than the steps.
+            known = self._batch is not None and self._batch.columns is batch.columns
+            self._held = self._held.left_to(batch) if known and self._held is not None else None
+            self._batch = batch
+            self._plain = BatchPlan.plain(batch, "the whole batch is quicker without drafts" if batch.governed else "")
+        if not batch.speculates:
+            return self._plain
+        size = len(batch.columns)
+        free = not batch.governed or (self._gate.drafts(size) if alone else self._gate.better(size))
+        if not free and len(batch.governed) == count:
+            return self._plain
+        self._age += 1
+        held = self._held
+        longest = min(_LONGEST_HELD_STEPS, max(_SHORTEST_HELD_STEPS, count // 2))
+        if held is None or held.free != free or self._age >= longest:
+            held = self._held = self._made(batch, free)
+            self._age = 0
+        return held
+
+    def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
+        sequences = batch.sequences
+        for sequence in sequences:
+            _report_new_tokens(sequence)
+        few = len(sequences) <= _FEW_SEQUENCES
+        slots = self._proposer.slots(sequences) if few else self._proposer.most_slots(sequences)
+        if not free:
+            slots = [0 if own.policy else depth for own, depth in zip(sequences, slots, strict=True)]
+        rows = self._widest_paying(batch, self._rates(batch, slots))
+        most_nodes = max(1, self._steps.most_rows // bucket(len(batch.columns))) - 1
+        wishes = [
+            _wish(sequence, depth, self._proposer.proposals, rows, most_nodes)
+            for sequence, depth in zip(sequences, slots, strict=True)
+        ]
+        decisions = [_decision(*each) for each in zip(sequences, wishes, strict=True)]
+        return BatchPlan.of(batch, wishes, decisions, free)
+
+    def _widest_paying(self, batch: DeviceBatch, rates: dict[int, float]) -> int:
+        """The rows per sequence that promise most; nearly as much is enough if that shape is captured already."""
+        if not rates:
+            return 1
+        ready = [rows for rows in rates if self._steps.ready(len(batch.columns), rows, batch.variant)]
+        best, known = max(rates, key=rates.__getitem__), max(ready, key=rates.__getitem__, default=0)
+        return known if known and rates[known] >= _GOOD_ENOUGH * rates[best] else best
+
+    def _rates(self, batch: DeviceBatch, slots: Sequence[int]) -> dict[int, float]:
+        """Tokens per millisecond that so many rows per sequence promise; empty if no sequence drafts."""
+        sequences = batch.sequences
+        drafting = [
+            (sequence.policy, depth)
+            for sequence, depth in zip(sequences, slots, strict=True)
+            if sequence.policy is not None and depth
+        ]
+        rates: dict[int, float] = {}
+        if not drafting:
+            return rates
+        costs, context = self._proposer.policy.costs, batch.context
+        draft_ms = costs.draft_ms(len(drafting), max(depth for _, depth in drafting), context)
+        for rows in self._steps.widths(len(batch.columns)):
+            tokens = float(len(sequences))
+            for policy, depth in drafting:
+                gains = policy.gains if policy.gains.known else assumed(policy.proposals)
+                nodes = min(rows - 1, policy.max_nodes)
+                tokens += gains.expected(nodes, depth, branching=not policy.chains_only)
+            shape = StepShape(len(sequences), rows * len(sequences), context, batch.sampled, branching=True)
+            rates[rows] = tokens / (draft_ms + costs.step_ms(shape))
+        return rates
+
+    def learnt_places(self, batch: DeviceBatch) -> set[int]:
+        """The places of sequences whose policies learn from this step; where there are many, they take turns."""
+        governed = batch.governed
+        if len(governed) <= _LEARNT_SEQUENCES:
+            return set(governed)
+        self._turn += 1
+        lesson, skipped = divmod(self._turn, 1 + len(governed) // _SKIPPING_SEQUENCES)
+        if skipped:
+            return set()
+        first = lesson * _LEARNT_SEQUENCES
+        return {governed[(first + turn) % len(governed)] for turn in range(_LEARNT_SEQUENCES)}
+
+    def learn(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, places: Iterable[int]) -> None:
+        """Tells the policy what was drafted for the sequences at these places."""
+        offers = []
+        for place in places:
+            sequence = batch.columns[place]
+            if sequence.policy is not None and landed.nodes[place] > 0:
+                tree = landed.survivals(place)
+                chain = first_children(landed.parents(place), tree)
+                length = sequence.state.length
+                offers.append(Offer(sequence.policy, length, not sequence.greedy, tree[1:], chain))
+        if offers:
+            self._proposer.policy.verified(offers, _shape(batch, landed, plan), _drafting(batch, landed))
+
+    def time(self, batch: DeviceBatch, plan: BatchPlan, step: TimedStep, captured: bool) -> None:
+        """Tells the gate of the batch what a step came to, the host's part included."""
+        size = len(batch.columns)
+        if not batch.governed:
+            return
+        if captured:
+            self._gate.pay(size, step.seconds)
+            return
+        tokens = sum(step.tokens) / len(batch.places)
+        if plan.free and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
+            share = self._pace(batch).slowest_share(step.places, step.tokens)
+            # While other sequences wait for a column, one that is done early makes room for them.
+            tokens *= 1.0 if step.crowded else share
+        self._gate.observe(size, plan.free, step.rows, tokens, step.seconds)
+
+    def _pace(self, batch: DeviceBatch) -> Pace:
+        """How the sequences of a batch differ; what is known of one batch says something about the next of its size."""
+        pace = self._paces.setdefault(bucket(len(batch.columns)), Pace())
+        if self._paced is not batch.columns:
+            self._paced = batch.columns
+            pace.restart(len(batch.columns))
+        return pace
+
+    def cost(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
+        """Refreshes the cost table and the gates that read it."""
+        if not (batch.governed or batch.ema_gates) or not self._proposer.timing_due(landed.drafted):
+            return
+        ms, shape, drafting = seconds * 1e3, _shape(batch, landed, plan), _drafting(batch, landed)
+        costs = self._proposer.policy.costs
+        draft_ms = costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
+        step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
+        gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
+        self._proposer.refresh(StepTimes(shape, committed, step_ms, ms), bool(batch.governed), gates)
+
+
+def _drafting(batch: DeviceBatch, landed: Landed) -> int:
+    """For how many sequences a draft was verified."""
+    return sum(landed.nodes[place] > 0 for place in batch.places)
+
+
+def _shape(batch: DeviceBatch, landed: Landed, plan: BatchPlan) -> StepShape:
+    """The step as the cost table knows it."""
+    count = len(batch.places)
+    rows = count + sum(landed.nodes[place] for place in batch.places)
+    return StepShape(count, rows, batch.context, batch.sampled, plan.branching and rows > count)
+
+
+def _report_new_tokens(sequence: ActiveSequence) -> None:
+    """Tells a policy the tokens that were committed since it was last told."""
+    if sequence.policy is not None and sequence.generated > sequence.told_tokens:
+        sequence.policy.committed(sequence.state.tokens[sequence.told_tokens - sequence.generated :])
+        sequence.told_tokens = sequence.generated
+
+
+def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: int, most_nodes: int) -> Wish:
+    """What a sequence proposes; a batch leaves each of its sequences `most_nodes`.
+
+    A fixed shape stays the same up to the last token: unused rows cost nothing, a graph of another shape does.
+    """
+    policy, mode = sequence.policy, sequence.request.mode
+    if not depth or not most_nodes:
+        return Wish()
+    if policy is not None:
+        nodes = min(governed_rows - 1, policy.max_nodes, most_nodes)
+        shape = CHAIN if policy.chains_only else TREE
+        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.calibration)
+    if mode.kind == "tree":
+        nodes = min(sequence.row_limit - 1, most_nodes)
+        return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE)
+    return Wish(min(proposals, sequence.row_limit - 1, most_nodes), proposals, CHAIN)
+
+
+def _decision(sequence: ActiveSequence, wish: Wish) -> Decision:
+    policy, gate = sequence.policy, sequence.gate
+    if not wish.nodes:
+        closed = GATE_CLOSED if gate is not None and not gate.open else ""
+        return Decision("plain", policy.note if policy is not None else closed)
+    return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}")
+
+
+def first_children(parents: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The values of the likeliest chain in a tree: of siblings the likeliest comes first."""
+    end, chain = 0, []
+    for row, parent in enumerate(parents):
+        if parent == end and row:
+            end = row
+            chain.append(values[row])
+    return chain

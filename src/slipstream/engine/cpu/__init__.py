@@ -1,0 +1,1 @@
+"""The executor on a CPU: phases of a step as calls, one after the other."""

@@ -1,0 +1,159 @@
+"""Runs planned work on a CPU as one target forward: the only place where the CPU's rows are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.cache.cpu.state_tensors import StateTensors, Stretch
+from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.cpu.cpu_blocks import CpuBlocks
+from slipstream.engine.executor import ForwardResult, RowWork
+from slipstream.engine.pool_sizes import StateRoom, pool_pages
+from slipstream.engine.variants import DraftVariant, DraftVariants
+from slipstream.kernels.cpu.delta_rule import DeltaStep, delta_is_exact
+from slipstream.kernels.cpu.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
+from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
+from slipstream.lazy import cached_property
+from slipstream.models.decoder import Decoder
+from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.weights import Progress
+from slipstream.speculative.costs import CostTable
+
+PoolShapes = tuple[PoolShape, PoolShape | None]  # of the target, and of the draft context
+
+
+class CpuExecutor:
+    """A pair and its pools on the CPU; a step runs phase by phase, so that the host may look at a draft first."""
+
+    spare_positions = 0
+    device_steps = None
+
+    def __init__(
+        self,
+        target: Decoder,
+        draft: DFlashDrafter | None,
+        pools: KvPools,
+        pages: int,
+        draft_window: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.target = target
+        self.memory = pools
+        self.pages = pages
+        self._draft = draft
+        # Layers whose outputs become draft context.
+        self.tapped_layers: Sequence[int] = draft.config.target_layer_ids if draft is not None else ()
+        self._draft_window = draft_window
+        self._progress = progress
+        self.variants = DraftVariants(self.blocks(draft) if draft is not None else None)
+
+    @classmethod
+    def sized(
+        cls,
+        target: Decoder,
+        draft: DFlashDrafter | None,
+        config: EngineConfig,
+        max_context: int,
+        draft_window: int,
+        progress: Progress | None,
+    ) -> CpuExecutor:
+        """With pools as large as the configuration asks for, or as free memory allows."""
+        shapes = pool_shapes(target, draft)
+        per_token = sum(shape.bytes_per_token() for shape in shapes if shape is not None)
+        room = StateRoom.plan(shapes[0].states, config, PAGE_TOKENS, per_token)
+        pages = pool_pages(
+            config.cache_tokens, max_context, PAGE_TOKENS, per_token + room.token_bytes, room.reserved_bytes
+        )
+        pools = KvPools(pages, PAGE_TOKENS, *shapes, room.slots(pages), room.stride)
+        return cls(target, draft, pools, pages, draft_window, progress)
+
+    @cached_property
+    def exact(self) -> bool:
+        config, layers = self.target.config, self.target.layers
+        one_of_each = {type(layer): layer for layer in layers}.values()
+        heads = {(layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim) for layer in layers}
+        return (
+            self.target.weight_format in ROW_INVARIANT_FORMATS
+            and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)
+            and all(attention_is_exact(*shape, PAGE_TOKENS) for shape in heads)
+            and (config.states is None or delta_is_exact(config.states))
+        )
+
+    @property
+    def shares_generated(self) -> bool:
+        return self.exact
+
+    def forward(self, works: Sequence[RowWork]) -> ForwardResult:
+        batch, starts = self._batch(works)
+        if self.memory.state_tensors is not None:
+            batch.recurrent = _recurrent_step(self.memory.state_tensors, works)
+        tapped = self.tapped_layers if any(work.state.drafting for work in works) else ()
+        wanted = [
+            row
+            for start, work in zip(starts, works, strict=True)
+            for row in range(start + work.rows - work.logit_rows, start + work.rows)
+        ]
+        logits, taps = self.target.forward_logits(batch, self.memory.target, tapped, wanted)
+        parts = [logits] if len(works) == 1 else list(logits.split([work.logit_rows for work in works]))
+        return ForwardResult(works, parts, taps, starts)
+
+    def blocks(self, drafter: DFlashDrafter) -> CpuBlocks:
+        return CpuBlocks(self.target, drafter, self.memory, PAGE_TOKENS, self._draft_window)
+
+    def forget(self, variant: DraftVariant) -> None:
+        """The variant's matrices go with the variant; nothing else is kept for it."""
+
+    def measure_costs(self) -> CostTable:
+        from slipstream.engine.cpu.cpu_costs import measure_costs
+
+        assert self._draft is not None, "only speculation asks for costs"
+        return measure_costs(self.target, self._draft, self._progress)
+
+    def prepare_batches(self) -> None:
+        """A CPU has nothing to prepare for batches."""
+
+    def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int]]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        page_ids: list[int] = []
+        offsets: list[int] = []
+        starts: list[int] = []
+        for work in works:
+            starts.append(len(tokens))
+            tokens += work.tokens
+            positions += work.positions
+            # Rows of a tree share positions, so each is stored behind the others until it is clear which rows stay.
+            pages, slots = work.state.places(work.start, work.rows)
+            page_ids += pages
+            offsets += slots
+        groups = {
+            pattern: [_group(start, work, pattern) for start, work in zip(starts, works, strict=True)]
+            for pattern in self.target.patterns
+        }
+        return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts
+
+
+def pool_shapes(target: Decoder, draft: DFlashDrafter | None) -> PoolShapes:
+    """What the pools hold for every position, in the target's layers and as draft context."""
+    shape, own = target.config, draft.config if draft is not None else None
+    return (
+        PoolShape(shape.kv_shapes, shape.states),
+        PoolShape.alike(own.layers, own.kv_heads, own.head_dim) if own is not None else None,
+    )
+
+
+def _recurrent_step(tensors: StateTensors, works: Sequence[RowWork]) -> DeltaStep:
+    stretches = []
+    for work in works:
+        assert work.state.recurrent is not None, "every sequence of a recurrent target has a state"
+        parents = work.proposal.parents if work.proposal is not None and work.branching else None
+        stretches.append(Stretch(work.state.recurrent, work.rows, parents, work.state.checkpoint_rows(work.rows)))
+    return tensors.begin(stretches)
+
+
+def _group(row_start: int, work: RowWork, pattern: AttentionPattern) -> RowGroup:
+    pages, size = work.state.pages, PAGE_TOKENS
+    if work.proposal is not None and work.branching:
+        return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, pattern)
+    return make_group(row_start, range(work.start, work.start + work.rows), pages, size, pattern)

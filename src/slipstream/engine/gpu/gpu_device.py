@@ -1,0 +1,93 @@
+"""A GPU before anything is loaded: its kernels, the weights on it, and what it can promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import torch
+
+from slipstream.config import EngineConfig, WeightFormat
+from slipstream.engine.gpu.graphs import Graphs
+from slipstream.engine.pool_sizes import available_bytes
+from slipstream.errors import ConfigError
+from slipstream.formats.weight_files import WeightFile
+from slipstream.kernels.gpu.device_rows import LEAST_ROWS
+from slipstream.kernels.gpu.kernel_set import GpuKernels, gpu_kernels
+from slipstream.kernels.gpu.matrices import Scratch
+from slipstream.models.gpu_weights import GpuWeights
+from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
+
+EXACT_ROWS = 64  # in steps of up to so many rows, a row has the same bits whatever the other rows are
+MOST_STEP_ROWS = 256  # of one device step over all sequences; larger steps cost more than they decode
+
+
+class GpuDevice:
+    """One GPU, or the CPU under Triton's interpreter where tests give it that device."""
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        if config.exact and config.max_sequences > EXACT_ROWS:
+            raise ConfigError(
+                f"{config.max_sequences} sequences do not fit into an exact step of {EXACT_ROWS} rows",
+                f"allow at most {EXACT_ROWS} at once, or leave --exact out",
+            )
+        self.device = device
+        self.config = replace(config, prefill_chunk=config.chunk_rows(on_gpu=True))
+        self.scratch = Scratch(device)
+        self.kernels: GpuKernels = gpu_kernels(config.kernels)
+        self.graphs = Graphs(device, config.graphs and config.kernels == "triton")
+
+    def weights(
+        self,
+        file: WeightFile,
+        weight_format: WeightFormat,
+        file_name: Callable[[str], str] = keep_name,
+        progress: Progress | None = None,
+        rough: bool = False,
+        parts: BuiltParts | None = None,
+        changed: Collection[str] = (),
+        norm_shift: float = 0.0,
+    ) -> Weights:
+        return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed, norm_shift)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a device step at most, over all its sequences."""
+        return EXACT_ROWS if self.config.exact else MOST_STEP_ROWS
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return available_bytes() or 2**30
+
+    @property
+    def label(self) -> str:
+        """Which kernels serve."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Triton's interpreter"
+        how = "captured graphs" if self.graphs.enabled else "without graphs"
+        return f"{self.config.kernels} kernels on {name}, {how}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether speculative text equals plain text to the bit: with `exact`, or as long as steps stay small."""
+        small = self.config.max_sequences * LEAST_ROWS <= EXACT_ROWS
+        return self.config.kernels == "triton" and (self.config.exact or small)
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that a large copy reads and writes: the floor under a step is its bytes over this."""
+        size = 2**30 if self.device.type == "cuda" else 2**20
+        source = torch.empty(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = 0.0
+        for _ in range(5):
+            self.wait()
+            began = time.perf_counter()
+            target.copy_(source)
+            self.wait()
+            best = max(best, 2 * size / (time.perf_counter() - began))
+        return best
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
