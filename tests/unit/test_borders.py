@@ -138,7 +138,7 @@ def test_imports_respect_the_borders() -> None:
         ("server.app", "from slipstream.cli.ui import Ui", True),
         ("server.worker", "from slipstream.engine.engine import Engine", True),
         ("server.worker", "from slipstream.kernels import matmul", True),
-        ("engine.llm", "from slipstream.server.jobs import Job", True),
+        ("engine.llm", "from slipstream.server.serving.jobs import Job", True),
         ("models.llama", "from ..cache import pages", True),
         ("models.llama", "from . import layers", False),
         ("models.llama", "def f():\n    from slipstream.engine import runner", True),

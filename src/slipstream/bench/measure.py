@@ -78,7 +78,7 @@ def _check(mode: str, settings: dict[str, object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One answer in one mode, event by event."""
 
     events: list[GenEvent]
@@ -106,7 +106,7 @@ class Turn:
 
     prompt: int  # which conversation
     history: list[Message]
-    answers: dict[str, Answer]
+    answers: dict[str, TimedAnswer]
 
     @property
     def question(self) -> str:
@@ -127,7 +127,7 @@ class ModeRun:
     same: int = 0
     near_ties: int = 0
 
-    def add(self, prompt: int, answer: Answer) -> None:
+    def add(self, prompt: int, answer: TimedAnswer) -> None:
         stats = answer.stats
         self.stats.add(stats)
         self.texts.append(answer.token_ids)
@@ -263,7 +263,7 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Answer:
+def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> TimedAnswer:
     events = list(
         llm.stream(
             history,
@@ -277,7 +277,7 @@ def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens:
     )
     if events[-1].finish_reason == "error":
         raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
-    return Answer(events)
+    return TimedAnswer(events)
 
 
 def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: Plan) -> bool:

@@ -151,7 +151,7 @@ class Chat:
 
     def _turn(self, question: str) -> None:
         self.session.ask(question)
-        answer = Answer()
+        answer = ChatReply()
         try:
             self._stream(answer)
         except SlipstreamError:
@@ -166,7 +166,7 @@ class Chat:
             show_steps(self.ui, self.llm, answer.steps, answer.stats)
         self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, answer: ChatReply) -> None:
         """Shows the answer as it comes. Ctrl-C ends it, not the program: what was written so far is the answer."""
         from slipstream.text.detokenize import IncrementalDetokenizer
 
@@ -191,7 +191,7 @@ class Chat:
             events.close()
 
 
-class Answer:
+class ChatReply:
     """One answer as it grows."""
 
     def __init__(self) -> None:

@@ -10,10 +10,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse
 
-from slipstream.server import (
+from slipstream.server.apis import (
     anthropic_api,
     draft_lora_api,
-    errors_http,
     openai_chat,
     openai_completions,
     responses_api,
@@ -21,9 +20,10 @@ from slipstream.server import (
     text_api,
     web_api,
 )
-from slipstream.server.limits import Gatekeeper
-from slipstream.server.logs import RequestLogMiddleware
-from slipstream.server.state import ServerState
+from slipstream.server.operations import errors_http
+from slipstream.server.operations.limits import Gatekeeper
+from slipstream.server.operations.logs import RequestLogMiddleware
+from slipstream.server.operations.server_state import ServerState
 from slipstream.version import __version__
 
 Hook = Callable[[], Awaitable[None]]

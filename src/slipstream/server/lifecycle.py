@@ -17,11 +17,17 @@ from typing import Any, cast
 import uvicorn
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.server.apis.stream_socket import StreamSocket
 from slipstream.server.app import create_app
-from slipstream.server.connections import ACCEPTED_AT_ONCE, MAX_CONNECTIONS, Door, GuardedProtocol, raise_file_limit
-from slipstream.server.logs import LogFormat, log_config
-from slipstream.server.state import ServerState
-from slipstream.server.stream_socket import StreamSocket
+from slipstream.server.operations.connections import (
+    ACCEPTED_AT_ONCE,
+    MAX_CONNECTIONS,
+    Door,
+    GuardedProtocol,
+    raise_file_limit,
+)
+from slipstream.server.operations.logs import LogFormat, log_config
+from slipstream.server.operations.server_state import ServerState
 
 log = logging.getLogger("slipstream.server")
 

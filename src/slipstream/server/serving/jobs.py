@@ -1,0 +1,124 @@
+"""What every API is translated into, and what comes back: the server's own nouns, without any API's field names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slipstream.stats import RequestStats
+from slipstream.types import FinishReason, StepRecord, TokenOut
+
+JsonObject = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: JsonObject = field(default_factory=dict)  # a JSON schema; empty: any object
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may, must or must not be called; `name` allows no other."""
+
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What the whole answer must be; `schema` belongs to json_schema, `grammar` (Lark syntax) to grammar."""
+
+    kind: Literal["json_object", "json_schema", "grammar"]
+    schema: JsonObject | None = None
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One generation as somebody asked for it: a conversation, or raw text or tokens to go on from.
+
+    `settings` are keywords of `LLM.request`: sampling, max_tokens, stop, seed, mode, gate, draft_lora,
+    logit_bias, cache_prompt.
+    """
+
+    model: str
+    messages: Sequence[JsonObject] | None = None  # roles system, user, assistant, tool; content is text
+    continues: bool = False  # the last message is the beginning of the answer
+    prompt: str | Sequence[int] | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tools: bool = True  # False: the answer ends with its first call
+    format: OutputFormat | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)  # such as enable_thinking
+    thinking_budget: int | None = None  # tokens of reasoning before it is ended for the model
+    priority: int = 0  # larger goes first
+    deadline_s: float | None = None
+    prompt_class: str | None = None  # as the caller says (metadata.prompt_class): which promised tau to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """What one engine step adds to an answer, of one kind; `tokens` are those that completed this text.
+
+    A tool call begins with a delta that has its `call_id` and `name`; its arguments follow as text.
+    """
+
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str
+    tokens: Sequence[TokenOut] = ()
+    call: int = 0  # which of the answer's tool calls
+    call_id: str = ""
+    name: str = ""
+    step: StepRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer; filled while it streams and complete once `finish_reason` is set."""
+
+    model: str  # the resolved name, never `any`
+    mode: str
+    draft: str | None
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[TokenOut] = field(default_factory=list)  # of content, in order, where log-probabilities are wanted
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None  # the stop string that ended it
+    error: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    reasoning_tokens: int = 0
+
+    def timings(self) -> dict[str, object]:
+        """Our extension of every API's response: where the time went and what speculation did."""
+        stats = self.stats
+        per_position = stats.to_json()["accepted_per_position"]
+        return {
+            "prompt_n": stats.prompt_tokens - stats.cached_tokens,
+            "prompt_ms": round(stats.ttft_ms, 3),
+            "cached_n": stats.cached_tokens,
+            "predicted_n": stats.completion_tokens,
+            "predicted_ms": round(stats.decode_ms, 3),
+            "predicted_per_second": round(stats.tokens_per_second, 3),
+            "draft_n": stats.drafted,
+            "draft_n_accepted": stats.accepted,
+            "tau": round(stats.tau, 4),
+            "accepted_per_position": per_position,
+            "mode": self.mode,
+            "draft": self.draft,
+            "draft_lora": stats.draft_lora,
+        }
