@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
+from slipstream.server.serving.model_entries import Lease
 from slipstream.server.serving.model_files import ModelSpec
-from slipstream.server.serving.router import Lease, ModelRouter
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import Gate, GenEvent, Mode, Request
 
 POOL_TOKENS = 1 << 22  # a gibibyte of pool nobody touches: what a model is measured at hardly matters beside it

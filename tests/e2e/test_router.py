@@ -15,9 +15,10 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.formats.sources import resolve
+from slipstream.server.serving.model_entries import Lease, ModelFailedError
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.residency import give_memory_back, private_bytes
-from slipstream.server.serving.router import Lease, ModelFailedError, ModelRouter
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import GenEvent
 
 pytestmark = pytest.mark.e2e

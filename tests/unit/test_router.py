@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import BusyError, ConfigError, EngineFailedError
-from slipstream.server.serving.residency import private_bytes
-from slipstream.server.serving.router import (
+from slipstream.server.serving.model_entries import (
     ModelFailedError,
-    ModelRouter,
     NoMemoryNowError,
     NoResidentModelError,
     UnknownModelError,
 )
+from slipstream.server.serving.residency import private_bytes
+from slipstream.server.serving.router import ModelRouter
 from tests.routing import ONE, POOL_TOKENS, TWO, answer, run, spec, specs, start, states, until
 
 pytestmark = pytest.mark.usefixtures("threads")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.server.serving.model_entries import Lease, ModelFailedError, RouterClosedError, UnknownModelError
 from slipstream.server.serving.model_files import ModelSpec
-from slipstream.server.serving.router import Lease, ModelFailedError, ModelRouter, RouterClosedError, UnknownModelError
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import GenEvent
 from tests.routing import ONE, answer, run, spec, specs, start, states, until
 from tests.tiny import write_pair

@@ -20,6 +20,7 @@ from slipstream.engine.proposer import Plan, Proposer
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.scheduler import PrefillChunk, Scheduler, StepPlan, Ticket
 from slipstream.engine.session import Session
+from slipstream.engine.snapshots import EngineSnapshot, LineSnapshot, sequence_snapshots
 from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
@@ -201,15 +202,15 @@ class Engine:
         self.scheduler.resume(ticket, epoch)
         return True
 
-    def overview(self) -> list[Session]:
-        """Every open request, in the order of arrival. Another thread may look too, and sees some step's middle."""
-        return list(self._sessions.values())
-
-    @property
-    def pages(self) -> tuple[int, int, int]:
-        """Pages in use, how many of them the prefix cache holds, and all there are."""
+    def snapshot(self) -> EngineSnapshot:
+        """Requests and pages as plain values; another thread may ask too, and may then see the middle of a step."""
         cached = self.prefix.size if self.prefix is not None else 0
-        return self._table.total - self._table.free, cached, self._table.total
+        used, total = self._table.total - self._table.free, self._table.total
+        return EngineSnapshot(sequence_snapshots(list(self._sessions.values())), used, cached, total)
+
+    def line(self) -> LineSnapshot:
+        """How many requests wait for a slot; only the thread that steps the engine may ask."""
+        return LineSnapshot(self.scheduler.newcomers, len(self.scheduler.waiting))
 
     def step(self) -> list[GenEvent]:
         """Does one step for everybody and says what came of it."""

@@ -24,7 +24,7 @@ from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import FinishReason, GenEvent, Request, StepRecord, Thinking, TokenOut
 
 if TYPE_CHECKING:
-    from slipstream.server.serving.router import Lease
+    from slipstream.server.serving.model_entries import Lease
 
 DEFAULT_MAX_TOKENS = 1024  # where neither the request nor the model's entry says how long an answer may be
 LAST_WORD_S = 5.0  # how long an engine has to confirm that a request is over before nobody waits for it any more

@@ -1,12 +1,11 @@
-"""Several models behind one server: loaded when asked for, put to sleep when idle, evicted when memory is short.
+"""Several models behind one server: a request loads its model, and idleness or a lack of memory unloads it.
 
-All state belongs to the event loop's thread; only loading and unloading happen elsewhere.
+All state belongs to the event loop's thread; only loading and unloading happen in other threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,50 +14,38 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import BusyError, ConfigError, SlipstreamError
+from slipstream.server.serving.catalogue import Catalogue
 from slipstream.server.serving.model_entries import (
     Entry,
     Lease,
     ModelFailedError,
     ModelInfo,
-    NoMemoryNowError,
-    NoResidentModelError,
     ReloadReport,
-    RouterClosedError,
     State,
-    UnknownModelError,
     describe_entry,
     failed_model,
     router_closed,
     unknown_model,
 )
-from slipstream.server.serving.model_files import ANY, ModelSpec, read_models
-from slipstream.server.serving.residency import LoadPlan, Resident, available_bytes, in_mib, in_thread, load, plan_load
-
-__all__ = [
-    "Lease",
-    "ModelFailedError",
-    "ModelInfo",
-    "NoMemoryNowError",
-    "NoResidentModelError",
-    "ReloadReport",
-    "ModelRouter",
-    "RouterClosedError",
-    "UnknownModelError",
-]
+from slipstream.server.serving.model_files import ModelsFile, ModelSpec, read_models
+from slipstream.server.serving.residency import LoadPlan, Resident, in_thread, load, plan_load
 
 log = logging.getLogger("slipstream.server.models")
 
-_ATTEMPTS = 3  # a model may be replaced or die while a request waits for it; a request does not wait for ever
-_GOING_S = 1.0  # between two looks at a model that is on its way out
-_ANY_ORDER: dict[State, int] = {"ready": 0, "loading": 1, "sleeping": 2}
+# A model may be replaced or its engine may end while a request waits for it. After three loads the request is refused,
+# because otherwise it could wait for ever.
+_LOAD_ATTEMPTS = 3
+# How long a load sleeps before it looks again at a model that is being unloaded; longer only delays the load.
+_UNLOADING_POLL_S = 1.0
 
 
 class ModelRouter:
     """Names and the models behind them.
 
     `memory_budget` bounds weights and page pools of all resident models together (None: the machine's free memory
-    decides), `idle_s` is how long a model stays without requests (0: for ever), `room_wait_s` how long a load waits
-    for memory that working models hold, `retry_s` how long the reason of a failed load is repeated before another try.
+    decides). `idle_s` is how long a model stays in memory without requests (0: for ever). Both default to what the
+    models file says. `room_wait_s` is how long a load waits for memory that working models hold, and `retry_s` how long
+    the reason of a failed load is repeated before the router tries again.
     """
 
     def __init__(
@@ -66,80 +53,69 @@ class ModelRouter:
         specs: Sequence[ModelSpec],
         *,
         memory_budget: int | None = None,
-        idle_s: float = 0.0,
+        idle_s: float | None = None,
         room_wait_s: float = 30.0,
         retry_s: float = 5.0,
         tick_s: float = 1.0,
         source: Path | None = None,
+        file: ModelsFile | None = None,
     ) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._leaving: list[Resident] = []  # no name leads to them any more; they go when their last request ends
-        self._budget = memory_budget
-        self._idle_s = idle_s
+        self._catalogue = Catalogue(specs)
+        self._options = (memory_budget, idle_s)  # a models file that is read again does not change these
+        self._set_limits(file)
         self._room_wait_s = room_wait_s
         self._retry_s = retry_s
         self._tick_s = tick_s
         self._source = source
-        self._fixed: dict[str, float | int] = {}  # what options said; a file read again does not change it
-        self._turns = itertools.count(1)
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
-        self.on_engine_failed: Callable[[str], None] = lambda name: None  # told the model's name
-        for spec in specs:
-            if spec.name in self._entries:
-                raise ConfigError(f"two models are called '{spec.name}'", "give each its own name")
-            self._entries[spec.name] = Entry(spec, int(time.time()))
+        self.on_engine_failed: Callable[[str], None] = lambda name: None  # called with the model's name
 
     @classmethod
-    def from_file(
-        cls, path: Path, *, memory_budget: int | None = None, idle_s: float | None = None, **settings: float
-    ) -> ModelRouter:
-        """A router over a models file; what is given here goes before what the file says, also when it is reloaded."""
+    def from_file(cls, path: Path, **settings: Any) -> ModelRouter:
+        """A router over a models file; `settings` take precedence over the file, also when it is read again."""
         file = read_models(path)
-        router = cls(
-            file.models,
-            memory_budget=memory_budget or file.memory_budget,
-            idle_s=idle_s if idle_s is not None else file.idle_s or 0.0,
-            source=path,
-            **settings,
-        )
-        given = {"memory_budget": memory_budget, "idle_s": idle_s}
-        router._fixed = {name: value for name, value in given.items() if value is not None}
-        return router
+        return cls(file.models, source=path, file=file, **settings)
+
+    def _set_limits(self, file: ModelsFile | None) -> None:
+        memory_budget, idle_s = self._options
+        budget_of_file, idle_s_of_file = (file.memory_budget, file.idle_s) if file is not None else (None, None)
+        self._catalogue.budget = memory_budget if memory_budget is not None else budget_of_file
+        self._idle_s = idle_s if idle_s is not None else idle_s_of_file or 0.0
 
     async def start(self) -> None:
-        """Begins to watch, and loads what is to be there from the start; one that fails is described as failed."""
+        """Begins to watch the models and loads those with `preload`; one that cannot be loaded is marked as failed."""
         self._watch()
-        wanted = [entry for entry in self._entries.values() if entry.spec.preload]
+        wanted = [entry for entry in self._catalogue if entry.spec.preload]
         await asyncio.gather(*(self._wait_for_load(entry) for entry in wanted))
 
     async def lease(self, name: str) -> Lease:
-        """A hold on the named model, loaded first if need be; `any` is the one that was used last."""
+        """A hold on the named model, which is loaded first if it is not in memory; `any` is the model used last."""
         self._watch()
         entry = self.find(name)
         entry.waiting += 1
         try:
-            for _ in range(_ATTEMPTS):
+            for _ in range(_LOAD_ATTEMPTS):
                 self._check_open()
                 resident = self._alive(entry)
                 if resident is not None:
                     resident.users += 1
-                    self._used(entry)
+                    self._catalogue.note_use(entry)
                     return Lease(entry, resident, self._give_back)
                 failure = await self._wait_for_load(entry)
                 if failure is not None:
                     raise failure.with_traceback(None)
-                if self._entries.get(entry.spec.name) is not entry:
-                    raise unknown_model(entry.spec.name, list(self._entries))
+                if not self._catalogue.has(entry):
+                    raise unknown_model(entry.spec.name, self._catalogue.names)
             raise ModelFailedError(f"model '{entry.spec.name}' does not stay: {entry.reason or 'it was replaced'}")
         finally:
             entry.waiting -= 1
             self._notify()
 
     def unload(self, name: str) -> None:
-        """Puts a model away by hand once its running requests are over; the next request loads it again."""
+        """Unloads a model as soon as its running requests are over; the next request loads it again."""
         entry = self.find(name)
         if entry.loading is not None:
             raise BusyError(f"model '{entry.spec.name}' is being loaded", "unload it when it is there", self._retry_s)
@@ -147,48 +123,48 @@ class ModelRouter:
             self._put_away(entry, "unloaded")
 
     def describe(self) -> list[ModelInfo]:
-        return [describe_entry(entry) for entry in self._entries.values()]
+        return [describe_entry(entry) for entry in self._catalogue]
 
     def residents(self) -> list[Resident]:
-        """Every model at work, those included that only finish what they have begun."""
-        return [resident for resident in self._in_memory() if not resident.going]
+        """Every model that is at work, also one that has lost its name and only finishes its requests."""
+        return self._catalogue.residents()
 
-    def _in_memory(self) -> list[Resident]:
-        return [entry.resident for entry in self._entries.values() if entry.resident is not None] + self._leaving
+    def find(self, name: str) -> Entry:
+        """What a name stands for; `any` is the model that was used last."""
+        return self._catalogue.find(name)
 
     async def reload(self) -> ReloadReport:
-        """Reads the models file again. Running requests finish on what they began with; a bad file changes nothing."""
+        """Reads the models file again; a file with mistakes changes nothing.
+
+        Running requests finish with the model and the settings they began with.
+        """
         if self._source is None:
             raise ConfigError("this server has no models file to read again", "start it with one")
         file = await in_thread(read_models, self._source)
         self._check_open()
-        self._budget = int(self._fixed["memory_budget"]) if "memory_budget" in self._fixed else file.memory_budget
-        self._idle_s = self._fixed.get("idle_s", file.idle_s or 0.0)
+        self._set_limits(file)
         wanted = {spec.name: spec for spec in file.models}
-        removed = [name for name in self._entries if name not in wanted]
-        for name in removed:
-            self._put_away(self._entries.pop(name), "unloaded")
-        added = [name for name in wanted if name not in self._entries]
-        changed = [name for name in wanted if name not in added and self._entries[name].spec != wanted[name]]
-        for name in added:
-            self._entries[name] = Entry(wanted[name], int(time.time()))
-        for name in changed:
-            self._change_spec(self._entries[name], wanted[name])
-        # in the file's order, which is the order clients see
-        self._entries = {name: self._entries[name] for name in wanted}
-        for entry in self._entries.values():
+        changed = [entry for entry in self._catalogue if wanted.get(entry.spec.name, entry.spec) != entry.spec]
+        added, removed = self._catalogue.replace(file.models)
+        for entry in removed:
+            self._put_away(entry, "unloaded")
+        for entry in changed:
+            self._change_spec(entry, wanted[entry.spec.name])
+        for entry in self._catalogue:
             entry.retry_at = 0.0
-            if entry.spec.preload and entry.spec.name in (*added, *changed):
+            if entry.spec.preload and entry in (*added, *changed):
                 self._in_background(self._preload(entry))
         self._notify()
-        report = ReloadReport(tuple(added), tuple(removed), tuple(changed))
-        log.info(
-            "models file read again", extra={"fields": {"added": list(added), "removed": removed, "changed": changed}}
-        )
-        return report
+        names = {
+            "added": [entry.spec.name for entry in added],
+            "removed": [entry.spec.name for entry in removed],
+            "changed": [name for name in wanted if name in [entry.spec.name for entry in changed]],
+        }
+        log.info("models file read again", extra={"fields": names})
+        return ReloadReport(*map(tuple, names.values()))
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Refuses newcomers, lets running requests finish for `grace_s` seconds, then puts every model away."""
+        """Refuses new requests, lets running ones finish for `grace_s` seconds, then unloads every model."""
         self._closing = True
         self._notify()
         deadline = time.monotonic() + grace_s
@@ -196,54 +172,32 @@ class ModelRouter:
             await self._changed(deadline - time.monotonic())
         if self._watcher is not None:
             self._watcher.cancel()
-        leaving = self._in_memory()
-        for entry in self._entries.values():
+        leaving = self._catalogue.in_memory()
+        for entry in self._catalogue:
             if entry.resident is not None:
                 entry.resident, entry.state = None, "unloaded"
-        self._leaving = list(leaving)
+        self._catalogue.leaving = list(leaving)
         await asyncio.gather(*filter(None, map(self._send_off, leaving)))
-        loads = [entry.loading for entry in self._entries.values() if entry.loading is not None]
+        loads = [entry.loading for entry in self._catalogue if entry.loading is not None]
         if loads:
             await asyncio.wait(loads, timeout=max(0.0, deadline - time.monotonic()))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(1.0, deadline - time.monotonic()))
 
-    # names
-
-    def find(self, name: str) -> Entry:
-        """What a name stands for; `any` is the model that was used last."""
-        if name == ANY:
-            return self._last_used()
-        if name not in self._entries:
-            raise unknown_model(name, list(self._entries))
-        return self._entries[name]
-
-    def _last_used(self) -> Entry:
-        resident = [entry for entry in self._entries.values() if entry.state in _ANY_ORDER]
-        if not resident:
-            raise NoResidentModelError(
-                "no model is resident, so 'any' means none", f"name one of: {', '.join(self._entries)}"
-            )
-        return min(resident, key=lambda entry: (_ANY_ORDER[entry.state], -entry.last_turn))
-
-    def _used(self, entry: Entry) -> None:
-        entry.last_used_ms = int(time.time() * 1000)
-        entry.last_turn = next(self._turns)
-
     def _alive(self, entry: Entry) -> Resident | None:
-        """The engine behind a name; one whose thread has ended is marked as failed and gone."""
+        """The model behind a name, if it is in memory; an entry whose engine has ended is marked as failed."""
         resident = entry.resident
         if resident is None or resident.worker.alive:
             return resident
-        reason = f"its engine ended: {resident.worker.failure or 'nobody knows why'}"
+        reason = f"its engine ended: {resident.worker.failure or 'the reason is unknown'}"
         self._put_away(entry, "failed")
-        # the files were fine a moment ago: the next request may try at once
+        # The files could be read when the model was loaded, so the next request may load it again at once.
         entry.reason, entry.hint, entry.retry_at = reason, "", 0.0
         log.error("engine ended", extra={"fields": {"model": entry.spec.name, "reason": reason}})
         self.on_engine_failed(entry.spec.name)
         return None
 
-    # coming
+    # Loading
 
     async def _wait_for_load(self, entry: Entry) -> SlipstreamError | None:
         if entry.loading is None:
@@ -251,7 +205,7 @@ class ModelRouter:
                 return failed_model(entry)
             entry.loading = asyncio.create_task(self._bring_in(entry))
         load_task = entry.loading
-        # only waited for, never cancelled: a client that leaves must not take the load from the others
+        # The task is waited for and never cancelled, because other clients may wait for the same load.
         while not load_task.done():
             if self._closing:
                 return router_closed()
@@ -259,7 +213,7 @@ class ModelRouter:
         return load_task.result()
 
     async def _bring_in(self, entry: Entry) -> SlipstreamError | None:
-        """Loads what the entry stands for; failures become its state and are returned, never raised."""
+        """Loads the model of an entry; a failure becomes the entry's state and is returned, never raised."""
         spec, before, began = entry.spec, (entry.state, entry.reason), time.monotonic()
         entry.state, entry.reason, entry.progress = "loading", "", "looking for its files"
 
@@ -268,21 +222,21 @@ class ModelRouter:
 
         try:
             wanted = replace(spec, draft_lora=tuple(entry.adapters.values()))
-            plan = await in_thread(plan_load, wanted, self._budget, report)
+            plan = await in_thread(plan_load, wanted, self._catalogue.budget, report)
             await self._make_room(entry, plan)
-            resident = await in_thread(load, plan, lambda: self._quiet(entry), report)
+            resident = await in_thread(load, plan, lambda: self._catalogue.quiet(entry), report)
         except BusyError as error:
             entry.state, entry.reason = before
             return error
         except Exception as error:
             if not entry.spec.loads_like(spec):
-                entry.state = "unloaded"  # what failed is not what the name stands for any more
+                entry.state = "unloaded"  # the spec has changed meanwhile, so the failure says nothing about it
                 return None
             return self._fail(entry, error)
         finally:
             entry.loading, entry.reserved, entry.progress = None, 0, ""
             self._notify()
-        if self._closing or self._entries.get(spec.name) is not entry or not entry.spec.loads_like(spec):
+        if self._closing or not self._catalogue.has(entry) or not entry.spec.loads_like(spec):
             entry.state = "unloaded"
             self._dismiss(resident)
             return router_closed() if self._closing else None
@@ -302,7 +256,7 @@ class ModelRouter:
 
     def _fail(self, entry: Entry, error: Exception) -> SlipstreamError:
         if not isinstance(error, SlipstreamError):
-            log.error("loading failed in a way nobody foresaw", exc_info=error)
+            log.error("loading failed with an unexpected error", exc_info=error)
         reason = error.message if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
         entry.state, entry.retry_at = "failed", time.monotonic() + self._retry_s
         entry.reason = f"could not be loaded{' again' if entry.was_loaded else ''}: {reason}"
@@ -314,62 +268,32 @@ class ModelRouter:
         await self._wait_for_load(entry)
 
     async def _make_room(self, entry: Entry, plan: LoadPlan) -> None:
-        """Reserves memory, evicting idle models, the least recently used first; waits for those that are at work."""
+        """Reserves memory for a load: unloads idle models, the least recently used first, then waits for busy ones."""
         needed, deadline = plan.footprint.total, time.monotonic() + self._room_wait_s
-        while not self._fits(needed):
+        while not self._catalogue.fits(needed):
             self._check_open()
-            idle = [other for other in self._entries.values() if other.resident is not None and not other.busy]
+            idle = self._catalogue.idle()
             if idle:
                 victim = min(idle, key=lambda other: other.last_turn)
                 log.info("evicting", extra={"fields": {"model": victim.spec.name, "for": entry.spec.name}})
                 self._put_away(victim, "unloaded")
-            elif not self._held():
-                limit = self._budget if self._budget is not None else available_bytes() or 0
-                raise ConfigError(f"it needs {in_mib(needed)}, there are {in_mib(limit)}", "lower its cache_tokens")
+            elif not self._catalogue.held():
+                raise self._catalogue.never_fits(needed)
             entry.progress = "waiting for memory"
             remaining = deadline - time.monotonic()
-            # what is on its way out takes the time it takes, and nobody is to blame for it
-            if remaining <= 0 and not any(resident.going for resident in self._leaving):
-                raise self._no_memory(entry, needed)
-            await self._changed(max(remaining, _GOING_S))
+            # Unloading a model always ends, so the load waits for it even after the deadline.
+            if remaining <= 0 and not any(resident.going for resident in self._catalogue.leaving):
+                raise self._catalogue.no_memory(entry, needed, self._retry_s)
+            await self._changed(max(remaining, _UNLOADING_POLL_S))
         entry.reserved = needed
 
-    def _fits(self, needed: int) -> bool:
-        if self._budget is not None:
-            return self._held() + needed <= self._budget
-        free = available_bytes()
-        return free is None or needed <= free
-
-    def _held(self) -> int:
-        """Memory of everything that is there, comes or goes."""
-        loading = sum(entry.reserved for entry in self._entries.values())
-        return loading + sum(resident.memory_bytes for resident in self._in_memory())
-
-    def _no_memory(self, entry: Entry, needed: int) -> NoMemoryNowError:
-        holders = [
-            f"'{resident.name}' ({in_mib(resident.memory_bytes)}, {resident.users} running)"
-            for resident in self.residents()
-        ]
-        holders += [f"'{e.spec.name}' ({in_mib(e.reserved)}, loading)" for e in self._entries.values() if e.reserved]
-        limit = "" if self._budget is None else f" of a budget of {in_mib(self._budget)}"
-        return NoMemoryNowError(
-            f"model '{entry.spec.name}' needs {in_mib(needed)}{limit}, which {', '.join(holders)} hold",
-            "try again when their requests are over",
-            retry_after_s=self._retry_s,
-        )
-
-    def _quiet(self, entry: Entry) -> bool:
-        """Whether nothing but this load changes this process's memory; asked from the thread that loads."""
-        others = [other for other in list(self._entries.values()) if other is not entry]
-        return not self._leaving and not any(other.busy or other.reserved for other in others)
-
-    # going
+    # Unloading
 
     def _give_back(self, entry: Entry, resident: Resident) -> None:
         resident.users -= 1
         resident.idle_since = time.monotonic()
-        self._used(entry)
-        if not resident.users and resident in self._leaving:
+        self._catalogue.note_use(entry)
+        if not resident.users and resident in self._catalogue.leaving:
             self._send_off(resident)
         self._notify()
 
@@ -381,8 +305,8 @@ class ModelRouter:
             self._dismiss(resident)
 
     def _dismiss(self, resident: Resident) -> None:
-        """Nobody new gets it; it goes when its last request is over."""
-        self._leaving.append(resident)
+        """Gives the model to no further request; it is unloaded when its last request is over."""
+        self._catalogue.leaving.append(resident)
         if not resident.users:
             self._send_off(resident)
 
@@ -398,12 +322,12 @@ class ModelRouter:
         except Exception as error:
             log.error("unloading failed", exc_info=error, extra={"fields": {"model": resident.name}})
         finally:
-            if resident in self._leaving:
-                self._leaving.remove(resident)
+            if resident in self._catalogue.leaving:
+                self._catalogue.leaving.remove(resident)
             self._notify()
 
     def _change_spec(self, entry: Entry, spec: ModelSpec) -> None:
-        """New defaults hold from the next request on; another pair or engine needs another load."""
+        """Takes over a changed spec: new defaults hold from the next request on; a new pair or engine is loaded."""
         same = entry.spec.loads_like(spec)
         entry.spec = spec
         if same:
@@ -413,7 +337,7 @@ class ModelRouter:
         entry.was_loaded, entry.reason, entry.adapters = False, "", spec.adapters
         self._put_away(entry, "unloaded")
 
-    # watching
+    # Watching
 
     def _watch(self) -> None:
         if self._watcher is None and not self._closing:
@@ -428,8 +352,8 @@ class ModelRouter:
                 log.error("watching the models failed", exc_info=error)
 
     def _look_around(self) -> None:
-        """Notices engines that died and puts models to sleep that nobody has used for long enough."""
-        for entry in list(self._entries.values()):
+        """Notices engines that have ended, and unloads models that had no request for their idle time."""
+        for entry in self._catalogue:
             resident = self._alive(entry)
             limit = entry.spec.idle_s if entry.spec.idle_s is not None else self._idle_s
             if resident is None or entry.busy or not limit or time.monotonic() - resident.idle_since < limit:

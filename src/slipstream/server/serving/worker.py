@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.engine.llm import LLM
+from slipstream.engine.snapshots import LineSnapshot, SequenceSnapshot
 from slipstream.errors import BusyError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
 from slipstream.types import GenEvent, Request
 
@@ -26,25 +27,9 @@ _MEMORY = 0.8  # weight of the past in the average time between two ends
 
 
 @dataclass(frozen=True, slots=True)
-class SlotInfo:
-    """How far one request has come.
+class SlotInfo(SequenceSnapshot):
+    """How far one request has come, as the engine says, and what the worker knows about its pauses."""
 
-    `phase` is prefill or decode for those in a slot, yielded for those who are in line again for their next quantum,
-    paused, or paused-evicted (its pages went to others: resumed, it is computed again from its tokens).
-    """
-
-    request_id: str
-    phase: str
-    prompt_tokens: int
-    generated: int
-    max_tokens: int
-    cached_tokens: int
-    mode: str
-    draft_lora: str
-    tau: float
-    drafted: int
-    accepted: int
-    priority: int
     epoch: int
     paused: bool
     seconds: float  # since it was submitted
@@ -98,8 +83,7 @@ class EngineWorker:
         self._open: dict[str, _Open] = {}
         self._questions: set[Future[Any]] = set()  # somebody waits for these as well
         self._arriving = 0  # submitted, but not with the engine yet
-        self._newcomers = 0  # with the engine, but not in a slot yet
-        self._in_line = 0  # those, and who waits for the next turn
+        self._line = LineSnapshot(0, 0)  # the engine's, as it was after the last step or command
         self._stopping = False
         self._ended = False
         self._last_end = 0.0
@@ -194,35 +178,18 @@ class EngineWorker:
 
     def snapshot(self) -> WorkerSnapshot:
         """How far everybody is; read without waiting for a step, so that numbers may be one step apart."""
-        now = time.monotonic()
-        slots = []
-        for session in self._engine.overview():
-            ticket, known = session.ticket, self._open.get(session.ticket.request.id)
-            if known is None or ticket.phase == "waiting":
-                continue
-            request, stats = ticket.request, session.stats
-            slots.append(
-                SlotInfo(
-                    request_id=request.id,
-                    phase=ticket.phase,
-                    prompt_tokens=len(request.prompt_ids),
-                    generated=ticket.generated,
-                    max_tokens=ticket.max_tokens,
-                    cached_tokens=ticket.cached_tokens,
-                    mode=str(request.mode),
-                    draft_lora=request.draft_lora,
-                    tau=stats.tau,
-                    drafted=stats.drafted,
-                    accepted=stats.accepted,
-                    priority=request.priority,
-                    epoch=known.epoch,
-                    paused=known.paused,
-                    seconds=now - known.submitted_at,
+        now, seen, slots = time.monotonic(), self._engine.snapshot(), []
+        for sequence in seen.sequences:
+            known = self._open.get(sequence.request_id)
+            if known is not None and sequence.phase != "waiting":
+                slots.append(
+                    SlotInfo(
+                        **asdict(sequence), epoch=known.epoch, paused=known.paused, seconds=now - known.submitted_at
+                    )
                 )
-            )
-        used, cached, total = self._engine.pages
-        waiting = self._arriving + self._newcomers
-        return WorkerSnapshot(slots, waiting, used, cached, total, self._config.max_sequences, self._config.max_waiting)
+        waiting = self._arriving + self._line.newcomers
+        limits = self._config.max_sequences, self._config.max_waiting
+        return WorkerSnapshot(slots, waiting, seen.pages_used, seen.pages_cached, seen.pages_total, *limits)
 
     def ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
         """The answer to a question about the engine, found on its own thread between two steps; blocks until then."""
@@ -274,7 +241,7 @@ class EngineWorker:
 
     def _check_room(self, preparing: int = 0) -> None:
         # those between two turns count: they would make a line without end of one that is full
-        waiting, limit = self._arriving + self._in_line, self._config.max_waiting
+        waiting, limit = self._arriving + self._line.waiting, self._config.max_waiting
         if waiting >= limit:
             said = f"{waiting} requests are waiting for '{self.name}' already"
             raise BusyError(said, retry_after_s=self._retry_after())
@@ -302,7 +269,7 @@ class EngineWorker:
     def _retry_after(self) -> float:
         """When half of the line will probably be gone; sooner, everybody would come back to a line as long."""
         low, high = _RETRY_LIMITS_S
-        return min(high, max(low, self._end_interval_s * (self._arriving + self._in_line) / 2))
+        return min(high, max(low, self._end_interval_s * (self._arriving + self._line.waiting) / 2))
 
     # below: the engine's thread
 
@@ -350,8 +317,7 @@ class EngineWorker:
             self._deliver(GenEvent(request.id, [], "", "error", error=refused))
 
     def _count_line(self) -> None:
-        scheduler = self._engine.scheduler
-        self._newcomers, self._in_line = scheduler.newcomers, len(scheduler.waiting)
+        self._line = self._engine.line()
 
     def _follow(self, request_id: str, known: _Open) -> None:
         """Makes the engine do what is wanted of a request by now."""
@@ -401,7 +367,7 @@ class EngineWorker:
 
     def _note_end(self) -> None:
         now = time.monotonic()
-        if self._last_end and self._in_line:
+        if self._last_end and self._line.waiting:
             self._end_interval_s = _MEMORY * self._end_interval_s + (1 - _MEMORY) * (now - self._last_end)
         self._last_end = now
 
@@ -412,7 +378,7 @@ class EngineWorker:
             self._ended = self._stopping = True
             left, self._open = self._open, {}
             self._commands.clear()
-            self._arriving = self._newcomers = self._in_line = 0
+            self._arriving, self._line = 0, LineSnapshot(0, 0)
             unanswered = [question for question in self._questions if not question.done()]
         reason = f"the engine of '{self.name}' ended: {failure or 'it was asked to stop'}"
         for question in unanswered:
