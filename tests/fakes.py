@@ -44,14 +44,6 @@ class FakeTokenizer:
         return chr(index).encode()
 
 
-class FakeDetokenizer:
-    def __init__(self, tokenizer: FakeTokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def push(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
-
-
 @dataclass
 class FakeLLM:
     """Keeps every instance and every request for the tests to look at."""
@@ -124,6 +116,7 @@ class FakeLLM:
                 done.finish_reason if last else None,
                 done.stats if last else None,
                 step=step,  # type: ignore[arg-type]
+                texts=[chr(token.id) for token in tokens],
             )
 
     def prompt_ids(self, messages: Sequence[dict[str, str]], *, chat: bool) -> list[int]:
@@ -193,9 +186,6 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     engine = ModuleType("slipstream.engine.llm")
     engine.LLM, engine.Completion = FakeLLM, FakeCompletion  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slipstream.engine.llm", engine)
-    text = ModuleType("slipstream.text.detokenize")
-    text.IncrementalDetokenizer = FakeDetokenizer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slipstream.text.detokenize", text)
     monkeypatch.setattr(FakeLLM, "made", [])
     for name, value in (("spoil", ""), ("speculative_ms", 2.0), ("mode_ms", {}), ("fail", "")):
         monkeypatch.setattr(FakeLLM, name, value)

@@ -96,6 +96,8 @@ def test_deltas_make_up_the_answer_and_tokens_go_with_their_text(bench: Bench) -
     assert answer.finish_reason == "length" and answer.stats.completion_tokens == 40
     assert "".join(delta.text for delta in deltas) == answer.content
     assert [token for delta in deltas for token in delta.tokens] == answer.tokens
+    assert [text for delta in deltas for text in delta.texts] == answer.token_texts
+    assert len(answer.token_texts) == len(answer.tokens) and answer.content.startswith("".join(answer.token_texts))
     assert all(token.logprob is not None and len(token.top_logprobs) == 2 for token in answer.tokens)
     assert generation.prompt_tokens == 5 and answer.model == "tiny" and answer.draft == "draft"
     assert bench.users() == 0, "the model is given back when the answer is over"

@@ -344,9 +344,10 @@ def test_draft_marks_join_to_the_text_however_it_is_cut() -> None:
     drafted = [False, True, True, True, False, True]  # of a, b, c, the halves of é, and !
     tokens = [TokenOut(index, was) for index, was in zip(ids, drafted, strict=True)]
     for cut in range(len(text) + 1):
-        marks = DraftMarks(tokenizer)
+        marks = DraftMarks()
         # all tokens have come, but the end of their text is held back
-        parts = [marks.mark(AnswerDelta("content", text[:cut], tokens)), marks.mark(AnswerDelta("content", text[cut:]))]
+        first = AnswerDelta("content", text[:cut], tokens, texts=["a", "b", "c", "", "é", "!"])
+        parts = [marks.mark(first), marks.mark(AnswerDelta("content", text[cut:]))]
         pieces = [piece for part in parts for piece in part["tokens"]]  # type: ignore[attr-defined]
         assert "".join(piece["text"] for piece in pieces) == text
         # a character belongs to the token that completes it

@@ -92,6 +92,10 @@ class TimedAnswer:
         return [token.id for token in self.tokens]
 
     @property
+    def token_texts(self) -> list[str]:
+        return [text for event in self.events for text in event.texts]
+
+    @property
     def text(self) -> str:
         return "".join(event.text for event in self.events)
 

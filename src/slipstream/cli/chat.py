@@ -168,9 +168,7 @@ class Chat:
 
     def _stream(self, answer: ChatReply) -> None:
         """Shows the answer as it comes. Ctrl-C ends it, not the program: what was written so far is the answer."""
-        from slipstream.text.detokenize import IncrementalDetokenizer
-
-        tint = Tint(IncrementalDetokenizer(self.llm.tokenizer))
+        tint = Tint()
         events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
         try:
             for event in events:
@@ -183,7 +181,7 @@ class Chat:
                 answer.token_ids += [token.id for token in event.tokens]
                 answer.finish_reason = event.finish_reason or answer.finish_reason
                 answer.stats = event.stats or answer.stats
-                for text, drafted in tint.spans(event.tokens, event.text):
+                for text, drafted in tint.spans(event.tokens, event.texts, event.text):
                     if not self.ui.json_output:
                         self.ui.write(text, DRAFTED_STYLE if drafted else None)
         except KeyboardInterrupt:

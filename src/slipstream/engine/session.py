@@ -56,6 +56,7 @@ class Session:
         self._added_at = time.perf_counter()
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
+        self._texts: list[str] = []  # of the tokens absorbed since the last event
         self._step_sizes: list[int] = []
         self._error: str | None = None
 
@@ -68,7 +69,7 @@ class Session:
         if len(tokens) == 1 < room and tokens[0].id not in self._last:
             self._token_ids.append(tokens[0].id)
             ticket.generated += 1
-            return 1, self._detokenizer.push((tokens[0].id,))
+            return 1, self._push((tokens[0].id,))
         ids = [token.id for token in tokens[:room]]
         if not self._last.isdisjoint(ids):
             self.finish_reason = "stop"
@@ -77,7 +78,7 @@ class Session:
             self.finish_reason = "length"
         self._token_ids += ids
         ticket.generated += len(ids)
-        text = self._detokenizer.push(ids)
+        text = self._push(ids)
         return len(ids), text if self.finish_reason is None else text + self._leftover_text()
 
     def _absorb_singly(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
@@ -86,7 +87,7 @@ class Session:
             self._token_ids.append(token.id)
             self.ticket.generated += 1
             self.sampler.observe([token.id])
-            shown, stopped = self._stops.push(self._detokenizer.push([token.id]))
+            shown, stopped = self._stops.push(self._push((token.id,)))
             text += shown
             if stopped or token.id in self.ticket.request.stop_token_ids or self.sampler.complete:
                 self.finish_reason = "stop"
@@ -97,6 +98,12 @@ class Session:
             if self.finish_reason is not None:
                 return count, text if stopped else text + self._leftover_text()
         return len(tokens), text
+
+    def _push(self, ids: Sequence[int]) -> str:
+        """The text that becomes certain with these tokens; the part of each is kept for the next event."""
+        texts = [self._detokenizer.push((token,)) for token in ids]
+        self._texts += texts
+        return "".join(texts)
 
     def _leftover_text(self) -> str:
         """What was held back in case it became a stop string or the rest of a character."""
@@ -150,4 +157,5 @@ class Session:
     def event(self, tokens: Sequence[TokenOut], text: str, step: StepRecord | None = None) -> GenEvent:
         reason = self.finish_reason
         stats = self.close(reason) if reason is not None else None
-        return GenEvent(self.ticket.request.id, list(tokens), text, reason, stats, self._error, step)
+        texts, self._texts = self._texts[: len(tokens)], []
+        return GenEvent(self.ticket.request.id, list(tokens), text, reason, stats, self._error, step, texts)

@@ -201,9 +201,7 @@ async def _chunks(state: ServerState, jobs: list[Job], body: ChatRequest) -> Asy
                 if body.logprobs and news.delta.kind == "content":
                     logprobs = shared.chat_logprobs(news.delta.tokens, news.running.tokenizer)
                 if body.include_draft_info:
-                    if news.index not in marks:
-                        marks[news.index] = shared.DraftMarks(news.running.tokenizer)
-                    more["slipstream"] = marks[news.index].mark(news.delta)
+                    more["slipstream"] = marks.setdefault(news.index, shared.DraftMarks()).mark(news.delta)
             choice = {"index": news.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             yield sse.event(frame.body(answer.model, [choice], **more))
         if body.with_usage:

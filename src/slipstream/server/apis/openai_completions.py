@@ -76,7 +76,7 @@ def _whole(running: list[Running], jobs: list[Job], body: CompletionRequest) -> 
     for index, (one, job) in enumerate(zip(running, jobs, strict=True)):
         logprobs = None
         if body.logprobs is not None:
-            logprobs = shared.CompletionLogprobs(one.tokenizer).take(one.answer.tokens)
+            logprobs = shared.CompletionLogprobs(one.tokenizer).take(one.answer.tokens, one.answer.token_texts)
         choices.append(
             {
                 "index": index,
@@ -108,9 +108,7 @@ async def _chunks(state: ServerState, jobs: list[Job], body: CompletionRequest) 
     try:
         async for news in news_stream:
             answer, tokenizer, more = news.running.answer, news.running.tokenizer, dict(common)
-            known = choices.setdefault(
-                news.index, _Choice(shared.DraftMarks(tokenizer), shared.CompletionLogprobs(tokenizer))
-            )
+            known = choices.setdefault(news.index, _Choice(shared.DraftMarks(), shared.CompletionLogprobs(tokenizer)))
             text, logprobs, reason = "", None, None
             if news.over:
                 known.ended, reason = answer, shared.finish_reason(answer)
@@ -121,7 +119,7 @@ async def _chunks(state: ServerState, jobs: list[Job], body: CompletionRequest) 
             else:
                 text = news.delta.text
                 if body.logprobs is not None:
-                    logprobs = known.logprobs.take(news.delta.tokens)
+                    logprobs = known.logprobs.take(news.delta.tokens, news.delta.texts)
                 if body.include_draft_info:
                     more["slipstream"] = known.marks.mark(news.delta)
             choice = {"index": news.index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -18,7 +18,6 @@ from slipstream.server.operations.server_state import ServerState
 from slipstream.server.serving.answering import Running, answering
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.stats import RequestStats
-from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import MAX_SEED, StepRecord, TokenOut
 from slipstream.version import __version__
@@ -199,14 +198,14 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._offset = 0
 
-    def take(self, tokens: Sequence[TokenOut]) -> dict[str, object]:
+    def take(self, tokens: Sequence[TokenOut], texts: Sequence[str]) -> dict[str, object]:
+        """The next tokens of the choice; `texts` are the characters that each of them brought."""
         offsets = []
-        for token in tokens:
+        for brought in texts:
             offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push([token.id]))
+            self._offset += len(brought)
         text = self._tokenizer.token_text
         return {
             "tokens": [text(token.id) for token in tokens],
@@ -219,16 +218,14 @@ class CompletionLogprobs:
 class DraftMarks:
     """Which characters of a stream were drafted: the pieces of each delta join to exactly its text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self) -> None:
         self._origins: deque[tuple[int, bool]] = deque()  # characters still to come of a token, and whether drafted
         self._last = False
 
     def mark(self, delta: AnswerDelta) -> dict[str, object]:
-        for token in delta.tokens:
-            length = len(self._detokenizer.push([token.id]))
-            if length:
-                self._origins.append((length, token.drafted))
+        for token, brought in zip(delta.tokens, delta.texts, strict=True):
+            if brought:
+                self._origins.append((len(brought), token.drafted))
         pieces, rest = [], delta.text
         while rest:
             length, drafted = self._origins.popleft() if self._origins else (len(rest), self._last)

@@ -19,7 +19,6 @@ from slipstream.server.serving.parsing import Piece, Splitter
 from slipstream.server.serving.preparing import prompt_chars
 from slipstream.server.serving.prompts import Prompt, build_prompt, constraint_of
 from slipstream.stats import RequestStats
-from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import FinishReason, GenEvent, Request, StepRecord, Thinking, TokenOut
 
@@ -234,7 +233,7 @@ class _Assembly:
         self._step: StepRecord | None = None
 
     def add(self, event: GenEvent) -> list[AnswerDelta]:
-        self._places.add(event.tokens)
+        self._places.add(event.tokens, event.texts)
         self._places.shown(len(event.text))
         self._step = event.step or self._step
         pieces = self._splitter.push(event.text)
@@ -251,7 +250,7 @@ class _Assembly:
         return [delta for piece in self._splitter.finish() for delta in self._deltas(piece)]
 
     def _deltas(self, piece: Piece) -> list[AnswerDelta]:
-        tokens = self._places.take(piece.end)
+        tokens, texts = self._places.take(piece.end)
         if piece.kind == "markup":
             return []
         answer, found = self._answer, []
@@ -262,6 +261,7 @@ class _Assembly:
             answer.content += piece.text
             if self._keep_tokens:
                 answer.tokens += tokens
+                answer.token_texts += texts
         elif piece.begins is not None:
             call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", piece.begins, "")
             answer.calls.append(call)
@@ -270,7 +270,7 @@ class _Assembly:
             call = answer.calls[piece.call]
             answer.calls[piece.call] = replace(call, arguments=call.arguments + piece.text)
         if piece.text:
-            found.append(AnswerDelta(piece.kind, piece.text, tokens, piece.call, step=self._take_step()))
+            found.append(AnswerDelta(piece.kind, piece.text, tokens, piece.call, step=self._take_step(), texts=texts))
         return found
 
     def _take_step(self) -> StepRecord | None:
@@ -283,25 +283,25 @@ class _TokenPlaces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._length = 0
         self.unshown = ""  # text of tokens that the engine has not given out, or never will: a stop string
-        self._waiting: deque[tuple[int, TokenOut]] = deque()
+        self._waiting: deque[tuple[int, TokenOut, str]] = deque()
 
-    def add(self, tokens: Sequence[TokenOut]) -> None:
-        for token in tokens:
+    def add(self, tokens: Sequence[TokenOut], texts: Sequence[str]) -> None:
+        for token, text in zip(tokens, texts, strict=True):
             if not self._tokenizer.is_special(token.id):
-                self._waiting.append((self._length, token))
-                text = self._detokenizer.push([token.id])
+                self._waiting.append((self._length, token, text))
                 self._length += len(text)
                 self.unshown += text
 
     def shown(self, count: int) -> None:
         self.unshown = self.unshown[count:]
 
-    def take(self, end: int) -> list[TokenOut]:
-        """The tokens that begin before `end` and were not taken yet."""
-        taken = []
+    def take(self, end: int) -> tuple[list[TokenOut], list[str]]:
+        """The tokens that begin before `end` and were not taken yet, and the characters that each brought."""
+        tokens, texts = [], []
         while self._waiting and self._waiting[0][0] < end:
-            taken.append(self._waiting.popleft()[1])
-        return taken
+            _, token, text = self._waiting.popleft()
+            tokens.append(token)
+            texts.append(text)
+        return tokens, texts

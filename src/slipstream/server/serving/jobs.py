@@ -77,6 +77,7 @@ class AnswerDelta:
     call_id: str = ""
     name: str = ""
     step: StepRecord | None = None
+    texts: Sequence[str] = ()  # the characters that each of the tokens brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Answer:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[TokenOut] = field(default_factory=list)  # of content, in order, where log-probabilities are wanted
+    token_texts: list[str] = field(default_factory=list)  # the characters that each of these tokens brought
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None  # the stop string that ended it
     error: str | None = None
