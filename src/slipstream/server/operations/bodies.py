@@ -1,7 +1,7 @@
-"""Bodies as JSON: bounded before they are parsed, parsed once and beside the event loop, and handed on as values.
+"""Bodies as JSON: they are bounded before they are parsed, parsed once, and passed on as values.
 
-One C call of a JSON parser holds the interpreter for its whole length, and a value takes many times the memory of its
-text: `{},` is three bytes and 72 of memory. So what a body may hold is counted on its bytes first.
+The JSON parser holds the interpreter for the whole of its call, and a value takes many times the memory of its text:
+`{},` has three bytes and takes 72. Therefore the values of a body are counted on its bytes before it is parsed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from starlette.types import Message, Receive, Scope
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import MAX_JSON_DEPTH
 
-# A number or a short string takes up to 72 bytes and is copied once by its check: all of them stay below 64 MiB.
+# Values in one body. A number or a short string takes up to 72 bytes and validation copies it once, so that all of them
+# stay below 64 MiB.
 MAX_JSON_VALUES = 1 << 19
-# An object, a list or a key takes up to 250 bytes, and about 900 as a checked part of a message.
+# Objects, lists and keys in one body. Each takes up to 250 bytes, and about 900 as a validated part of a message.
 MAX_JSON_STRUCTURE = 1 << 16
-_LARGE_BYTES = 64 << 10  # parsing this much takes about a millisecond, which is what a thread costs
+# Larger bodies are parsed in a thread. Parsing this many bytes takes about a millisecond, which is what a thread costs.
+_LARGE_BYTES = 64 << 10
 _STRING = re.compile(rb'"[^"]*+"')
-# Begins with its literal part, which the search looks for first.
+# The pattern begins with its literal part, because the regular expression engine can search for that quickly.
 _HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL)
-_PARSED = "slipstream.body"  # where a request's scope has its parsed body
-_STAND_IN = b" "  # goes on in the place of a parsed body, whose bytes need not be kept
+_PARSED = "slipstream.body"  # the key of the parsed body in a request's scope
+_STAND_IN = b" "  # the body that the framework sees in place of a parsed one, whose bytes are dropped
 
 
 async def parse(body: bytes, turn: asyncio.Lock) -> Any:
-    """The value of a body; a large one waits for its turn and is parsed in a thread.
+    """The value of a body; large bodies take turns and are parsed in a thread.
 
-    Parsing and checking a body hold the interpreter, and streams must not wait for the sum of several bodies. The task
-    that gives its turn away checks its value at once, so the next body is parsed only after that.
+    Parsing and validating a body hold the interpreter, and streams must not wait for several bodies in a row. The task
+    that releases `turn` validates its value at once, so that the next body is parsed only after that.
     """
     if len(body) <= _LARGE_BYTES:
         return check_json(body)
@@ -45,7 +47,7 @@ async def parse(body: bytes, turn: asyncio.Lock) -> Any:
 
 
 def check_json(body: bytes) -> Any:
-    """The value of a body, unless it is no JSON, too much of it, or only Python's idea of it (NaN, half characters)."""
+    """The value of a body; refuses text that is not JSON, too many values, and what only Python accepts as JSON."""
     _check_amount(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
@@ -67,7 +69,7 @@ def check_json(body: bytes) -> Any:
 
 
 def _check_amount(body: bytes) -> None:
-    """Counts marks outside of strings, but only where there would be too many with those inside of strings."""
+    """Refuses too many values. Marks in strings do not count; they are only sorted out if all marks are too many."""
     if _too_many(*_marks(body)) is None:
         return
     values = structure = 0
@@ -80,7 +82,7 @@ def _check_amount(body: bytes) -> None:
 
 
 def _marks(text: bytes) -> tuple[int, int]:
-    """Commas, one for every value but the first of its list or object; and what begins an object, a list or a key."""
+    """How many commas there are (one per value but the first of its list), and how many marks of structure."""
     return text.count(b","), text.count(b"{") + text.count(b"[") + text.count(b":")
 
 
@@ -91,8 +93,8 @@ def _too_many(values: int, structure: int) -> str | None:
 
 
 def _outside_of_strings(body: bytes) -> Iterator[bytes]:
-    """A body without its strings, piece by piece: a quote that is left in a piece begins a string that goes on."""
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes begins or ends a string
+    """The parts of a body outside of its strings; a quote that is left in a piece begins a string of the next piece."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
     begun = b""
     for start in range(0, len(plain), _LARGE_BYTES):
         outside, begun, _ = _STRING.sub(b"", begun + plain[start : start + _LARGE_BYTES]).partition(b'"')
@@ -132,14 +134,14 @@ def _check_depth(value: object) -> None:
 
 
 class ParsedRequest(Request):
-    """A request whose body the gatekeeper has parsed."""
+    """A request whose body the gatekeeper has already parsed."""
 
     async def json(self) -> Any:
         return self.scope[_PARSED]
 
 
 class ParsedRoute(APIRoute):
-    """The route of every API: it takes a body's value as it was parsed, instead of parsing the bytes once more."""
+    """The route class of every API: it uses the value that the gatekeeper parsed, so that a body is parsed once."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -151,9 +153,9 @@ class ParsedRoute(APIRoute):
 
 
 async def hand_on(scope: Scope, receive: Receive, body: bytes, turn: asyncio.Lock) -> Receive:
-    """Parses a body into the scope of its request, where `ParsedRequest` finds it, and gives out a byte instead.
+    """Parses a body into the scope of its request, where `ParsedRequest` finds it.
 
-    What comes after that (the client leaving) is the connection's own word.
+    The returned `receive` first gives a stand-in for the body, then the connection's messages, such as a disconnect.
     """
     if body:
         scope[_PARSED] = await parse(body, turn)

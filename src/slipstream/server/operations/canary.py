@@ -1,8 +1,8 @@
-"""Live acceptance against what the pair promises: a drafter that lost its way is noticed, not just slow.
+"""Compares the acceptance of live requests with what the drafter promises, so that a broken drafter is noticed.
 
 A broken pair (wrong taps, wrong template, damaged weights) writes the same text as before, only slower. The drafter's
-config promises tokens per step by class of prompts (`expected_tau`, measured on full greedy chains); here the answers
-of a running server are held against it.
+config promises tokens per step for classes of prompts (`expected_tau`, measured on full greedy chains). The canary
+compares the answers of a running server with that promise.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ CanaryState = Literal["no promise", "learning", "ok", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a drafter says about itself: tokens per step by class of prompts, for blocks of `proposals` tokens."""
+    """What a drafter's config promises: tokens per step by class of prompts, for blocks of `proposals` tokens."""
 
     taus: Mapping[str, float]
     proposals: int
 
     def survival(self, prompt_class: str | None) -> float:
-        """How likely each further drafted token is kept, so that whole chains give the promised tau.
+        """The chance that one more drafted token is accepted at which whole chains give the promised tau.
 
-        Who does not say (or names a class nobody measured) is held against the lowest promise: traffic of an unknown
-        kind may raise no false alarm.
+        A request of no class, or of a class without a promise, is compared with the lowest promise, so that unknown
+        traffic raises no false alarm.
         """
         tau = self.taus.get(prompt_class or "", min(self.taus.values(), default=1.0))
         return _survival(tau, max(1, self.proposals))
 
 
 def promise_of(llm: LLM) -> Promise | None:
-    """What the drafter in use promises; None where there is no drafter."""
+    """The promise of the drafter in use; None if there is no drafter."""
     return Promise(llm.expected_tau, llm.proposals) if llm.has_draft else None
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryRules:
-    """When the canary speaks; steps are drafted ones, since plain steps say nothing about a drafter.
+    """When the canary warns. Only drafted steps count, because plain steps say nothing about a drafter.
 
-    A shortfall is seen in two ways. The moving average of acceptance must stay above `floor`, once there are
-    `least_steps`. And because mode auto soon stops drafting with a drafter that is broken outright, evidence is also
-    added up token by token: how much likelier is what happened if the chances had `collapsed` than if they were as
-    promised. A request adds at most `request_evidence`, so that one odd text is no alarm.
+    A shortfall is noticed in two ways. First, the moving average of acceptance must stay above `floor` once there are
+    `least_steps`. Second, mode auto soon stops drafting with a drafter that is entirely broken, so evidence is also
+    added up token by token: how much likelier the observed tokens are if their chances had `collapsed` than if they
+    were as promised. One request adds at most `request_evidence`, so that one unusual text raises no alarm.
     """
 
-    floor: float = 0.7  # of the promised acceptance
-    recovered: float = 0.8  # above the floor, so that a warning does not flicker
+    floor: float = 0.7  # share of the promised acceptance below which the canary warns
+    recovered: float = 0.8  # share that ends a warning; it is above the floor, so that warnings do not flicker
     least_steps: int = 200
-    half_life_steps: int = 300  # of the moving average: after so many steps the past counts half
-    collapsed: float = 1 / 3  # of the promised chance of a token
-    evidence: float = 6.0  # a factor of e^6 is enough
+    half_life_steps: int = 300  # steps after which an observation counts half in the moving average
+    collapsed: float = 1 / 3  # share of the promised chance that a token of a broken drafter is assumed to have
+    evidence: float = 6.0  # log of the likelihood ratio at which the canary warns: a factor of e^6
     request_evidence: float = 1.5
-    sampled_share: float = 0.75  # of a token's chance that is left at temperatures up to 1: promises are greedy
+    sampled_share: float = 0.75  # share of the promised chance, which is greedy, that is left at temperatures up to 1
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryReport:
-    """What the canary thinks of a model now; both taus count drafted steps only, for the depths that were drafted."""
+    """The canary's verdict on a model; both taus count drafted steps only, with the depths that were drafted."""
 
     state: CanaryState
-    ratio: float | None = None  # accepted tokens over those the promise makes due
+    ratio: float | None = None  # accepted tokens over the tokens that the promise makes due
     live_tau: float | None = None
     due_tau: float | None = None
     drafted_steps: int = 0
@@ -89,10 +89,10 @@ class CanaryReport:
 
 
 class Canary:
-    """One pair's moving average of accepted tokens over due ones.
+    """One pair's moving average of accepted tokens over the tokens that are due.
 
-    What is due depends on how deep a step drafted: a chain of three cannot keep seven tokens, and mode auto drafts
-    short where it expects little. Trees keep more than chains, which only makes the verdict kinder.
+    How many tokens are due depends on the depth of each draft: a chain of three cannot keep seven tokens, and mode auto
+    drafts few tokens where it expects few to be accepted. Trees keep more than chains, so they only raise the ratio.
     """
 
     def __init__(self, promise: Promise, rules: CanaryRules | None = None) -> None:
@@ -105,7 +105,7 @@ class Canary:
 
     def observe(self, stats: RequestStats, prompt_class: str | None = None, sampled: bool = False) -> None:
         """Takes in a finished request."""
-        # drafts that were no numbers were never verified: each counts as one lost token
+        # Drafts that were not finite were never verified; each counts as one lost token.
         steps = (stats.verified_at[0] if stats.verified_at else 0) + stats.bad_drafts
         chance = self.promise.survival(prompt_class) * (self._rules.sampled_share if sampled else 1.0)
         if not steps or not 0 < chance < 1:
@@ -114,7 +114,7 @@ class Canary:
         due = stats.bad_drafts * chance
         due += sum(count * chance ** (slot + 1) for slot, count in enumerate(stats.verified_at))
         kept = 0.5 ** (steps / self._rules.half_life_steps)
-        # the past fades within a request as well: a very long one must not outweigh all that follows
+        # The past fades within a request too, so that a very long request does not outweigh all later ones.
         weight = (1 - kept) * self._rules.half_life_steps / math.log(2) / steps
         self._total += steps
         self._steps = self._steps * kept + steps * weight
@@ -161,7 +161,7 @@ class Canary:
 
 
 class CanaryBoard:
-    """The canaries of all models of a server; says in the log when one begins or ceases to warn."""
+    """The canaries of all models of a server; it writes to the log when a canary begins or ceases to warn."""
 
     def __init__(self, rules: CanaryRules | None = None) -> None:
         self._rules = rules
@@ -172,7 +172,7 @@ class CanaryBoard:
     def observe(
         self, model: str, promise: Promise, request: Request, stats: RequestStats, prompt_class: str | None = None
     ) -> None:
-        """Takes in a finished request of a model; another promise under the same name starts afresh."""
+        """Takes in a finished request of a model; a new promise under the same name starts a new canary."""
         if not is_telling(request):
             return
         with self._lock:
@@ -209,7 +209,7 @@ class CanaryBoard:
             return {name: canary.report() for name, canary in self._canaries.items()}
 
     def warnings(self) -> dict[str, int]:
-        """How often each model began to warn."""
+        """How many times the canary of each model began to warn."""
         with self._lock:
             return dict(self._warned)
 
@@ -217,9 +217,9 @@ class CanaryBoard:
 def is_telling(request: Request) -> bool:
     """Whether a request's acceptance says anything about the drafter.
 
-    Biases, penalties, grammars and forced tokens change the target's choice behind the drafter's back, above
-    temperature 1 no drafter can guess well, and without shared noise sampled tokens are guessed by luck. An adapted
-    variant is another drafter, which promised nothing.
+    Biases, penalties, grammars and forced tokens change the target's choice in ways that the drafter cannot know. Above
+    temperature 1 no drafter predicts well, and without shared noise a sampled token is predicted only by luck. An
+    adapted variant is another drafter, which has no promise.
     """
     steered = (
         request.sampling.penalised
@@ -233,13 +233,13 @@ def is_telling(request: Request) -> bool:
 
 
 def _lost(stats: RequestStats) -> int:
-    """Drafted tokens the target refused: at most one a step, the first behind those it kept."""
+    """Drafted tokens that the target rejected: at most one per step, the first behind the accepted ones."""
     reached = [*stats.verified_at[:1], *map(min, stats.verified_at[1:], stats.accepted_at)]
     return sum(reached) - sum(stats.accepted_at) + stats.bad_drafts
 
 
 def _survival(tau: float, proposals: int) -> float:
-    """The constant chance per token with which chains of `proposals` give `tau` tokens a step, by bisection."""
+    """The constant chance per token at which chains of `proposals` tokens give `tau` tokens a step, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2

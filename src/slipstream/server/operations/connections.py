@@ -1,8 +1,7 @@
-"""Connections before they are requests: how many there may be, and how long one may take to say what it wants.
+"""Connections before they carry a request: how many may be open, and how long a client may take to send a header.
 
-An open connection costs a file descriptor and nothing else, so a client can have thousands of them and ask for nothing.
-Those that wait for a request are kept in the order in which they began to wait; where there are too many, the oldest
-of them makes room for the newest.
+An open connection costs its client next to nothing, so that one client can open thousands and send nothing. The server
+remembers the order in which connections began to wait for a request; if there are too many, it closes the oldest.
 """
 
 from __future__ import annotations
@@ -17,11 +16,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slipstream.server.operations.errors_http import ApiError, openai_body
 
-HEADER_S = 10.0  # for a request's header, from its first byte or from the connection's beginning
-MAX_CONNECTIONS = 4096  # far more than wait in the queues of models; each takes about 20 KB
-# Descriptors that connections leave to models, records, sockets, and to what is accepted before the oldest is closed.
+# Seconds for a request's header, from its first byte or from the beginning of the connection. With a longer time,
+# clients that send nothing hold connections longer.
+HEADER_S = 10.0
+MAX_CONNECTIONS = 4096  # far more than the lines of all models hold; each takes about 20 KB
+# File descriptors that are not for connections: models, recordings and sockets need them, and so do connections that
+# are accepted before the oldest one is closed.
 RESERVED_FILES = 256
-ACCEPTED_AT_ONCE = 32  # connections taken in one turn of the event loop, before any of them is counted
+# Connections that the event loop accepts in one turn, before any of them is counted. It must stay far below
+# RESERVED_FILES, or one turn could use up all file descriptors.
+ACCEPTED_AT_ONCE = 32
 _FULL_BODY = json.dumps(
     openai_body(
         ApiError(503, "every connection of this server is in use", "try again a little later", kind="server_error")
@@ -34,12 +38,12 @@ _FULL = (
 
 
 def raise_file_limit() -> int:
-    """Lets this process open as many files as it needs and may; returns how many connections that allows."""
+    """Raises the limit of open files as far as needed and allowed; returns how many connections that permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than their hard limit says
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
@@ -48,7 +52,7 @@ def raise_file_limit() -> int:
 
 
 class Door:
-    """The connections of one server that wait for a request, oldest first, and how many there may be in all."""
+    """The connections of one server that wait for a request, oldest first, and the limit for all connections."""
 
     def __init__(self, limit: int, header_s: float = HEADER_S) -> None:
         self.limit = limit
@@ -56,7 +60,7 @@ class Door:
         self.waiting: dict[GuardedProtocol, None] = {}
 
     def has_room(self, open_connections: int) -> bool:
-        """Whether one more may stay; the oldest that waits is closed if that helps."""
+        """Whether the newest connection may stay; if there are too many, the oldest waiting one is closed for it."""
         if open_connections <= self.limit:
             return True
         oldest = next(iter(self.waiting), None)
@@ -66,7 +70,7 @@ class Door:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's connection with a place in the order of those that wait, and time limits for headers and readers."""
+    """uvicorn's connection, with a place among the waiting ones and with time limits for headers and readers."""
 
     def __init__(self, *args: Any, door: Door, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,7 +100,7 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._expect_reader()  # it is closed when everything was sent, so a client that reads nothing keeps it
+            self._expect_reader()  # it closes once everything is sent, so a client that reads nothing would keep it
         elif self._is_waiting():
             self._wait()
 
@@ -120,7 +124,7 @@ class GuardedProtocol(H11Protocol):
         self.drop()
 
     def drop(self) -> None:
-        """Closes the connection without waiting for its client to read what was sent."""
+        """Closes the connection without waiting for its client to read the response."""
         self._stop_waiting()
         self._unset_keepalive_if_required()
         self.connections.discard(self)

@@ -1,4 +1,4 @@
-"""Every refusal as a response: one place decides the status, and each API gets the error shape its clients expect."""
+"""Errors as responses: this module decides their status, and each API gets the error shape its clients expect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.server.serving.model_entries import (
 log = logging.getLogger("slipstream.server")
 
 MAX_MESSAGE = 600
-_READ_ERRORS = 64  # of one body: enough to find the deepest of its first field
+_READ_ERRORS = 64  # errors of one body that are looked at; more would cost time, fewer might miss the deepest
 _ANTHROPIC_PATH = "/v1/messages"
 _OPENAI_KINDS = {
     401: "authentication_error",
@@ -44,7 +44,7 @@ _ANTHROPIC_KINDS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# what each of our errors is called to a client; the first kind that fits counts
+# The code that clients see for each error class; the first class that fits counts.
 _CODES: tuple[tuple[type[SlipstreamError], str], ...] = (
     (UnknownModelError, "model_not_found"),
     (NoResidentModelError, "no_resident_model"),
@@ -56,7 +56,7 @@ _CODES: tuple[tuple[type[SlipstreamError], str], ...] = (
     (EngineFailedError, "engine_failed"),
     (DeadlineError, "deadline"),
 )
-# of errors that carry no status of their own; what is not here is our own fault
+# The status of errors that have no status of their own; any other error is the server's fault and becomes a 500.
 _STATUSES: tuple[tuple[type[SlipstreamError], int], ...] = (
     (BusyError, 429),
     (StaleEpochError, 409),
@@ -67,7 +67,7 @@ _STATUSES: tuple[tuple[type[SlipstreamError], int], ...] = (
 
 
 class ApiError(Exception):
-    """A request that gets an error instead of an answer; `param` names the field that is to blame."""
+    """The error that a client gets instead of an answer; `param` names the field that caused it."""
 
     def __init__(
         self,
@@ -90,16 +90,16 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for this answer any more."""
+    """The client has disconnected, so that its answer has no reader."""
 
 
 def refuse(field: str, why: str = "is not supported", hint: str = "leave it out") -> ApiError:
-    """A 400 that names a field this server does not take."""
+    """A 400 error that names a field which this server does not accept."""
     return ApiError(400, f"'{field}' {why}", hint, param=field, code="unsupported_parameter")
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any failure of ours as what the client is told; what was not foreseen stays in the log."""
+    """Any exception as the error that the client gets; the details of an unexpected one only go to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -109,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(error.status_code, str(error.detail), headers=error.headers, kind=kind)
     if isinstance(error, SlipstreamError):
         return _from_ours(error)
-    log.error("a request failed in a way nobody foresaw", exc_info=error)
+    log.error("a request failed with an unexpected error", exc_info=error)
     return ApiError(500, "the server failed on this request", "its log says why", kind="server_error")
 
 
@@ -140,14 +140,14 @@ def _openai_kind(status: int) -> str:
 
 
 def _from_validation(errors: Sequence[Any], body: Any) -> ApiError:
-    """The deepest complaint of the first field in trouble; a union's other branches only confuse."""
+    """The deepest validation error of the first wrong field; errors of a union's other branches would confuse."""
     if not errors:
         return ApiError(400, "the request is not valid")
     found = [(_field_path(error, body), error) for error in errors[:_READ_ERRORS]]
     field = _top_field(found[0][0])
     path, error = max(
         ((path, error) for path, error in found if _top_field(path) == field),
-        # of complaints about the same place, one about a wrong type comes from a branch that was not meant
+        # Of errors at the same place, one about a wrong type comes from a branch that the client did not mean.
         key=lambda pair: (pair[0].count(".") + pair[0].count("["), not str(pair[1].get("type")).endswith("_type")),
     )
     message = str(error.get("msg", "is not valid")).removeprefix("Value error, ")
@@ -163,7 +163,7 @@ def _top_field(path: str) -> str:
 
 
 def _field_path(error: Mapping[str, Any], body: Any) -> str:
-    """Where the trouble is, in the client's own words: the names of union branches are not part of its body."""
+    """The path of the wrong field in the client's body; names of union branches are not part of that path."""
     path, here = "", body
     where = list(error.get("loc", ()))
     if where and where[0] in ("body", "query", "path", "header"):
@@ -180,7 +180,7 @@ def _field_path(error: Mapping[str, Any], body: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """One line of bounded length that any encoding can carry, whatever a client put into it."""
+    """One line of bounded length that every encoding can carry, even if the text came from a client."""
     line = " ".join(text[: 2 * MAX_MESSAGE].encode("utf-8", "replace").decode().split())
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
 
@@ -204,16 +204,16 @@ def error_response(path: str, error: ApiError) -> JSONResponse:
 
 
 def install(app: FastAPI, refused: Callable[[str], None]) -> None:
-    """Makes every error of this app go through here; `refused` counts them by reason."""
+    """Installs the handler for every error of this app; `refused` counts errors by reason."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         known = as_api_error(error)
         refused(known.code or known.kind)
         return error_response(request.url.path, known)
 
-    async def nobody(request: Request, error: Exception) -> JSONResponse:
+    async def no_reader(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(None, 499)
 
     for kind in (ApiError, SlipstreamError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ClientGone, nobody)
+    app.add_exception_handler(ClientGone, no_reader)

@@ -1,4 +1,4 @@
-"""The part of the metrics that is true at the moment of asking: who runs and waits, which models are there."""
+"""The metrics that are read at the moment of asking: running and waiting requests, and the states of models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sample = tuple[list[str], float]
 
 
 class Gauges(Collector):
-    """Reads the router, its engines and the canaries whenever Prometheus asks; belongs to the event loop's thread."""
+    """Reads the router, its engines and the canaries when Prometheus asks; only the event loop's thread may call it."""
 
     def __init__(self, canaries: CanaryBoard, router: Callable[[], ModelRouter | None]) -> None:
         self._canaries = canaries
@@ -67,7 +67,7 @@ def _engine_metrics(router: ModelRouter) -> Iterator[Metric]:
     }
     totals: dict[str, Counter[str]] = {name: Counter() for name in about}
     for resident in router.residents():
-        # a model that is being replaced is there twice for a while
+        # While a model is being replaced, two residents have its name.
         for name, value in _engine_numbers(resident.worker.snapshot()).items():
             totals[name][resident.name] += value
     for name, text in about.items():

@@ -1,4 +1,4 @@
-"""What a request must pass before any API sees it: the key, the phase of the server, and a body that is sane JSON."""
+"""The checks that a request must pass before any API sees it: its key, its origin, and a body that is valid JSON."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The page must load before a key can be typed into it, and whoever watches a server needs no key to see it live.
+# These paths need no key: the page must load before a key can be typed into it, and monitoring must work without one.
 OPEN_PATHS = frozenset({"/", "/favicon.ico", "/health", "/docs", "/openapi.json"})
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# How much of a refused body is still read, and for how long. A client that is cut off while it sends may never read why
+# it was refused; reading without a limit would let a client occupy the connection.
 _DISCARD_BYTES, _DISCARD_S = 16 << 20, 5.0
-_SMALL_BYTES = 64 << 10  # such a body is never refused because others arrive: it takes no more than its connection
-_HELD_BYTES = 64 << 20  # 16 bodies of the default limit; each takes up to 20 times its size when it is parsed
+# Bodies up to this size are never refused because of other bodies, for they take no more memory than their connections.
+_SMALL_BYTES = 64 << 10
+# Bytes of larger bodies that may arrive together: 16 bodies of the default limit. A parsed body takes up to 20 times
+# its size, so that a larger value could exhaust the memory.
+_HELD_BYTES = 64 << 20
 
 
 class Gatekeeper:
-    """Refuses what no API should have to think about; everything else passes through unchanged."""
+    """Refuses requests that must not reach any API; all other requests pass unchanged."""
 
     def __init__(self, app: AsgiApp, state: ServerState) -> None:
         self._app = app
@@ -40,7 +45,7 @@ class Gatekeeper:
         self._keys = [key.encode() for key in state.settings.api_keys]
         named = (state.settings.host, socket.gethostname(), *state.settings.allowed_hosts)
         self._hosts = {name.lower() for name in named}
-        self._turn = asyncio.Lock()  # of a large body to be parsed
+        self._turn = asyncio.Lock()  # held while a large body is parsed
         self._held = _Held(max(_HELD_BYTES, 2 * state.settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +65,7 @@ class Gatekeeper:
                 if body:
                     _check_content_type(headers)
                 receive = await hand_on(scope, receive, body, self._turn)
-                del body  # its value goes on, and its bytes would stay as long as the response takes
+                del body  # the bytes would otherwise stay in memory as long as the response takes
         except ApiError as error:
             self._state.metrics.refused(error.code or error.kind)
             await arriving.discard_rest()
@@ -75,7 +80,7 @@ class Gatekeeper:
             return
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        # every key is compared in full, so that the time taken tells nothing about any of them
+        # Every key is compared in full, so that the time taken reveals nothing about any of them.
         if sum(hmac.compare_digest(given, key) for key in self._keys) == 0:
             raise ApiError(
                 401,
@@ -87,9 +92,9 @@ class Gatekeeper:
             )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """Keeps out pages of other sites whose own name was pointed at this machine's address, which CORS cannot see.
+        """Refuses web pages of other sites whose host name was made to resolve to this machine; CORS cannot see these.
 
-        Such a name has a dot. So an address is accepted, and in public also a name without one.
+        Such a name has a dot. Therefore an address is accepted, and on a public server also a name without a dot.
         """
         settings = self._state.settings
         if not settings.checks_pages or "*" in settings.allowed_hosts:
@@ -108,7 +113,7 @@ class Gatekeeper:
             )
 
     def _check_origin(self, method: str, headers: dict[bytes, bytes]) -> None:
-        """Keeps out what pages of other sites may send without asking first, even if they cannot read the answer."""
+        """Refuses what pages of other sites can send without a preflight, even if they cannot read the answer."""
         settings = self._state.settings
         origin = headers.get(b"origin", b"").decode("ascii", "replace").lower()
         if not settings.checks_pages or {origin, "*"} & {known.lower() for known in settings.cors_origins}:
@@ -116,7 +121,7 @@ class Gatekeeper:
         if origin:
             local = settings.is_local and _host_of(origin) in LOOPBACK
             allowed = local or origin.partition("://")[2].encode() == headers.get(b"host", b"").lower()
-        else:  # programs send neither header; a browser that leaves the first one out still sends the second
+        else:  # programs send neither header; a browser that omits Origin still sends Sec-Fetch-Site
             allowed = method in _READING or headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
         if not allowed:
             raise ApiError(
@@ -168,7 +173,7 @@ class Gatekeeper:
 
 
 class _Held:
-    """Bytes of bodies in memory that are still arriving or being parsed."""
+    """How many bytes of large bodies are arriving or being parsed, and how many may be."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -176,7 +181,7 @@ class _Held:
 
 
 class _Arriving:
-    """A body as it comes in; what it takes beyond a small one is counted until it is let go."""
+    """A body while it arrives; the bytes of a large body count as held until `let_go`."""
 
     def __init__(self, receive: Receive, stall_s: float, held: _Held) -> None:
         self._receive = receive
@@ -227,7 +232,7 @@ class _Arriving:
         self._counted = 0
 
     async def discard_rest(self) -> None:
-        """Takes in what is left, within reason: who is cut off while it sends never gets to read why."""
+        """Reads the rest of a refused body within limits, because a client that is cut off never reads the error."""
         self.let_go()
         with contextlib.suppress(ApiError, TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
@@ -252,7 +257,7 @@ def _is_address(host: str) -> bool:
 
 
 def _check_framing(headers: dict[bytes, bytes]) -> None:
-    """Two statements about a body's end are how requests are smuggled past a proxy that believes the other one."""
+    """Refuses two statements about a body's end: a proxy that believes the other one could pass a hidden request."""
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise ApiError(
             400,
@@ -264,7 +269,7 @@ def _check_framing(headers: dict[bytes, bytes]) -> None:
 
 
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
-    # Web pages of other origins can only send other types without asking first, so this keeps them out as well.
+    # Without a preflight, web pages of other origins can only send other content types, so this refuses them too.
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         raise ApiError(

@@ -1,7 +1,7 @@
-"""Structured logs: one line per HTTP request with its numbers, JSON or key=value, without anybody's text.
+"""Structured logs: one line per HTTP request with its numbers, as JSON or key=value, without prompts and answers.
 
-What a request generated is noted from wherever that is known (`note`); the middleware writes the line when the
-response is over, however it ended.
+Any code that works for a request adds fields with `note`; the middleware writes the line when the response is over,
+however it ended.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LogFormat = Literal["json", "text"]
 
 requests_log = logging.getLogger("slipstream.server.requests")
 _line: ContextVar[dict[str, object] | None] = ContextVar("slipstream_request_line", default=None)
-# asked for again and again by machines: they are written at a lower level
+# Monitoring asks for these paths all the time, so their lines are written at a lower level.
 _QUIET = ("/health", "/metrics", "/slots", "/favicon.ico")
-_SHOWN_PATH = 200
-_KEPT_MESSAGES = 100  # different ones that are remembered; a library has fewer
+_SHOWN_PATH = 200  # characters of a path in the log; a client could otherwise fill the disk with long paths
+_KEPT_MESSAGES = 100  # different messages that `Rarely` remembers; a library has fewer
 
 
 def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]:
-    """For `logging.config.dictConfig` and uvicorn's `log_config`: one handler on stderr, no access log but ours."""
+    """Settings for `logging.config.dictConfig` and uvicorn: lines go to stderr, and uvicorn's access log is off."""
     quiet = {"handlers": [], "level": "CRITICAL", "propagate": False}
     ours = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
     libraries = {**ours, "handlers": ["libraries"]}
@@ -50,15 +50,15 @@ def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]
 
 
 class Rarely(logging.Filter):
-    """Lets the same message of a library through once in a while, with the number of those left out before.
+    """Lets the same message of a library pass once per interval, with the number of those left out before.
 
-    A client decides how often a connection fails, and must not fill the disk with it.
+    Clients decide how often a connection fails, and must not be able to fill the disk that way.
     """
 
     def __init__(self, interval_s: float = 10.0) -> None:
         super().__init__()
         self._interval_s = interval_s
-        self._seen: dict[str, tuple[float, int]] = {}  # when a message was last let through, and how many came since
+        self._seen: dict[str, tuple[float, int]] = {}  # when each message last passed, and how many were left out since
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = str(record.msg).partition("\n")[0]
@@ -75,7 +75,7 @@ class Rarely(logging.Filter):
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: time, level, logger, message, then the fields of the record."""
+    """Writes one JSON object per line: time, level, logger, message, then the fields of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -87,12 +87,12 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # ASCII only: whatever a client sent, a line stays a line
+        # Only ASCII is written, so that no character from a client can break a line.
         return json.dumps({key: _finite(value) for key, value in line.items()}, default=str)
 
 
 class TextLines(logging.Formatter):
-    """`time level message key=value ...`, for people; values with spaces or control characters are quoted."""
+    """Writes `time level message key=value ...` for people; values with spaces or control characters are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
@@ -125,14 +125,14 @@ def _quoted(value: object) -> str:
 
 
 def note(**fields: object) -> None:
-    """Adds fields to the line of the request this task works for; outside of one it does nothing."""
+    """Adds fields to the log line of the request that this task works for; without a request it does nothing."""
     line = _line.get()
     if line is not None:
         line.update(fields)
 
 
 def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
-    """What a generation did, in numbers; several in one request (n > 1) add up. Text only where it was asked for."""
+    """Adds a generation's numbers to the log line; those of several choices (n > 1) add up. Text is optional."""
     line = _line.get()
     if line is None:
         return
@@ -163,7 +163,7 @@ def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
 
 @contextmanager
 def request_line(line: dict[str, object]) -> Iterator[None]:
-    """The line of one request: what is noted inside goes into it, and it is written at the end, however that comes."""
+    """The log line of one request: fields noted inside the block go into it, and the end of the block writes it."""
     began, token = time.perf_counter(), _line.set(line)
     try:
         yield
@@ -176,7 +176,7 @@ def request_line(line: dict[str, object]) -> Iterator[None]:
 
 
 class RequestLogMiddleware:
-    """Plain ASGI, so that streams pass through untouched; gives every request an id and writes its line at the end."""
+    """Gives every request an id and writes its line at the end; as plain ASGI, it passes streams on unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,7 +1,7 @@
-"""A server's numbers for Prometheus: what was asked, what came out, what speculation did for it, and who waits.
+"""A server's numbers for Prometheus: requests, tokens, times, what speculation did, and waiting requests.
 
-Counters and histograms grow when an answer is over; gauges are read from the router and its engines when somebody
-asks. Every app has a registry of its own, so that several can live in one process.
+Counters and histograms grow when an answer is over; gauges are read from the router and its engines when Prometheus
+asks. Every app has a registry of its own, so that several apps can live in one process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from slipstream.server.serving.router import ModelRouter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Bounds of histogram buckets in seconds: _SHORT for steps and tokens, _LONG for first tokens and whole requests.
 _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
-    """Takes in finished answers and refusals; `render` is the text Prometheus reads."""
+    """Takes in finished answers and refusals; `render` returns the text that Prometheus reads."""
 
     def __init__(self, canary_rules: CanaryRules | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -77,7 +78,7 @@ class Metrics:
         self._duration = histogram("request_seconds", "From arrival to the last token", _LONG, "model", "api")
 
     def watch(self, router: ModelRouter) -> None:
-        """Whose models and engines the gauges show; engines of it that die are counted."""
+        """Makes the gauges show this router's models and engines, and counts its engines that fail."""
         self._router = router
         router.on_engine_failed = lambda model: self._failures.labels(model).inc()
 
@@ -115,13 +116,13 @@ class Metrics:
             self._choices.labels(model, rounded_choice(choice)).inc(count)
 
     def forget_variant(self, model: str, name: str) -> None:
-        """A variant is gone: series nobody will add to any more must not pile up."""
+        """Removes the series of a draft variant that was removed, because series without an end would pile up."""
         for counter in (self._drafted_steps, self._drafted, self._accepted):
             with suppress(KeyError):
                 counter.remove(model, name)
 
     def refused(self, reason: str) -> None:
-        """Counts a request that got an error; the reason is one of ours, never text of a client."""
+        """Counts a request that got an error; the reason is an error code of this server, never a client's text."""
         self._refused.labels(reason).inc()
 
     def render(self) -> bytes:
@@ -129,7 +130,7 @@ class Metrics:
 
 
 def rounded_choice(choice: str) -> str:
-    """`tree:19` as `tree:32`: every number of rows would be a series of its own."""
+    """Rounds `tree:19` up to `tree:32`, because otherwise every number of rows would be a series of its own."""
     kind, _, rows = choice.partition(":")
     if not rows.isdecimal() or kind != "tree":
         return choice

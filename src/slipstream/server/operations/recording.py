@@ -1,7 +1,7 @@
-"""Opt-in recording of conversations as JSON lines, meant for training drafters; off unless a folder is named.
+"""Recording of conversations as JSON lines, for training drafters; it is off unless a folder is named.
 
-A thread of its own writes, so that no request waits for the disk: what cannot be written is counted and dropped, and
-recording goes on as soon as the disk takes lines again.
+A thread of its own writes, so that no request waits for the disk. Conversations that cannot be written are counted and
+dropped, and recording goes on as soon as the disk accepts lines again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slipstream.server.serving.jobs import Answer, Job
 log = logging.getLogger("slipstream.server.recording")
 
 FORMAT_VERSION = 1
-ROTATE_BYTES = 64 * 2**20
-QUEUE_LENGTH = 1000
+ROTATE_BYTES = 64 * 2**20  # a file that would become larger is followed by the next one
+QUEUE_LENGTH = 1000  # conversations that wait for the disk; further ones are dropped, so that memory stays bounded
 _FILE_NAME = re.compile(r"conversations-(\d{6})\.jsonl")
 
 
@@ -41,8 +41,8 @@ class _Item:
 class Recorder:
     """Appends every finished conversation to `conversations-NNNNNN.jsonl` in a folder; without one it does nothing.
 
-    Once it is started, its thread alone touches the file. The file is a file object, never a number: a number that is
-    kept beyond its file names whatever the process opens next, such as the connection of another client.
+    After `start`, only its thread touches the file. The file is kept as a file object and never as a descriptor number,
+    because a number that outlives its file refers to whatever the process opens next, such as a client's connection.
     """
 
     def __init__(self, folder: Path | None, rotate_bytes: int = ROTATE_BYTES, queue_length: int = QUEUE_LENGTH) -> None:
@@ -52,7 +52,7 @@ class Recorder:
         self._rotate_bytes = rotate_bytes
         self._queue: queue.Queue[_Item | None] = queue.Queue(queue_length)
         self._thread: threading.Thread | None = None
-        self._file: io.FileIO | None = None  # None: the next line opens it
+        self._file: io.FileIO | None = None  # None: the next line opens the file
         self._number = 0
         self._complaints: set[str] = set()
 
@@ -61,7 +61,7 @@ class Recorder:
         return self._thread is not None
 
     def start(self) -> None:
-        """Opens the folder (a mistake is told now, not at the first request) and says where it writes."""
+        """Opens the folder now, so that a mistake is reported before the first request, and logs where it writes."""
         if self.folder is None or self._thread is not None:
             return
         try:
@@ -84,11 +84,11 @@ class Recorder:
 
     @property
     def path(self) -> Path | None:
-        """The file written to now."""
+        """The file that lines are written to now."""
         return None if self.folder is None else self._path(self._number)
 
     def record(self, job: Job, answer: Answer, request_id: str = "") -> None:
-        """Queues a finished answer; never waits. Failed ones teach nothing and are left out."""
+        """Queues a finished answer and never waits; failed answers are left out, because training cannot use them."""
         if self._thread is None or answer.finish_reason in (None, "error"):
             return
         try:
@@ -97,7 +97,7 @@ class Recorder:
             self._lose("the disk is too slow for recording")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes what is queued and closes the file; gives up on a disk that hangs."""
+        """Writes all queued conversations and closes the file; it gives up on a disk that hangs."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -122,7 +122,7 @@ class Recorder:
         self._let_go()
 
     def _write(self, line: bytes) -> None:
-        """Appends a whole line or none. A file that takes only a part of it is opened anew for the next line."""
+        """Appends a whole line or none; a file that takes only a part of a line is opened again for the next line."""
         file = self._file_for(line)
         size = os.fstat(file.fileno()).st_size
         try:
@@ -130,14 +130,14 @@ class Recorder:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError:
-            # half a line would spoil the next one as well; where it stays, opening the file again ends it
+            # Half a line would spoil the next line too. If truncating fails, opening the file again ends the half line.
             with contextlib.suppress(OSError):
                 file.truncate(size)
             self._let_go()
             raise
 
     def _file_for(self, line: bytes) -> io.FileIO:
-        """The file a line goes to: the one that is open, the next where it is full, a new one where it is gone."""
+        """The file for a line: the open one, the next one if it is full, or a new one if the file was deleted."""
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self._let_go()
         if self._file is None:
@@ -159,7 +159,7 @@ class Recorder:
         return self._file
 
     def _let_go(self) -> None:
-        """Closes the file. A close that fails has closed it all the same, so it is forgotten first."""
+        """Closes the file. A close that fails has closed the descriptor too, so the reference is dropped first."""
         file, self._file = self._file, None
         try:
             if file is not None:
@@ -172,7 +172,7 @@ class Recorder:
         return self.folder / f"conversations-{number:06d}.jsonl"
 
     def _open(self, number: int) -> io.FileIO:
-        """A file for appending, readable by its owner only; a line cut off by a crash is ended."""
+        """Opens a file for appending, readable by its owner only; a line that a crash cut off is ended first."""
         path = self._path(number)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = io.FileIO(path, "a+", opener=_open_private)
@@ -193,7 +193,7 @@ class Recorder:
         self._complain("recording_lost", f"{reason}; conversations are lost, serving goes on")
 
     def _complain(self, event: str, message: str) -> None:
-        """Once for each kind of trouble: a full disk stays full for many lines."""
+        """Warns once for each kind of event, because a full disk stays full for many lines."""
         if event not in self._complaints:
             self._complaints.add(event)
             log.warning("%s", message, extra={"fields": {"event": event, "reason": message}})
@@ -204,7 +204,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str, object]:
-    """One line: what was asked, what was answered and how well it was drafted."""
+    """One line: the question, the answer and how many drafted tokens were accepted."""
     stats = answer.stats
     asked: dict[str, object] = (
         {"messages": [dict(message) for message in job.messages]}
@@ -251,6 +251,6 @@ def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Settings as JSON has them; what it does not know is written as text."""
+    """Settings as JSON values; a value that JSON does not know is written as text."""
     known = (str, int, float, bool, list, tuple, dict, type(None))
     return {key: value if isinstance(value, known) else str(value) for key, value in values.items()}

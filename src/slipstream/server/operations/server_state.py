@@ -1,4 +1,4 @@
-"""How one server behaves: limits, keys, times. What a model is set to belongs to its entry in the router."""
+"""The settings and the state that all parts of one server share; settings of a model belong to its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Phase = Literal["loading", "ready", "draining"]
 
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MAX_JSON_DEPTH = 128
-MAX_CHOICES = 64
-MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit: a slower client holds memory that others could use
+MAX_JSON_DEPTH = 128  # levels of nesting in a body; deeper values could overflow the stack of code that walks them
+MAX_CHOICES = 64  # answers to one HTTP request, of all its prompts together; each is a request of the engine
+MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit per second; a slower client would hold memory that others need
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Settings of the whole server; a request cannot change them, and may only ask for less time."""
+    """Settings of the whole server; a request cannot change them, it may only ask for less time."""
 
     host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free one
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    port: int = 8080  # 0 takes any free port
+    api_keys: tuple[str, ...] = ()  # without any, no request needs a key
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names a Host header may have beside this machine's; "*": any
-    allow_priority: bool = False  # whether a request may ask to go before others
+    allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have besides this machine's; "*" allows any
+    allow_priority: bool = False  # whether a request may ask for a priority above 0
     max_body_bytes: int = 4 << 20
-    timeout_s: float | None = None  # the longest a request may take
-    grace_s: float = 30.0  # for running requests when the server is asked to end
-    keep_alive_s: float = 5.0  # silence on a stream before a comment is sent
-    stall_s: float = 60.0  # how long a client may neither read nor send what it has begun to
-    retry_after_s: float = 5.0  # what a client is told that comes while the server drains
+    timeout_s: float | None = None  # the longest time that a request may take; None sets no limit
+    grace_s: float = 30.0  # how long running requests may go on after the server was asked to end
+    keep_alive_s: float = 5.0  # silence on a stream after which a comment is sent
+    stall_s: float = 60.0  # how long a client may pause while it sends a body or reads a response
+    retry_after_s: float = 5.0  # the Retry-After that clients get while the server drains
     log_prompts: bool = False
-    draft_lora_folder: Path | None = None  # where clients may have adapters loaded from; None: nowhere
+    draft_lora_folder: Path | None = None  # the folder of adapters that clients may load; None allows none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -71,24 +71,24 @@ class ServerSettings:
 
     @property
     def checks_pages(self) -> bool:
-        """Whether web pages must be kept out by Host and Origin; where a key is asked for in public, that does it."""
+        """Whether Host and Origin are checked against web pages; on a public server with keys, the keys suffice."""
         return self.is_local or not self.api_keys
 
     @property
     def body_s(self) -> float:
-        """The longest a body may take to come in."""
+        """The longest time that a body may take to arrive."""
         return self.stall_s + self.max_body_bytes / MIN_BODY_BYTES_PER_S
 
     def deadline(self, asked_s: float | None) -> float | None:
-        """The seconds a request may take: what it asked for, but never more than the server allows."""
+        """The seconds that a request may take: what it asked for, but never more than the server allows."""
         limits = [limit for limit in (asked_s, self.timeout_s) if limit is not None]
         return min(limits) if limits else None
 
 
 def read_api_keys(given: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Keys from options, a file (one on each line, # begins a comment) and the environment, each once.
+    """Keys from options, a file (one per line, # begins a comment) and the environment, each key once.
 
-    A source that was given and holds no key is refused, because it must not open the server to everybody.
+    A source that was given and holds no key is refused, because otherwise the server would run without keys by mistake.
     """
     if not all(given):
         raise ConfigError("an --api-key is empty", "give a key, or leave the option out to ask for none")
@@ -123,10 +123,10 @@ def read_bytes(text: str) -> int:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server. `phase` is loading until the first model is there, and draining once it was asked to end."""
+    """One server; `phase` is loading until the first models are loaded, and draining once it was asked to end."""
 
     settings: ServerSettings
     router: ModelRouter
     metrics: Metrics
-    recorder: Recorder | None = None  # None: nothing is recorded
+    recorder: Recorder | None = None  # None if nothing is recorded
     phase: Phase = "loading"

@@ -1,4 +1,4 @@
-"""The way every API takes from a job to its answer: a lease, a generation, and a report when it is over."""
+"""How every API gets from a job to its answer: it leases a model, runs a generation and reports the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from slipstream.text.tokenizer import Tokenizer
 
 
-_LENGTH_FIELDS = {"responses": "max_output_tokens"}  # what an API calls the longest answer, where it is not max_tokens
+# The field that limits the length of an answer, for each API that does not call it max_tokens; errors name it.
+_LENGTH_FIELDS = {"responses": "max_output_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A generation, and the tokenizer its tokens are to be read with, also after the model was let go."""
+    """A generation and the tokenizer of its model, which APIs need even after the model has been released."""
 
     generation: Generation
     tokenizer: Tokenizer
@@ -35,7 +36,7 @@ class Running:
         return self.generation.answer
 
     def raise_failure(self) -> None:
-        """Raises what kept an ended answer from being complete."""
+        """Raises the error that kept an ended answer from being complete, if there is one."""
         if self.generation.failure is not None:
             raise self.generation.failure
         if self.answer.finish_reason == "cancelled":
@@ -50,7 +51,7 @@ class Running:
 
 @asynccontextmanager
 async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Running]:
-    """A running generation; leaving early cancels it. Metrics, log and recording learn of it however it ends."""
+    """Runs a job; leaving the block early cancels it. However the generation ends, `report` is called for it."""
     clock = asyncio.get_running_loop().time
     began = clock()
     try:
@@ -78,7 +79,7 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
 
 
 def _check_length(job: Job, llm: LLM, field: str) -> None:
-    """The engine would quietly write less; who asks for more than the model can hold has made a mistake."""
+    """Refuses a length that the context cannot hold, because the engine would write less without saying so."""
     asked = job.settings.get("max_tokens")
     if isinstance(asked, int) and asked > llm.max_context:
         raise ApiError(
@@ -91,7 +92,7 @@ def _check_length(job: Job, llm: LLM, field: str) -> None:
 
 
 def _check_variant(job: Job, llm: LLM) -> None:
-    """The engine would refuse it as well, but without the name of the field."""
+    """Refuses an unknown draft variant here, because the engine's refusal would not name the field."""
     asked, known = job.settings.get("draft_lora"), llm.draft_variants
     if asked is not None and asked not in (BASE_VARIANT, *known):
         raise ApiError(
@@ -104,9 +105,9 @@ def _check_variant(job: Job, llm: LLM) -> None:
 
 
 def report(state: ServerState, api: str, job: Job, generation: Generation) -> None:
-    """Counts, judges, logs and records an ended generation, also one that failed or was cancelled.
+    """Tells metrics, canary, log and recorder about an ended generation, also one that failed or was cancelled.
 
-    To be called from a task of its HTTP request, so that the request's log line is found.
+    It must run in a task of the HTTP request, because the request's log line is a context variable of that task.
     """
     answer = generation.answer
     state.metrics.answered(answer, answer.model, api)

@@ -11,7 +11,7 @@ from slipstream.server.serving.model_entries import Entry, NoMemoryNowError, NoR
 from slipstream.server.serving.model_files import ANY, ModelSpec
 from slipstream.server.serving.residency import Resident, available_bytes, in_mib
 
-# Where several models could be meant by `any`, one that can answer at once is preferred.
+# If `any` could mean several models, the router prefers the one that can answer soonest.
 _ANY_ORDER: dict[State, int] = {"ready": 0, "loading": 1, "sleeping": 2}
 
 

@@ -1,4 +1,4 @@
-"""One answer in the making: a job becomes a request of an engine, and its events become deltas and an answer."""
+"""One answer while it grows: a job becomes an engine's request, and its events become deltas and an answer."""
 
 from __future__ import annotations
 
@@ -25,24 +25,28 @@ from slipstream.types import FinishReason, GenEvent, Request, StepRecord, Thinki
 if TYPE_CHECKING:
     from slipstream.server.serving.model_entries import Lease
 
-DEFAULT_MAX_TOKENS = 1024  # where neither the request nor the model's entry says how long an answer may be
-LAST_WORD_S = 5.0  # how long an engine has to confirm that a request is over before nobody waits for it any more
+# The longest answer in tokens if neither the request nor the model's entry sets one. It bounds answers that never end
+# by themselves; a smaller value would cut ordinary answers off.
+DEFAULT_MAX_TOKENS = 1024
+# How long a cancelled generation waits for the engine's last event. With a shorter wait, a slow engine would cost the
+# request its last tokens and its numbers; with a longer one, a hanging engine would hold the client's connection.
+LAST_EVENT_WAIT_S = 5.0
 
 
 class DeadlineError(SlipstreamError):
-    """A request took longer than it was allowed to."""
+    """The request took longer than it was allowed to."""
 
     status = 504
 
 
 class GenerationError(SlipstreamError):
-    """An answer broke off through no fault of the request."""
+    """The engine ended the answer with an error that the request did not cause."""
 
     status = 500
 
 
 async def start(lease: Lease, job: Job, request_id: str | None = None) -> Generation:
-    """Hands a job to the lease's engine; the lease is given back when the answer is over or cannot begin."""
+    """Hands a job to the lease's engine; the lease is released when the answer is over or cannot begin."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
@@ -65,7 +69,7 @@ def _prepare(lease: Lease, job: Job, request_id: str) -> tuple[Prompt, Request]:
     prompt = build_prompt(lease.llm, job)
     settings: dict[str, object] = {"max_tokens": DEFAULT_MAX_TOKENS, **lease.spec.defaults, **job.settings}
     if "mode" in job.settings and "gate" not in job.settings:
-        settings.pop("gate", None)  # the model's own gate belongs to its own mode
+        settings.pop("gate", None)  # the model's default gate is meant for its default mode
     constraint = constraint_of(job)
     if constraint is not None:
         settings["constraint"] = constraint
@@ -76,9 +80,9 @@ def _prepare(lease: Lease, job: Job, request_id: str) -> tuple[Prompt, Request]:
 
 
 class Generation:
-    """An answer as it grows: iterate over its deltas; `answer` is complete when they end.
+    """An answer while it grows: iterate over its deltas; `answer` is complete when they end.
 
-    It goes on whether or not anybody reads. Closing it early cancels the request at the engine's next step.
+    The generation goes on even if its deltas are not read. Closing it early cancels the request at the next step.
     """
 
     def __init__(self, lease: Lease, job: Job, prompt: Prompt, request: Request) -> None:
@@ -89,13 +93,13 @@ class Generation:
         self.failure: SlipstreamError | None = None  # why the answer ended with an error
         plain = request.mode.kind == "plain"
         self.answer = Answer(lease.name, str(request.mode), None if plain else llm.draft_label)
-        self._lease: Lease | None = lease  # until the answer is over: a reader must not keep a model in memory
+        self._lease: Lease | None = lease  # None once the answer is over: readers must not keep a model loaded
         self._loop = asyncio.get_running_loop()
         self._deltas: deque[AnswerDelta] = deque()
         self._news = asyncio.Event()
         self._mailbox = _Mailbox(self._loop, self._take)
         self._assembly = _Assembly(self.answer, job, prompt, llm.tokenizer, request)
-        self._ending: FinishReason | None = None  # what a cancelled request's end means, where it was we who ended it
+        self._ending: FinishReason | None = None  # the reason to report if this server cancelled the request
         self._timers: list[asyncio.TimerHandle] = []
 
     @property
@@ -125,7 +129,7 @@ class Generation:
         return self._deltas.popleft()
 
     async def finish(self) -> Answer:
-        """Waits for the end and returns the whole answer; what went wrong on the way is raised."""
+        """Waits for the end and returns the whole answer; an answer that failed raises its error."""
         while not self.over:
             self._deltas.clear()
             self._news.clear()
@@ -135,11 +139,11 @@ class Generation:
         return self.answer
 
     async def aclose(self) -> None:
-        """Cancels what still runs and waits until the engine has let go of it."""
+        """Cancels the request if it still runs, and waits until the engine has ended it."""
         if self.over:
             return
         self._stop("cancelled")
-        # the end is noted by whoever gets the engine's last word, even if this wait is cancelled itself
+        # If this wait is cancelled, `_take` or `_give_up` still ends the answer and releases the lease.
         while not self.over:
             self._news.clear()
             await self._news.wait()
@@ -149,7 +153,7 @@ class Generation:
             return
         self._ending = meaning
         self._lease.worker.cancel(self.request.id)
-        self._timers.append(self._loop.call_later(LAST_WORD_S, self._give_up, meaning))
+        self._timers.append(self._loop.call_later(LAST_EVENT_WAIT_S, self._give_up, meaning))
 
     def _expire(self) -> None:
         if self._ending is None and not self.over:
@@ -157,7 +161,7 @@ class Generation:
             self._stop("error")
 
     def _take(self, events: Sequence[GenEvent]) -> None:
-        """Events have come; runs on the event loop."""
+        """Takes events in on the event loop."""
         for event in events:
             if self.over:
                 return
@@ -171,7 +175,7 @@ class Generation:
         if reason == "cancelled" and self._ending is not None:
             reason = self._ending
         elif reason in ("stop", "length"):
-            self.failure = None  # it was done before it could be stopped
+            self.failure = None  # the answer was complete before the cancellation reached the engine
         if reason == "error" and self.failure is None:
             said = event.error or "the engine gave no reason"
             alive = self._lease is not None and self._lease.worker.alive
@@ -197,7 +201,7 @@ class Generation:
 
 
 class _Mailbox:
-    """Carries events from the engine's thread to the event loop, as many at once as have come."""
+    """Carries events from the engine's thread to the event loop; events that wait are delivered together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[GenEvent]], None]) -> None:
         self._loop = loop
@@ -210,7 +214,7 @@ class _Mailbox:
             first = not self._events
             self._events.append(event)
         if first:
-            # once the loop has closed nobody is left to read this, and the engine must not suffer for it
+            # A closed event loop has no reader left, and its error must not reach the engine's thread.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
 
@@ -221,7 +225,7 @@ class _Mailbox:
 
 
 class _Assembly:
-    """Turns events into deltas and fills the answer: text is split into its kinds, and tokens go with their text."""
+    """Turns events into deltas and fills the answer: it splits text by kind and assigns each token to its text."""
 
     def __init__(self, answer: Answer, job: Job, prompt: Prompt, tokenizer: Tokenizer, request: Request) -> None:
         names = () if job.tool_choice.kind == "none" else tuple(tool.name for tool in job.tools)
@@ -239,14 +243,14 @@ class _Assembly:
         pieces = self._splitter.push(event.text)
         if event.finish_reason is not None:
             pieces += self._splitter.finish()
-            # a stop string is cut off where it begins; of two that begin there the shorter was complete first
+            # The engine cuts the text where the stop string begins. If two begin there, the shorter was complete first.
             found = [stop for stop in self._stops if self._places.unshown.startswith(stop)]
             if event.finish_reason == "stop" and found:
                 self._answer.stop_sequence = min(found, key=len)
         return [delta for piece in pieces for delta in self._deltas(piece)]
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back when an answer is ended before its time."""
+        """The deltas of text that the splitter still holds when an answer ends early."""
         return [delta for piece in self._splitter.finish() for delta in self._deltas(piece)]
 
     def _deltas(self, piece: Piece) -> list[AnswerDelta]:
@@ -279,12 +283,12 @@ class _Assembly:
 
 
 class _TokenPlaces:
-    """Where in the text each token begins, to tell which part of an answer it belongs to."""
+    """Remembers where in the text each token begins, which decides the part of the answer that it belongs to."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._length = 0
-        self.unshown = ""  # text of tokens that the engine has not given out, or never will: a stop string
+        self.unshown = ""  # text of tokens that the engine holds back or has cut off as a stop string
         self._waiting: deque[tuple[int, TokenOut, str]] = deque()
 
     def add(self, tokens: Sequence[TokenOut], texts: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What every API is translated into, and what comes back: the server's own nouns, without any API's field names."""
+"""The server's own nouns: every API is translated into jobs and from answers, which have no API's field names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: JsonObject = field(default_factory=dict)  # a JSON schema; empty: any object
+    parameters: JsonObject = field(default_factory=dict)  # a JSON schema; an empty one allows any object
     strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools may, must or must not be called; `name` allows no other."""
+    """Whether tools may, must or must not be called; with a `name`, only that tool may be called."""
 
     kind: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
@@ -32,7 +32,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the whole answer must be; `schema` belongs to json_schema, `grammar` (Lark syntax) to grammar."""
+    """The form of the whole answer; `schema` is for kind json_schema, `grammar` (Lark syntax) for kind grammar."""
 
     kind: Literal["json_object", "json_schema", "grammar"]
     schema: JsonObject | None = None
@@ -41,31 +41,31 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One generation as somebody asked for it: a conversation, or raw text or tokens to go on from.
+    """One generation as a client asked for it: a conversation to answer, or raw text or tokens to continue.
 
     `settings` are keywords of `LLM.request`: sampling, max_tokens, stop, seed, mode, gate, draft_lora,
     logit_bias, cache_prompt.
     """
 
     model: str
-    messages: Sequence[JsonObject] | None = None  # roles system, user, assistant, tool; content is text
+    messages: Sequence[JsonObject] | None = None  # the roles are system, user, assistant and tool; content is text
     continues: bool = False  # the last message is the beginning of the answer
     prompt: str | Sequence[int] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    parallel_tools: bool = True  # False: the answer ends with its first call
+    parallel_tools: bool = True  # if False, the answer ends with its first call
     format: OutputFormat | None = None
-    template_kwargs: Mapping[str, object] = field(default_factory=dict)  # such as enable_thinking
-    thinking_budget: int | None = None  # tokens of reasoning before it is ended for the model
-    priority: int = 0  # larger goes first
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)  # for the chat template: enable_thinking, ...
+    thinking_budget: int | None = None  # tokens of reasoning after which the engine writes the end tag
+    priority: int = 0  # requests with larger values are served first
     deadline_s: float | None = None
-    prompt_class: str | None = None  # as the caller says (metadata.prompt_class): which promised tau to compare with
+    prompt_class: str | None = None  # from metadata.prompt_class; selects the tau that the canary expects
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What one engine step adds to an answer, of one kind; `tokens` are those that completed this text.
+    """Text of one kind that one engine step adds to an answer, and the tokens that completed this text.
 
     A tool call begins with a delta that has its `call_id` and `name`; its arguments follow as text.
     """
@@ -73,7 +73,7 @@ class AnswerDelta:
     kind: Literal["content", "reasoning", "tool_call"]
     text: str
     tokens: Sequence[TokenOut] = ()
-    call: int = 0  # which of the answer's tool calls
+    call: int = 0  # the index of the tool call in the answer
     call_id: str = ""
     name: str = ""
     step: StepRecord | None = None
@@ -89,24 +89,24 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer; filled while it streams and complete once `finish_reason` is set."""
+    """A whole answer; it is filled while it streams, and it is complete once `finish_reason` is set."""
 
-    model: str  # the resolved name, never `any`
+    model: str  # the name that `any` was resolved to, never `any` itself
     mode: str
     draft: str | None
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    tokens: list[TokenOut] = field(default_factory=list)  # of content, in order, where log-probabilities are wanted
+    tokens: list[TokenOut] = field(default_factory=list)  # of the content, if the request asked for log-probabilities
     token_texts: list[str] = field(default_factory=list)  # the characters that each of these tokens brought
     finish_reason: FinishReason | None = None
-    stop_sequence: str | None = None  # the stop string that ended it
+    stop_sequence: str | None = None  # the stop string that ended the answer
     error: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     reasoning_tokens: int = 0
 
     def timings(self) -> dict[str, object]:
-        """Our extension of every API's response: where the time went and what speculation did."""
+        """The extension that every API's response carries: where the time went and what speculation did."""
         stats = self.stats
         per_position = stats.to_json()["accepted_per_position"]
         return {

@@ -1,4 +1,4 @@
-"""What the router knows about each name, what it tells clients of it, and the errors it answers with."""
+"""What the router knows about each model name, what it tells clients about it, and the errors it raises."""
 
 from __future__ import annotations
 
@@ -24,58 +24,58 @@ State = Literal["unloaded", "loading", "ready", "sleeping", "failed"]
 
 
 class UnknownModelError(SlipstreamError):
-    """A request names a model nobody offers."""
+    """The request names a model that this server does not offer."""
 
     status = 404
 
 
 class NoResidentModelError(SlipstreamError):
-    """`any` was asked for and there is no model it could mean."""
+    """The request asks for `any`, and no model is in memory or on its way there."""
 
     status = 400
 
 
 class ModelFailedError(SlipstreamError):
-    """A model could not be loaded; the message says why."""
+    """The model could not be loaded; the message says why."""
 
     status = 503
 
 
 class NoMemoryNowError(BusyError):
-    """Models that are at work hold the memory another one needs."""
+    """Models with running requests hold the memory that another model needs."""
 
     status = 503
 
 
 class RouterClosedError(BusyError):
-    """The server is ending."""
+    """The server is shutting down and takes no new requests."""
 
     status = 503
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a client may know about one name."""
+    """What a client may know about one model name."""
 
     name: str
     state: State
     target: str
-    draft: str | None  # in effect: None decodes plainly
-    mode: str  # of requests that name none
-    last_used_ms: int  # since 1970; 0 until used
-    created: int  # seconds since 1970: when this server first offered it
+    draft: str | None  # the drafter in effect; None means plain decoding
+    mode: str  # the mode of requests that name none
+    last_used_ms: int  # milliseconds since 1970; 0 if the model was never used
+    created: int  # seconds since 1970, when this server first offered the name
     users: int
-    memory_bytes: int  # 0 unless it is in memory
-    progress: str = ""  # while it is loading
-    reason: str = ""  # why it failed
+    memory_bytes: int  # 0 if the model is not in memory
+    progress: str = ""  # what a load is doing; empty at other times
+    reason: str = ""  # why the load failed; empty in other states
     warning: str = ""
-    draft_variants: tuple[str, ...] = ()  # what requests may name as `draft_lora`
-    adapters: Mapping[str, str] = field(default_factory=dict)  # where those with a name of their own come from
+    draft_variants: tuple[str, ...] = ()  # the names that requests may give as `draft_lora`
+    adapters: Mapping[str, str] = field(default_factory=dict)  # the source of each adapter by the name of its variant
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadReport:
-    """What reading the models file again changed, by name."""
+    """The names of the models that reading the models file again has changed."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
@@ -84,15 +84,15 @@ class ReloadReport:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One name: what it stands for now, and where that is."""
+    """One name: the spec it stands for now, and the state of the model behind it."""
 
     spec: ModelSpec
     created: int
     state: State = "unloaded"
     resident: Resident | None = None
     loading: asyncio.Task[SlipstreamError | None] | None = None
-    reserved: int = 0  # memory promised to a load that is under way
-    waiting: int = 0  # requests that want it and do not have it yet
+    reserved: int = 0  # bytes promised to a load that is under way
+    waiting: int = 0  # requests that wait for the model to be loaded
     progress: str = ""
     reason: str = ""
     hint: str = ""
@@ -100,7 +100,7 @@ class Entry:
     last_used_ms: int = 0
     last_turn: int = 0
     was_loaded: bool = False
-    adapters: dict[str, str] = field(init=False)  # of its drafter: the spec's, with what was added or removed since
+    adapters: dict[str, str] = field(init=False)  # the spec's, with those added or removed over HTTP since
 
     def __post_init__(self) -> None:
         self.adapters = self.spec.adapters
@@ -111,12 +111,12 @@ class Entry:
 
 
 class Lease:
-    """One request's hold on a model: while it lasts, the model stays where it is. To be given back exactly once."""
+    """One request's hold on a model, which stays in memory until the lease is released."""
 
     def __init__(self, entry: Entry, resident: Resident, give_back: Callable[[Entry, Resident], None]) -> None:
         self.name = entry.spec.name
         self.spec = entry.spec
-        self.adapters = entry.adapters  # changes hold for later loads too, unless the entry stands for another by then
+        self.adapters = entry.adapters  # later loads use changes to it too, unless the entry gets another spec
         self._entry = entry
         self._resident = resident
         self._give_back = give_back
@@ -135,7 +135,7 @@ class Lease:
         return self._resident.preparation
 
     def release(self) -> None:
-        """Gives the model back; a second call does nothing. Belongs to the event loop's thread."""
+        """Releases the model; a second call does nothing. Only the event loop's thread may call it."""
         if self._held:
             self._held = False
             self._give_back(self._entry, self._resident)

@@ -1,4 +1,4 @@
-"""Which models a server offers: one entry per name, from options or from a TOML or YAML file read strictly."""
+"""Which models a server offers: one spec per name, from options or from a TOML or YAML file that is read strictly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slipstream.formats.sources import NAMED_DRAFTS, PAIRS
 from slipstream.server.operations.server_state import read_bytes
 from slipstream.types import BASE_VARIANT, Gate, Mode, Request, SamplingParams
 
-ANY = "any"  # what a request calls the model that was used last
-MAX_NAME = 200
+ANY = "any"  # the name by which a request asks for the model that was used last
+MAX_NAME = 200  # characters; names stand in URLs, metrics labels and log lines, which longer names would bloat
 
 _ENGINE: dict[str, type] = {
     "weight_format": str,
@@ -72,17 +72,17 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One name a client may ask for: a pair of models, how its engine is built, and what its requests start from.
+    """One name that a client may ask for: a pair of models, the settings of its engine, and defaults of its requests.
 
-    `defaults` are keywords of `LLM.request`; what a request says itself goes before them.
+    `defaults` are keywords of `LLM.request`; the settings of a request take precedence over them.
     """
 
     name: str
     target: str
-    draft: str = "auto"  # like LLM's: a source, `auto` (the pair's own) or `none`
+    draft: str = "auto"  # a source as for LLM, `auto` (the drafter made for this target) or `none`
     engine: EngineConfig = field(default_factory=EngineConfig)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    idle_s: float | None = None  # None: the router's; 0: never sleeps
+    idle_s: float | None = None  # None: the router's value holds; 0: the model never sleeps
     preload: bool = False
     draft_lora: tuple[str, ...] = ()  # adapters of the drafter, each as `[NAME=]PATH[@SCALE]`
 
@@ -114,7 +114,7 @@ class ModelSpec:
         idle_s: float | None = None,
         draft_lora: Sequence[str] = (),
     ) -> ModelSpec:
-        """The one model of a server that was started without a file; it is loaded at the start."""
+        """The only model of a server that was started without a models file; it is loaded at the start."""
         return cls(
             name or served_name(target),
             target,
@@ -128,12 +128,12 @@ class ModelSpec:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The adapters of its drafter by the names requests know them by."""
+        """The sources of the drafter's adapters by the names that requests give as `draft_lora`."""
         return {parse_source(source).name: source for source in self.draft_lora}
 
     @property
     def draft_in_effect(self) -> str | None:
-        """What the drafter will be called once it is loaded."""
+        """The name of the drafter once it is loaded; None if there will be none."""
         if self.draft == "auto":
             return NAMED_DRAFTS[PAIRS[self.target].draft] if self.target in PAIRS else None
         if self.draft == "none":
@@ -143,7 +143,7 @@ class ModelSpec:
 
     @property
     def mode_in_effect(self) -> str:
-        """The mode of a request that names none."""
+        """The mode of a request that names no mode."""
         return str(self.defaults.get("mode") or self._unnamed_mode())
 
     def _unnamed_mode(self) -> str:
@@ -153,14 +153,14 @@ class ModelSpec:
         return "auto" if gate is None or Gate.parse(str(gate)).kind == "auto" else "chain"
 
     def loads_like(self, other: ModelSpec) -> bool:
-        """Whether an engine built for the other entry serves this one too."""
+        """Whether an engine that was built for the other spec can serve this one too."""
         names = ("target", "draft", "draft_lora", "engine")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsFile:
-    """The models of a file and what holds for all of them; None where the file says nothing."""
+    """The models of a file and its settings for all of them; a setting is None if the file does not have it."""
 
     models: tuple[ModelSpec, ...]
     memory_budget: int | None = None
@@ -168,7 +168,7 @@ class ModelsFile:
 
 
 def served_name(target: str) -> str:
-    """What clients call a model that was given no name: short names and hub ids as they are, files by their name."""
+    """The name of a model that was given none: a short name or hub id as it is, or the name of its file or folder."""
     path = Path(target).expanduser()
     if not path.exists():
         return target
@@ -176,7 +176,7 @@ def served_name(target: str) -> str:
 
 
 def read_models(path: Path) -> ModelsFile:
-    """Reads a models file; whatever is unknown or impossible in it is refused with file, model and key."""
+    """Reads a models file; an unknown key or an impossible value is refused with the file, the model and the key."""
     table = _checked(_parse(path), _FILE, str(path))
     if not table.get("models"):
         raise ConfigError(f"{path} names no models", "add a table such as [models.smollm2] with a target")
@@ -219,7 +219,7 @@ def _model(path: Path, name: object, entry: object) -> ModelSpec:
 
 
 def _beside(path: Path, source: str) -> str:
-    """Relative paths are taken from the file's own folder, so that it means the same wherever a server is started."""
+    """Resolves a relative path from the file's own folder, so that the server's working folder does not matter."""
     return str((path.parent / source).resolve()) if source.startswith(("./", "../")) else source
 
 
@@ -229,7 +229,7 @@ def _adapter_beside(path: Path, source: str) -> str:
 
 
 def _check_defaults(spec: ModelSpec) -> None:
-    """Refuses defaults that no request could run with; without this every request would be refused instead."""
+    """Refuses defaults that no request could run with; otherwise every request would be refused later."""
     said = dict(spec.defaults)
     mode = Mode.parse(spec.mode_in_effect)
     gate = said.get("gate")
@@ -250,7 +250,7 @@ def _check_defaults(spec: ModelSpec) -> None:
 
 
 def _checked(table: Mapping[str, Any], known: Mapping[str, type], where: str) -> dict[str, Any]:
-    """The table with every key known and every value of its kind."""
+    """The table itself, after a check that every key is known and every value has the type of its key."""
     for key, value in table.items():
         if key not in known:
             hint = f"known: {', '.join(known)}"
@@ -291,7 +291,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe subset without its silence: a key that stands twice is an error, as it is in TOML."""
+    """YAML's safe subset, but a key that appears twice is an error, as it is in TOML; plain YAML takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()

@@ -1,7 +1,7 @@
 """Splits a model's text, as it arrives, into reasoning, content and tool calls.
 
-What comes out depends on the text alone, never on how it was cut into pieces, and nothing but tags and the white space
-around them is left out: a tool call that is none comes out as the content it is.
+The result depends on the text alone, never on how the text was cut into pieces. Only tags and the white space around
+them are left out; text in call tags that is not a valid call becomes content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
-# what stands before the arguments of a call; None is its name
+# The parts of a call before its arguments, in order; None stands for the function's name.
 _HEADER = ("{", '"name"', ":", None, ",", '"arguments"', ":")
 
 Kind = Literal["content", "reasoning", "tool_call", "markup"]
@@ -23,9 +23,9 @@ State = Literal["start", "reasoning", "between", "content", "header", "whole", "
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next stretch of the text, up to `end`, and what of it is to be shown.
+    """The next stretch of the text, which ends at `end`, and the part of it that clients see as `text`.
 
-    `begins` is the name of a tool call that begins here, `closes` says that one is over. Markup is not shown.
+    `begins` is the name of a tool call that begins here; `closes` says that a tool call ends here. Markup is not shown.
     """
 
     kind: Kind
@@ -37,17 +37,17 @@ class Piece:
 
 
 class Splitter:
-    """Takes the text piece by piece; `push` and `finish` return the pieces that are certain by then, in order.
+    """Takes the text as it arrives; `push` and `finish` return the pieces whose kind is certain by then, in order.
 
-    `thinking` looks for reasoning at the start (already inside it where the prompt `opened` it); `tools` are the names
-    of the functions that may be called, none to take every text as content.
+    With `thinking`, the text may begin with reasoning; with `opened`, the prompt ends inside the reasoning already.
+    `tools` are the names of the functions that may be called; without any, call tags are ordinary content.
     """
 
     def __init__(self, *, thinking: bool = False, opened: bool = False, tools: Collection[str] = ()) -> None:
         self._state: State = "reasoning" if opened else "start" if thinking else "content"
-        self._fresh = opened  # white space at the start of the reasoning is not part of it
+        self._fresh = opened  # at the start of the reasoning, where white space is left out
         self._tools = frozenset(tools)
-        self._held = ""  # text not yet given out
+        self._held = ""  # text that has not been returned yet
         self._end = 0  # where in the text `_held` begins
         self._calls = 0
         self._scanner = _ArgumentScanner()
@@ -64,7 +64,7 @@ class Splitter:
         return self._run()
 
     def finish(self) -> list[Piece]:
-        """The pieces of what was held back, once no more text comes."""
+        """The pieces of the text that was held back; no more text may be pushed afterwards."""
         self._over = True
         return self._run()
 
@@ -87,7 +87,7 @@ class Splitter:
     def _give(
         self, kind: Kind, length: int, text: str | None = None, *, begins: str | None = None, closes: bool = False
     ) -> None:
-        """Gives out the next `length` characters that were held, shown as they are or as `text`."""
+        """Adds a piece of the next `length` held characters, shown as they are or as `text`."""
         raw, self._held = self._held[:length], self._held[length:]
         self._end += length
         if raw or begins is not None or closes:
@@ -136,7 +136,7 @@ class Splitter:
             return False
         found = self._held.find(CALL_OPEN)
         if found >= 0:
-            # the white space before a call belongs to it, and to the content if it turns out to be none
+            # The white space before a call is left out with it, and it becomes content if the call is not valid.
             self._give("content", len(self._held[:found].rstrip(_SPACE)))
             self._state = "header"
             return True
@@ -147,7 +147,7 @@ class Splitter:
         return False
 
     def _in_header(self) -> bool:
-        """Before the arguments: a call in the usual form is begun at once, any other is looked at as a whole."""
+        """Reads up to the arguments: a call in the usual form begins at once, any other is parsed when complete."""
         body = self._held.index(CALL_OPEN) + len(CALL_OPEN)
         header = _read_header(self._held, body)
         if header == "incomplete" and not self._over:
@@ -173,7 +173,7 @@ class Splitter:
             self._give("tool_call", end, call[1], begins=call[0], closes=True)
             self._state = "between"
         else:
-            # only the tag is certainly no call: another one may begin behind it
+            # Only the tag becomes content now, because a valid call may begin behind it.
             self._give("content", start)
             self._state = "content"
         return bool(self._held)
@@ -186,7 +186,7 @@ class Splitter:
         return done and bool(self._held)
 
     def _in_tail(self) -> bool:
-        """Behind the arguments: the rest of the call's own braces and tag, or something that was not asked for."""
+        """Reads the closing brace and tag behind the arguments; any other text there becomes content."""
         rest = self._held.lstrip(_SPACE)
         if rest.startswith("}"):
             rest = rest[1:].lstrip(_SPACE)
@@ -203,7 +203,7 @@ class Splitter:
 
 
 class _ArgumentScanner:
-    """Finds the end of a JSON object that arrives in pieces; one whose brackets are wrong ends with the call's tag."""
+    """Finds the end of a JSON object that arrives in pieces; with brackets that do not match, it ends at the tag."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -212,7 +212,7 @@ class _ArgumentScanner:
         self._broken = False
 
     def take(self, text: str) -> tuple[int, bool]:
-        """How many characters belong to the object for certain, and whether it ends with them."""
+        """How many characters certainly belong to the object, and whether the object ends with them."""
         if not self._broken:
             for index, letter in enumerate(text):
                 self._feed(letter)
@@ -248,7 +248,7 @@ class _ArgumentScanner:
 
 
 def _settled(text: str, tag: str) -> str:
-    """The text without an end that may become the tag."""
+    """The text without its last characters if these may be the beginning of the tag."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
             return text[:-size]
@@ -256,7 +256,7 @@ def _settled(text: str, tag: str) -> str:
 
 
 def _read_header(text: str, start: int) -> tuple[str, int] | Literal["incomplete", "other"]:
-    """The name of a call in the usual form and where its arguments begin, which must be an object."""
+    """The name of a call in the usual form and the place where its arguments, an object, begin."""
     at, name = start, ""
     for part in (*_HEADER, "{"):
         while at < len(text) and text[at] in _SPACE:
@@ -289,7 +289,7 @@ def _read_string(text: str, start: int) -> tuple[str, int] | Literal["incomplete
 
 
 def _whole_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments of a call in any order of its keys; arguments may be missing or written as a string."""
+    """Name and arguments of a complete call, with its keys in any order; arguments may be missing or a JSON string."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

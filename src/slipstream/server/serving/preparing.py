@@ -1,7 +1,7 @@
-"""Prompts in preparation: how much of it may go on at once, and in which thread.
+"""Prompts in preparation: how much work goes on at the same time, and in which threads.
 
-Rendering, tokenising and compiling a grammar take time and memory before a request has a place in its engine's line, so
-they need a bound of their own.
+Rendering, tokenising and compiling a grammar take time and memory before a request stands in its engine's line. The
+limit of that line does not bound this work, so it has a limit of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from slipstream.errors import BusyError
 from slipstream.server.serving.jobs import Job
 
 T = TypeVar("T")
-LARGE_CHARS = 1 << 16  # larger texts are prepared one at a time: each may take 300 bytes of memory for one of its own
-MAX_CHARS = 1 << 26  # that wait at once: sixteen bodies of 4 MiB
-_RETRY_AFTER_S = 5.0  # about what a text of 4 MiB takes
+# Larger texts are prepared one at a time, because preparing a text may take 300 bytes of memory per character.
+LARGE_CHARS = 1 << 16
+# Characters that may be in preparation together: sixteen bodies of 4 MiB. More would fill the memory.
+MAX_CHARS = 1 << 26
+_RETRY_AFTER_S = 5.0  # preparing a text of 4 MiB takes about as long; an earlier retry would be refused again
 
 
 class Preparation:
-    """What is being prepared for one model. Belongs to the event loop's thread."""
+    """The prompts that are being prepared for one model. Only the event loop's thread may use it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -28,7 +30,7 @@ class Preparation:
         self._one_large = asyncio.Lock()
 
     async def run(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Does `work` on a text of so many characters in another thread; refuses it if too much waits already."""
+        """Does `work` on a text of `chars` characters in another thread; refuses it if too many characters wait."""
         if self.count and self._chars + chars > MAX_CHARS:
             raise BusyError(f"{self.count} long prompts are being prepared already", retry_after_s=_RETRY_AFTER_S)
         self.count, self._chars = self.count + 1, self._chars + chars
@@ -38,7 +40,7 @@ class Preparation:
             self.count, self._chars = self.count - 1, self._chars - chars
 
     async def go_on(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Does more work on a text that was let in before; of large ones one at a time."""
+        """Does more work on a text that `run` has admitted before; large texts take turns."""
         if chars < LARGE_CHARS:
             return await _in_thread(work, *arguments)
         async with self._one_large:
@@ -46,7 +48,7 @@ class Preparation:
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Waits for the thread even if it is cancelled meanwhile: the thread reads a model that a lease keeps in memory."""
+    """Waits for the thread even when cancelled, because the thread reads a model that only a lease keeps loaded."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(task)
@@ -56,7 +58,7 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def prompt_chars(job: Job) -> int:
-    """How many characters a prompt is made of, about: messages, calls, tools, and what its template is told."""
+    """About how many characters a prompt is made of: messages, calls, tools and variables for its template."""
     if job.messages is None:
         return len(job.prompt or ())
     tools = [(tool.name, tool.description, tool.parameters) for tool in job.tools]

@@ -1,4 +1,4 @@
-"""From a job's messages and tools to the tokens the model is asked to go on from."""
+"""What a job asks of the model: the tokens of its prompt, and the constraint that its answer must obey."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer, TooLongError
 from slipstream.types import Constraint
 
-MAX_PIECE_CHARS = 1 << 18  # they take up to 75 MB while they are tokenised, less than 20 bodies of 4 MiB
-# Of the arguments of all calls together; beyond that they are shown as they were written. A value takes up to 25 times
-# the memory of its text.
+# The longest run of characters without the end of a word or line. Tokenising it takes up to 75 MB, less than 20 bodies
+# of 4 MiB; without a limit, one body could take many times as much.
+MAX_PIECE_CHARS = 1 << 18
+# JSON values in the arguments of all past calls together. A parsed value takes up to 25 times the memory of its text;
+# beyond this number, arguments are shown to the model as they were written.
 MAX_ARGUMENT_VALUES = 1 << 16
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template"})
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens, and what the template says about the text to come."""
+    """The tokens of a prompt, and what its template says about the reasoning in the answer."""
 
     ids: list[int]
     thinking: bool = False  # the answer may begin with reasoning
-    opened: bool = False  # the prompt already stands inside it
+    opened: bool = False  # the prompt ends inside the reasoning already
 
 
 def build_prompt(llm: LLM, job: Job) -> Prompt:
@@ -40,7 +42,7 @@ def build_prompt(llm: LLM, job: Job) -> Prompt:
         raise RequestError("a job needs either messages or a prompt", "give one of them")
     template = llm.tokenizer.chat_template if job.messages is not None else None
     thinking = _thinks(template, job)
-    most = llm.max_context - 1  # at least one token is to be written
+    most = llm.max_context - 1  # room for at least one token of the answer
     if job.messages is None:
         return Prompt(_raw_ids(llm, job.prompt or (), most))
     shown = [message["content"].strip() for message in job.messages if _is_shown(message)]
@@ -54,7 +56,7 @@ def build_prompt(llm: LLM, job: Job) -> Prompt:
         raise _too_long(llm, f"more than {most}") from None
     return Prompt(
         ids=ids,
-        # a prompt may hold the whole of the reasoning already, empty or as the answer's beginning
+        # A prompt may already hold the whole reasoning: an empty one, or one in the given beginning of the answer.
         thinking=thinking and not job.continues and not end.endswith(THINK_CLOSE),
         opened=thinking and not job.continues and end.endswith(THINK_OPEN),
     )
@@ -83,12 +85,12 @@ def _too_long(llm: LLM, tokens: str) -> RequestError:
 
 
 def _is_shown(message: JsonObject) -> bool:
-    """Whether a template shows the whole of a message, but for spaces around it: it may leave out old reasoning."""
+    """Whether every template shows this message in full, except spaces around it; old reasoning may be left out."""
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
 def count_tokens(llm: LLM, job: Job) -> int:
-    """How many tokens the prompt of a conversation has, also if that is more than the context holds."""
+    """How many tokens the prompt of a conversation has, even if the context cannot hold them."""
     tokenizer = llm.tokenizer
     _thinks(tokenizer.chat_template, job)
     text = render_messages(tokenizer.chat_template, job, tokenizer.bos_token, tokenizer.eos_token)
@@ -97,7 +99,7 @@ def count_tokens(llm: LLM, job: Job) -> int:
 
 
 def check_pieces(tokenizer: Tokenizer, text: str) -> None:
-    """Refuses a text that would take too much memory, where no context bounds it."""
+    """Refuses a text that would take too much memory to tokenise; it is for texts that no context limits."""
     longest = tokenizer.longest_piece(text)
     if longest > MAX_PIECE_CHARS:
         raise RequestError(
@@ -107,7 +109,7 @@ def check_pieces(tokenizer: Tokenizer, text: str) -> None:
 
 
 def render_messages(template: str | None, job: Job, bos_token: str = "", eos_token: str = "") -> str:
-    """The conversation as one text; tools a template cannot tell about are told in a system message."""
+    """The conversation as one text; if the template knows no tools, a system message describes them."""
     kwargs = _template_kwargs(template or "", job.template_kwargs)
     tools = [] if job.tool_choice.kind == "none" else [_described(tool) for tool in job.tools]
     readable = _argument_values(job.messages or ()) <= MAX_ARGUMENT_VALUES
@@ -128,10 +130,10 @@ def render_messages(template: str | None, job: Job, bos_token: str = "", eos_tok
 
 
 def _template_kwargs(template: str, given: Mapping[str, object]) -> dict[str, Any]:
-    """What the template is told besides; what it would not notice is refused instead of being lost."""
+    """Variables for the template; one that the template does not use is refused, because it would have no effect."""
     kwargs: dict[str, Any] = dict(given)
     if "enable_thinking" not in template and kwargs.get("enable_thinking") is (THINK_OPEN in template):
-        del kwargs["enable_thinking"]  # as it is anyway: this model always thinks, or never
+        del kwargs["enable_thinking"]  # it asks for what this model, which always or never thinks, does anyway
     for name in kwargs:
         if name in _RESERVED:
             raise RequestError(f"chat_template_kwargs may not set '{name}'", "the server sets it itself")
@@ -141,7 +143,7 @@ def _template_kwargs(template: str, given: Mapping[str, object]) -> dict[str, An
 
 
 def knows_tools(template: str | None) -> bool:
-    """Whether a template tells the model about tools in the form we read calls in, and can show past calls."""
+    """Whether a template describes tools with the call tags that this server parses, and can show past calls."""
     return template is not None and all(word in template for word in ("tools", "tool_calls", CALL_OPEN))
 
 
@@ -154,14 +156,14 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 def _argument_values(messages: Sequence[JsonObject]) -> int:
-    """How many values the arguments of all calls hold at most, each a JSON text inside of a body's strings."""
+    """An upper bound on the values in the arguments of all calls; arguments are JSON texts in strings of the body."""
     functions = (call.get("function", call) for message in messages for call in message.get("tool_calls") or ())
     texts = (function.get("arguments") for function in functions)
     return sum(text.count(",") + text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
 def _plain_message(message: JsonObject, readable: bool) -> dict[str, Any]:
-    """A message as templates expect it: text content, system for developer, arguments as objects if `readable`."""
+    """A message as templates expect it: text content, role system for developer, parsed arguments if `readable`."""
     plain = {key: value for key, value in message.items() if value is not None}
     plain["role"] = "system" if message.get("role") == "developer" else message.get("role")
     plain["content"] = message.get("content") or ""
@@ -174,7 +176,7 @@ def _plain_call(call: JsonObject, readable: bool) -> dict[str, Any]:
     function: Mapping[str, Any] = call.get("function", call)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str) and readable:
-        # what is no JSON, or too deep, is shown to the model as it was written
+        # Arguments that are not JSON, or too deep, are shown to the model as they were written.
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
             json.dumps(arguments)
@@ -183,7 +185,7 @@ def _plain_call(call: JsonObject, readable: bool) -> dict[str, Any]:
 
 
 def _tools_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Past calls and their results as the text a model would have written and read."""
+    """Past calls and their results as text, as the model would have written and read them."""
     told: list[dict[str, Any]] = []
     for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:
@@ -221,7 +223,7 @@ def _with_tools_told(messages: list[dict[str, Any]], tools: Sequence[JsonObject]
 
 
 def constraint_of(job: Job) -> Constraint | None:
-    """The constraint of a job's answer; an answer that must call has no room for a format."""
+    """The constraint of a job's answer; a format does not apply if the answer must be a call."""
     calls = grammars.tool_constraint(job.tools, job.tool_choice, parallel=job.parallel_tools)
     must_call = calls is not None and (job.tool_choice.kind == "required" or job.tool_choice.name is not None)
     if job.format is None or must_call:
@@ -237,7 +239,7 @@ def _format(wanted: OutputFormat) -> Constraint:
 
 
 def _calls_or(job: Job, answer: Constraint) -> Constraint:
-    """Calls and nothing else, or an answer in its format: with a format there is no free text to go before calls."""
+    """Either only calls or an answer in its format; a format leaves no room for free text before calls."""
     if answer.kind != "json_schema":
         raise RequestError("a grammar for the answer cannot be combined with tools", "leave one of them out")
     compelled = grammars.tool_constraint(job.tools, ToolChoice("required"), parallel=job.parallel_tools)

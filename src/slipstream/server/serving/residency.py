@@ -1,4 +1,4 @@
-"""Bringing a model into memory and getting it out again, in threads of their own and with the memory really freed."""
+"""Loading a model and unloading it again, in threads of their own; unloading returns the memory to the system."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ log = logging.getLogger("slipstream.server.models")
 
 Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
-_STOP_S = 10.0  # for a step that runs while its engine is put away
-# Larger blocks go straight back to the system when they are freed. Left alone, glibc raises this limit when the first
-# model goes, and the next one's page pool is cleared by hand: real memory, and seconds, before anything is in it.
+# How long unloading waits for a step that is still running. With a shorter wait, the models of a slow engine would be
+# dropped while its step reads them.
+_STOP_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A model in memory: its engine, the thread that owns it, and how many requests lean on it."""
+    """A model in memory: its engine, the thread that owns the engine, and the number of leases on it."""
 
     spec: ModelSpec
     llm: LLM
-    running: EngineWorker | None  # None once it is unloaded: whoever still holds this object must not hold an engine
+    running: EngineWorker | None  # None once unloaded, so that a reference to this object keeps no engine alive
     files: tuple[Path, ...]
-    memory_bytes: int  # weights as measured (or estimated, if that is more) and the whole page pool
+    memory_bytes: int  # weights (the larger of measured and estimated) and the whole page pool
     preparation: Preparation = field(default_factory=Preparation)
     users: int = 0
-    going: bool = False  # it is being unloaded
+    going: bool = False  # whether the model is being unloaded
     idle_since: float = field(default_factory=time.monotonic)
 
     @property
@@ -59,11 +59,11 @@ class Resident:
         return self.running
 
     def missing_file(self) -> Path | None:
-        """A file it was loaded from and could not be loaded from again."""
+        """A file that the model was loaded from and that does not exist any more; None if all exist."""
         return next((path for path in self.files if not path.exists()), None)
 
     def unload(self) -> None:
-        """Ends the engine's thread and gives all its memory back; blocks while a step is still running."""
+        """Ends the engine's thread and returns all its memory; it blocks while a step is still running."""
         worker, self.running = self.running, None
         if worker is not None:
             worker.stop(drain=False, timeout_s=_STOP_S)
@@ -74,7 +74,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What will be loaded and what it will take."""
+    """What will be loaded, with which settings, and how much memory it will take."""
 
     spec: ModelSpec
     config: EngineConfig
@@ -82,7 +82,7 @@ class LoadPlan:
 
 
 def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> LoadPlan:
-    """Finds the files (fetching them if need be) and adds up their memory; a free pool is cut to fit a budget."""
+    """Finds or downloads the files and adds up their memory; a page pool of no fixed size is cut to fit a budget."""
     from slipstream.engine.footprint import footprint
 
     needs = footprint(spec.target, spec.draft, spec.engine, progress)
@@ -99,9 +99,9 @@ def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> LoadPl
 
 
 def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) -> Resident:
-    """Builds the engine, measures what steps cost and starts its thread.
+    """Builds the engine, measures the costs of its steps and starts its thread.
 
-    Memory is measured only while no other model works: what its pool takes meanwhile would be counted here too.
+    Memory is measured only while no other model works, because growth of another model's pool would be counted too.
     """
     from slipstream.engine.llm import LLM
     from slipstream.server.serving.worker import EngineWorker
@@ -120,7 +120,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
             )
         if llm.has_draft:
             llm.measure_costs()
-        llm.describe()  # measures the machine's bandwidth once, which would hold up the steps of a model that serves
+        llm.describe()  # measures the memory bandwidth once, now, because later it would delay the steps of requests
         llm.prepare_batches()
         give_memory_back()
         grown = max(0, private_bytes() - before) if quiet and undisturbed() else 0
@@ -135,14 +135,14 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
 
 
 def available_bytes() -> int | None:
-    """Memory this process could still take; None where the system does not say."""
+    """Bytes that this process could still allocate; None if the system does not say."""
     from slipstream.engine.footprint import available_bytes as available
 
     return available()
 
 
 def private_bytes() -> int:
-    """Memory of this process that no file could bring back; 0 where the system does not say."""
+    """Bytes of this process that are not backed by a file; 0 if the system does not say."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return 0
@@ -151,7 +151,7 @@ def private_bytes() -> int:
 
 
 def give_memory_back() -> None:
-    """Collects what only cycles still hold, and returns the allocator's free memory to the system."""
+    """Collects objects that only reference cycles keep, and returns the allocator's free memory to the system."""
     gc.collect()
     trim = _libc_function("malloc_trim")
     if trim is not None:
@@ -160,7 +160,7 @@ def give_memory_back() -> None:
 
 @functools.cache
 def _libc_function(name: str) -> Any:
-    """A function of glibc; None with another C library, where there is nothing to tune."""
+    """A function of glibc; None with another C library."""
     try:
         return getattr(ctypes.CDLL("libc.so.6"), name)
     except (OSError, AttributeError):
@@ -172,9 +172,9 @@ def in_mib(size: int) -> str:
 
 
 async def in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Runs blocking work in a thread of its own, which never keeps the process from ending.
+    """Runs blocking work in a daemon thread of its own.
 
-    A pool's threads would: a download that hangs would hang the exit too, and take the pool from others.
+    A thread of a pool would keep the process from ending while a download hangs, and other work could not use it.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -188,7 +188,7 @@ async def in_thread(work: Callable[..., T], *arguments: object) -> T:
         try:
             value: object = work(*arguments)
         except BaseException as error:
-            # StopIteration cannot travel in a future, and SystemExit would end the loop instead of this work
+            # A future cannot carry StopIteration, and SystemExit would end the event loop instead of this work.
             wrapped = RuntimeError(repr(error)) if not isinstance(error, Exception) else error
             value = RuntimeError(repr(error)) if isinstance(error, StopIteration) else wrapped
             settle = result.set_exception

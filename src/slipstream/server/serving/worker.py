@@ -1,4 +1,4 @@
-"""The one thread that owns an engine: takes commands between steps, steps while there is work, sleeps otherwise."""
+"""The one thread that owns an engine: it takes commands between steps, and it sleeps while there is no work."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ from slipstream.types import GenEvent, Request
 
 T = TypeVar("T")
 Sink = Callable[[GenEvent], None]
-PauseSink = Callable[[int, int], None]  # its epoch, and the tokens written by then
+PauseSink = Callable[[int, int], None]  # called with the epoch of the pause and the number of tokens written so far
 _log = logging.getLogger("slipstream.worker")
-_STOP_WAIT_S = 5.0  # for the last step once everything is cancelled
+# How long `stop` waits for the last step after all requests were cancelled. With a shorter wait, a slow engine would
+# still run when its models are closed.
+_STOP_WAIT_S = 5.0
+# The shortest and the longest time that a refused client is told to wait. With a shorter one, clients would ask again
+# before anything can have ended; with a longer one, they would stay away from a line that is empty again.
 _RETRY_LIMITS_S = (1.0, 60.0)
-_MEMORY = 0.8  # weight of the past in the average time between two ends
+# The weight of the past in the moving average of the time between two ends of requests: about the last five ends count.
+# A larger weight follows changes too slowly, a smaller one lets single requests decide.
+_PAST_WEIGHT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo(SequenceSnapshot):
-    """How far one request has come, as the engine says, and what the worker knows about its pauses."""
+    """How far one request has come, and what the worker knows about its pauses."""
 
     epoch: int
     paused: bool
-    seconds: float  # since it was submitted
+    seconds: float  # since the request was submitted
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """An engine at one moment; `waiting` requests have not been in a slot yet."""
+    """An engine at one moment; `waiting` counts requests that have never had a slot."""
 
     slots: list[SlotInfo]
     waiting: int
     pages_used: int
-    pages_cached: int  # of those in use: remembered prefixes, some of which running requests share
+    pages_cached: int  # of the used pages, those that the prefix cache remembers; running requests may share them
     pages_total: int
     max_sequences: int
     max_waiting: int
@@ -50,9 +56,9 @@ class WorkerSnapshot:
 
 @dataclass(slots=True)
 class _Open:
-    """A request somebody waits for, and whether it is to run.
+    """An open request: where its events go, and whether it should run, be paused or be held.
 
-    What is wanted is noted here at once, and the engine follows between two steps: nobody has to wait for a step.
+    A caller changes these fields at once and does not wait; the engine follows them between two steps.
     """
 
     sink: Sink
@@ -60,16 +66,16 @@ class _Open:
     generated: int = 0
     epoch: int = 0
     paused: bool = False
-    held: bool = False  # its reader is slow: not a pause that anybody asked for or has to resume
-    stopped_at: int | None = None  # the engine's own epoch of a request it keeps out of its steps
+    held: bool = False  # its reader is slow; clients do not see this as a pause and need not resume it
+    stopped_at: int | None = None  # the engine's own epoch, while the engine keeps the request out of its steps
     pause_at: int | None = None
     on_pause: PauseSink | None = None
 
 
 class EngineWorker:
-    """Requests come from any thread; sinks are called on the engine's own, in order, and must not block.
+    """Runs requests from any thread; sinks are called on the engine's thread, in order, and must not block.
 
-    A request's last event is always delivered, even if the thread dies: then it is an error with the reason.
+    A request's last event is always delivered. If the thread ends unexpectedly, that event is an error with the reason.
     """
 
     def __init__(self, llm: LLM, name: str) -> None:
@@ -81,9 +87,9 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
-        self._questions: set[Future[Any]] = set()  # somebody waits for these as well
-        self._arriving = 0  # submitted, but not with the engine yet
-        self._line = LineSnapshot(0, 0)  # the engine's, as it was after the last step or command
+        self._questions: set[Future[Any]] = set()  # questions of other threads that are not answered yet
+        self._arriving = 0  # requests that were submitted but are not added to the engine yet
+        self._line = LineSnapshot(0, 0)  # the engine's line after the last step or command
         self._stopping = False
         self._ended = False
         self._last_end = 0.0
@@ -91,14 +97,14 @@ class EngineWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken and worked on."""
+        """Whether the worker takes requests and runs them."""
         return self.thread.is_alive() and self.failure is None and not self._stopping
 
     def start(self) -> None:
         self.thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queues a request; what could never run and what finds no room is refused here, in the caller's thread."""
+        """Queues a request; one that could never run, or finds no room, is refused in the caller's thread."""
         self._require_alive()
         self._engine.check(request)
         with self._wake:
@@ -111,18 +117,18 @@ class EngineWorker:
             self._tell(partial(self._add, request))
 
     def check_room(self, preparing: int) -> None:
-        """Refuses a request that would find no room now, before anything is done for it.
+        """Refuses a request that would find no room now, before its prompt is prepared.
 
-        `preparing` are requests on their way here.
+        `preparing` is the number of requests whose prompts are being prepared.
         """
         with self._wake:
             self._require_alive()
             self._check_room(preparing)
 
     def cancel(self, request_id: str, epoch: int | None = None) -> bool:
-        """Ends a request at the next step, whatever its state; False if it is over already.
+        """Ends a request at the next step, also a paused one; returns False if it is over already.
 
-        With an epoch, only the state it names is cancelled.
+        If an epoch is given, it must be the current one.
         """
         with self._wake:
             known = self._open.get(request_id)
@@ -134,9 +140,9 @@ class EngineWorker:
             return True
 
     def pause(self, request_id: str) -> int:
-        """Stops a request at the next step and returns the epoch that resumes it; its slot is free for others.
+        """Stops a request at the next step, which frees its slot; returns the epoch that resumes it.
 
-        It keeps its pages, unless others cannot start without them.
+        The request keeps its pages until other requests cannot start without them.
         """
         with self._wake:
             known = self._known(request_id)
@@ -144,9 +150,9 @@ class EngineWorker:
             return known.epoch
 
     def pause_at(self, request_id: str, tokens: int, on_pause: PauseSink) -> None:
-        """Pauses a request by itself after the step in which it has written so many tokens in all.
+        """Pauses a request after the step in which the number of its tokens reaches `tokens`.
 
-        `on_pause` is told on the engine's thread, after the sink has got that step's event.
+        `on_pause` is called on the engine's thread, after the sink has got that step's event.
         """
         with self._wake:
             known = self._known(request_id)
@@ -154,7 +160,7 @@ class EngineWorker:
             self._tell(partial(self._pause_if_due, request_id, known))
 
     def resume(self, request_id: str, epoch: int) -> None:
-        """Lets a paused request go on to the text it would have had anyway."""
+        """Resumes a paused request; its text is the same as without the pause."""
         with self._wake:
             known = self._known(request_id)
             if epoch != known.epoch:
@@ -165,7 +171,7 @@ class EngineWorker:
             self._tell(partial(self._follow, request_id, known))
 
     def hold(self, request_id: str, held: bool) -> None:
-        """Keeps a request out of the steps for as long as its reader is behind; its epoch stays as it is."""
+        """Keeps a request out of the steps while its reader is slow; the epoch does not change."""
         with self._wake:
             known = self._open.get(request_id)
             if known is not None and known.held != held:
@@ -173,11 +179,11 @@ class EngineWorker:
                 self._tell(partial(self._follow, request_id, known))
 
     def knows(self, request_id: str) -> bool:
-        """Whether the request is one of this engine's and not over."""
+        """Whether the request is open on this engine."""
         return request_id in self._open
 
     def snapshot(self) -> WorkerSnapshot:
-        """How far everybody is; read without waiting for a step, so that numbers may be one step apart."""
+        """How far every request is. It does not wait for a step, so that its numbers may be one step apart."""
         now, seen, slots = time.monotonic(), self._engine.snapshot(), []
         for sequence in seen.sequences:
             known = self._open.get(sequence.request_id)
@@ -192,7 +198,7 @@ class EngineWorker:
         return WorkerSnapshot(slots, waiting, seen.pages_used, seen.pages_cached, seen.pages_total, *limits)
 
     def ask(self, question: Callable[[], T], timeout_s: float = 30.0) -> T:
-        """The answer to a question about the engine, found on its own thread between two steps; blocks until then."""
+        """Calls `question` on the engine's thread between two steps and returns its answer; it blocks until then."""
         answer: Future[T] = Future()
 
         def find() -> None:
@@ -214,9 +220,9 @@ class EngineWorker:
                 self._questions.discard(answer)
 
     def stop(self, drain: bool, timeout_s: float) -> bool:
-        """Takes nothing more and ends the thread; with `drain`, what runs may finish first, for so long.
+        """Refuses new requests and ends the thread; with `drain`, running requests get `timeout_s` to finish.
 
-        Paused requests are cancelled at once: nobody could resume them. Returns whether the thread is over.
+        Paused requests are cancelled at once, because no client could resume them. Returns whether the thread is over.
         """
         with self._wake:
             self._stopping = True
@@ -240,12 +246,12 @@ class EngineWorker:
             raise EngineFailedError(f"the engine of '{self.name}' takes no requests: {reason}", "try again")
 
     def _check_room(self, preparing: int = 0) -> None:
-        # those between two turns count: they would make a line without end of one that is full
+        # Requests between two turns count too; otherwise a full line could grow without end.
         waiting, limit = self._arriving + self._line.waiting, self._config.max_waiting
         if waiting >= limit:
             said = f"{waiting} requests are waiting for '{self.name}' already"
             raise BusyError(said, retry_after_s=self._retry_after())
-        # paused ones stand in no line, but they keep what they are made of
+        # Paused requests stand in no line, but each keeps its prompt and its answer in memory.
         opened = len(self._open) + preparing
         if opened >= limit + self._config.max_sequences:
             said = f"{opened} requests of '{self.name}' are open already, paused ones included"
@@ -267,11 +273,11 @@ class EngineWorker:
         self._wake.notify_all()
 
     def _retry_after(self) -> float:
-        """When half of the line will probably be gone; sooner, everybody would come back to a line as long."""
+        """Seconds until half of the line has probably ended; clients that came back sooner would find it as long."""
         low, high = _RETRY_LIMITS_S
         return min(high, max(low, self._end_interval_s * (self._arriving + self._line.waiting) / 2))
 
-    # below: the engine's thread
+    # The methods below run on the engine's thread.
 
     def _main(self) -> None:
         failure: str | None = "the engine's thread was ended from outside"
@@ -282,14 +288,14 @@ class EngineWorker:
                 for event in events:
                     self._deliver(event)
             failure = None
-        except BaseException as error:  # whatever ends this thread, somebody is waiting to hear of it
+        except BaseException as error:  # open requests must hear of anything that ends this thread
             failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _log.error("the engine of '%s' failed", self.name, exc_info=error)
         finally:
             self._end(failure)
 
     def _obey(self) -> bool:
-        """Carries out what was asked meanwhile, then sleeps until there is a step to do; False is the end."""
+        """Carries out commands and sleeps until there is a step to do; returns False when the thread should end."""
         while True:
             with self._wake:
                 while not self._commands and not self._engine.busy:
@@ -320,7 +326,7 @@ class EngineWorker:
         self._line = self._engine.line()
 
     def _follow(self, request_id: str, known: _Open) -> None:
-        """Makes the engine do what is wanted of a request by now."""
+        """Pauses or resumes a request in the engine, as its `paused` and `held` demand by now."""
         stopped = known.stopped_at is not None
         if (known.paused or known.held) == stopped or self._open.get(request_id) is not known:
             return
@@ -348,8 +354,8 @@ class EngineWorker:
         try:
             known.sink(event)
         except Exception as error:
-            _log.error("nobody could take the events of request %s; it is cancelled", event.request_id, exc_info=error)
-            known.sink = _nobody
+            _log.error("the sink of request %s failed; the request is cancelled", event.request_id, exc_info=error)
+            known.sink = _drop
             self._engine.cancel(event.request_id)
 
     def _pause_if_due(self, request_id: str, known: _Open) -> None:
@@ -363,16 +369,16 @@ class EngineWorker:
             if tell is not None:
                 tell(epoch, generated)
         except Exception as error:
-            _log.error("nobody could be told that request %s is paused", request_id, exc_info=error)
+            _log.error("the pause sink of request %s failed", request_id, exc_info=error)
 
     def _note_end(self) -> None:
         now = time.monotonic()
         if self._last_end and self._line.waiting:
-            self._end_interval_s = _MEMORY * self._end_interval_s + (1 - _MEMORY) * (now - self._last_end)
+            self._end_interval_s = _PAST_WEIGHT * self._end_interval_s + (1 - _PAST_WEIGHT) * (now - self._last_end)
         self._last_end = now
 
     def _end(self, failure: str | None) -> None:
-        """Tells everybody who still waits that nothing will come any more."""
+        """Ends every open request and question with the reason for which the thread ended."""
         with self._wake:
             self.failure = failure
             self._ended = self._stopping = True
@@ -391,8 +397,8 @@ class EngineWorker:
         try:
             known.sink(event)
         except Exception as error:
-            _log.error("nobody could take the last event of request %s", event.request_id, exc_info=error)
+            _log.error("the sink of request %s failed on the last event", event.request_id, exc_info=error)
 
 
-def _nobody(event: GenEvent) -> None:
-    """Takes the events of a request whose own sink failed."""
+def _drop(event: GenEvent) -> None:
+    """Drops the events of a request whose own sink failed."""
