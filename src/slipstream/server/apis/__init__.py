@@ -1,1 +1,1 @@
-"""The APIs: each module translates the bodies of one API into jobs and the answers back into that API's words."""
+"""The APIs: each one translates its bodies into jobs, and the answers back into its own field names."""

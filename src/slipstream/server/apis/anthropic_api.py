@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: answers as content blocks, whole or as a stream of events, and the counting of tokens."""
+"""Anthropic's Messages API: answers as content blocks, whole or as a stream of events, and token counts of prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        """A message, or with `stream` the events that make one up."""
+        """Answers with a message, or with `stream` with the events that make up a message."""
         job = body.job(state.settings)
         note(api=_API, user=body.metadata.user_id if body.metadata else None)
         if body.stream:
@@ -40,7 +40,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: PromptRequest, request: Request) -> Response:
-        """How many tokens the prompt of such a message has."""
+        """Counts the tokens that the prompt of such a message has."""
         return JSONResponse({"input_tokens": await sse.unless_gone(request, _count(state, body.prompt_job()))})
 
     return router
@@ -146,13 +146,13 @@ def _block_delta(delta: AnswerDelta) -> dict[str, str]:
 
 
 class _Blocks:
-    """The content blocks of a message in the order in which they came."""
+    """The content blocks of a message, in the order in which they began."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[AnswerDelta, list[str]]] = []  # the delta a block began with, and its texts
+        self._blocks: list[tuple[AnswerDelta, list[str]]] = []  # the first delta of each block, and the block's texts
 
     def add(self, delta: AnswerDelta) -> int:
-        """Takes a delta and says which block it belongs to."""
+        """Adds a delta and returns the index of the block that it belongs to."""
         last = self._blocks[-1][0] if self._blocks else None
         if last is None or last.kind != delta.kind or (delta.kind == "tool_call" and delta.call != last.call):
             self._blocks.append((delta, []))
@@ -160,7 +160,7 @@ class _Blocks:
         return len(self._blocks) - 1
 
     def begun(self, index: int) -> dict[str, Any]:
-        """A block as it is announced, still empty."""
+        """A block as its start event announces it, without text."""
         first = self._blocks[index][0]
         kind = _BLOCK_KINDS[first.kind]
         if kind == "tool_use":
@@ -176,7 +176,7 @@ class _Blocks:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object; of those that were cut off, what there is of them."""
+    """The arguments as an object; arguments that were cut off give the part that arrived."""
     with suppress(ValueError):
         value = from_json(arguments, allow_partial=True)
         if isinstance(value, dict):

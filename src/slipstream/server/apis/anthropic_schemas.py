@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, and what they ask for as a job; what is not declared here is refused."""
+"""The bodies of Anthropic's Messages API and their translation into jobs; fields not declared here are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerSettings
 from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
 
-# Documented and not offered here. As null they mean "not given", which clients that echo objects send.
+# Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
+# objects as they got them send such nulls.
 _NOT_OFFERED = ("container", "diagnostics", "inference_geo", "citations", "caller", "toolset_name")
 
 
@@ -29,7 +30,7 @@ class AnthropicBlock(Strict):
 
 
 class CacheControl(Strict):
-    """Accepted because it asks for what happens anyway: prompts that begin alike share their computed part."""
+    """Accepted without effect, because prompts that begin alike always share the pages of their beginning."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -140,12 +141,14 @@ class OutputConfig(Strict):
 
 
 class Metadata(Strict):
-    user_id: str | None = Field(default=None, max_length=512, description="Noted in the log")
-    prompt_class: str | None = Field(default=None, max_length=64, description="Extension: tells the canary")
+    user_id: str | None = Field(default=None, max_length=512, description="Written to the log")
+    prompt_class: str | None = Field(
+        default=None, max_length=64, description="Extension: the canary uses it to choose the expected acceptance"
+    )
 
 
 class PromptRequest(Strict):
-    """POST /v1/messages/count_tokens: what decides the prompt, which asking has in common with counting."""
+    """POST /v1/messages/count_tokens: the fields that decide the prompt; `MessagesRequest` has them too."""
 
     model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
     messages: Many[Message] = Field(min_length=1)
@@ -155,7 +158,9 @@ class PromptRequest(Strict):
     thinking: Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    speed: Literal["standard"] | None = Field(default=None, description="There is one speed: as fast as it goes")
+    speed: Literal["standard"] | None = Field(
+        default=None, description="Accepted without effect, because there is one speed"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
 
     _nulls = model_validator(mode="before")(_without_nulls)
@@ -208,7 +213,9 @@ class MessagesRequest(PromptRequest, Extensions):
     stop_sequences: Several[Stop] | None = Field(default=None, max_length=MAX_STOPS)
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="There is one tier")
+    service_tier: Literal["auto", "standard_only"] | None = Field(
+        default=None, description="Accepted without effect, because there is one tier"
+    )
 
     def job(self, settings: ServerSettings) -> Job:
         return replace(
@@ -233,11 +240,11 @@ class MessagesRequest(PromptRequest, Extensions):
 
 
 def to_messages(system: str | list[TextBlock] | None, messages: list[Message]) -> list[dict[str, Any]]:
-    """The conversation in the server's own shape; turns of one side that follow each other become one."""
-    told: list[dict[str, Any]] = []  # the content of a turn is a list of its texts until all are known
+    """The conversation in the server's own shape; consecutive turns of the same role become one turn."""
+    told: list[dict[str, Any]] = []  # while turns are added, the content of each is a list of texts
     if system:
         _add(told, "system", _joined(system))
-    names: dict[str, str] = {}  # of the tools behind the calls so far
+    names: dict[str, str] = {}  # the tool of each call so far, by the call's id
     for message in messages:
         if isinstance(message, SystemMessage):
             _add(told, "system", _joined(message.content))

@@ -1,6 +1,6 @@
-"""The variants of a model's drafter over HTTP: which there are, and adding or removing one while others draft.
+"""The variants of a model's drafter over HTTP: clients list them, and add or remove one while the model serves.
 
-Clients only reach adapters in the one folder that the server was started with for this; without it nothing changes.
+Clients can only load adapters from the folder that `--draft-lora-folder` names; without it, the variants are fixed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream.server.models")
 
-MAX_VARIANTS = 16  # of one model: each holds the matrices it adapts in memory
+MAX_VARIANTS = 16  # of one model; each keeps the matrices that it adapts in memory, so that more could exhaust it
 _BAD_ADAPTER = (SourceError, FormatError, ConfigError, PairError)
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _ModelName = Query(default=None, min_length=1, max_length=256, description="Needed where several are served")
@@ -49,7 +49,7 @@ class AddRequest(Strict):
 
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["Draft variants"], route_class=ParsedRoute)
-    one_at_a_time = asyncio.Lock()  # what is being merged takes memory nobody has counted yet
+    one_at_a_time = asyncio.Lock()  # merging an adapter takes memory that no limit counts
 
     @router.get("/v1/draft-lora", response_model=None, summary="The variants of every model's drafter")
     async def variants(model: str | None = _ModelName) -> JSONResponse:
@@ -64,7 +64,7 @@ def routes(state: ServerState) -> APIRouter:
         async with one_at_a_time:
             return JSONResponse(await _add(state, model_asked(state, body.model), source, body.name))
 
-    @router.delete("/v1/draft-lora/{name}", response_model=None, summary="Remove a variant that nobody uses")
+    @router.delete("/v1/draft-lora/{name}", response_model=None, summary="Remove a variant that no request uses")
     async def remove(name: str, model: str | None = _ModelName) -> JSONResponse:
         _folder(state)
         return JSONResponse(await _remove(state, model_asked(state, model), name))
@@ -86,11 +86,11 @@ def _folder(state: ServerState) -> Path:
 
 
 def _source(folder: Path, body: AddRequest) -> str:
-    """The adapter as the engine takes it; links and dots are followed before it is asked whether it lies inside."""
+    """The adapter's source for the engine; links and dots are resolved before the check that it lies in the folder."""
     try:
         path = (folder / body.path).resolve()
         lie_inside = path != folder and all(file.resolve().is_relative_to(folder) for file in (path, *_files_of(path)))
-    except (OSError, RuntimeError, ValueError):  # a name too long, links in a circle, a NUL in the name
+    except (OSError, RuntimeError, ValueError):  # the name is too long or has a NUL, or links form a circle
         lie_inside = False
     if not lie_inside:
         raise ApiError(
@@ -100,12 +100,12 @@ def _source(folder: Path, body: AddRequest) -> str:
             param="path",
             code="invalid_value",
         )
-    # the scale always stands there, so that an @ in the path can never be read as one
+    # The scale is always written, so that an @ in the path is never read as the beginning of a scale.
     return f"{f'{body.name}=' if body.name else ''}{path}@{body.scale!r}"
 
 
 def _files_of(path: Path) -> list[Path]:
-    """What an adapter at this path may be read from: all of its folder, or the config beside its weights."""
+    """The files that an adapter at this path may be read from: its whole folder, or the config beside its weights."""
     if path.is_dir():
         return list(path.iterdir())
     return [path.parent / PEFT_CONFIG] if path.suffix == ".safetensors" else []
@@ -128,7 +128,7 @@ async def _add(state: ServerState, model: str, source: str, name: str | None) ->
 
 
 def _check_room(llm: LLM, name: str | None) -> None:
-    """What would be refused in the end is refused before the adapter is merged."""
+    """Refuses before the merge what would be refused after it."""
     known = llm.draft_variants
     if not known:
         raise ApiError(400, "this model has no drafter to adapt", "add it to another", param="model")
@@ -156,7 +156,7 @@ async def _remove(state: ServerState, model: str, name: str) -> dict[str, object
 
 
 def _forget(state: ServerState, entry: Entry, name: str) -> dict[str, object]:
-    """Takes a variant from a model that is not in memory, perhaps because this very adapter cannot be loaded."""
+    """Removes a variant of a model that is not in memory, perhaps because this adapter cannot be loaded."""
     _check_removable(name, [BASE_VARIANT, *entry.adapters], entry.spec)
     del entry.adapters[name]
     entry.retry_at = 0.0

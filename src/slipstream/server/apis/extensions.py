@@ -1,4 +1,4 @@
-"""Our own fields, as the Messages and Responses APIs take them beside their documented ones."""
+"""Slipstream's own fields, which the Messages and Responses APIs accept besides their documented ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.types import MAX_SEED
 
 
 class Extensions(Strict):
-    """Sampling the documented fields leave out, speculation, caching, priority and time."""
+    """Fields for further sampling settings, speculation, caching, priority and time limits."""
 
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="Extension")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Extension")
@@ -24,16 +24,21 @@ class Extensions(Strict):
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
     priority: int | None = Field(
-        default=None, ge=-100, le=100, description="Extension: larger goes first; above 0 only with --allow-priority"
+        default=None,
+        ge=-100,
+        le=100,
+        description="Extension: larger values are served first; above 0 only with --allow-priority",
     )
-    timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
+    timeout: float | None = Field(
+        default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
     top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="0 is off")
     temperature: float | None = Field(default=None, ge=0, le=2, description="Default: the model's own, or 0 (greedy)")
     top_p: float | None = Field(default=None, gt=0, le=1)
 
     def sampling(self) -> dict[str, object]:
-        """What was said, as settings of an engine's request."""
+        """The fields that were given, as settings of an engine's request."""
         names = (
             "seed",
             "min_p",
@@ -53,7 +58,7 @@ class Extensions(Strict):
 
 
 def allowed_priority(asked: int | None, settings: ServerSettings) -> int:
-    """The priority of a request; going before others is only for clients of a server that allows it."""
+    """The priority of a request; a priority above 0 is refused unless the server allows it."""
     if asked is not None and asked > 0 and not settings.allow_priority:
         raise refuse("priority", "may not be above 0 here", "leave it out, or start the server with --allow-priority")
     return asked or 0

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: OpenAI's chat, whole or streamed, with tools, formats, log-probabilities and timings."""
+"""POST /v1/chat/completions: OpenAI's chat API, whole or streamed, with tools, formats and log-probabilities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def to_job(body: ChatRequest, state: ServerState) -> Job:
-    """The request in the server's own words; contradictions are refused here."""
+    """Translates a request into a job; fields that contradict each other are refused."""
     shared.check_common(body)
     _check_lengths(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -177,12 +177,12 @@ def _choice(index: int, running: Running, body: ChatRequest) -> dict[str, object
 
 
 async def _chunks(state: ServerState, jobs: list[Job], body: ChatRequest) -> AsyncGenerator[bytes, None]:
-    """Role first, then a chunk per piece of each choice, their ends, and usage where it was asked for."""
+    """The chunks of a stream: each choice's role, its deltas and its end, then usage if it was asked for."""
     frame = shared.Frame("chat.completion.chunk", "chatcmpl")
     news_stream = shared.stream_all(state, jobs, API)
     marks: dict[int, shared.DraftMarks] = {}
     ended: dict[int, Answer] = {}
-    # with usage asked for, every chunk has the field, and the last one a value
+    # If usage was asked for, every chunk has the field, and only the last chunk has a value in it.
     common: dict[str, object] = {"usage": None} if body.with_usage else {}
     try:
         async for news in news_stream:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw text or tokens to go on from, one or several prompts, whole or streamed."""
+"""POST /v1/completions: continues one or several prompts of raw text or tokens, whole or streamed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def to_jobs(body: CompletionRequest, state: ServerState) -> list[Job]:
-    """A job per choice: all choices of the first prompt, then those of the next."""
+    """One job per choice: all choices of the first prompt, then those of the next prompt."""
     shared.check_common(body)
     if body.echo and body.logprobs is not None:
         raise refuse("echo", "cannot be combined with logprobs", "leave one of them out")
@@ -67,7 +67,7 @@ def _echoed(job: Job, tokenizer: Tokenizer) -> str:
 
 
 def _text(answer: Answer) -> str:
-    # raw text is nobody's conversation: what looks like reasoning is part of it
+    # Raw text is no conversation, so text that looks like reasoning is part of it.
     return answer.reasoning + answer.content
 
 
@@ -93,7 +93,7 @@ def _whole(running: list[Running], jobs: list[Job], body: CompletionRequest) -> 
 
 @dataclass(slots=True)
 class _Choice:
-    """What a stream remembers of one choice."""
+    """What a stream remembers about one choice."""
 
     marks: shared.DraftMarks
     logprobs: shared.CompletionLogprobs

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's chat and completions requests, with our extensions; what is not declared here is refused."""
+"""The bodies of OpenAI's chat and completions requests with extensions; fields not declared here are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import MAX_CHOICES
 from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Mode
 
-MAX_TOKENS = 2**31 - 1
-MAX_STOPS = 64
-MAX_ITEMS = 10_000  # of a list of messages, parts or calls; each takes about a kilobyte once it is checked
-_SHOWN_UNKNOWN_FIELDS = 64  # more than any list of fields that may be null, so that one of them is refused
-_TREE_ROWS = 32  # of a tree whose budget was left open
+MAX_TOKENS = 2**31 - 1  # the largest 32-bit integer; token ids and lengths beyond it cannot exist
+MAX_STOPS = 64  # stop strings of one request; every token is compared with all of them
+MAX_ITEMS = 10_000  # of a list of messages, parts or calls; a validated item takes about a kilobyte
+# Unknown fields that validation sees. It is more than any list of fields that may be null, so that at least one field
+# is left to refuse.
+_SHOWN_UNKNOWN_FIELDS = 64
+_TREE_ROWS = 32  # rows of a tree if the request names mode tree without a budget
 
-# Documented by OpenAI and not offered here. As null they mean "not given", which clients that echo objects send.
+# Fields that OpenAI documents and this server does not offer. As null they mean "not given"; clients that send back
+# objects as they got them send such nulls.
 _NOT_OFFERED = (
     "audio",
     "best_of",
@@ -44,14 +47,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 class Strict(BaseModel):
-    """No unknown fields, no guessing: a number in a string is not a number."""
+    """Refuses unknown fields and converts nothing: a number in a string is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _few_unknown_fields(cls, value: Any) -> Any:
-        """Leaves a few of very many unknown fields: each would become an error, and the first refuses the body."""
+        """Drops most of very many unknown fields: each would become an error, and one error is enough to refuse."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _SHOWN_UNKNOWN_FIELDS:
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -60,13 +63,14 @@ class Strict(BaseModel):
 
 
 Listed = TypeVar("Listed")
-# Every list is one of these: its first wrong item ends the check, because each error takes as long as many good items.
+# Every list of a body has one of these types. Its first wrong item ends the validation, because an error takes as
+# long as many valid items.
 Many = Annotated[list[Listed], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Several = Annotated[list[Listed], Field(fail_fast=True)]
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses larger objects before their entries are checked; the schema's own limit would come after."""
+    """Refuses larger objects before their entries are validated; the schema's own limit is checked afterwards."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -99,7 +103,7 @@ class ToolCallPart(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # streams number their calls, and clients send back what they gathered
+    index: int | None = None  # streams number their calls, and clients send the number back
 
 
 class InstructionMessage(Strict):
@@ -199,7 +203,7 @@ class Speculative(Strict):
     budget: int | None = Field(default=None, ge=2, le=MAX_TREE_ROWS)
 
     def mode_name(self) -> str:
-        """The engine's name for it; what belongs to another mode is refused."""
+        """The engine's name of the mode; a width or budget that belongs to another mode is refused."""
         for name, kind in (("width", "chain"), ("budget", "tree")):
             if getattr(self, name) is not None and self.mode != kind:
                 raise refuse(f"speculative.{name}", f"belongs to mode {kind}", "leave it out, or change the mode")
@@ -211,7 +215,7 @@ class Speculative(Strict):
             raise ApiError(400, said, error.hint, param="speculative.mode", code="invalid_value") from None
 
 
-MAX_BIASES = 2048
+MAX_BIASES = 2048  # tokens with a bias in one request; a larger object is refused before its entries are validated
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -221,7 +225,7 @@ DraftLora = Annotated[
 
 
 class GenerationRequest(Strict):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
     stream: bool | None = None
@@ -235,20 +239,25 @@ class GenerationRequest(Strict):
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    user: str | None = Field(default=None, max_length=512, description="Noted in the log")
+    user: str | None = Field(default=None, max_length=512, description="Written to the log")
     top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Extension")
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, description="Extension; 1 is off")
-    ignore_eos: bool | None = Field(default=None, description="Extension: go on after the end of a text")
+    ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
     priority: int | None = Field(
-        default=None, ge=-100, le=100, description="Extension: larger goes first; above 0 only with --allow-priority"
+        default=None,
+        ge=-100,
+        le=100,
+        description="Extension: larger values are served first; above 0 only with --allow-priority",
     )
-    timeout: float | None = Field(default=None, gt=0, le=86400, description="Extension: seconds this may take")
+    timeout: float | None = Field(
+        default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
+    )
     include_draft_info: bool | None = Field(
-        default=None, description="Extension: chunks tell which tokens were drafted, and about their step"
+        default=None, description="Extension: chunks say which tokens were drafted, and describe their step"
     )
 
     _nulls = model_validator(mode="before")(_without_nulls)
@@ -262,7 +271,7 @@ class GenerationRequest(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def settings(self) -> dict[str, object]:
-        """What was said, as settings of an engine's request; the rest is the model's own choice."""
+        """The fields that were given, as settings of an engine's request; the model's defaults fill in the others."""
         said: dict[str, object] = {
             name: getattr(self, name)
             for name in (
@@ -304,16 +313,24 @@ class ChatRequest(GenerationRequest):
     tools: Several[FunctionTool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = Field(default=None, description="Noted in the log; `prompt_class` tells the canary")
-    safety_identifier: str | None = Field(default=None, max_length=512, description="Noted in the log")
-    store: Literal[False] | None = Field(default=None, description="Nothing is stored, so only false is true")
+    metadata: Metadata | None = Field(
+        default=None, description="Written to the log; the canary uses `prompt_class` to choose the expected acceptance"
+    )
+    safety_identifier: str | None = Field(default=None, max_length=512, description="Written to the log")
+    store: Literal[False] | None = Field(
+        default=None, description="Only false is accepted, because the server stores nothing"
+    )
     modalities: Several[Literal["text"]] | None = Field(default=None, max_length=1)
-    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")
+    service_tier: Literal["auto", "default"] | None = Field(
+        default=None, description="Accepted without effect, because there is one tier"
+    )
     reasoning_effort: Literal["none"] | None = Field(
-        default=None, description="`none` switches thinking off; use thinking_budget for anything between"
+        default=None, description="`none` switches thinking off; thinking_budget limits it"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
-    thinking_budget: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension: reasoning tokens")
+    thinking_budget: int | None = Field(
+        default=None, ge=0, le=MAX_TOKENS, description="Extension: the most tokens of reasoning"
+    )
 
     def settings(self) -> dict[str, object]:
         said = super().settings()
@@ -338,7 +355,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One list, whatever of the four shapes came: a text, tokens, or several of either."""
+        """The prompts as one list; the body has one of four shapes: a text, tokens, or several of either."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

@@ -1,4 +1,4 @@
-"""What OpenAI's chat and completions answers share: several choices at once, usage, log-probabilities, draft marks."""
+"""What OpenAI's chat and completions answers share: several choices, usage, log-probabilities and draft marks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What every chunk and answer of one response has in common; the model is named once it is resolved."""
+    """The fields that every chunk and answer of one response shares; the model's name is known later."""
 
-    kind: str  # OpenAI's object
+    kind: str  # the value of OpenAI's field `object`
     prefix: str
     created: int = field(default_factory=lambda: int(time.time()))
     tag: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -47,7 +47,7 @@ class Frame:
 
 
 def check_common(body: GenerationRequest) -> None:
-    """Refuses fields that contradict each other; each would otherwise be silently ignored."""
+    """Refuses fields that only streams use, because otherwise they would be ignored without a word."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "is only for streams", "set stream, or leave it out")
     if body.include_draft_info and not body.stream:
@@ -55,7 +55,7 @@ def check_common(body: GenerationRequest) -> None:
 
 
 def note_caller(user: str | None, metadata: Mapping[str, str] | None = None) -> None:
-    """What a client says about itself goes into the request's log line, and nowhere else."""
+    """Puts what a client says about itself into the request's log line, and nowhere else."""
     if user:
         logs.note(user=user)
     if metadata:
@@ -63,7 +63,7 @@ def note_caller(user: str | None, metadata: Mapping[str, str] | None = None) -> 
 
 
 def with_seeds(job: Job, count: int) -> list[Job]:
-    """One job per choice; the first keeps the seed, the others have seeds of their own that follow from it."""
+    """One job per choice; the first keeps the seed, and the seeds of the others are derived from it."""
     seed = job.settings.get("seed")
     if seed is None or count == 1:
         return [job] * count
@@ -76,7 +76,7 @@ def _derived(seed: object, index: int) -> int:
 
 
 async def answer_all(state: ServerState, jobs: Sequence[Job], api: str) -> list[Running]:
-    """Runs all jobs together to their ends; one that fails takes the others with it."""
+    """Runs all jobs together until they end; if one fails, the others are cancelled."""
     return await _together([_answer_one(state, job, api) for job in jobs])
 
 
@@ -99,7 +99,7 @@ async def _together(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Something happened to one choice: it began (no delta), it grew, or it is over."""
+    """One thing that happened to a choice: it began (without a delta), it grew, or it is over."""
 
     index: int
     running: Running
@@ -108,7 +108,7 @@ class News:
 
 
 async def stream_all(state: ServerState, jobs: Sequence[Job], api: str) -> AsyncGenerator[News, None]:
-    """Runs all jobs together and tells what comes of them as it comes; closing it cancels them."""
+    """Runs all jobs together and yields their news as it arrives; closing the generator cancels them."""
     queue: asyncio.Queue[News | BaseException] = asyncio.Queue()
     tasks = [asyncio.ensure_future(_stream_one(state, job, api, index, queue)) for index, job in enumerate(jobs)]
     left = len(tasks)
@@ -128,7 +128,7 @@ async def stream_all(state: ServerState, jobs: Sequence[Job], api: str) -> Async
 async def _stream_one(
     state: ServerState, job: Job, api: str, index: int, queue: asyncio.Queue[News | BaseException]
 ) -> None:
-    # The queue is not bounded: an answer is, and its engine must not wait for a slow reader.
+    # The queue needs no limit, because every answer has one, and an engine must not wait for a slow reader.
     try:
         async with answering(state, job, api) as running:
             queue.put_nowait(News(index, running))
@@ -141,7 +141,7 @@ async def _stream_one(
 
 
 def usage(groups: Sequence[Sequence[Answer]]) -> dict[str, object]:
-    """Tokens of a response; `groups` are the answers to each prompt, and a prompt counts once."""
+    """The token counts of a response; `groups` are the answers to each prompt, and each prompt counts once."""
     answers = [answer for group in groups for answer in group]
     prompt = sum(group[0].stats.prompt_tokens for group in groups)
     completion = sum(answer.stats.completion_tokens for answer in answers)
@@ -161,7 +161,7 @@ def usage(groups: Sequence[Sequence[Answer]]) -> dict[str, object]:
 
 
 def timings(answers: Sequence[Answer]) -> dict[str, object]:
-    """The numbers of one answer; those of several add up, so their rates are averages."""
+    """The timings of one answer, or the sums over several answers, whose rates are then averages."""
     if len(answers) == 1:
         return answers[0].timings()
     total = RequestStats(draft_lora=answers[0].stats.draft_lora)
@@ -194,7 +194,7 @@ def _token_entry(index: int, logprob: float | None, tokenizer: Tokenizer) -> dic
 
 
 class CompletionLogprobs:
-    """The older shape: parallel lists, and where in the text each token begins."""
+    """Log-probabilities in the older shape: parallel lists, with the place in the text where each token begins."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -216,10 +216,10 @@ class CompletionLogprobs:
 
 
 class DraftMarks:
-    """Which characters of a stream were drafted: the pieces of each delta join to exactly its text."""
+    """Tells which characters of a stream were drafted; the pieces of each delta join to exactly its text."""
 
     def __init__(self) -> None:
-        self._origins: deque[tuple[int, bool]] = deque()  # characters still to come of a token, and whether drafted
+        self._origins: deque[tuple[int, bool]] = deque()  # characters of a token not shown yet; was it drafted?
         self._last = False
 
     def mark(self, delta: AnswerDelta) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API, text and function calls, whole or as its sequence of events."""
+"""POST /v1/responses: OpenAI's Responses API with text and function calls, whole or as a sequence of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.server.serving.answering import Running, answering
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
 _API = "responses"
-Event = tuple[str, dict[str, object]]  # its type and its fields
+Event = tuple[str, dict[str, object]]  # the type and the fields of an event
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -64,7 +64,7 @@ async def _events(
 
 
 class _Numbers:
-    """Counts the events of one stream."""
+    """Numbers the events of one stream."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -75,12 +75,12 @@ class _Numbers:
         return sse.event(numbered, kind)
 
     def error(self, error: ApiError) -> bytes:
-        """What ends a stream that could not even begin, or that broke in a way no response can describe."""
+        """The event that ends a stream which could not begin, or which failed where no response object describes it."""
         return self.event("error", {"code": error.code, "message": error.message, "param": error.param})
 
 
 class _Response:
-    """The response object: what was asked for, as it is understood, and what has come of it."""
+    """The response object: the settings of the request as the server understood them, and the result so far."""
 
     def __init__(self, running: Running, body: ResponsesRequest) -> None:
         self._running = running
@@ -153,12 +153,12 @@ class _Response:
 
 
 class _Items:
-    """The output items of a response as they grow, and the events that tell of them; one item is open at a time."""
+    """The output items of a response while they grow, and the events that report them; one item is open at a time."""
 
     def __init__(self, running: Running, with_logprobs: bool) -> None:
         self._running = running
         self._with_logprobs = with_logprobs
-        self._first: AnswerDelta | None = None  # what the open item began with
+        self._first: AnswerDelta | None = None  # the first delta of the open item
         self._text = ""
         self._logprobs: list[Any] = []
         self.done: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ class _Items:
         return "response.output_text.delta", {**self._place(), "delta": delta.text, "logprobs": logprobs}
 
     def close(self, last: bool = False) -> Iterator[Event]:
-        """Ends the open item, if there is one; only the last can have been cut off."""
+        """Ends the open item, if there is one; only the last item can be incomplete."""
         if self._first is None:
             return
         if self._first.kind == "tool_call":

@@ -1,4 +1,4 @@
-"""The body of OpenAI's Responses API, and what it asks for as a job; what is not declared here is refused."""
+"""The body of OpenAI's Responses API and its translation into a job; fields not declared here are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import ServerSettings
 from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
 
-# Documented and not offered here. As null they mean "not given", which clients that echo objects send.
+# Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
+# objects as they got them send such nulls.
 _NOT_OFFERED = (
     "access_programs",
     "background",
@@ -47,7 +48,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 class Item(Strict):
-    """Clients send back what they were given, with ids and states that say nothing new."""
+    """Fields that clients send back with items of earlier responses; the server does not use them."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -59,7 +60,7 @@ class ResponsesTextPart(Strict):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Several[Any] | None = Field(default=None, max_length=0)
-    logprobs: Many[Any] | None = None  # of an answer that is sent back
+    logprobs: Many[Any] | None = None  # clients send these back with an answer; the server does not use them
 
 
 class MessageItem(Item):
@@ -140,7 +141,7 @@ class TextConfig(Strict):
 
 class Reasoning(Strict):
     effort: Literal["none"] | None = Field(
-        default=None, description="`none` switches thinking off; use thinking_budget for anything between"
+        default=None, description="`none` switches thinking off; thinking_budget limits it"
     )
 
     _nulls = model_validator(mode="before")(_without_nulls)
@@ -166,15 +167,23 @@ class ResponsesRequest(Extensions):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    store: Literal[False] | None = Field(default=None, description="Nothing is stored, so only false is true")
-    truncation: Literal["disabled"] | None = Field(default=None, description="What does not fit is refused")
-    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")
-    metadata: Metadata | None = Field(default=None, description="Noted in the log; `prompt_class` tells the canary")
-    user: str | None = Field(default=None, max_length=512, description="Noted in the log")
-    safety_identifier: str | None = Field(default=None, max_length=512, description="Noted in the log")
+    store: Literal[False] | None = Field(
+        default=None, description="Only false is accepted, because the server stores nothing"
+    )
+    truncation: Literal["disabled"] | None = Field(default=None, description="A prompt that does not fit is refused")
+    service_tier: Literal["auto", "default"] | None = Field(
+        default=None, description="Accepted without effect, because there is one tier"
+    )
+    metadata: Metadata | None = Field(
+        default=None, description="Written to the log; the canary uses `prompt_class` to choose the expected acceptance"
+    )
+    user: str | None = Field(default=None, max_length=512, description="Written to the log")
+    safety_identifier: str | None = Field(default=None, max_length=512, description="Written to the log")
     prompt_cache_key: str | None = Field(default=None, max_length=512, description="One cache serves all requests")
     background: Literal[False] | None = None
-    thinking_budget: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension: reasoning tokens")
+    thinking_budget: int | None = Field(
+        default=None, ge=0, le=MAX_TOKENS, description="Extension: the most tokens of reasoning"
+    )
 
     _nulls = model_validator(mode="before")(_without_nulls)
 
@@ -234,7 +243,7 @@ class ResponsesRequest(Extensions):
 
 
 def to_messages(instructions: str | None, given: str | list[InputItem]) -> list[dict[str, Any]]:
-    """The conversation in the server's own shape; reasoning and calls go with the assistant's turn they belong to."""
+    """The conversation in the server's own shape; reasoning and calls become part of their assistant turn."""
     told: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*told, {"role": "user", "content": given}]
@@ -264,7 +273,7 @@ def _add_message(told: list[dict[str, Any]], item: MessageItem) -> None:
 
 
 def _turn(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's turn that goes on here, begun if there is none."""
+    """The assistant's turn at the end of the conversation; a new one is added if the last turn is another role's."""
     if not told or told[-1]["role"] != "assistant":
         told.append({"role": "assistant", "content": ""})
     return told[-1]

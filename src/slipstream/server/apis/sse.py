@@ -1,4 +1,4 @@
-"""Server-sent events: chunks as they come, comments while nothing comes, and an end as soon as the reader leaves."""
+"""Server-sent events: chunks as they come, comments during silence, and an end as soon as the reader leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control":
 
 
 def event(value: object, name: str | None = None) -> bytes:
-    """One event with a JSON body; JSON has no line breaks of its own, so one data line carries it."""
+    """One event with a JSON body; the JSON has no line breaks, so that one data line carries it."""
     line = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
     return (f"event: {name}\n{line}" if name else line).encode("utf-8", "replace")
 
@@ -36,10 +36,10 @@ def openai_error(error: ApiError) -> bytes:
 async def respond(
     request: Request, chunks: Chunks, settings: ServerSettings, on_error: Callable[[ApiError], bytes] = openai_error
 ) -> Response:
-    """A response that streams `chunks`; closing them, whatever happens, is this function's care.
+    """A response that streams `chunks`; the generator is closed whatever happens.
 
-    The first chunk is waited for, so that a request that fails at once gets an error status. If it takes longer than
-    the keep-alive time (a model is being loaded), the stream begins anyway, and a failure becomes its last event.
+    The function waits for the first chunk, so that a request that fails at once gets an error status. If that takes
+    longer than the keep-alive time (a model may be loading), the stream begins, and a failure becomes its last event.
     """
     first = asyncio.ensure_future(anext(chunks, None))
     try:
@@ -75,7 +75,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancels a task and waits until it is over, without caring what came of it."""
+    """Cancels a task and waits until it is over; its result or error is ignored."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task
@@ -128,7 +128,7 @@ class _EventStream(Response):
                 await self._write(send, chunk)
                 self._next = asyncio.ensure_future(anext(self._chunks, None))
         except _Stalled:
-            # an unread stream would hold its memory for as long as the connection lives
+            # The stream ends here, because an unread one would hold its memory as long as the connection is open.
             return
         except Exception as error:
             await self._write(send, self._on_error(as_api_error(error)))

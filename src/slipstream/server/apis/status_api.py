@@ -1,4 +1,4 @@
-"""How a server is: /health, /props, /slots, /metrics, the list of models, and loading or unloading them by hand."""
+"""The state of a server: /health, /props, /slots, /metrics, the list of models, and loading or unloading a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STILL_TO_COME = ("unloaded", "loading", "ready", "sleeping")
 
 
 def routes(state: ServerState) -> APIRouter:
-    """Everything about the server itself; the gauges of its metrics read its router from now on."""
+    """The routes about the server itself; from now on, the gauges of its metrics read its router."""
     state.metrics.watch(state.router)
     router = APIRouter(tags=["Status"], route_class=ParsedRoute)
     _add_health(router, state)
@@ -44,7 +44,7 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             "version": __version__,
             "canary": _worst(list(state.metrics.canaries.reports().values())),
         }
-        # this path is open to everybody: which models there are and why they fail is in /v1/models, behind the key
+        # This path needs no key, so it does not name models or failures; /v1/models, which needs the key, does.
         headers = {} if phase == "ready" else {"Retry-After": str(max(1, round(state.settings.retry_after_s)))}
         return JSONResponse(body, 200 if phase == "ready" else 503, headers)
 
@@ -52,7 +52,7 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
-    @router.get("/slots", response_model=None, summary="Who runs and how far")
+    @router.get("/slots", response_model=None, summary="Open requests and how far they are")
     async def slots() -> JSONResponse:
         return JSONResponse({"models": [_slots(resident) for resident in state.router.residents()]})
 
@@ -67,7 +67,7 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             "model": None if resident is None else resident.name,
         }
         if resident is not None:
-            # on the engine's own thread: its costs change with every step
+            # The question runs on the engine's thread, because every step changes the costs.
             body |= await asyncio.to_thread(resident.worker.ask, partial(_describe, resident))
             report = state.metrics.canaries.reports().get(resident.name)
             body["canary"] = None if report is None else report.to_json()
@@ -79,7 +79,7 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
     async def models() -> JSONResponse:
         listed = _model_objects(state)
         names = [str(model["id"]) for model in listed]
-        # the last three are what Anthropic's clients page by
+        # Anthropic's clients page by the last three fields.
         return JSONResponse(
             {
                 "object": "list",
@@ -101,7 +101,7 @@ def _add_control(router: APIRouter, state: ServerState) -> None:
         try:
             report = await state.router.reload()
         except ConfigError as error:
-            # whoever wrote the file can mend it; the models stay as they were
+            # This is a 400, because the operator can correct the file; the models stay as they were.
             raise ApiError(400, error.message, error.hint, code="models_file") from None
         return JSONResponse({**asdict(report), "data": _model_objects(state)})
 
@@ -117,7 +117,7 @@ def _add_control(router: APIRouter, state: ServerState) -> None:
 
 
 def phase_of(state: ServerState) -> str:
-    """The server's phase; failed where it is up but no model of it can be."""
+    """The server's phase; it is `failed` if the server runs but none of its models can be loaded."""
     models = state.router.describe()
     if state.phase == "ready" and models and not any(model.state in _STILL_TO_COME for model in models):
         return "failed"
@@ -137,7 +137,7 @@ def _model_objects(state: ServerState) -> list[dict[str, object]]:
 
 
 def _model_object(info: ModelInfo, resident: Resident | None, state: ServerState) -> dict[str, object]:
-    """As OpenAI lists a model, with what Anthropic's clients look for and our own fields behind."""
+    """A model as OpenAI lists it, with the fields that Anthropic's clients need and then Slipstream's own."""
     canary = state.metrics.canaries.reports().get(info.name)
     return {
         "id": info.name,
@@ -176,7 +176,7 @@ def _slots(resident: Resident) -> dict[str, object]:
 
 
 def _resident(state: ServerState, name: str | None) -> Resident | None:
-    """The named model, if it is in memory; without a name the one used last."""
+    """The named model, if it is in memory; without a name, the model used last."""
     known = {info.name: info for info in state.router.describe()}
     if name is not None and name not in known:
         raise unknown_model(name, list(known))
@@ -197,7 +197,7 @@ def _describe(resident: Resident) -> dict[str, Any]:
         "memory_bytes": resident.memory_bytes,
         "expected_tau": llm.expected_tau,
         "draft_variants": llm.draft_variants,
-        # without a drafter nobody decides anything, and nothing was measured
+        # Without a drafter there is no policy that needs costs, so none were measured.
         "costs": llm.measure_costs() if llm.has_draft else None,
         "chat_template": llm.tokenizer.chat_template,
     }

@@ -1,6 +1,6 @@
-"""The stream socket's language: lines become operations, answers become frames, and frames wait for their reader.
+"""The stream socket's protocol: lines become operations, answers become frames, and frames wait for their reader.
 
-Settings of a request are those of the HTTP APIs, read by the same models, so that both refuse the same things.
+A request has the settings of the HTTP APIs, validated by the same schemas, so that both refuse the same bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.server.operations.server_state import ServerState
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.text.tokenizer import Tokenizer
 
-MAX_ID = 128
+MAX_ID = 128  # characters of a request's id, which stands in every frame
 _READ_BYTES = 1 << 16
 _OF_HTTP_ONLY = ("stream", "stream_options", "n", "echo", "include_draft_info")
 
@@ -34,18 +34,18 @@ Quantum = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
 class Start(Strict):
-    """Begins a request; everything else in its frame is the body of a chat or completions request."""
+    """Begins a request; all other fields of its frame are the body of a chat or completions request."""
 
     op: Literal["start"]
     id: RequestId
-    quantum: Quantum = 0  # tokens after which the server pauses and waits for a `continue`; 0: never
+    quantum: Quantum = 0  # tokens after which the server pauses and waits for a `continue`; 0 means never
 
 
 class Continue(Strict):
     op: Literal["continue"]
     id: RequestId
     epoch: int
-    quantum: Quantum | None = None  # None: as before
+    quantum: Quantum | None = None  # None keeps the quantum of the request
 
 
 class Pause(Strict):
@@ -70,7 +70,7 @@ _OPERATION: TypeAdapter[Operation] = TypeAdapter(Annotated[Operation, Field(disc
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One line of a client: what to do and, for a start, what it asks for, or why that is refused."""
+    """One line of a client: the operation and, for a start, its job or the error that refuses it."""
 
     operation: Operation
     body: Mapping[str, Any]
@@ -78,7 +78,7 @@ class Asked:
 
 
 class BadLine(Exception):
-    """A line that asks for nothing we know; `request_id` is what it said, as far as it could be read."""
+    """A line that is no valid operation; `request_id` is the line's id if that could be read."""
 
     def __init__(self, error: Exception, request_id: str | None = None) -> None:
         super().__init__(str(error))
@@ -115,7 +115,7 @@ def read_line(line: bytes) -> Asked:
 
 
 def read(line: bytes, state: ServerState) -> Asked:
-    """Everything there is to understand about a line; of a long one this takes long enough for a thread of its own."""
+    """Reads a line and its job; for a long line this takes so long that it should run in a thread."""
     asked = read_line(line)
     if not isinstance(asked.operation, Start):
         return asked
@@ -126,7 +126,7 @@ def read(line: bytes, state: ServerState) -> Asked:
 
 
 def to_job(body: Mapping[str, Any], state: ServerState) -> tuple[Job, ChatRequest | CompletionRequest]:
-    """What a start frame asks for: a conversation if it has messages, otherwise a text or tokens to go on from."""
+    """The job of a start frame: a conversation if the frame has messages, otherwise a prompt to continue."""
     for field in _OF_HTTP_ONLY:
         if body.get(field) is not None:
             raise refuse(field, "has no meaning on the stream socket")
@@ -166,7 +166,7 @@ def continue_frame(request_id: str, epoch: int, generated: int, reason: str) -> 
 
 
 def done_frame(request_id: str, answer: Answer | None) -> Frame:
-    """The end of a request; one that was cancelled before it had begun has no numbers."""
+    """The last frame of a request; one that was cancelled before it began has no numbers."""
     if answer is None:
         return {"id": request_id, "type": "done", "finish_reason": "cancelled"}
     cancelled = answer.finish_reason == "cancelled"
@@ -181,7 +181,7 @@ def done_frame(request_id: str, answer: Answer | None) -> Frame:
 
 
 def error_frame(request_id: str | None, error: ApiError, over: bool) -> Frame:
-    """`over`: the request of this id has ended with it; otherwise only the operation was refused."""
+    """An error; with `over`, it has ended the request, otherwise only the operation was refused."""
     frame: dict[str, object] = {"id": request_id, "type": "error", "over": over, "status": error.status}
     if "Retry-After" in error.headers:
         frame["retry_after_s"] = int(error.headers["Retry-After"])
@@ -189,7 +189,7 @@ def error_frame(request_id: str | None, error: ApiError, over: bool) -> Frame:
 
 
 async def lines(reader: asyncio.StreamReader, limit: int) -> AsyncIterator[bytes | None]:
-    """The lines of a connection; None stands for one that is longer than `limit` and was thrown away."""
+    """The lines of a connection; None stands for a line that was dropped because it is longer than `limit`."""
     held, skipping = bytearray(), False
     while piece := await reader.read(_READ_BYTES):
         held += piece
@@ -207,9 +207,9 @@ async def lines(reader: asyncio.StreamReader, limit: int) -> AsyncIterator[bytes
 
 
 class Outbox:
-    """Frames on their way to one reader. Above `most` its requests are held, until `most / 4` are left.
+    """Frames that wait for one reader. At `most` frames it is full, until only `most / 4` are left.
 
-    A large frame counts as several.
+    While it is full, the reader's requests are held. A large frame counts as several.
     """
 
     def __init__(self, most: int) -> None:
@@ -239,7 +239,7 @@ class Outbox:
         await self._room.wait()
 
     async def take(self) -> bytes:
-        """The next frame as a line."""
+        """Waits for the next frame and returns it as a line."""
         while not self._frames:
             self._news.clear()
             await self._news.wait()

@@ -1,6 +1,6 @@
-"""Many requests over one connection: tagged JSON lines on a Unix socket, as docs/stream-socket.md describes them.
+"""Many requests over one connection: JSON lines with ids on a Unix socket, as docs/stream-socket.md describes them.
 
-Only the owner of the socket file can connect, so keys are not asked for.
+Only the owner of the socket file can connect, so no key is needed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ if TYPE_CHECKING:
     from slipstream.server.serving.worker import EngineWorker, SlotInfo
 
 API = "socket"
-MAX_FRAMES = 256  # that wait for one reader before its requests are held
-MAX_REQUESTS = 1024  # open on all connections together, paused ones included: each keeps its prompt and its answer
-_LARGE_LINE_BYTES = 1 << 14  # longer lines are read in a thread: one of 4 MiB takes up to a second
-_LISTED_PER_FRAME = 4  # requests of an answer to `list` that take as much room as an ordinary frame
-_BUFFER_BYTES = 1 << 16
-_FLUSH_S = 1.0  # for last frames when the server ends
-_SETTLE_S = 0.02  # for what an engine wrote before a pause to get through to its reader
+MAX_FRAMES = 256  # frames that wait for one reader before its requests are held; more would cost memory
+# Open requests on all connections together, paused ones included. Each keeps its prompt and its answer in memory.
+MAX_REQUESTS = 1024
+_LARGE_LINE_BYTES = 1 << 14  # longer lines are read in a thread, because a line of 4 MiB takes up to a second
+_LISTED_PER_FRAME = 4  # requests in an answer to `list` that weigh as much as an ordinary frame
+_BUFFER_BYTES = 1 << 16  # bytes that the transport buffers; beyond them, `drain` waits for the reader
+_FLUSH_S = 1.0  # seconds for the last frames of all connections when the server ends
+# How long tokens that an engine wrote before a pause may take to arrive here. With less, the frame of the pause could
+# overtake them.
+_SETTLE_S = 0.02
 _log = logging.getLogger("slipstream.server.socket")
 
 
 class StreamSocket:
-    """Listens on a socket file of its own and serves everybody who connects, until it is closed."""
+    """Listens on a socket file of its own and serves every client that connects, until it is closed."""
 
     def __init__(self, state: ServerState, path: Path, max_frames: int = MAX_FRAMES) -> None:
         self._state = state
@@ -56,7 +59,7 @@ class StreamSocket:
         self._server = await asyncio.start_unix_server(self._connected, sock=listening)
 
     async def close(self) -> None:
-        """Ends every connection and takes the socket file away, if it is still ours."""
+        """Ends every connection and removes the socket file, unless another server has replaced it."""
         if self._server is not None:
             self._server.close()
         tasks = list(self._connections.values())
@@ -72,7 +75,7 @@ class StreamSocket:
                 self._path.unlink()
 
     def drain(self) -> None:
-        """Ends what is paused: a server that only finishes its work would wait for it in vain."""
+        """Cancels paused requests, because a server that drains would wait for them in vain."""
         for connection in self._connections:
             connection.cancel_paused()
 
@@ -95,11 +98,11 @@ class StreamSocket:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket only its owner can reach; what a dead server left in its place is replaced."""
+    """A listening socket that only its owner can reach; it replaces a socket file without a server."""
     _remove_stale(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listening.fileno(), 0o600)  # before there is a file that others could open
+        os.fchmod(listening.fileno(), 0o600)  # set before the file exists, so that others can never open it
         listening.bind(str(path))
         path.chmod(0o600)
         listening.listen(128)
@@ -141,14 +144,14 @@ class _Run:
     id: str
     quantum: int
     logprobs: bool
-    who: dict[str, object]  # what the client says about itself, for the log
+    caller: dict[str, object]  # what the client says about itself, for the log
     task: asyncio.Task[None] | None = None
     running: Running | None = None
     worker: EngineWorker | None = None
     cancelled: bool = False
-    granted: int = 0  # tokens it may write in all before it is paused, where it has a quantum
+    granted: int = 0  # with a quantum: tokens that the request may have written before it is paused
     pause: asyncio.Future[_Pause] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    paused: bool = False  # and the client has been told
+    paused: bool = False  # whether it is paused and the client has been told
 
     @property
     def generation(self) -> Generation:
@@ -161,11 +164,11 @@ class _Run:
         return self.worker
 
     def pause_after(self, tokens: int, reason: str) -> None:
-        """Asks for a pause once so many tokens are written; `pause` gets its epoch, after they were delivered."""
+        """Asks for a pause once `tokens` are written; afterwards the future `pause` gets the epoch of the pause."""
         loop = asyncio.get_running_loop()
 
         def tell(epoch: int, generated: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and the connection with it
                 loop.call_soon_threadsafe(self._note_pause, _Pause(epoch, generated, reason))
 
         self.begun().pause_at(self.generation.request_id, tokens, tell)
@@ -181,7 +184,7 @@ class _Run:
 
 
 class _Connection:
-    """One client: reads its operations, runs its requests, and writes frames only as fast as it reads them."""
+    """One client: it reads operations, runs requests, and writes frames only as fast as the client reads them."""
 
     def __init__(
         self,
@@ -207,7 +210,7 @@ class _Connection:
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     async def serve(self) -> None:
-        """Returns when the client has gone; what it left unfinished is cancelled."""
+        """Serves until the client has gone; requests that are still open are cancelled."""
         sides = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
         try:
             await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +219,7 @@ class _Connection:
             for task in work:
                 task.cancel()
             if self._outbox.full:
-                self._writer.transport.abort()  # nobody will ever take what is left
+                self._writer.transport.abort()  # the client does not read, so closing would wait in vain
             else:
                 self._writer.close()
             await asyncio.gather(*work, return_exceptions=True)
@@ -231,14 +234,14 @@ class _Connection:
                 self._end(run)
 
     async def flush(self) -> None:
-        """Waits until the client has got everything about requests that are over."""
+        """Waits until all requests are over and all their frames are written."""
         while self._runs or not self._outbox.empty:
             await asyncio.sleep(_SETTLE_S)
 
     async def _read(self) -> None:
         limit = self._state.settings.max_body_bytes
         async for line in frames.lines(self._reader, limit):
-            await self._outbox.room()  # who does not read is not listened to either
+            await self._outbox.room()  # operations of a client that does not read have to wait
             try:
                 if line is None:
                     raise frames.BadLine(ApiError(413, f"a line is longer than {limit} bytes", code="line_too_long"))
@@ -285,9 +288,9 @@ class _Connection:
         except Exception as error:
             self._refuse(operation.id, error, over=True)
             return
-        who = {"user": body.user, "metadata": getattr(body, "metadata", None)}
+        caller = {"user": body.user, "metadata": getattr(body, "metadata", None)}
         logprobs = getattr(body, "logprobs", None) not in (None, False)
-        run = _Run(operation.id, operation.quantum, logprobs, {key: value for key, value in who.items() if value})
+        run = _Run(operation.id, operation.quantum, logprobs, {key: value for key, value in caller.items() if value})
         self._runs[run.id] = run
         run.task = asyncio.ensure_future(self._answer(run, job))
 
@@ -319,14 +322,14 @@ class _Connection:
 
     @staticmethod
     def _grant(run: _Run) -> None:
-        """Lets a request write its next quantum of tokens."""
+        """Lets a request with a quantum write its next quantum of tokens."""
         if run.quantum and run.worker is not None:
             run.granted += run.quantum
-            with contextlib.suppress(StaleEpochError):  # it may be over by now
+            with contextlib.suppress(StaleEpochError):  # the request may be over by now
                 run.pause_after(run.granted, "quantum")
 
     async def _pump(self, run: _Run, running: Running) -> None:
-        """Passes an answer on as it grows; a pause is told after everything that was written before it."""
+        """Passes an answer on while it grows; the frame of a pause follows all tokens written before the pause."""
         step: asyncio.Task[AnswerDelta | None] | None = None
         try:
             while True:
@@ -349,7 +352,7 @@ class _Connection:
                 step.cancel()
 
     async def _send(self, run: _Run, frame: frames.Frame) -> None:
-        """Queues a frame; while the reader is behind, the request takes part in no step."""
+        """Queues a frame; while the outbox is full, the request is held out of its engine's steps."""
         if self._outbox.full and run.worker is not None:
             run.worker.hold(run.generation.request_id, True)
             try:
@@ -385,7 +388,7 @@ class _Connection:
 
     @staticmethod
     def _end(run: _Run, epoch: int | None = None) -> None:
-        """Cancels a request, whatever its state; its last frame says so."""
+        """Cancels a request in any state; its last frame tells the client."""
         if run.worker is not None:
             run.worker.cancel(run.generation.request_id, epoch)
         elif run.task is not None:
@@ -427,8 +430,12 @@ def _described(run: _Run, slots: Mapping[str, SlotInfo]) -> dict[str, object]:
 
 
 def _note_end(run: _Run, seconds: float) -> None:
-    """A line about the request, without its text."""
-    fields: dict[str, object] = {"event": "request", "path": "stream-socket", "ms": round(1e3 * seconds, 1), **run.who}
+    """Writes the log line of a request, without its text."""
+    fields: dict[str, object] = {
+        "event": "request",
+        "path": "stream-socket",
+        "ms": round(1e3 * seconds, 1),
+    } | run.caller
     if run.running is not None:
         answer = run.running.answer
         fields |= {

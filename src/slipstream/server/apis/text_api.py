@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: a model's tokens of a text, and back."""
+"""POST /tokenize and /detokenize: the tokens of a text, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(Strict):
-    """`content` becomes tokens; `with_pieces` also tells the text of each."""
+    """`content` becomes tokens; `with_pieces` adds the text of each token."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256, description="Needed where several are served")
     content: str
@@ -43,7 +43,7 @@ def routes(state: ServerState) -> APIRouter:
         async with await state.router.lease(name) as lease:
             preparation, chars = lease.preparation, len(body.content)
             answer = _answer(lease.name, lease.llm.max_context, lease.llm.tokenizer, body)
-            # the first part is made before the answer begins: what is refused gets an error status
+            # The first part is made before the response begins, so that a refusal still gets an error status.
             first = await preparation.run(chars, next, answer)
             if chars <= PIECE_CHARS:
                 return Response(first + await preparation.go_on(chars, b"".join, answer), media_type="application/json")
@@ -60,7 +60,7 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def _answer(model: str, context: int, tokenizer: Tokenizer, body: TokenizeRequest) -> Iterator[bytes]:
-    """The JSON of an answer in parts: as a whole it would be many times as large as the text."""
+    """The JSON of an answer in parts, because the whole would take many times the memory of the text."""
     check_pieces(tokenizer, body.content)
     add_bos = None if body.add_special else False
     count = 0
@@ -101,7 +101,7 @@ def _decoded(model: str, tokenizer: Tokenizer, tokens: list[int], most_bytes: in
 
 
 def model_asked(state: ServerState, asked: str | None) -> str:
-    """The model to ask; it need not be named where there is only one."""
+    """The name of the model to ask; a request may leave it out if the server has only one model."""
     if asked is not None:
         return asked
     names = [model.name for model in state.router.describe()]

@@ -1,4 +1,4 @@
-"""The chat page at `/`: one file, sent with a policy that lets the browser talk to this server and nobody else."""
+"""The chat page at `/`: one file, sent with a policy that lets the browser talk to this server only."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def read_page() -> str:
 
 
 def content_policy(page: str) -> str:
-    """Nothing but the page's own script and style may run, and it may speak to its own server only.
+    """A policy under which only the page's own script and style run, and the page can only contact its own server.
 
-    The two are named by their hashes, so that a script smuggled into the page would not run either.
+    The policy names script and style by their hashes, so that a script injected into the page does not run.
     """
     script, style = (_hashes(page, tag) for tag in ("script", "style"))
     return (
