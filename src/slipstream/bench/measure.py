@@ -78,7 +78,7 @@ def _check(mode: str, settings: dict[str, object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedAnswer:
+class Answer:
     """One answer in one mode, event by event."""
 
     events: list[GenEvent]
@@ -90,10 +90,6 @@ class TimedAnswer:
     @property
     def token_ids(self) -> list[int]:
         return [token.id for token in self.tokens]
-
-    @property
-    def token_texts(self) -> list[str]:
-        return [text for event in self.events for text in event.texts]
 
     @property
     def text(self) -> str:
@@ -110,7 +106,7 @@ class Turn:
 
     prompt: int  # which conversation
     history: list[Message]
-    answers: dict[str, TimedAnswer]
+    answers: dict[str, Answer]
 
     @property
     def question(self) -> str:
@@ -131,7 +127,7 @@ class ModeRun:
     same: int = 0
     near_ties: int = 0
 
-    def add(self, prompt: int, answer: TimedAnswer) -> None:
+    def add(self, prompt: int, answer: Answer) -> None:
         stats = answer.stats
         self.stats.add(stats)
         self.texts.append(answer.token_ids)
@@ -267,7 +263,7 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> TimedAnswer:
+def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Answer:
     events = list(
         llm.stream(
             history,
@@ -281,7 +277,7 @@ def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens:
     )
     if events[-1].finish_reason == "error":
         raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
-    return TimedAnswer(events)
+    return Answer(events)
 
 
 def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: Plan) -> bool:

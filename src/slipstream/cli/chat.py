@@ -151,7 +151,7 @@ class Chat:
 
     def _turn(self, question: str) -> None:
         self.session.ask(question)
-        answer = ChatReply()
+        answer = Answer()
         try:
             self._stream(answer)
         except SlipstreamError:
@@ -166,9 +166,11 @@ class Chat:
             show_steps(self.ui, self.llm, answer.steps, answer.stats)
         self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
 
-    def _stream(self, answer: ChatReply) -> None:
+    def _stream(self, answer: Answer) -> None:
         """Shows the answer as it comes. Ctrl-C ends it, not the program: what was written so far is the answer."""
-        tint = Tint()
+        from slipstream.text.detokenize import IncrementalDetokenizer
+
+        tint = Tint(IncrementalDetokenizer(self.llm.tokenizer))
         events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
         try:
             for event in events:
@@ -181,7 +183,7 @@ class Chat:
                 answer.token_ids += [token.id for token in event.tokens]
                 answer.finish_reason = event.finish_reason or answer.finish_reason
                 answer.stats = event.stats or answer.stats
-                for text, drafted in tint.spans(event.tokens, event.texts, event.text):
+                for text, drafted in tint.spans(event.tokens, event.text):
                     if not self.ui.json_output:
                         self.ui.write(text, DRAFTED_STYLE if drafted else None)
         except KeyboardInterrupt:
@@ -189,7 +191,7 @@ class Chat:
             events.close()
 
 
-class ChatReply:
+class Answer:
     """One answer as it grows."""
 
     def __init__(self) -> None:

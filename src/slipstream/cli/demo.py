@@ -127,12 +127,14 @@ def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opp
 
 def _show(ui: Ui, llm: LLM, turn: Turn, theirs: RivalAnswer | None) -> None:
     """The beginning of one answer, tinted like in chat, and all speeds."""
+    from slipstream.text.detokenize import IncrementalDetokenizer
+
     question = " ".join(turn.question.split())
     ui.line()
     ui.line(f"> {question if len(question) <= 100 else question[:99] + '…'}")
-    tint = Tint()
+    tint = Tint(IncrementalDetokenizer(llm.tokenizer))
     plain, auto = turn.answers["plain"], turn.answers["auto"]
-    for text, drafted in tint.spans(auto.tokens, auto.token_texts, auto.text[:_SHOWN_CHARACTERS]):
+    for text, drafted in tint.spans(auto.tokens, auto.text[:_SHOWN_CHARACTERS]):
         ui.write(text, DRAFTED_STYLE if drafted else None)
     ui.write(" …\n" if len(auto.text) > _SHOWN_CHARACTERS else "\n")
     ui.line(

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from slipstream.types import TokenOut
+
+
+class Detokenizer(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
 
 
 class Tint:
     """Splits the engine's text into spans that were drafted and spans that were not.
 
-    What is shown is the engine's text, which holds back characters that may begin a stop string. The texts of the
-    tokens only tell how many characters each token brought.
+    The engine's text is the truth about what is shown: it holds back half characters and possible stop strings. The
+    detokeniser only tells how many characters each token brought.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
         self._origins: deque[bool] = deque()
         self._last = False
 
-    def spans(self, tokens: Sequence[TokenOut], texts: Sequence[str], text: str) -> Iterator[tuple[str, bool]]:
-        """The next `text` to show in spans of one origin; `texts` are what the tokens of its event brought."""
-        for token, brought in zip(tokens, texts, strict=True):
-            self._origins.extend([token.drafted] * len(brought))
+    def spans(self, tokens: Sequence[TokenOut], text: str) -> Iterator[tuple[str, bool]]:
+        for token in tokens:
+            self._origins.extend([token.drafted] * len(self._detokenizer.push([token.id])))
         start = 0
         for end in range(1, len(text) + 1):
             origin = self._origins.popleft() if self._origins else self._last

@@ -42,7 +42,7 @@ _SENSITIVE = re.compile(r"norm|ffn_gate_inp|conv1d|conv_base|conf_proj|confidenc
 
 
 @dataclass(frozen=True, slots=True)
-class TypeChoice:
+class Choice:
     """The type a tensor gets; `wanted` differs where its rows do not divide, and `reason` then says why."""
 
     type_name: str
@@ -60,7 +60,7 @@ class Recipe:
         self._layers = 1 + max((int(match[1]) for match in found if match), default=-1)
         self._has_output = any(tensor in _OUTPUTS for tensor in tensor_names)
 
-    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> TypeChoice | None:
+    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> Choice | None:
         """The type for a matrix that is stored as `stored`; None for what stays exact."""
         experts = len(shape) == 3 and tensor.endswith("_exps.weight")
         if (len(shape) != 2 and not experts) or shape[-2] == 1 or _SENSITIVE.search(tensor):
@@ -85,7 +85,7 @@ class Recipe:
         return layer < eighth or layer >= 7 * self._layers // 8 or (layer - eighth) % 3 == 2
 
 
-def divided(wanted: str, width: int, stored: str) -> TypeChoice:
+def divided(wanted: str, width: int, stored: str) -> Choice:
     """The wanted type, or what stands in for it in rows of `width` elements."""
     chosen, reason = wanted, ""
     if wanted in SMALLER_BLOCKS and width % SUPER_BLOCK:
@@ -93,4 +93,4 @@ def divided(wanted: str, width: int, stored: str) -> TypeChoice:
     if chosen.startswith("Q") and width % BLOCK:
         # Either keeps a model in bfloat16 as it is, or has three bits more than bfloat16 would have.
         chosen, reason = "BF16" if stored == "BF16" else "F16", f"rows of {width} do not divide by {BLOCK}"
-    return TypeChoice(chosen, wanted, reason)
+    return Choice(chosen, wanted, reason)

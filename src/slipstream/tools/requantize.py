@@ -23,7 +23,7 @@ from slipstream.formats.gguf_write import (
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
-from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
+from slipstream.tools.quantize_recipes import EXACT, Choice, Recipe, RecipeName
 
 CHUNK_ELEMENTS = 2**21  # unpacked at a time: bounds the memory, however large a tensor is
 QUANTISATION_VERSION = 2  # ggml's number for the block layouts written here
@@ -145,10 +145,10 @@ def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
         raise RequestError(f"{out} is there already", "overwrite it with --force or name another file")
 
 
-def _choose(recipe: Recipe, tensor: WeightTensor) -> TypeChoice:
+def _choose(recipe: Recipe, tensor: WeightTensor) -> Choice:
     if tensor.type_name in _AS_THEY_ARE:
-        return TypeChoice(tensor.type_name, "")
-    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or TypeChoice(EXACT, "")
+        return Choice(tensor.type_name, "")
+    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or Choice(EXACT, "")
 
 
 def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator[Bytes]]:
