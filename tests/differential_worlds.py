@@ -15,7 +15,7 @@ from slipstream.engine.variants import DraftVariant
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.cpu.native_library import library
-from slipstream.server.jobs import Tool, ToolChoice
+from slipstream.server.serving.jobs import Tool, ToolChoice
 from slipstream.types import BASE_VARIANT, Constraint
 from tests.adapters import write_random_adapter
 from tests.tiny import write_pair

@@ -124,6 +124,7 @@ class FakeLLM:
                 done.finish_reason if last else None,
                 done.stats if last else None,
                 step=step,  # type: ignore[arg-type]
+                texts=[chr(token.id) for token in tokens],
             )
 
     def prompt_ids(self, messages: Sequence[dict[str, str]], *, chat: bool) -> list[int]:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import EngineConfig
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.router import Lease, Router
+from slipstream.server.serving.model_entries import Lease
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import Gate, GenEvent, Mode, Request
 
 POOL_TOKENS = 1 << 22  # a gibibyte of pool nobody touches: what a model is measured at hardly matters beside it
 ONE = 3 << 29  # room for one such model
 TWO = 5 << 29
 REQUESTS = itertools.count()
-Body = Callable[[Router], Coroutine[Any, Any, None]]
+Body = Callable[[ModelRouter], Coroutine[Any, Any, None]]
 
 
 def spec(folder: Path, name: str, draft: str = "none", cache_tokens: int = 24 * 64, **rest: Any) -> ModelSpec:
@@ -32,7 +33,7 @@ def specs(folder: Path, *names: str, **rest: Any) -> list[ModelSpec]:
     return [spec(folder, name, **rest) for name in names]
 
 
-def run(router: Router, body: Body) -> None:
+def run(router: ModelRouter, body: Body) -> None:
     async def whole() -> None:
         try:
             await asyncio.wait_for(body(router), 60)
@@ -42,7 +43,7 @@ def run(router: Router, body: Body) -> None:
     asyncio.run(whole())
 
 
-def states(router: Router) -> dict[str, str]:
+def states(router: ModelRouter) -> dict[str, str]:
     return {info.name: info.state for info in router.describe()}
 
 
@@ -69,7 +70,7 @@ def start(lease: Lease, tokens: int = 8, name: str = "r") -> asyncio.Future[list
     return done
 
 
-async def answer(router: Router, name: str) -> str:
+async def answer(router: ModelRouter, name: str) -> str:
     async with await router.lease(name) as lease:
         events = await start(lease, name=f"r{next(REQUESTS)}")
         assert events[-1].finish_reason in ("stop", "length")

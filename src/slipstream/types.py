@@ -217,7 +217,11 @@ class TokenOut:
 
 @dataclass(slots=True)
 class GenEvent:
-    """What one engine step did for one request; the last event of a request carries its finish reason."""
+    """What one engine step did for one request; the last event of a request carries its finish reason.
+
+    `texts` has the characters that became certain with each token. Joined, they differ from `text` where characters are
+    held back because a stop string may begin with them, and where a stop string was found.
+    """
 
     request_id: str
     tokens: list[TokenOut]
@@ -226,6 +230,7 @@ class GenEvent:
     stats: RequestStats | None = None
     error: str | None = None
     step: StepRecord | None = None
+    texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

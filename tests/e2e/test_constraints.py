@@ -11,8 +11,8 @@ import pytest
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM, Completion
 from slipstream.grammar import notations as grammars
-from slipstream.server.jobs import Tool
-from slipstream.server.jobs import ToolChoice as Choice
+from slipstream.server.serving.jobs import Tool
+from slipstream.server.serving.jobs import ToolChoice as Choice
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Thinking
 

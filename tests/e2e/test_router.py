@@ -15,9 +15,10 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.formats.sources import resolve
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.residency import give_memory_back, private_bytes
-from slipstream.server.router import Lease, ModelFailedError, Router
+from slipstream.server.serving.model_entries import Lease, ModelFailedError
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.residency import give_memory_back, private_bytes
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import GenEvent
 
 pytestmark = pytest.mark.e2e
@@ -31,7 +32,7 @@ MODEL_BYTES = 110 * MIB  # what a loaded target takes at least; an allocator's l
 TURNS = 2
 
 
-def run(router: Router, body: Callable[[Router], Coroutine[Any, Any, None]]) -> None:
+def run(router: ModelRouter, body: Callable[[ModelRouter], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         try:
             await asyncio.wait_for(body(router), 240)
@@ -57,7 +58,7 @@ def start(lease: Lease, prompt: str = PROMPT, tokens: int = 64) -> asyncio.Futur
     return done
 
 
-async def ask(router: Router, name: str, prompt: str = PROMPT, tokens: int = 64) -> str:
+async def ask(router: ModelRouter, name: str, prompt: str = PROMPT, tokens: int = 64) -> str:
     async with await router.lease(name) as lease:
         return await start(lease, prompt, tokens)
 
@@ -72,7 +73,7 @@ async def longest_silence(stop: asyncio.Event) -> float:
 
 
 def test_two_models_load_and_stream_at_once_without_holding_up_the_loop() -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         stop = asyncio.Event()
         watching, began = asyncio.create_task(longest_silence(stop)), time.monotonic()
         leases = await asyncio.gather(router.lease("fast"), router.lease("plain"))
@@ -88,11 +89,11 @@ def test_two_models_load_and_stream_at_once_without_holding_up_the_loop() -> Non
         for lease in leases:
             lease.release()
 
-    run(Router([FAST, PLAIN]), body)
+    run(ModelRouter([FAST, PLAIN]), body)
 
 
 def test_eviction_while_the_other_streams_frees_its_memory_afterwards() -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         before = private_bytes()
         expected = await ask(router, "fast", tokens=200)
         async with await router.lease("fast") as lease:
@@ -116,14 +117,14 @@ def test_eviction_while_the_other_streams_frees_its_memory_afterwards() -> None:
         assert levels["plain"][-1] - private_bytes() > MODEL_BYTES // 2
 
     give_memory_back()
-    run(Router([FAST, PLAIN], memory_budget=500 * MIB), body)
+    run(ModelRouter([FAST, PLAIN], memory_budget=500 * MIB), body)
 
 
 def test_a_lost_file_and_a_killed_engine_harm_no_other_model(tmp_path: Path) -> None:
     copy = tmp_path / "target.gguf"
     shutil.copyfile(resolve("smollm2").path, copy)
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         expected = await ask(router, "plain")
         async with await router.lease("plain") as other:
             lease = await router.lease("lost")
@@ -142,4 +143,4 @@ def test_a_lost_file_and_a_killed_engine_harm_no_other_model(tmp_path: Path) -> 
             await asyncio.sleep(0.3)
             assert await ask(router, "lost") == expected
 
-    run(Router([PLAIN, replace(PLAIN, name="lost", target=str(copy))], retry_s=0.2), body)
+    run(ModelRouter([PLAIN, replace(PLAIN, name="lost", target=str(copy))], retry_s=0.2), body)

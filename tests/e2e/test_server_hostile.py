@@ -144,7 +144,7 @@ NASTY: list[Any] = [
 
 
 def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
-    from slipstream.server.openai_schemas import ChatRequest, CompletionRequest
+    from slipstream.server.apis.openai_schemas import ChatRequest, CompletionRequest
 
     rng = random.Random(5)
     seen: dict[int, int] = {}

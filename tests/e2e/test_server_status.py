@@ -19,7 +19,7 @@ from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM
 from slipstream.formats.sources import NAMED_DRAFTS, PAIRS
-from slipstream.server.canary import CanaryBoard, promise_of
+from slipstream.server.operations.canary import CanaryBoard, promise_of
 from tests.e2e.serving import MODEL, Server, serve
 
 pytestmark = pytest.mark.e2e

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from slipstream.server.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES
-from slipstream.server.openai_schemas import MAX_ITEMS
+from slipstream.server.apis.openai_schemas import MAX_ITEMS
+from slipstream.server.operations.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES
 
 MODEL = "smollm2"
 # Just within the limits of JSON values, where everything that follows the count is still to be done.

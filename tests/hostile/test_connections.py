@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from slipstream.server.connections import Door, GuardedProtocol
+from slipstream.server.operations.connections import Door, GuardedProtocol
 from tests.e2e.serving import Server
 from tests.hostile.conftest import FILES
 from tests.hostile.idle import beside_idle, idle_connections

@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.atomic import atomic_file
 from slipstream.formats.gguf import parse_header
 from slipstream.formats.gguf_write import TensorPlan, write_gguf
-from slipstream.server.recording import Recorder
+from slipstream.server.operations.recording import Recorder
 from slipstream.stats import Decision
 from slipstream.types import GenEvent, Proposal, StepRecord, Verdict
 from tests.unit.test_recording import answer, job, lines

@@ -11,19 +11,18 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, ValidationError
 
-from slipstream.server import bodies
-from slipstream.server.anthropic_schemas import MessagesRequest, PromptRequest
+from slipstream.server.apis.anthropic_schemas import MessagesRequest, PromptRequest
+from slipstream.server.apis.draft_lora_api import AddRequest
+from slipstream.server.apis.openai_schemas import ChatRequest, CompletionRequest
+from slipstream.server.apis.responses_schemas import ResponsesRequest
+from slipstream.server.apis.text_api import DetokenizeRequest, TokenizeRequest
 from slipstream.server.app import _APIS, create_app
-from slipstream.server.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES, ParsedRoute, check_json
-from slipstream.server.draft_lora_api import AddRequest
-from slipstream.server.errors_http import ApiError
-from slipstream.server.metrics import Metrics
-from slipstream.server.openai_schemas import ChatRequest, CompletionRequest
-from slipstream.server.responses_schemas import ResponsesRequest
-from slipstream.server.router import Router
-from slipstream.server.settings import ServerSettings
-from slipstream.server.state import ServerState
-from slipstream.server.text_api import DetokenizeRequest, TokenizeRequest
+from slipstream.server.operations import bodies
+from slipstream.server.operations.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES, ParsedRoute, check_json
+from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.server_state import ServerSettings, ServerState
+from slipstream.server.serving.router import ModelRouter
 
 MODELS: list[type[BaseModel]] = [
     ChatRequest,
@@ -142,7 +141,7 @@ def test_objects_are_bounded_before_their_entries_are_checked(field: str) -> Non
 
 
 def application() -> TestClient:
-    state = ServerState(ServerSettings(), Router([]), Metrics(), phase="ready")
+    state = ServerState(ServerSettings(), ModelRouter([]), Metrics(), phase="ready")
     return TestClient(create_app(state), base_url="http://localhost")
 
 
@@ -162,7 +161,7 @@ def test_a_body_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_api_takes_parsed_bodies() -> None:
-    state = ServerState(ServerSettings(), Router([]), Metrics(), phase="ready")
+    state = ServerState(ServerSettings(), ModelRouter([]), Metrics(), phase="ready")
     found: list[Any] = [route for api in _APIS for route in api(state).routes]
     shown = {route.path.replace(":path}", "}") for route in found if route.include_in_schema}
     assert shown == set(create_app(state).openapi()["paths"])

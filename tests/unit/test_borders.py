@@ -14,7 +14,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
 BASE = {"errors", "types", "stats", "config", "paths", "version", "isolation", "lazy"}
-ENGINE_API = {"engine", "engine.llm"}
+ENGINE_API = {"engine", "engine.llm", "engine.snapshots"}
 SURFACE = BASE | ENGINE_API | {"", "text", "tools", "formats.sources", "grammar.notations"}
 
 # What the modules of each part may import, as dotted prefixes below the package; its own part is always allowed.
@@ -138,7 +138,7 @@ def test_imports_respect_the_borders() -> None:
         ("server.app", "from slipstream.cli.ui import Ui", True),
         ("server.worker", "from slipstream.engine.engine import Engine", True),
         ("server.worker", "from slipstream.kernels import matmul", True),
-        ("engine.llm", "from slipstream.server.jobs import Job", True),
+        ("engine.llm", "from slipstream.server.serving.jobs import Job", True),
         ("models.llama", "from ..cache import pages", True),
         ("models.llama", "from . import layers", False),
         ("models.llama", "def f():\n    from slipstream.engine import scheduler", True),
@@ -161,6 +161,73 @@ def test_the_rule_sees_a_breach(importer: str, line: str, wrong: bool) -> None:
     sources = {name: ast.Module([], []) for name in known}
     sources[importer] = ast.parse(line)
     assert bool(breaches(sources, {"models", "cache", "engine"})) is wrong
+
+
+OUTSIDE = ("server", "cli", "bench", "tools")  # these parts use an engine and know nothing of its inside
+
+
+def class_body(module: str, name: str) -> list[ast.stmt]:
+    return next(n for n in parsed()[0][module].body if isinstance(n, ast.ClassDef) and n.name == name).body
+
+
+@cache
+def seen_through_engine() -> frozenset[str]:
+    """What may follow `.engine.`: a public method of Engine, or a field of settings that are also called `engine`."""
+    methods = {n.name for n in class_body("engine.engine", "Engine") if isinstance(n, ast.FunctionDef)}
+    fields = {n.target.id for n in class_body("config", "EngineConfig") if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+    return frozenset(name for name in methods | fields if not name.startswith("_"))
+
+
+def reach_through(tree: ast.AST) -> list[str]:
+    """Attribute chains that enter an engine beyond its public methods, or another object's private attribute."""
+    own_names = {"self", "cls", *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value
+        into_engine = isinstance(owner, ast.Attribute) and owner.attr in ("engine", "_engine")
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        own = (isinstance(owner, ast.Name) and owner.id in own_names) or ast.unparse(node) == "os._exit"
+        if (into_engine and node.attr not in seen_through_engine()) or (private and not own):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_chain_reaches_through_the_engine_or_into_private_attributes() -> None:
+    sources = {name: tree for name, tree in parsed()[0].items() if part_of(name) in OUTSIDE}
+    assert not {name: found for name, tree in sources.items() if (found := reach_through(tree))}
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("llm.engine.step()", False),
+        ("self._engine.snapshot().sequences", False),
+        ("spec.engine.cache_tokens", False),
+        ("self._engine.scheduler.waiting", True),
+        ("waiting = llm.engine.scheduler", True),
+        ("llm.engine.prefix.hits", True),
+        ("self._queue.put(1)", False),
+        ("cls._known", False),
+        ("class Own:\n    pass\nOwn._known", False),
+        ("llm._gpu", True),
+        ("self._worker._open", True),
+        ("make()._open", True),
+    ],
+)
+def test_the_rule_sees_a_chain(line: str, wrong: bool) -> None:
+    assert bool(reach_through(ast.parse(line))) is wrong
+
+
+def test_apis_are_the_server_s_outermost_room() -> None:
+    """What serves and what operates a server knows no API's field names; lifecycle and app put the rooms together."""
+    sources, packages = parsed()
+    for name, tree in sources.items():
+        if name.startswith(("server.serving.", "server.operations.")):
+            imported = ours(imports(tree, name, name in packages, set(sources)))
+            wrong = {other for other in imported if other.startswith(("server.apis", "server.app", "server.lifecycle"))}
+            assert not wrong, f"{name} imports {wrong}"
 
 
 def test_the_scheduler_never_reaches_torch() -> None:

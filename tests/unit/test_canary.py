@@ -18,7 +18,7 @@ from slipstream.formats.gguf import parse_header, read_gguf
 from slipstream.formats.weight_files import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import read_hf
-from slipstream.server.canary import Canary, CanaryBoard, CanaryRules, Promise, is_telling, promise_of
+from slipstream.server.operations.canary import Canary, CanaryBoard, CanaryRules, Promise, is_telling, promise_of
 from slipstream.stats import RequestStats
 from slipstream.types import Constraint, Mode, Request, SamplingParams, Thinking
 from tests.tiny import tiny_llm, write_pair

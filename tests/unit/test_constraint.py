@@ -20,8 +20,8 @@ from slipstream.errors import RequestError
 from slipstream.grammar import constraints as grammar_compile
 from slipstream.grammar import notations as grammars
 from slipstream.grammar.guide import Guide
-from slipstream.server.jobs import Tool
-from slipstream.server.jobs import ToolChoice as Choice
+from slipstream.server.serving.jobs import Tool
+from slipstream.server.serving.jobs import ToolChoice as Choice
 from slipstream.speculative.accept import NO_TOKEN
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.sampling import RowSampler

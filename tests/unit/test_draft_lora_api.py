@@ -13,14 +13,13 @@ from fastapi.testclient import TestClient
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.server import draft_lora_api
+from slipstream.server.apis import draft_lora_api
 from slipstream.server.app import create_app
-from slipstream.server.errors_http import ApiError
-from slipstream.server.metrics import Metrics
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.router import Router
-from slipstream.server.settings import ServerSettings
-from slipstream.server.state import ServerState
+from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.server_state import ServerSettings, ServerState
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
 from tests.adapters import factors, peft_tensors, write_peft
 from tests.tiny import HIDDEN, keep_threads, write_pair
 
@@ -28,7 +27,7 @@ Ask = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
 
 
 def client(**settings: Any) -> TestClient:
-    app = create_app(ServerState(ServerSettings(**settings), Router([]), Metrics(), phase="ready"))
+    app = create_app(ServerState(ServerSettings(**settings), ModelRouter([]), Metrics(), phase="ready"))
     return TestClient(app, base_url="http://localhost")
 
 
@@ -117,7 +116,7 @@ def with_tiny_server(folder: Path, work: Callable[[Ask], Coroutine[Any, Any, Non
     engine = EngineConfig("fp32", max_context=512, max_sequences=2, cache_tokens=24 * PAGE_TOKENS, threads=1)
 
     async def run() -> None:
-        router = Router([ModelSpec("tiny", str(target), str(draft), engine, **spec)])
+        router = ModelRouter([ModelSpec("tiny", str(target), str(draft), engine, **spec)])
         app = create_app(ServerState(ServerSettings(draft_lora_folder=folder), router, Metrics(), phase="ready"))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server import limits
-from slipstream.server.errors_http import ApiError
-from slipstream.server.extensions import allowed_priority
-from slipstream.server.limits import Gatekeeper
-from slipstream.server.logs import Rarely
-from slipstream.server.settings import KEY_VARIABLE, ServerSettings, read_api_keys
+from slipstream.server.apis.extensions import allowed_priority
+from slipstream.server.operations import limits
+from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.operations.limits import Gatekeeper
+from slipstream.server.operations.logs import Rarely
+from slipstream.server.operations.server_state import KEY_VARIABLE, ServerSettings, read_api_keys
 from tests.unit.test_server_http import Inner, body, exchange, state, status_of
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import EngineFailedError, RequestError
-from slipstream.server.generation import DeadlineError, Generation, start
-from slipstream.server.jobs import Answer, Delta, Job, OutputFormat, Tool, ToolChoice
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.router import Router
+from slipstream.server.serving.generation import DeadlineError, Generation, start
+from slipstream.server.serving.jobs import Answer, AnswerDelta, Job, OutputFormat, Tool, ToolChoice
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
 from slipstream.text.tokenizer import Tokenizer
 from tests.tiny import keep_threads, write_pair
 
@@ -47,8 +47,8 @@ class Bench:
         spec = ModelSpec("tiny", str(self.target), str(draft), ENGINE, {"max_tokens": 40, "ignore_eos": True})
         self.router = runner.run(self._router(spec))
 
-    async def _router(self, spec: ModelSpec) -> Router:
-        return Router([spec])
+    async def _router(self, spec: ModelSpec) -> ModelRouter:
+        return ModelRouter([spec])
 
     def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async def body() -> Any:
@@ -61,8 +61,8 @@ class Bench:
         lease.llm.tokenizer.chat_template = self.template
         return await start(lease, job)
 
-    def answer(self, job: Job) -> tuple[Answer, list[Delta], Generation]:
-        async def work() -> tuple[Answer, list[Delta], Generation]:
+    def answer(self, job: Job) -> tuple[Answer, list[AnswerDelta], Generation]:
+        async def work() -> tuple[Answer, list[AnswerDelta], Generation]:
             generation = await self.start(job)
             deltas = [delta async for delta in generation]
             return generation.answer, deltas, generation
@@ -96,6 +96,8 @@ def test_deltas_make_up_the_answer_and_tokens_go_with_their_text(bench: Bench) -
     assert answer.finish_reason == "length" and answer.stats.completion_tokens == 40
     assert "".join(delta.text for delta in deltas) == answer.content
     assert [token for delta in deltas for token in delta.tokens] == answer.tokens
+    assert [text for delta in deltas for text in delta.texts] == answer.token_texts
+    assert len(answer.token_texts) == len(answer.tokens) and answer.content.startswith("".join(answer.token_texts))
     assert all(token.logprob is not None and len(token.top_logprobs) == 2 for token in answer.tokens)
     assert generation.prompt_tokens == 5 and answer.model == "tiny" and answer.draft == "draft"
     assert bench.users() == 0, "the model is given back when the answer is over"
@@ -194,7 +196,7 @@ def test_closing_early_cancels_and_frees(bench: Bench) -> None:
 
 
 def test_a_slow_reader_holds_neither_the_engine_nor_the_model(bench: Bench) -> None:
-    async def work() -> tuple[int, Answer, list[Delta]]:
+    async def work() -> tuple[int, Answer, list[AnswerDelta]]:
         generation = await bench.start(raw(max_tokens=60))
         while not generation.over:
             await asyncio.sleep(0.01)

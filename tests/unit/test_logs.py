@@ -15,8 +15,16 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from slipstream.server.jobs import Answer, Job
-from slipstream.server.logs import JsonLines, LogFormat, RequestLogMiddleware, TextLines, log_config, note, note_answer
+from slipstream.server.operations.logs import (
+    JsonLines,
+    LogFormat,
+    RequestLogMiddleware,
+    TextLines,
+    log_config,
+    note,
+    note_answer,
+)
+from slipstream.server.serving.jobs import Answer, Job
 from slipstream.stats import RequestStats
 from slipstream.types import FinishReason
 

@@ -16,18 +16,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import EngineFailedError
-from slipstream.server import errors_http, status_api
-from slipstream.server.canary import CanaryRules, Promise
-from slipstream.server.generation import start
-from slipstream.server.jobs import Answer, Job
-from slipstream.server.metrics import Metrics, rounded_choice
-from slipstream.server.model_entries import ModelFailedError
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.recording import Recorder
-from slipstream.server.reporting import finished
-from slipstream.server.router import Router
-from slipstream.server.settings import ServerSettings
-from slipstream.server.state import ServerState
+from slipstream.server.apis import status_api
+from slipstream.server.operations import errors_http
+from slipstream.server.operations.canary import CanaryRules, Promise
+from slipstream.server.operations.metrics import Metrics, rounded_choice
+from slipstream.server.operations.recording import Recorder
+from slipstream.server.operations.server_state import ServerSettings, ServerState
+from slipstream.server.serving.answering import report
+from slipstream.server.serving.generation import start
+from slipstream.server.serving.jobs import Answer, Job
+from slipstream.server.serving.model_entries import ModelFailedError
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
 from slipstream.stats import Decision, RequestStats
 from slipstream.types import FinishReason, Mode, Request, SamplingParams
 from tests.tiny import keep_threads, write_pair
@@ -182,7 +182,7 @@ def with_tiny_server(folder: Path, work: Callable[[ServerState], Coroutine[Any, 
     specs = [ModelSpec("tiny", str(target), str(draft), engine), ModelSpec("absent", str(folder / "nothing.gguf"))]
 
     async def run() -> None:
-        state = ServerState(ServerSettings(), Router(specs), Metrics(), Recorder(None))
+        state = ServerState(ServerSettings(), ModelRouter(specs), Metrics(), Recorder(None))
         state.metrics.watch(state.router)
         try:
             await asyncio.wait_for(work(state), 60)
@@ -213,7 +213,7 @@ def test_gauges_show_engines_and_models_as_they_are(tmp_path: Path) -> None:
         assert 0 < during["slipstream_pages_used", "model=tiny"] <= during["slipstream_pages_total", "model=tiny"] == 24
         for generation in generations:
             await generation.aclose()
-            finished(state, "chat", job, generation)
+            report(state, "chat", job, generation)
         after = numbers(state.metrics)
         assert after["slipstream_requests_running", "model=tiny"] == 0
         assert after["slipstream_requests_waiting", "model=tiny"] == 0
@@ -271,7 +271,7 @@ def test_health_and_the_list_of_models_follow_what_happens(tmp_path: Path) -> No
 
 def test_a_server_none_of_whose_models_can_be_loaded_is_failed(tmp_path: Path) -> None:
     async def run() -> str:
-        router = Router([ModelSpec("absent", str(tmp_path / "nothing.gguf"))])
+        router = ModelRouter([ModelSpec("absent", str(tmp_path / "nothing.gguf"))])
         state = ServerState(ServerSettings(), router, Metrics(), phase="ready")
         before = status_api.phase_of(state)
         with pytest.raises(ModelFailedError):

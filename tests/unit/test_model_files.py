@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.server.model_files import ModelSpec, read_models, served_name
+from slipstream.server.serving.model_files import ModelSpec, read_models, served_name
 
 TOML = """
 memory_budget = "6G"

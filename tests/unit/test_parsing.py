@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.parsing import Piece, Splitter
+from slipstream.server.serving.parsing import Piece, Splitter
 
 TOOLS = ("get_weather", "add")
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

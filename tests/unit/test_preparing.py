@@ -11,12 +11,12 @@ import pytest
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import BusyError
-from slipstream.server import generation, preparing
-from slipstream.server.anthropic_schemas import TextBlock, UserMessage, to_messages
-from slipstream.server.jobs import Job, Tool
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.preparing import LARGE_CHARS, Preparation, prompt_chars
-from slipstream.server.router import Router
+from slipstream.server.apis.anthropic_schemas import AnthropicUserMessage, TextBlock, to_messages
+from slipstream.server.serving import generation, preparing
+from slipstream.server.serving.jobs import Job, Tool
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.preparing import LARGE_CHARS, Preparation, prompt_chars
+from slipstream.server.serving.router import ModelRouter
 from tests.tiny import keep_threads, write_pair
 
 
@@ -76,7 +76,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(tmp_path: Path, monkey
     job = Job("tiny", prompt="hello", settings={"max_tokens": 400, "ignore_eos": True})
 
     async def main() -> None:
-        router = Router([ModelSpec("tiny", str(target), str(draft), engine)])
+        router = ModelRouter([ModelSpec("tiny", str(target), str(draft), engine)])
         begun = []
         try:
             with pytest.raises(BusyError):
@@ -119,9 +119,9 @@ def test_content_in_many_blocks_is_joined_once() -> None:
     seconds = []
     for count in (250, 4000):
         began = time.process_time()
-        (told,) = to_messages(None, [UserMessage(role="user", content=list(blocks[:count]))])
+        (told,) = to_messages(None, [AnthropicUserMessage(role="user", content=list(blocks[:count]))])
         seconds.append(time.process_time() - began)
         assert told["content"] == "\n\n".join(["x" * 1000] * count)
     assert seconds[1] < 100 * seconds[0] + 0.02, "16 times as many"
-    empty = [UserMessage(role="user", content=text) for text in ("", "a", "", "b")]
+    empty = [AnthropicUserMessage(role="user", content=text) for text in ("", "a", "", "b")]
     assert to_messages("s", empty) == [{"role": "system", "content": "s"}, {"role": "user", "content": "a\n\nb"}]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.server.jobs import Job, Tool, ToolChoice
-from slipstream.server.parsing import Splitter
-from slipstream.server.prompts import build_prompt, count_tokens, knows_tools, render_messages
+from slipstream.server.serving.jobs import Job, Tool, ToolChoice
+from slipstream.server.serving.parsing import Splitter
+from slipstream.server.serving.prompts import build_prompt, count_tokens, knows_tools, render_messages
 from slipstream.text.tokenizer import Tokenizer
 from tests.helpers_models import CHATML, smollm2_metadata
 
@@ -172,7 +172,7 @@ def test_a_prompt_may_fill_the_context_but_for_one_token_and_no_more() -> None:
 
 def test_a_conversation_that_is_far_too_long_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[object] = []
-    monkeypatch.setattr("slipstream.server.prompts.render", lambda *a, **k: rendered.append(a) or "")
+    monkeypatch.setattr("slipstream.server.serving.prompts.render", lambda *a, **k: rendered.append(a) or "")
     llm: Any = TemplateOnly(CHATML)
     turns = [{"role": "user", "content": "7" * 100}] * 100
     with pytest.raises(RequestError, match="the context holds"):

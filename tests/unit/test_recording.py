@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server.jobs import Answer, Job, Tool, ToolCall
-from slipstream.server.recording import Recorder
+from slipstream.server.operations.recording import Recorder
+from slipstream.server.serving.jobs import Answer, Job, Tool, ToolCall
 from slipstream.stats import RequestStats
 from slipstream.types import Mode, TokenOut
 

@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import BusyError, ConfigError, EngineFailedError
-from slipstream.server.residency import private_bytes
-from slipstream.server.router import ModelFailedError, NoMemoryNowError, NoResidentModelError, Router, UnknownModelError
+from slipstream.server.serving.model_entries import (
+    ModelFailedError,
+    NoMemoryNowError,
+    NoResidentModelError,
+    UnknownModelError,
+)
+from slipstream.server.serving.residency import private_bytes
+from slipstream.server.serving.router import ModelRouter
 from tests.routing import ONE, POOL_TOKENS, TWO, answer, run, spec, specs, start, states, until
 
 pytestmark = pytest.mark.usefixtures("threads")
 
 
 def test_a_model_is_loaded_once_for_many_requests(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         assert states(router) == {"a": "unloaded", "b": "unloaded"}
         leases = await asyncio.gather(*(router.lease("a") for _ in range(5)))
         assert len({id(lease.llm) for lease in leases}) == 1
@@ -30,11 +36,11 @@ def test_a_model_is_loaded_once_for_many_requests(folder: Path) -> None:
         assert router.describe()[0].users == 0
         assert await answer(router, "a") == "a"
 
-    run(Router(specs(folder, "a", "b")), body)
+    run(ModelRouter(specs(folder, "a", "b")), body)
 
 
 def test_presets_share_a_target_with_their_own_draft_and_mode(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         await asyncio.gather(answer(router, "plain"), answer(router, "drafted"))
         plain, drafted, free = router.describe()
         assert (plain.draft, plain.mode) == (None, "plain")
@@ -49,11 +55,11 @@ def test_presets_share_a_target_with_their_own_draft_and_mode(folder: Path) -> N
         spec(folder, "drafted", draft, defaults={"mode": "chain:4"}),
         spec(folder, "free", draft),
     ]
-    run(Router(offered), body)
+    run(ModelRouter(offered), body)
 
 
 def test_names_and_any(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         with pytest.raises(UnknownModelError, match="no model 'c'.*a, b"):
             await router.lease("c")
         with pytest.raises(NoResidentModelError, match="a, b"):
@@ -68,13 +74,13 @@ def test_names_and_any(folder: Path) -> None:
         used = {info.name: info.last_used_ms for info in router.describe()}
         assert before <= used["b"] <= used["a"] <= int(time.time() * 1000)
 
-    run(Router(specs(folder, "a", "b")), body)
+    run(ModelRouter(specs(folder, "a", "b")), body)
     with pytest.raises(ConfigError, match="two models are called 'a'"):
-        Router(specs(folder, "a", "a"))
+        ModelRouter(specs(folder, "a", "a"))
 
 
 def test_idle_models_sleep_and_any_wakes_them_last(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         assert router.describe()[0].last_used_ms == 0
         await answer(router, "a")
         async with await router.lease("b"):
@@ -93,11 +99,11 @@ def test_idle_models_sleep_and_any_wakes_them_last(folder: Path) -> None:
         await asyncio.sleep(0.4)
         assert states(router)["stays"] == "ready"
 
-    run(Router([*specs(folder, "a", "b"), spec(folder, "stays", idle_s=0)], idle_s=0.15, tick_s=0.03), body)
+    run(ModelRouter([*specs(folder, "a", "b"), spec(folder, "stays", idle_s=0)], idle_s=0.15, tick_s=0.03), body)
 
 
 def test_the_least_recently_used_idle_model_makes_room(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         await answer(router, "a")
         await answer(router, "b")
         await answer(router, "a")
@@ -107,11 +113,11 @@ def test_the_least_recently_used_idle_model_makes_room(folder: Path) -> None:
         await answer(router, "b")
         assert states(router) == {"a": "unloaded", "b": "ready", "c": "ready"}
 
-    run(Router(specs(folder, "a", "b", "c", cache_tokens=POOL_TOKENS), memory_budget=TWO), body)
+    run(ModelRouter(specs(folder, "a", "b", "c", cache_tokens=POOL_TOKENS), memory_budget=TWO), body)
 
 
 def test_eviction_waits_for_the_stream_it_would_cut(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         async with await router.lease("a") as lease:
             running = start(lease, tokens=120)
             other = asyncio.create_task(answer(router, "b"))
@@ -122,11 +128,11 @@ def test_eviction_waits_for_the_stream_it_would_cut(folder: Path) -> None:
         assert await other == "b"
         assert states(router) == {"a": "unloaded", "b": "ready"}
 
-    run(Router(specs(folder, "a", "b", cache_tokens=POOL_TOKENS), memory_budget=ONE), body)
+    run(ModelRouter(specs(folder, "a", "b", cache_tokens=POOL_TOKENS), memory_budget=ONE), body)
 
 
 def test_a_load_that_waits_too_long_is_told_who_holds_the_memory(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         async with await router.lease("a"):
             with pytest.raises(NoMemoryNowError, match=r"'b' needs .* budget .* 'a' \(.*, 1 running\)") as caught:
                 await router.lease("b")
@@ -135,19 +141,19 @@ def test_a_load_that_waits_too_long_is_told_who_holds_the_memory(folder: Path) -
             assert await answer(router, "a") == "a"
         assert await answer(router, "b") == "b"  # no pause after a refusal: nothing is wrong with it
 
-    run(Router(specs(folder, "a", "b", cache_tokens=POOL_TOKENS), memory_budget=ONE, room_wait_s=0.2), body)
+    run(ModelRouter(specs(folder, "a", "b", cache_tokens=POOL_TOKENS), memory_budget=ONE, room_wait_s=0.2), body)
 
 
 def test_models_that_do_not_fit_together_all_get_their_turn(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         names = ["a", "b", "c", "a", "b", "c"]
         assert await asyncio.gather(*(answer(router, name) for name in names)) == names
 
-    run(Router(specs(folder, "a", "b", "c", cache_tokens=POOL_TOKENS), memory_budget=ONE), body)
+    run(ModelRouter(specs(folder, "a", "b", "c", cache_tokens=POOL_TOKENS), memory_budget=ONE), body)
 
 
 def test_a_model_is_not_taken_away_before_those_who_waited_for_it_have_it(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         coming = asyncio.create_task(router.lease("a"))
         while not router.residents():
             await asyncio.sleep(0)
@@ -158,11 +164,11 @@ def test_a_model_is_not_taken_away_before_those_who_waited_for_it_have_it(folder
         router._look_around()
         assert states(router)["a"] == "sleeping"
 
-    run(Router(specs(folder, "a"), idle_s=1e-6, tick_s=60), body)
+    run(ModelRouter(specs(folder, "a"), idle_s=1e-6, tick_s=60), body)
 
 
 def test_a_budget_cuts_an_automatic_pool_and_refuses_what_can_never_fit(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         async with await router.lease("free") as lease:
             assert lease.llm.config.cache_tokens * 256 <= 1 << 20  # 256 bytes a token
             assert lease.llm.config.cache_tokens >= 512  # a whole context
@@ -171,11 +177,11 @@ def test_a_budget_cuts_an_automatic_pool_and_refuses_what_can_never_fit(folder: 
         assert states(router)["free"] == "ready"
 
     offered = [spec(folder, "free", cache_tokens=0), spec(folder, "huge", cache_tokens=POOL_TOKENS)]
-    run(Router(offered, memory_budget=1 << 20), body)
+    run(ModelRouter(offered, memory_budget=1 << 20), body)
 
 
 def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         with pytest.raises(UnknownModelError):
             router.unload("b")
         router.unload("a")  # not there: nothing to do
@@ -197,17 +203,17 @@ def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
         with pytest.raises(NoResidentModelError):
             await router.lease("any")
 
-    run(Router(specs(folder, "a")), body)
+    run(ModelRouter(specs(folder, "a")), body)
 
 
 def test_a_pool_costs_nothing_until_it_fills_however_many_models_came_before(folder: Path) -> None:
     medium = (24 << 20) * 4 // 256  # four tensors of 24 MiB: of a size glibc likes to keep once one was freed
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         for name in ("a", "b", "a"):
             before = private_bytes()
             await answer(router, name)
             assert private_bytes() - before < 40 << 20
 
     offered = specs(folder, "a", "b", cache_tokens=medium)
-    run(Router(offered, memory_budget=150 << 20), body)
+    run(ModelRouter(offered, memory_budget=150 << 20), body)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.router import Lease, ModelFailedError, Router, RouterClosedError, UnknownModelError
+from slipstream.server.serving.model_entries import Lease, ModelFailedError, RouterClosedError, UnknownModelError
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
 from slipstream.types import GenEvent
 from tests.routing import ONE, answer, run, spec, specs, start, states, until
 from tests.tiny import write_pair
@@ -27,7 +28,7 @@ def test_a_failed_load_keeps_its_reason_and_is_tried_again(folder: Path, tmp_pat
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         async with await router.lease("good"):
             with pytest.raises(ModelFailedError, match="model 'bad' could not be loaded: .*model.safetensors") as first:
                 await router.lease("bad")
@@ -43,11 +44,11 @@ def test_a_failed_load_keeps_its_reason_and_is_tried_again(folder: Path, tmp_pat
             assert await answer(router, "bad") == "bad"
             assert router.describe()[1].reason == ""
 
-    run(Router([spec(folder, "good"), spec(broken, "bad")], retry_s=1.5), body)
+    run(ModelRouter([spec(folder, "good"), spec(broken, "bad")], retry_s=1.5), body)
 
 
 def test_other_ways_to_fail_have_their_reasons_too(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         for name, reason in (
             ("nowhere", "there is no file '/nowhere/model.gguf'"),
             ("swapped", "no target_layer_ids"),
@@ -63,18 +64,18 @@ def test_other_ways_to_fail_have_their_reasons_too(folder: Path) -> None:
         spec(folder, "swapped", str(folder / "target")),
         spec(folder, "undrafted", "auto", defaults={"mode": "chain", "gate": "off"}),
     ]
-    run(Router(offered), body)
+    run(ModelRouter(offered), body)
 
 
 def test_a_client_that_leaves_does_not_take_the_load_along(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         leaving, staying = (asyncio.create_task(router.lease("a")) for _ in range(2))
         await until(lambda: states(router)["a"] == "loading")
         leaving.cancel()
         (await staying).release()
         assert states(router)["a"] == "ready" and router.describe()[0].users == 0
 
-    run(Router(specs(folder, "a")), body)
+    run(ModelRouter(specs(folder, "a")), body)
 
 
 def kill_thread(lease: Lease) -> None:
@@ -94,7 +95,7 @@ def break_step(lease: Lease) -> None:
 def test_a_dead_engine_is_noticed_and_replaced(folder: Path, kill: Callable[[Lease], None], word: str) -> None:
     deaths: list[str] = []
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         router.on_engine_failed = deaths.append
         async with await router.lease("b") as bystander:
             lease = await router.lease("a")
@@ -111,11 +112,11 @@ def test_a_dead_engine_is_noticed_and_replaced(folder: Path, kill: Callable[[Lea
             assert await answer(router, "a") == "a"
             assert (await start(bystander))[-1].finish_reason in ("stop", "length")
 
-    run(Router(specs(folder, "a", "b"), tick_s=0.05), body)
+    run(ModelRouter(specs(folder, "a", "b"), tick_s=0.05), body)
 
 
 def test_a_dead_engine_is_noticed_by_the_next_request(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         async with await router.lease("a") as lease:
             break_step(lease)
             await start(lease)
@@ -124,13 +125,13 @@ def test_a_dead_engine_is_noticed_by_the_next_request(folder: Path) -> None:
             assert lease.llm is not first
             assert (await start(lease))[-1].finish_reason in ("stop", "length")
 
-    run(Router(specs(folder, "a"), tick_s=60), body)
+    run(ModelRouter(specs(folder, "a"), tick_s=60), body)
 
 
 def test_a_deleted_file_is_missed_only_when_it_is_needed(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "pair")
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         await answer(router, "a")
         assert router.describe()[0].warning == ""
         shutil.rmtree(tmp_path / "pair")
@@ -144,7 +145,7 @@ def test_a_deleted_file_is_missed_only_when_it_is_needed(folder: Path, tmp_path:
             await router.lease("a")
         assert await answer(router, "b") == "b"
 
-    run(Router([spec(tmp_path / "pair", "a"), spec(folder, "b")]), body)
+    run(ModelRouter([spec(tmp_path / "pair", "a"), spec(folder, "b")]), body)
 
 
 def models_file(path: Path, folder: Path, **entries: str) -> None:
@@ -157,7 +158,7 @@ def test_reload_changes_names_without_cutting_anybody_off(folder: Path, tmp_path
     path, plain = tmp_path / "models.toml", 'draft = "none"'
     models_file(path, folder, stays=plain, goes=plain, tuned=plain, rebuilt=plain)
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         names = ("stays", "goes", "tuned", "rebuilt")
         held = {name: await router.lease(name) for name in names}
         running = [start(held["goes"], tokens=120, name="g"), start(held["rebuilt"], tokens=120, name="r")]
@@ -186,14 +187,14 @@ def test_reload_changes_names_without_cutting_anybody_off(folder: Path, tmp_path
         await until(lambda: "goes" not in {resident.name for resident in router.residents()})
         await until(lambda: states(router)["comes"] == "ready")
 
-    run(Router.from_file(path), body)
+    run(ModelRouter.from_file(path), body)
 
 
 def test_a_bad_file_changes_nothing_and_options_outlive_a_reload(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     models_file(path, folder, a='draft = "none"')
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         await answer(router, "a")
         path.write_text("[models.a]\ntarget = 3")
         with pytest.raises(ConfigError, match="target is 3"):
@@ -206,16 +207,16 @@ def test_a_bad_file_changes_nothing_and_options_outlive_a_reload(folder: Path, t
         await asyncio.sleep(0.3)
         assert states(router) == {"a": "ready"}  # nor does its idle time put it to sleep
 
-    run(Router.from_file(path, memory_budget=ONE, idle_s=0, tick_s=0.03), body)
+    run(ModelRouter.from_file(path, memory_budget=ONE, idle_s=0, tick_s=0.03), body)
     with pytest.raises(ConfigError, match="no models file"):
-        asyncio.run(Router(specs(folder, "a")).reload())
+        asyncio.run(ModelRouter(specs(folder, "a")).reload())
 
 
 def test_a_reload_while_the_old_entry_loads_gives_the_new_one(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     models_file(path, folder, a=f'draft = "{folder / "draft"}"')
 
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         waiting = asyncio.create_task(router.lease("a"))
         await until(lambda: states(router)["a"] == "loading")
         models_file(path, folder, a='draft = "none"')
@@ -223,11 +224,11 @@ def test_a_reload_while_the_old_entry_loads_gives_the_new_one(folder: Path, tmp_
         async with await waiting as lease:
             assert not lease.llm.has_draft and lease.spec.draft == "none"
 
-    run(Router.from_file(path), body)
+    run(ModelRouter.from_file(path), body)
 
 
 def test_start_loads_what_is_wanted_and_survives_what_fails(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         await router.start()
         assert states(router) == {"a": "ready", "bad": "failed", "b": "unloaded"}
         assert router.describe()[0].last_used_ms == 0
@@ -238,11 +239,11 @@ def test_start_loads_what_is_wanted_and_survives_what_fails(folder: Path) -> Non
         ModelSpec("bad", "/nowhere/model.gguf", preload=True),
         spec(folder, "b"),
     ]
-    run(Router(offered), body)
+    run(ModelRouter(offered), body)
 
 
 def test_closing_lets_running_requests_finish_and_refuses_new_ones(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         lease = await router.lease("a")
         running = start(lease, tokens=100)
         closing = asyncio.create_task(router.close(grace_s=30))
@@ -255,11 +256,11 @@ def test_closing_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
         await asyncio.wait_for(closing, 5)
         assert router.residents() == []
 
-    run(Router(specs(folder, "a")), body)
+    run(ModelRouter(specs(folder, "a")), body)
 
 
 def test_closing_without_patience_ends_what_runs(folder: Path) -> None:
-    async def body(router: Router) -> None:
+    async def body(router: ModelRouter) -> None:
         lease = await router.lease("a")
         running = start(lease, tokens=400)
         loading = asyncio.create_task(outcome(router.lease("b")))
@@ -270,7 +271,7 @@ def test_closing_without_patience_ends_what_runs(folder: Path) -> None:
         assert isinstance(await loading, RouterClosedError)
         assert router.residents() == []
 
-    run(Router(specs(folder, "a", "b")), body)
+    run(ModelRouter(specs(folder, "a", "b")), body)
 
 
 async def outcome(work: Awaitable[object]) -> object:

@@ -13,17 +13,29 @@ from fastapi import FastAPI, Request
 
 from slipstream.cli import serve
 from slipstream.errors import BusyError, ConfigError, RequestError
-from slipstream.server import sse
-from slipstream.server.bodies import ParsedRequest, check_json
-from slipstream.server.errors_http import ApiError, ClientGone, anthropic_body, as_api_error, install, openai_body
-from slipstream.server.jobs import Answer, Delta, Job
-from slipstream.server.limits import Gatekeeper
-from slipstream.server.metrics import Metrics
-from slipstream.server.openai_schemas import Speculative
-from slipstream.server.openai_shared import DraftMarks, timings, usage, with_seeds
-from slipstream.server.router import Router
-from slipstream.server.settings import MAX_JSON_DEPTH, ServerSettings, read_api_keys, read_bytes
-from slipstream.server.state import ServerState
+from slipstream.server.apis import sse
+from slipstream.server.apis.openai_schemas import Speculative
+from slipstream.server.apis.openai_shared import DraftMarks, timings, usage, with_seeds
+from slipstream.server.operations.bodies import ParsedRequest, check_json
+from slipstream.server.operations.errors_http import (
+    ApiError,
+    ClientGone,
+    anthropic_body,
+    as_api_error,
+    install,
+    openai_body,
+)
+from slipstream.server.operations.limits import Gatekeeper
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.server_state import (
+    MAX_JSON_DEPTH,
+    ServerSettings,
+    ServerState,
+    read_api_keys,
+    read_bytes,
+)
+from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
+from slipstream.server.serving.router import ModelRouter
 from slipstream.stats import RequestStats
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import TokenOut
@@ -33,7 +45,7 @@ Messages = list[dict[str, Any]]
 
 
 def state(**settings: Any) -> ServerState:
-    return ServerState(ServerSettings(**settings), Router([]), Metrics(), phase="ready")
+    return ServerState(ServerSettings(**settings), ModelRouter([]), Metrics(), phase="ready")
 
 
 async def exchange(app: Any, incoming: Messages, path: str = "/x", headers: dict[str, str] | None = None) -> Messages:
@@ -332,9 +344,10 @@ def test_draft_marks_join_to_the_text_however_it_is_cut() -> None:
     drafted = [False, True, True, True, False, True]  # of a, b, c, the halves of é, and !
     tokens = [TokenOut(index, was) for index, was in zip(ids, drafted, strict=True)]
     for cut in range(len(text) + 1):
-        marks = DraftMarks(tokenizer)
+        marks = DraftMarks()
         # all tokens have come, but the end of their text is held back
-        parts = [marks.mark(Delta("content", text[:cut], tokens)), marks.mark(Delta("content", text[cut:]))]
+        first = AnswerDelta("content", text[:cut], tokens, texts=["a", "b", "c", "", "é", "!"])
+        parts = [marks.mark(first), marks.mark(AnswerDelta("content", text[cut:]))]
         pieces = [piece for part in parts for piece in part["tokens"]]  # type: ignore[attr-defined]
         assert "".join(piece["text"] for piece in pieces) == text
         # a character belongs to the token that completes it

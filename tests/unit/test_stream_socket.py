@@ -16,15 +16,14 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.server import stream_frames, stream_socket
-from slipstream.server.metrics import Metrics
-from slipstream.server.model_files import ModelSpec
-from slipstream.server.router import Router
-from slipstream.server.settings import ServerSettings
-from slipstream.server.state import ServerState
-from slipstream.server.stream_frames import Outbox, read_line
-from slipstream.server.stream_socket import StreamSocket
-from slipstream.server.worker import EngineWorker
+from slipstream.server.apis import stream_frames, stream_socket
+from slipstream.server.apis.stream_frames import Outbox, read_line
+from slipstream.server.apis.stream_socket import StreamSocket
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.server_state import ServerSettings, ServerState
+from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.router import ModelRouter
+from slipstream.server.serving.worker import EngineWorker
 
 pytestmark = pytest.mark.usefixtures("threads")
 WAIT_S = 30.0
@@ -117,7 +116,7 @@ def run(
             threads=1,
         )
         spec = ModelSpec("tiny", str(folder / "target"), str(folder / "draft") if draft else "none", engine)
-        state = ServerState(ServerSettings(**settings), Router([spec]), Metrics(), phase="ready")
+        state = ServerState(ServerSettings(**settings), ModelRouter([spec]), Metrics(), phase="ready")
         served = StreamSocket(state, path, max_frames)
         await served.start()
         try:
@@ -366,7 +365,7 @@ def test_a_slow_reader_is_held_and_loses_nothing_while_others_go_on(folder: Path
 def test_a_draining_server_ends_what_is_paused_and_starts_nothing(folder: Path, path: Path) -> None:
     async def main() -> None:
         spec = ModelSpec("tiny", str(folder / "target"), "none", EngineConfig(max_context=256, cache_tokens=1024))
-        state = ServerState(ServerSettings(), Router([spec]), Metrics(), phase="ready")
+        state = ServerState(ServerSettings(), ModelRouter([spec]), Metrics(), phase="ready")
         served = StreamSocket(state, path)
         await served.start()
         reader, writer = await asyncio.open_unix_connection(str(path))

@@ -10,17 +10,16 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from slipstream.server import web_api
-from slipstream.server.metrics import Metrics
-from slipstream.server.router import Router
-from slipstream.server.settings import ServerSettings
-from slipstream.server.state import ServerState
+from slipstream.server.apis import web_api
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.server_state import ServerSettings, ServerState
+from slipstream.server.serving.router import ModelRouter
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     app = FastAPI()
-    app.include_router(web_api.routes(ServerState(ServerSettings(), Router([]), Metrics())))
+    app.include_router(web_api.routes(ServerState(ServerSettings(), ModelRouter([]), Metrics())))
     return TestClient(app, base_url="http://localhost")
 
 

@@ -13,7 +13,7 @@ import pytest
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.errors import BusyError, EngineFailedError, RequestError, StaleEpochError
-from slipstream.server.worker import EngineWorker
+from slipstream.server.serving.worker import EngineWorker
 from slipstream.types import GenEvent
 from tests.tiny import VOCAB, ask, assert_idle, mixed_requests, prompt, tiny_llm
 

@@ -19,9 +19,9 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.server.model_files import ModelSpec
-    from slipstream.server.router import Router
-    from slipstream.server.settings import ServerSettings
+    from slipstream.server.operations.server_state import ServerSettings
+    from slipstream.server.serving.model_files import ModelSpec
+    from slipstream.server.serving.router import ModelRouter
 
 _LISTENING, _LIMITS, _MODELS, _RECORDS = "Listening", "Limits", "Model", "Records"
 _DEFAULT_MODEL = "smollm2"
@@ -176,8 +176,8 @@ def command(
     json_output: JsonLines = False,
 ) -> None:
     """Serve a model, or several, until SIGTERM or Ctrl-C; a second one does not wait for running requests."""
-    from slipstream.server.router import Router
-    from slipstream.server.settings import ServerSettings, read_api_keys, read_bytes
+    from slipstream.server.operations.server_state import ServerSettings, read_api_keys, read_bytes
+    from slipstream.server.serving.router import ModelRouter
 
     settings = ServerSettings(
         host=host,
@@ -218,21 +218,21 @@ def command(
             max_waiting=_DEFAULT_QUEUE if max_queue is None else max_queue,
         )
         spec = _single(model or _DEFAULT_MODEL, draft or "auto", draft_lora or (), mode, engine)
-        router = Router([spec], memory_budget=budget, idle_s=idle or 0.0)
+        router = ModelRouter([spec], memory_budget=budget, idle_s=idle or 0.0)
     _serve(ui, settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
 
 
-def _several(models: Path, said: dict[str, object], budget: int | None, idle: float | None) -> Router:
-    from slipstream.server.router import Router
+def _several(models: Path, said: dict[str, object], budget: int | None, idle: float | None) -> ModelRouter:
+    from slipstream.server.serving.router import ModelRouter
 
     misplaced = next((name for name, value in said.items() if value is not None), None)
     if misplaced is not None:
         raise ConfigError(f"{misplaced} is for a server of one model", f"say it in {models}, for the model it is for")
-    return Router.from_file(models, memory_budget=budget, idle_s=idle)
+    return ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
 
 
 def _single(target: str, draft: str, draft_lora: Sequence[str], mode: str | None, engine: EngineConfig) -> ModelSpec:
-    from slipstream.server.model_files import ModelSpec
+    from slipstream.server.serving.model_files import ModelSpec
 
     defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}
     return ModelSpec.from_options(target, draft, engine=engine, defaults=defaults, draft_lora=draft_lora)
@@ -241,17 +241,16 @@ def _single(target: str, draft: str, draft_lora: Sequence[str], mode: str | None
 def _serve(
     ui: Ui,
     settings: ServerSettings,
-    router: Router,
+    router: ModelRouter,
     *,
     must_load: bool,
     record: Path | None,
     stream_socket: Path | None,
 ) -> None:
     from slipstream.server.lifecycle import Service, listen, url_of
-    from slipstream.server.metrics import Metrics
-    from slipstream.server.recording import Recorder
-    from slipstream.server.settings import LOOPBACK
-    from slipstream.server.state import ServerState
+    from slipstream.server.operations.metrics import Metrics
+    from slipstream.server.operations.recording import Recorder
+    from slipstream.server.operations.server_state import LOOPBACK, ServerState
 
     listener = listen(settings.host, settings.port)
     url = url_of(listener)

@@ -53,6 +53,7 @@ class ActiveSequence(ScheduledSequence):
         self._added_at = time.perf_counter()
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
+        self._texts: list[str] = []  # of the tokens absorbed since the last event
         self._step_sizes: list[int] = []
         self._error: str | None = None
 
@@ -92,7 +93,7 @@ class ActiveSequence(ScheduledSequence):
         if len(tokens) == 1 < room and tokens[0].id not in last:
             self._token_ids.append(tokens[0].id)
             self.generated += 1
-            return 1, self._detokenizer.push((tokens[0].id,))
+            return 1, self._push((tokens[0].id,))
         ids = [token.id for token in tokens[:room]]
         if not last.isdisjoint(ids):
             self.finish_reason = "stop"
@@ -101,7 +102,7 @@ class ActiveSequence(ScheduledSequence):
             self.finish_reason = "length"
         self._token_ids += ids
         self.generated += len(ids)
-        text = self._detokenizer.push(ids)
+        text = self._push(ids)
         return len(ids), text if self.finish_reason is None else text + self._leftover_text()
 
     def _absorb_singly(self, tokens: Sequence[TokenOut]) -> tuple[int, str]:
@@ -110,7 +111,7 @@ class ActiveSequence(ScheduledSequence):
             self._token_ids.append(token.id)
             self.generated += 1
             self.sampler.observe([token.id])
-            shown, stopped = self._stops.push(self._detokenizer.push([token.id]))
+            shown, stopped = self._stops.push(self._push((token.id,)))
             text += shown
             if stopped or token.id in self.request.stop_token_ids or self.sampler.complete:
                 self.finish_reason = "stop"
@@ -121,6 +122,12 @@ class ActiveSequence(ScheduledSequence):
             if self.finish_reason is not None:
                 return count, text if stopped else text + self._leftover_text()
         return len(tokens), text
+
+    def _push(self, ids: Sequence[int]) -> str:
+        """The text that becomes certain with these tokens; the part of each is kept for the next event."""
+        texts = [self._detokenizer.push((token,)) for token in ids]
+        self._texts += texts
+        return "".join(texts)
 
     def _leftover_text(self) -> str:
         """The text that was held back because it could have become a stop string or the rest of a character."""
@@ -158,7 +165,8 @@ class ActiveSequence(ScheduledSequence):
     def event(self, tokens: Sequence[TokenOut], text: str, step: StepRecord | None = None) -> GenEvent:
         """What a step did for the request; the last event carries the numbers of the whole request."""
         stats = self._final_stats() if self.finish_reason is not None else None
-        return GenEvent(self.request.id, list(tokens), text, self.finish_reason, stats, self._error, step)
+        texts, self._texts = self._texts[: len(tokens)], []
+        return GenEvent(self.request.id, list(tokens), text, self.finish_reason, stats, self._error, step, texts)
 
     def _final_stats(self) -> RequestStats:
         stats = self.stats

@@ -23,6 +23,7 @@ from slipstream.engine.launch_ahead import LaunchAhead
 from slipstream.engine.outcomes import Proposed, SequenceOutcome, decode_outcome, prefill_outcome
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.scheduler import PrefillChunk, Requirements, Scheduler, StepPlan
+from slipstream.engine.snapshots import EngineSnapshot, LineSnapshot, sequence_snapshots
 from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
@@ -348,15 +349,15 @@ class Engine:
         self.scheduler.resume(sequence, epoch)
         return True
 
-    def overview(self) -> list[ActiveSequence]:
-        """Every open request, in the order of arrival. Another thread may look too, and sees some step's middle."""
-        return list(self._sequences.values())
-
-    @property
-    def pages(self) -> tuple[int, int, int]:
-        """Pages in use, how many of them the prefix cache holds, and all there are."""
+    def snapshot(self) -> EngineSnapshot:
+        """Requests and pages as plain values; another thread may ask too, and may then see the middle of a step."""
         cached = self.prefix.size if self.prefix is not None else 0
-        return self.table.total - self.table.free, cached, self.table.total
+        used, total = self.table.total - self.table.free, self.table.total
+        return EngineSnapshot(sequence_snapshots(list(self._sequences.values())), used, cached, total)
+
+    def line(self) -> LineSnapshot:
+        """How many requests wait for a slot; only the thread that steps the engine may ask."""
+        return LineSnapshot(self.scheduler.newcomers, len(self.scheduler.waiting))
 
     # Variants of the drafter.
 

@@ -1,4 +1,4 @@
-"""The application: every API over one state, behind one gatekeeper, with documentation that needs no other host."""
+"""The application: every API over one state, behind one gatekeeper, and a documentation page without other hosts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse
 
-from slipstream.server import (
+from slipstream.server.apis import (
     anthropic_api,
     draft_lora_api,
-    errors_http,
     openai_chat,
     openai_completions,
     responses_api,
@@ -21,9 +20,10 @@ from slipstream.server import (
     text_api,
     web_api,
 )
-from slipstream.server.limits import Gatekeeper
-from slipstream.server.logs import RequestLogMiddleware
-from slipstream.server.state import ServerState
+from slipstream.server.operations import errors_http
+from slipstream.server.operations.limits import Gatekeeper
+from slipstream.server.operations.logs import RequestLogMiddleware
+from slipstream.server.operations.server_state import ServerState
 from slipstream.version import __version__
 
 Hook = Callable[[], Awaitable[None]]
@@ -70,7 +70,7 @@ fetch('openapi.json').then(answer => answer.json()).then(api => {
 
 
 def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook | None = None) -> FastAPI:
-    """The whole server as one ASGI application; the hooks run inside its event loop."""
+    """The whole server as one ASGI application; the hooks run in its event loop."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -87,7 +87,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
         version=__version__,
         description=_ABOUT,
         lifespan=lifespan,
-        # the pages FastAPI would serve here load their scripts from another host
+        # FastAPI's own documentation pages load their scripts from another host, so they are off
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -103,7 +103,8 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
         return HTMLResponse(_DOCS_PAGE)
 
     _document_refusals(app)
-    # added last is outermost: a browser's preflight carries no key and must be answered before one is asked for
+    # The middleware added last is the outermost. CORS must stand before the gatekeeper, because a browser's preflight
+    # carries no key.
     app.add_middleware(Gatekeeper, state=state)
     if state.settings.cors_origins:
         app.add_middleware(
@@ -118,7 +119,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
 
 
 def _document_refusals(app: FastAPI) -> None:
-    """FastAPI documents its own 422, which this server never sends: it refuses with 400 and names the field."""
+    """Documents the 400 that this server sends in place of FastAPI's 422, which it never sends."""
     write = app.openapi
 
     def documented() -> dict[str, Any]:

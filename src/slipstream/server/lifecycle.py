@@ -1,4 +1,4 @@
-"""From the first socket to the last answer: listening before the model is there, draining before the process ends."""
+"""The life of a server process: it listens before its models are loaded, and finishes requests before it ends."""
 
 from __future__ import annotations
 
@@ -17,21 +17,29 @@ from typing import Any, cast
 import uvicorn
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.server.apis.stream_socket import StreamSocket
 from slipstream.server.app import create_app
-from slipstream.server.connections import ACCEPTED_AT_ONCE, MAX_CONNECTIONS, Door, GuardedProtocol, raise_file_limit
-from slipstream.server.logs import LogFormat, log_config
-from slipstream.server.state import ServerState
-from slipstream.server.stream_socket import StreamSocket
+from slipstream.server.operations.connections import (
+    ACCEPTED_AT_ONCE,
+    MAX_CONNECTIONS,
+    Door,
+    GuardedProtocol,
+    raise_file_limit,
+)
+from slipstream.server.operations.logs import LogFormat, log_config
+from slipstream.server.operations.server_state import ServerState
 
 log = logging.getLogger("slipstream.server")
 
-_LAST_WORDS_S = 5  # for responses that are written but not read when everything else has ended
-_IDLE_CONNECTION_S = 75
-_BACKLOG = 1024  # connections the kernel keeps until they are accepted
+# Seconds that unread responses get when everything else has ended. With more, a client that does not read would
+# delay the end of the server.
+_UNREAD_RESPONSES_S = 5
+_IDLE_CONNECTION_S = 75  # seconds until an idle connection is closed; with fewer, clients reconnect more often
+_BACKLOG = 1024  # connections that the kernel keeps until they are accepted; more are refused by the kernel
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
+    """A listening socket; port 0 takes any free port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -61,7 +69,7 @@ class Service(uvicorn.Server):
         log_style: LogFormat = "text",
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """`must_load`: a model that cannot be loaded at the start ends the server, with the reason in `failure`."""
+        """With `must_load`, a model that cannot be loaded at the start ends the server; `failure` then says why."""
         self._door = Door(MAX_CONNECTIONS)
         super().__init__(
             uvicorn.Config(
@@ -75,7 +83,7 @@ class Service(uvicorn.Server):
                 log_level="warning",
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=_LAST_WORDS_S,
+                timeout_graceful_shutdown=_UNREAD_RESPONSES_S,
             )
         )
         self.failure: SlipstreamError | None = None
@@ -90,16 +98,16 @@ class Service(uvicorn.Server):
         self._door.limit = raise_file_limit()
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio has made it as short as what it accepts in one turn
+            listener.listen(_BACKLOG)  # asyncio has set it to the number it accepts in one turn
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._state.phase == "draining":
-            # whoever asks twice does not want to wait; nothing is left behind that the next start would trip over
+            # A second signal means that the user does not want to wait. No file is left that a new start cannot handle.
             os._exit(128 + sig)
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Takes no more work, and ends when the running requests have; belongs to the event loop's thread."""
+        """Refuses new requests and ends with the running ones; only the event loop's thread may call it."""
         if self._state.phase == "draining":
             return
         self._state.phase = "draining"
@@ -128,7 +136,7 @@ class Service(uvicorn.Server):
         self._keep(self._load())
 
     async def _load(self) -> None:
-        """Loads what is to be there from the start, while the server already answers."""
+        """Loads the models with `preload` while the server already answers."""
         await self._state.router.start()
         failed = [model for model in self._state.router.describe() if model.state == "failed"]
         if failed and self._must_load:

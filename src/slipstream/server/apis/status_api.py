@@ -1,0 +1,214 @@
+"""The state of a server: /health, /props, /slots, /metrics, the list of models, and loading or unloading a model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, Response
+
+from slipstream.errors import ConfigError
+from slipstream.server.operations.bodies import ParsedRoute
+from slipstream.server.operations.canary import CanaryReport
+from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.operations.metrics import CONTENT_TYPE
+from slipstream.server.operations.server_state import ServerState
+from slipstream.server.serving.model_entries import ModelInfo, unknown_model
+from slipstream.server.serving.residency import Resident
+from slipstream.version import __version__
+
+_STILL_TO_COME = ("unloaded", "loading", "ready", "sleeping")
+
+
+def routes(state: ServerState) -> APIRouter:
+    """The routes about the server itself; from now on, the gauges of its metrics read its router."""
+    state.metrics.watch(state.router)
+    router = APIRouter(tags=["Status"], route_class=ParsedRoute)
+    _add_health(router, state)
+    _add_models(router, state)
+    _add_control(router, state)
+    return router
+
+
+def _add_health(router: APIRouter, state: ServerState) -> None:
+    @router.get("/health", response_model=None, summary="Whether the server takes requests")
+    async def health() -> JSONResponse:
+        phase = phase_of(state)
+        body: dict[str, object] = {
+            "status": "ok" if phase == "ready" else phase,
+            "phase": phase,
+            "version": __version__,
+            "canary": _worst(list(state.metrics.canaries.reports().values())),
+        }
+        # This path needs no key, so it does not name models or failures; /v1/models, which needs the key, does.
+        headers = {} if phase == "ready" else {"Retry-After": str(max(1, round(state.settings.retry_after_s)))}
+        return JSONResponse(body, 200 if phase == "ready" else 503, headers)
+
+    @router.get("/metrics", response_model=None, summary="Numbers for Prometheus")
+    async def metrics() -> Response:
+        return Response(state.metrics.render(), media_type=CONTENT_TYPE)
+
+    @router.get("/slots", response_model=None, summary="Open requests and how far they are")
+    async def slots() -> JSONResponse:
+        return JSONResponse({"models": [_slots(resident) for resident in state.router.residents()]})
+
+    @router.get("/props", response_model=None, summary="What is loaded, how it is set, and what its steps cost")
+    async def props(model: str | None = Query(default=None, max_length=256)) -> JSONResponse:
+        resident = _resident(state, model)
+        body: dict[str, object] = {
+            "version": __version__,
+            "phase": phase_of(state),
+            "settings": _settings(state),
+            "models": [info.name for info in state.router.describe()],
+            "model": None if resident is None else resident.name,
+        }
+        if resident is not None:
+            # The question runs on the engine's thread, because every step changes the costs.
+            body |= await asyncio.to_thread(resident.worker.ask, partial(_describe, resident))
+            report = state.metrics.canaries.reports().get(resident.name)
+            body["canary"] = None if report is None else report.to_json()
+        return JSONResponse(body)
+
+
+def _add_models(router: APIRouter, state: ServerState) -> None:
+    @router.get("/v1/models", response_model=None, summary="The models that may be asked for")
+    async def models() -> JSONResponse:
+        listed = _model_objects(state)
+        names = [str(model["id"]) for model in listed]
+        # Anthropic's clients page by the last three fields.
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": listed,
+                "has_more": False,
+                "first_id": names[0] if names else None,
+                "last_id": names[-1] if names else None,
+            }
+        )
+
+    @router.get("/v1/models/{name:path}", response_model=None, summary="One model")
+    async def model(name: str) -> JSONResponse:
+        return JSONResponse(_one(state, name))
+
+
+def _add_control(router: APIRouter, state: ServerState) -> None:
+    @router.post("/models/reload", response_model=None, summary="Read the models file again")
+    async def reload() -> JSONResponse:
+        try:
+            report = await state.router.reload()
+        except ConfigError as error:
+            # This is a 400, because the operator can correct the file; the models stay as they were.
+            raise ApiError(400, error.message, error.hint, code="models_file") from None
+        return JSONResponse({**asdict(report), "data": _model_objects(state)})
+
+    @router.post("/models/{name:path}/load", response_model=None, summary="Load a model now")
+    async def load(name: str) -> JSONResponse:
+        async with await state.router.lease(name) as lease:
+            return JSONResponse(_one(state, lease.name))
+
+    @router.post("/models/{name:path}/unload", response_model=None, summary="Unload a model once its requests are over")
+    async def unload(name: str) -> JSONResponse:
+        state.router.unload(name)
+        return JSONResponse(_one(state, name))
+
+
+def phase_of(state: ServerState) -> str:
+    """The server's phase; it is `failed` if the server runs but none of its models can be loaded."""
+    models = state.router.describe()
+    if state.phase == "ready" and models and not any(model.state in _STILL_TO_COME for model in models):
+        return "failed"
+    return state.phase
+
+
+def _worst(reports: list[CanaryReport]) -> str:
+    if not reports:
+        return "learning"
+    found = {report.state for report in reports}
+    return next((state for state in ("warning", "ok", "learning") if state in found), "no promise")
+
+
+def _model_objects(state: ServerState) -> list[dict[str, object]]:
+    residents = {resident.name: resident for resident in reversed(state.router.residents())}
+    return [_model_object(info, residents.get(info.name), state) for info in state.router.describe()]
+
+
+def _model_object(info: ModelInfo, resident: Resident | None, state: ServerState) -> dict[str, object]:
+    """A model as OpenAI lists it, with the fields that Anthropic's clients need and then Slipstream's own."""
+    canary = state.metrics.canaries.reports().get(info.name)
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "slipstream",
+        "type": "model",
+        "display_name": info.name,
+        "created_at": datetime.fromtimestamp(info.created, UTC).isoformat().replace("+00:00", "Z"),
+        "state": info.state,
+        "target": info.target,
+        "draft": info.draft,
+        "mode": info.mode,
+        "draft_variants": list(info.draft_variants),
+        "last_used_ms": info.last_used_ms,
+        "running": info.users,
+        "memory_bytes": info.memory_bytes,
+        "context_length": None if resident is None else resident.llm.max_context,
+        "progress": info.progress or None,
+        "failure": info.reason or None,
+        "warning": info.warning or None,
+        "canary": None if canary is None else canary.state,
+    }
+
+
+def _one(state: ServerState, name: str) -> dict[str, object]:
+    for listed in _model_objects(state):
+        if listed["id"] == name:
+            return listed
+    raise unknown_model(name, [info.name for info in state.router.describe()])
+
+
+def _slots(resident: Resident) -> dict[str, object]:
+    seen = resident.worker.snapshot()
+    return {"model": resident.name, "alive": resident.worker.alive, **asdict(seen)}
+
+
+def _resident(state: ServerState, name: str | None) -> Resident | None:
+    """The named model, if it is in memory; without a name, the model used last."""
+    known = {info.name: info for info in state.router.describe()}
+    if name is not None and name not in known:
+        raise unknown_model(name, list(known))
+    found = [r for r in state.router.residents() if r.name in known and name in (None, r.name)]
+    if name is not None and not found:
+        raise ApiError(
+            400, f"model '{name}' is not in memory", "load it with a request or POST /models/NAME/load", param="model"
+        )
+    return max(found, key=lambda resident: known[resident.name].last_used_ms, default=None)
+
+
+def _describe(resident: Resident) -> dict[str, Any]:
+    llm = resident.llm
+    return {
+        "engine": llm.describe(),
+        "engine_settings": asdict(llm.config),
+        "request_defaults": dict(resident.spec.defaults),
+        "memory_bytes": resident.memory_bytes,
+        "expected_tau": llm.expected_tau,
+        "draft_variants": llm.draft_variants,
+        # Without a drafter there is no policy that needs costs, so none were measured.
+        "costs": llm.measure_costs() if llm.has_draft else None,
+        "chat_template": llm.tokenizer.chat_template,
+    }
+
+
+def _settings(state: ServerState) -> dict[str, object]:
+    """The server's settings without its secrets."""
+    settings = asdict(state.settings)
+    settings["api_keys"] = len(state.settings.api_keys)
+    folder = state.settings.draft_lora_folder
+    settings["draft_lora_folder"] = None if folder is None else str(folder)
+    recorder = state.recorder
+    settings["recording"] = str(recorder.path) if recorder is not None and recorder.active else None
+    return settings

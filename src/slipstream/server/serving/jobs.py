@@ -1,0 +1,126 @@
+"""The server's own nouns: every API is translated into jobs and from answers, which have no API's field names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slipstream.stats import RequestStats
+from slipstream.types import FinishReason, StepRecord, TokenOut
+
+JsonObject = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: JsonObject = field(default_factory=dict)  # a JSON schema; an empty one allows any object
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may, must or must not be called; with a `name`, only that tool may be called."""
+
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The form of the whole answer; `schema` is for kind json_schema, `grammar` (Lark syntax) for kind grammar."""
+
+    kind: Literal["json_object", "json_schema", "grammar"]
+    schema: JsonObject | None = None
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One generation as a client asked for it: a conversation to answer, or raw text or tokens to continue.
+
+    `settings` are keywords of `LLM.request`: sampling, max_tokens, stop, seed, mode, gate, draft_lora,
+    logit_bias, cache_prompt.
+    """
+
+    model: str
+    messages: Sequence[JsonObject] | None = None  # the roles are system, user, assistant and tool; content is text
+    continues: bool = False  # the last message is the beginning of the answer
+    prompt: str | Sequence[int] | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tools: bool = True  # if False, the answer ends with its first call
+    format: OutputFormat | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)  # for the chat template: enable_thinking, ...
+    thinking_budget: int | None = None  # tokens of reasoning after which the engine writes the end tag
+    priority: int = 0  # requests with larger values are served first
+    deadline_s: float | None = None
+    prompt_class: str | None = None  # from metadata.prompt_class; selects the tau that the canary expects
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """Text of one kind that one engine step adds to an answer, and the tokens that completed this text.
+
+    A tool call begins with a delta that has its `call_id` and `name`; its arguments follow as text.
+    """
+
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str
+    tokens: Sequence[TokenOut] = ()
+    call: int = 0  # the index of the tool call in the answer
+    call_id: str = ""
+    name: str = ""
+    step: StepRecord | None = None
+    texts: Sequence[str] = ()  # the characters that each of the tokens brought
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer; it is filled while it streams, and it is complete once `finish_reason` is set."""
+
+    model: str  # the name that `any` was resolved to, never `any` itself
+    mode: str
+    draft: str | None
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[TokenOut] = field(default_factory=list)  # of the content, if the request asked for log-probabilities
+    token_texts: list[str] = field(default_factory=list)  # the characters that each of these tokens brought
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None  # the stop string that ended the answer
+    error: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    reasoning_tokens: int = 0
+
+    def timings(self) -> dict[str, object]:
+        """The extension that every API's response carries: where the time went and what speculation did."""
+        stats = self.stats
+        per_position = stats.to_json()["accepted_per_position"]
+        return {
+            "prompt_n": stats.prompt_tokens - stats.cached_tokens,
+            "prompt_ms": round(stats.ttft_ms, 3),
+            "cached_n": stats.cached_tokens,
+            "predicted_n": stats.completion_tokens,
+            "predicted_ms": round(stats.decode_ms, 3),
+            "predicted_per_second": round(stats.tokens_per_second, 3),
+            "draft_n": stats.drafted,
+            "draft_n_accepted": stats.accepted,
+            "tau": round(stats.tau, 4),
+            "accepted_per_position": per_position,
+            "mode": self.mode,
+            "draft": self.draft,
+            "draft_lora": stats.draft_lora,
+        }

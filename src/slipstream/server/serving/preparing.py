@@ -1,0 +1,80 @@
+"""Prompts in preparation: how much work goes on at the same time, and in which threads.
+
+Rendering, tokenising and compiling a grammar take time and memory before a request stands in its engine's line. The
+limit of that line does not bound this work, so it has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from slipstream.errors import BusyError
+from slipstream.server.serving.jobs import Job
+
+T = TypeVar("T")
+# Larger texts are prepared one at a time, because preparing a text may take 300 bytes of memory per character.
+LARGE_CHARS = 1 << 16
+# Characters that may be in preparation together: sixteen bodies of 4 MiB. More would fill the memory.
+MAX_CHARS = 1 << 26
+_RETRY_AFTER_S = 5.0  # preparing a text of 4 MiB takes about as long; an earlier retry would be refused again
+
+
+class Preparation:
+    """The prompts that are being prepared for one model. Only the event loop's thread may use it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._chars = 0
+        self._one_large = asyncio.Lock()
+
+    async def run(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
+        """Does `work` on a text of `chars` characters in another thread; refuses it if too many characters wait."""
+        if self.count and self._chars + chars > MAX_CHARS:
+            raise BusyError(f"{self.count} long prompts are being prepared already", retry_after_s=_RETRY_AFTER_S)
+        self.count, self._chars = self.count + 1, self._chars + chars
+        try:
+            return await self.go_on(chars, work, *arguments)
+        finally:
+            self.count, self._chars = self.count - 1, self._chars - chars
+
+    async def go_on(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
+        """Does more work on a text that `run` has admitted before; large texts take turns."""
+        if chars < LARGE_CHARS:
+            return await _in_thread(work, *arguments)
+        async with self._one_large:
+            return await _in_thread(work, *arguments)
+
+
+async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Waits for the thread even when cancelled, because the thread reads a model that only a lease keeps loaded."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def prompt_chars(job: Job) -> int:
+    """About how many characters a prompt is made of: messages, calls, tools and variables for its template."""
+    if job.messages is None:
+        return len(job.prompt or ())
+    tools = [(tool.name, tool.description, tool.parameters) for tool in job.tools]
+    return _chars([job.messages, tools, job.template_kwargs])
+
+
+def _chars(value: object) -> int:
+    count, todo = 0, [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, str):
+            count += len(part)
+        elif isinstance(part, Mapping):
+            todo += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            todo += part
+        else:
+            count += 1
+    return count
