@@ -318,6 +318,8 @@ def test_choosing_leaves_no_trace_and_rows_get_the_mask_of_their_own_path(pair: 
         logits[row, token] = 9.0  # what the target would say; row 2 wants D where only Y may stand
     guide = compiled(pair, constraint)
     sampler = RowSampler(SamplingParams(), VOCAB, [65], True, guide)
+    for path in ((), (x,), (a,)):
+        guide.mask(path)  # waits for the mask: a step gives up after a moment, and this machine may be busy
     for _ in range(2):
         chosen = sampler.choose(logits, 1, proposal)
         assert (chosen[0], chosen[2]) == (x, y)

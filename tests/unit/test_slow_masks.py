@@ -168,8 +168,8 @@ def test_an_end_that_is_known_late_is_the_same_end(pair: LLM) -> None:
 
 
 def test_a_slow_constraint_has_no_drafts(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts, draft = list[object](), pair.engine.executor.draft
-    monkeypatch.setattr(pair.engine.executor, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
+    drafts, draft = list[object](), pair.engine.contexts.draft
+    monkeypatch.setattr(pair.engine.contexts, "draft", lambda jobs: (drafts.extend(jobs), draft(jobs))[1])
     alone = text_of(pair, LETTERS, "plain")
     request = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="chain", **SETTINGS)
     watch = add_watched(pair, request, burn_s=SLOW_S)

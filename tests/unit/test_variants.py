@@ -266,7 +266,7 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
     memories = []
     for name in ("keys", "keys", "base"):
         llm.engine.add(replace(request, draft_lora=name))
-        policy = llm.engine.scheduler.running[0].policy
+        policy = llm.engine.scheduler.waiting[0].policy
         assert policy is not None
         memories.append(policy.shared)
         llm.engine.cancel("r")
@@ -275,7 +275,7 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
     llm.remove_draft_lora("keys")
     llm.add_draft_lora(sources["taps"].replace("taps=", "keys="))
     llm.engine.add(request)
-    policy = llm.engine.scheduler.running[0].policy
+    policy = llm.engine.scheduler.waiting[0].policy
     assert policy is not None and policy.shared is not memories[0]
 
 
