@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.speculative.new_text import novel_steps
-from slipstream.stats import Decision, RequestStats
+from slipstream.stats import Decision, RequestStats, novel_steps
 from slipstream.types import Gate, GenEvent, Mode, Proposal, SamplingParams, StepRecord, TokenOut, Verdict
 
 STEP = 4  # tokens a speculative step of the fake commits

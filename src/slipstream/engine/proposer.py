@@ -14,7 +14,7 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
+from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, VerifyChoice, View
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal, Verdict
@@ -292,7 +292,7 @@ def _undrafted(session: Session) -> Plan:
     return Plan(Proposal((state.tokens[state.length],), (-1,)), Decision("plain", policy.note if policy else ""))
 
 
-def _settled(session: Session, tree: Growth, chain: Growth, choice: Choice) -> Plan:
+def _settled(session: Session, tree: Growth, chain: Growth, choice: VerifyChoice) -> Plan:
     growth = tree if choice.kind == "tree" else chain
     if choice.kind == "plain":
         if chain.nodes and session.speculation.policy is not None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from slipstream.engine.scheduler import Ticket
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.new_text import novel_steps
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
-from slipstream.stats import RequestStats
+from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer

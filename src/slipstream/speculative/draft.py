@@ -1,4 +1,4 @@
-"""One block pass of the drafter for any number of sequences: anchors and masks in, candidates per slot out."""
+"""Runs one block pass of the drafter for any number of sequences: anchors and masks in, candidates per slot out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.speculative.sampling import RowSampler
 
 
 class DraftJob(NamedTuple):
-    """A sequence that wants `slots` positions drafted behind its anchor, `candidates` at each."""
+    """A sequence for which `slots` positions after its anchor are drafted, with `candidates` tokens at each."""
 
     state: SequenceState
     sampler: RowSampler
@@ -27,7 +27,7 @@ class DraftJob(NamedTuple):
 
 
 class BlockDrafter:
-    """Drafts over the shared pages; the block itself stands in the slots verify is about to use."""
+    """Drafts over the shared pages; the block occupies the page slots that verify is about to use."""
 
     def __init__(self, target: Decoder, drafter: DFlashDrafter, pools: KvPools, page_tokens: int, window: int) -> None:
         self.drafter = drafter
@@ -41,7 +41,7 @@ class BlockDrafter:
         self._patterns = tuple(dict.fromkeys(drafter.config.patterns))
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
-        """What each job's block offers; None where the drafter's numbers are not finite."""
+        """What each job's block offers; None if the drafter's logits are NaN or infinite."""
         if not jobs:
             return []
         hidden, logits = self._logits(jobs)
@@ -49,9 +49,9 @@ class BlockDrafter:
         return [self._offer(job, parts[block], hidden, block) for block, job in enumerate(jobs)]
 
     def _logits(self, jobs: Sequence[DraftJob]) -> tuple[Tensor, Tensor]:
-        """The hidden rows of all blocks, and the logits of their slots, job by job."""
+        """The hidden rows of all blocks, and the logits of the wanted slots, job by job."""
         batch = self._batch(jobs)
-        # only slots that may be verified go through the output head
+        # Only slots that may be verified need logits, so only they go through the output head.
         first = self.drafter.config.first_slot
         wanted = [block * self.block_size + first + slot for block, job in enumerate(jobs) for slot in range(job.slots)]
         hidden, logits = self.drafter.forward_logits(
@@ -60,7 +60,7 @@ class BlockDrafter:
         return hidden, self.drafter.shape_logits(logits)
 
     def _offer(self, job: DraftJob, logits: Tensor, hidden: Tensor, block: int) -> BlockDrafts | None:
-        """What one block's logits offer; `hidden` are the rows of all blocks, which only heads look at."""
+        """What the logits of one block offer; `hidden` holds the rows of all blocks, which only heads read."""
         heads = self.drafter.heads
         count = job.candidates if heads is None else heads.candidate_limit or job.candidates
         best = job.sampler.draft_candidates(logits, job.state.length + 1, count)
@@ -76,7 +76,7 @@ class BlockDrafter:
         return drafts
 
     def write_context(self, taps: Tensor, places: RowPlaces) -> None:
-        """Stores the draft context of committed rows at their positions."""
+        """Stores the draft context of committed rows at their positions in the draft pool."""
         self.drafter.write_context(taps, places, self._pools.draft_keys, self._pools.draft_values)
 
     def _batch(self, jobs: Sequence[DraftJob]) -> RowBatch:

@@ -18,12 +18,11 @@ from slipstream.engine.session import Session
 from slipstream.kernels.gpu.tree_growth import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
 from slipstream.models.gpu_models import GpuDrafter
-from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape
-from slipstream.speculative.expected_gains import assumed
-from slipstream.speculative.gates import EmaGate
+from slipstream.speculative.expected_gains import assumed_gains
+from slipstream.speculative.gates import BatchGate, EmaGate
 from slipstream.speculative.policy import Offer
-from slipstream.speculative.slowest_share import Pace
+from slipstream.speculative.slowest_share import SlowestShare
 from slipstream.types import Decision
 
 _FEW = 4  # sequences that the policy chooses among
@@ -139,7 +138,7 @@ class Planner:
         self._loop = loop
         self._most_rows = most_rows
         self._gate = BatchGate()
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, SlowestShare] = {}
         self._paced: tuple[Session, ...] = ()
         self._cohort: Cohort | None = None
         self._plain: Intent
@@ -225,7 +224,7 @@ class Planner:
         for rows in drafted_widths(bucket(len(cohort.columns)), self._most_rows):
             tokens = float(len(sessions))
             for policy, depth in drafting:
-                gains = policy.gains if policy.gains.known else assumed(policy.proposals)
+                gains = policy.gains if policy.gains.known else assumed_gains(policy.proposals)
                 nodes = min(rows - 1, policy.max_nodes)
                 tokens += gains.expected(nodes, depth, branching=not policy.chains_only)
             shape = StepShape(len(sessions), rows * len(sessions), context, cohort.sampled, branching=True)
@@ -272,9 +271,9 @@ class Planner:
             tokens *= 1.0 if step.crowded else share
         self._gate.observe(size, intent.free, step.rows, tokens, step.seconds)
 
-    def _pace(self, cohort: Cohort) -> Pace:
+    def _pace(self, cohort: Cohort) -> SlowestShare:
         """How the sequences of a batch differ; what is known of one says something about the next of its size."""
-        pace = self._paces.setdefault(bucket(len(cohort.columns)), Pace())
+        pace = self._paces.setdefault(bucket(len(cohort.columns)), SlowestShare())
         if self._paced is not cohort.columns:
             self._paced = cohort.columns
             pace.restart(len(cohort.columns))
