@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.bench.comparison_report import QUIET
+from slipstream.bench.comparison_report import QUIET_CORES
 from slipstream.bench.floors import ROWS, RowCost, row_costs
-from slipstream.bench.measure import Plan
+from slipstream.bench.measure import BenchPlan
 from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
 from slipstream.bench.rival import NAME, Rival
 from slipstream.bench.rival_race import Race, Watch, prose_ids, race
@@ -73,7 +73,7 @@ def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]
 
 
 def run_race(llm: LLM, rival: Rival, name: str, prompts: int, tokens: int, temperature: float) -> Race:
-    plan = Plan(max_tokens=tokens, temperature=temperature, seed=1)
+    plan = BenchPlan(max_tokens=tokens, temperature=temperature, seed=1)
     return race(llm, rival, read_prompts(name, prompts), plan)
 
 
@@ -102,7 +102,7 @@ def judge_watch(watch: Watch) -> tuple[str, bool]:
     """Whether the waiting side slept and nobody else worked: how much of a core they kept busy."""
     shares = {"ours": watch.share("ours"), NAME: watch.share(NAME), "others": watch.others()}
     text = ", ".join(f"{side}: {'unknown' if share is None else f'{share:.2%}'}" for side, share in shares.items())
-    ok = all(share is None or share <= (QUIET if side == "others" else 0.02) for side, share in shares.items())
+    ok = all(share is None or share <= (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
     return f"of a core, in turns that were not theirs: {text}", ok
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from slipstream.bench.measure import Comparison, Plan, compare
+from slipstream.bench.measure import BenchPlan, Comparison, compare
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
@@ -153,5 +153,5 @@ def rows_are_dear() -> CostTable:
 
 
 def auto_against_plain(llm: LLM, conversations: Sequence[Conversation], tokens: int, temperature: float) -> Comparison:
-    plan = Plan(max_tokens=tokens, temperature=temperature, seed=1, modes=("plain", "auto"))
+    plan = BenchPlan(max_tokens=tokens, temperature=temperature, seed=1, modes=("plain", "auto"))
     return compare(llm, "smollm2", conversations, plan)

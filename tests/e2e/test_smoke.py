@@ -47,4 +47,4 @@ def test_a_model_that_is_not_there_fails(server: Server) -> None:
 def test_nobody_there_is_another_exit_code() -> None:
     done = smoke(DEAD)
     assert done.returncode == 2 and not done.stdout
-    assert "nobody answers" in done.stderr
+    assert "no server answers" in done.stderr
