@@ -63,7 +63,7 @@ class Identity:
 
     @property
     def ok(self) -> bool:
-        """Whether all texts are equal except for proven near-ties (fewer than one in 20,000 tokens), and drafts accepted."""
+        """Whether all texts are equal except for proven near-ties (under one in 20,000 tokens), and drafts accepted."""
         allowed = self.tokens / 20_000
         explained = self.same + self.near_ties == self.of
         return explained and self.near_ties <= allowed and self.speculative.accepted > 0.5 * self.of

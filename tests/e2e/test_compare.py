@@ -1,4 +1,4 @@
-"""The shipped drafters against each other and against the authors' package, on answers of the real target."""
+"""The included drafters compared with each other and with the authors' package, on answers of the real target."""
 
 from __future__ import annotations
 
