@@ -174,7 +174,7 @@ class Load:
             f"{self.clients} streaming clients for {self.seconds:.0f} s: {self.complete} streams complete, {self.gone} "
             f"left in the middle, {self.refused} times 429 and tried again, {self.tokens} tokens, {wrong}; afterwards "
             f"{self.growth_bytes / 2**20:+.1f} MB (at most {GROWTH_BYTES / 2**20:.0f}), {self.more_files:+d} open "
-            f"files, {self.more_threads:+d} threads, {self.pages_held} pages held by nobody's request"
+            f"files, {self.more_threads:+d} threads, {self.pages_held} pages held although no request runs"
         )
 
 

@@ -14,43 +14,43 @@ from slipstream.speculative.sequence_policy import (
 from slipstream.types import Gate, Mode
 
 
-def tokens_until_free(account: DraftDebt) -> int:
+def tokens_until_free(debt: DraftDebt) -> int:
     tokens = 0
-    while account.exceeded:
-        account.write(1)
+    while debt.exceeded:
+        debt.write(1)
         tokens += 1
         assert tokens < 10_000
     return tokens
 
 
 def owing(tokens: float) -> DraftDebt:
-    """Whose start is used up, and who has lost so many tokens more."""
-    account = DraftDebt()
-    account.lose(_FREE_START_TOKENS)
-    account.lose(tokens)
-    return account
+    """A debt whose free start is used up, and that has lost `tokens` more."""
+    debt = DraftDebt()
+    debt.lose(_FREE_START_TOKENS)
+    debt.lose(tokens)
+    return debt
 
 
 def test_a_loss_is_worked_off_at_its_share() -> None:
-    account = DraftDebt()
-    account.lose(0.99 * _FREE_START_TOKENS)
-    assert not account.exceeded, "everybody may try for a start"
+    debt = DraftDebt()
+    debt.lose(0.99 * _FREE_START_TOKENS)
+    assert not debt.exceeded, "drafting may be tried at the start"
     assert 0.9 * 0.5 / _LOSS_SHARE < tokens_until_free(owing(0.5)) < 1.02 * 0.5 / _LOSS_SHARE
-    account = owing(0.3)
-    tokens_until_free(account)
-    account.lose(0.3)
-    assert 0.5 * 0.3 / _LOSS_SHARE < tokens_until_free(account) < 0.3 / _LOSS_SHARE
+    debt = owing(0.3)
+    tokens_until_free(debt)
+    debt.lose(0.3)
+    assert 0.5 * 0.3 / _LOSS_SHARE < tokens_until_free(debt) < 0.3 / _LOSS_SHARE
 
 
 def test_what_drafts_win_pays_for_drafts_that_lose() -> None:
-    account = DraftDebt()
+    debt = DraftDebt()
     for _ in range(50):
-        account.lose(1.2)
-        account.win(3)
-    account.lose(_SAVED_TOKENS - 0.1)
-    assert not account.exceeded
-    account.lose(0.2)
-    assert account.exceeded, "a long good time does not pay for a long bad one"
+        debt.lose(1.2)
+        debt.win(3)
+    debt.lose(_SAVED_TOKENS - 0.1)
+    assert not debt.exceeded
+    debt.lose(0.2)
+    assert debt.exceeded, "a long good time does not pay for a long bad one"
 
 
 def test_no_loss_is_too_large_to_be_forgiven() -> None:
