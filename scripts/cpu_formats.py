@@ -1,4 +1,4 @@
-"""Milliseconds for all matrices of one decoding step, per weight format and row count, on this machine.
+"""Measures the milliseconds of all matrices of one decoding step, per weight format and row count, on this machine.
 
 python scripts/cpu_formats.py            shapes of SmolLM2-135M
 """

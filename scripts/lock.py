@@ -1,4 +1,4 @@
-"""Writes requirements.lock: every version of constraints.txt with the SHA-256 of its files on the package index.
+"""Writes requirements.lock: each version in constraints.txt with the SHA-256 hashes of its files on the package index.
 
     python scripts/lock.py
 
@@ -23,8 +23,8 @@ LEFT_OUT = {"torch", "xllamacpp"}
 MARKERS = {"triton": "platform_system == 'Linux' and platform_machine == 'x86_64'"}
 _LINK = re.compile(r'href="[^"#]*/([^"/#]+)#sha256=([0-9a-f]{64})"')
 _HEADER = """\
-# The files that everything is tested with (Linux on x86-64, CPython 3.11), by their hashes; `make lock` writes this.
-# `make setup LOCKED=1` installs these and no others; torch is left out, because its build depends on the machine.
+# The files with which everything is tested (Linux on x86-64, CPython 3.11), by their hashes; `make lock` writes this.
+# `make setup LOCKED=1` installs only these; torch is left out, because its build depends on the machine.
 """
 
 
@@ -35,7 +35,7 @@ def pins(text: str) -> list[tuple[str, Version]]:
 
 
 def version_of(filename: str) -> Version | None:
-    """The version a file on the index has; None for kinds that pip does not install."""
+    """The version of a file on the index; None for kinds of files that pip does not install."""
     try:
         if filename.endswith(".whl"):
             return parse_wheel_filename(filename)[1]

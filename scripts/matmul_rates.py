@@ -1,4 +1,4 @@
-"""Products per second of single matrices by rows, instruction set and threads: where a step's time goes.
+"""Measures products per second of single matrices by rows, instruction set and threads.
 
 python scripts/matmul_rates.py [--threads 2]
 """

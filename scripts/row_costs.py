@@ -1,4 +1,4 @@
-"""What a step of 1 to 64 rows costs on this machine's native kernels, for random weights shaped like SmolLM2-135M.
+"""Measures a step of 1 to 64 rows on this machine's native kernels, with random weights shaped like SmolLM2-135M.
 
     python scripts/row_costs.py [--threads 2] [--context 200]
 
@@ -26,7 +26,7 @@ ROUNDS = 15
 
 
 class RandomTensor:
-    """Random codes under sound scales, in the bytes of a file."""
+    """A tensor of random codes with plausible scales, in the bytes of a file."""
 
     def __init__(self, type_name: str, outputs: int, inputs: int) -> None:
         self.type_name, self.shape = type_name, (outputs, inputs)
@@ -39,7 +39,7 @@ class RandomTensor:
         return self._bytes
 
     def dense(self) -> torch.Tensor:
-        raise NotImplementedError("random codes have no other form")
+        raise NotImplementedError("random codes exist only as the bytes of a file")
 
 
 class Model:
@@ -94,7 +94,7 @@ class Model:
 
 
 def bandwidth(threads: int) -> float:
-    """Bytes per second that torch reads of a buffer as large as the weights."""
+    """Bytes per second at which torch reads a buffer as large as the weights."""
     torch.set_num_threads(threads)
     data = torch.ones(24 * 1024 * 1024)
     times = []

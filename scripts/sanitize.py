@@ -14,10 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/unit/test_native_*.py"))
-# test_native_library starts compilers and other Pythons, which need no sanitizer and some do not run with one
+# test_native_library is left out: it starts compilers and other Pythons, some of which do not run with a sanitizer.
 TESTS = [test for test in TESTS if "library" not in test]
-SHARE = "16"  # every sixteenth case: a sanitized kernel is some ten times slower, and cases differ in sizes only
-# apart, because both checks together make the kernels' templates take many minutes to compile
+# Only every sixteenth case runs, because a sanitized kernel is some ten times slower and cases differ only in sizes.
+SHARE = "16"
+# The two sanitizers are built separately, because both together make the kernels' templates compile for many minutes.
 FLAGS = {
     "memory": "-fsanitize=address",
     "thread": "-fsanitize=thread",
@@ -26,7 +27,7 @@ FLAGS = {
 RUNTIMES = {"memory": "libasan.so", "thread": "libtsan.so", "undefined": "libubsan.so"}
 SYMBOLS = {"memory": b"__asan_report", "thread": b"__tsan_write", "undefined": b"__ubsan_handle"}
 OPTIONS = {
-    # Python and torch keep memory until the process ends, and load libraries that know nothing of sanitizers
+    # Python and torch keep memory until the process ends, and load libraries that were built without sanitizers.
     "memory": {"ASAN_OPTIONS": "detect_leaks=0"},
     "undefined": {"UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:report_signal_unsafe=0"},
@@ -34,7 +35,7 @@ OPTIONS = {
 
 
 def build(kind: str, folder: Path) -> Path:
-    """The kernels compiled with a sanitizer."""
+    """Compiles the kernels with a sanitizer."""
     flags = f"{FLAGS[kind]} -fno-omit-frame-pointer"
     places = ["--build-temp", str(folder / "objects"), "--build-lib", str(folder / "library")]
     environment = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags, "LDFLAGS": flags}
@@ -47,7 +48,7 @@ def build(kind: str, folder: Path) -> Path:
 
 
 def runtime(name: str) -> str:
-    """Where the compiler keeps a sanitizer's library, which must be loaded before everything else."""
+    """The path of the compiler's sanitizer library, which must be loaded before everything else."""
     found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
@@ -62,7 +63,7 @@ def check(kind: str) -> int:
             "SLIPSTREAM_TEST_SHARE": SHARE,
             "PYTHONPATH": str(ROOT / "src"),
         }
-        # ThreadSanitizer wants memory where it expects it, which random addresses prevent
+        # ThreadSanitizer needs memory at fixed addresses, which address randomisation prevents.
         fixed = ["setarch", "-R"] if kind == "thread" else []
         command = [*fixed, sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *TESTS]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

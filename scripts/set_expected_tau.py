@@ -1,4 +1,4 @@
-"""Writes what a drafter promises, tokens per step by class of prompts, into its GGUF file; tensors stay as they are.
+"""Writes a drafter's expected tokens per step, by class of prompts, into its GGUF file; the tensors stay unchanged.
 
 slipstream bench --prompts humaneval --modes chain --json    # tau of "chain" is the value for code, and so on
 python scripts/set_expected_tau.py drafter.gguf code=4.7 maths=4.8 chat=1.8
@@ -27,12 +27,12 @@ def parse(text: str) -> tuple[str, float]:
 
 
 def rewrite(path: Path, taus: dict[str, float]) -> None:
-    """Replaces the promises in the file at `path`, whole or not at all."""
+    """Replaces the expected taus in the file at `path`; if it fails, the old file is kept."""
     entries = [entry for entry in stored_metadata(path) if not entry.key.startswith(GGUF_EXPECTED_TAU)]
     for prompts, tau in taus.items():
         entries.append(number_entry(f"{GGUF_EXPECTED_TAU}{prompts}", tau, ValueKind.FLOAT64))
     with open_weights(path) as file:
-        # a promise the drafter cannot keep must not reach the file
+        # A value that the drafter's reader would refuse must not reach the file.
         file.metadata = as_read(entries)
         read_drafter_config(path, file)
     write_gguf(path, entries, copied_tensors(path, read_gguf(path)))
@@ -41,7 +41,9 @@ def rewrite(path: Path, taus: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("taus", nargs="*", type=parse, metavar="CLASS=TAU", help="none: the file promises nothing")
+    parser.add_argument(
+        "taus", nargs="*", type=parse, metavar="CLASS=TAU", help="without any, the file's expected taus are removed"
+    )
     options = parser.parse_args()
     try:
         rewrite(options.file, dict(options.taus))

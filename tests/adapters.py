@@ -1,4 +1,4 @@
-"""Adapter files for the tests, in the layouts PEFT and llama.cpp write, and the drafters they belong to."""
+"""Writes adapter files for the tests in the layouts of PEFT and llama.cpp, and the drafters that they belong to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYER_MODULES = (
     "mlp.down_proj",
 )
 ADAPTABLE = ("fc", *(f"layers.{index}.{module}" for index in range(8) for module in LAYER_MODULES))
-# kind of drafter -> the modules it has beyond the plain backbone
+# For each kind of drafter: the modules that it has beyond the plain backbone.
 EXTRA: dict[str, tuple[str, ...]] = {
     "plain": (),
     "tables": ("embed_tokens", "lm_head"),
@@ -71,7 +71,7 @@ def noise(*shape: int, seed: int = 0, size: float = 0.3) -> Tensor:
 
 
 def write_drafter(folder: Path, kind: str = "plain") -> Path:
-    """A tiny drafter with the parts of its kind; returns its folder."""
+    """Writes a tiny drafter with the parts of its kind; returns its folder."""
     draft = write_pair(folder)[1]
     tensors = load_file(draft / "model.safetensors")
     for number, module in enumerate(EXTRA[kind]):
@@ -96,7 +96,7 @@ def write_drafter(folder: Path, kind: str = "plain") -> Path:
 
 
 def factors(shape: Sequence[int], rank: int = RANK, seed: int = 1, embedding: bool = False) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B [out, rank] for a weight; PEFT keeps A [rank, rows] and B [width, rank] for an embedding."""
+    """A [rank, in] and B [out, rank] for a weight; for an embedding PEFT stores A [rank, rows] and B [width, rank]."""
     outputs, inputs = shape
     if embedding:
         outputs, inputs = inputs, outputs
@@ -104,17 +104,17 @@ def factors(shape: Sequence[int], rank: int = RANK, seed: int = 1, embedding: bo
 
 
 def peft_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], embeddings: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Modules and their (A, B) under the names PEFT saves them with."""
+    """The (A, B) of modules under the names with which PEFT saves them."""
     tensors = {}
     for module, pair in pairs.items():
         for side, tensor in zip("AB", pair, strict=True):
             ending = f"lora_embedding_{side}" if module in embeddings else f"lora_{side}.weight"
-            tensors[f"base_model.model.{module}.{ending}"] = tensor.contiguous().clone()  # tests spoil them
+            tensors[f"base_model.model.{module}.{ending}"] = tensor.contiguous().clone()  # tests change the copies
     return tensors
 
 
 def write_peft(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -> Path:
-    """A PEFT folder; a change of None takes a key of its config away."""
+    """Writes a PEFT folder; a change of None removes a key of its config."""
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -144,9 +144,9 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], **changes: Any) -> P
 def write_random_adapter(
     folder: Path, drafter: Path, modules: Sequence[str] = (), seed: int = 0, size: float = 0.3
 ) -> Path:
-    """A PEFT adapter for the matrices of a drafter whose names contain one of `modules` (none: for all of them).
+    """Writes a PEFT adapter for the drafter's matrices whose names contain one of `modules` (for all if none is given).
 
-    What it adds to a matrix is about `size` times as large as a matrix that keeps its rows' length.
+    It changes a matrix by about `size` times a matrix that keeps the length of its rows.
     """
     pairs = {}
     with open_weights(drafter) as file:
@@ -164,7 +164,7 @@ def write_random_adapter(
 def write_gguf_adapter(
     path: Path, tensors: Mapping[str, Tensor], alpha: float | None = 8.0, kind: str = "F32", **keys: str
 ) -> Path:
-    """A GGUF adapter as llama.cpp's converter writes them; `tensors` by full name, `keys` with __ for a dot."""
+    """Writes a GGUF adapter like llama.cpp's converter; `tensors` have full names, and `__` in `keys` means a dot."""
     settings = {"general__architecture": "dflash", "general__type": "adapter", "adapter__type": "lora"} | keys
     writer = gguf.GGUFWriter(path, settings.pop("general__architecture"))
     for key, value in settings.items():
@@ -176,7 +176,7 @@ def write_gguf_adapter(
 
 
 def gguf_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], spelling: int = 0) -> dict[str, Tensor]:
-    """Modules and their (A, B) under GGUF names: spelling 0 is llama.cpp's, -1 the last other one."""
+    """The (A, B) of modules under GGUF names; spelling 0 is llama.cpp's, -1 is the last of the other ones."""
     tensors = {}
     for module, (a, b) in pairs.items():
         name = gguf_spellings(f"{module}.weight")[spelling]
@@ -185,7 +185,7 @@ def gguf_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], spelling: int = 0) 
 
 
 def gguf_drafter(path: Path, folder: Path, kind: str = "F32", spelling: int = 0) -> WeightFile:
-    """The tensors of a drafter folder in a GGUF file, matrices quantised where their rows allow it."""
+    """Writes the tensors of a drafter folder into a GGUF file; matrices are quantised if their rows allow it."""
     source = open_weights(folder)
     writer = gguf.GGUFWriter(path, "dflash")
     tensors = {gguf_spellings(canonical_name(name))[spelling]: source.tensor(name).dense() for name in source.names()}

@@ -1,4 +1,4 @@
-"""The promises about text and acceptance as functions of their size: `make test` runs a sample, `make verify` all."""
+"""Checks of the promises about text and acceptance at any size: `make test` runs a sample, `make verify` runs all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY_PENALISED: dict[str, object] = {"repetition_penalty": 1.2, "frequency_pen
 def real_pair(
     weight_format: WeightFormat = "auto", prefill_chunk: int = 256, threads: int = 0, draft: str = "auto"
 ) -> LLM:
-    """The default pair, loaded once per setting and checked after every step."""
+    """The default pair, loaded once per setting; its engine checks itself after every step."""
     return LLM(
         "smollm2",
         draft,
@@ -44,7 +44,7 @@ def real_pair(
 
 
 def eval_prompts(count: int) -> list[str]:
-    """First turns of the evaluation sets, taken in turn so that every count has some of each."""
+    """First turns of the evaluation sets, taken from each set in turn, so that any count has some of each."""
     sets = [[turns[0] for turns in read_prompts(name)] for name in BUILT_IN]
     mixed = [group[i] for i in range(max(map(len, sets))) for group in sets if i < len(group)]
     return mixed[:count]
@@ -52,7 +52,7 @@ def eval_prompts(count: int) -> list[str]:
 
 @dataclass(slots=True)
 class Identity:
-    """Texts compared with and without speculation, and what speculation did meanwhile."""
+    """Texts compared with and without speculation, and the statistics of speculation."""
 
     same: int = 0
     of: int = 0
@@ -63,7 +63,7 @@ class Identity:
 
     @property
     def ok(self) -> bool:
-        """All texts equal but for proven near-ties, which are rarer than one in 20,000 tokens; drafts accepted."""
+        """Whether all texts are equal except for proven near-ties (under one in 20,000 tokens), and drafts accepted."""
         allowed = self.tokens / 20_000
         explained = self.same + self.near_ties == self.of
         return explained and self.near_ties <= allowed and self.speculative.accepted > 0.5 * self.of
@@ -76,7 +76,7 @@ class Identity:
 
 
 def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completion]]) -> Identity:
-    """Counts equal texts (log-probabilities included where asked for) and proves the rest to be near-ties or not."""
+    """Counts equal texts (with their log-probabilities if requested), and checks whether the others are near-ties."""
     result = Identity()
     for request, plain, speculative in pairs:
         result.of += 1
@@ -104,7 +104,7 @@ def compare_pairs(llm: LLM, pairs: Iterable[tuple[Request, Completion, Completio
 def identity(
     llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], mode: str = "chain", batch: int = 1
 ) -> Identity:
-    """Every prompt plain and speculative, `batch` at a time, cold."""
+    """Runs every prompt with and without speculation, `batch` at a time and without the prompt cache."""
     ids = [llm.prompt_ids(prompt, chat=True) for prompt in prompts]
     return ids_identity(llm, ids, {"max_tokens": tokens, **settings}, mode, batch)
 
@@ -122,7 +122,7 @@ MIXED: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def mixed_batches(llm: LLM, prompts: Sequence[str], tokens: int) -> Identity:
-    """Eight requests at once, no two with the same settings, against each alone in plain mode."""
+    """Runs eight requests with different settings at once, and compares each with the same request alone and plain."""
     pairs: list[tuple[Request, Completion, Completion]] = []
     for start in range(0, len(prompts), len(MIXED)):
         alone, together = [], []
@@ -138,7 +138,7 @@ def mixed_batches(llm: LLM, prompts: Sequence[str], tokens: int) -> Identity:
 
 @dataclass(slots=True)
 class HitReport:
-    """The same prompts cold and after a prefix hit, speculative, and the plain text beside them."""
+    """The same prompts without cache and after a prefix hit, both speculative, and the plain text beside them."""
 
     texts: Identity
     cold: RequestStats
@@ -153,7 +153,7 @@ class HitReport:
 def prefix_hits(
     llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], batch: int = 1
 ) -> HitReport:
-    """Runs each prompt twice with the prompt cache on; the second must be a hit and lose nothing."""
+    """Runs each prompt twice with the prompt cache; the second run must hit the cache and accept as much."""
     assert llm.engine.prefix is not None
     cold, warm = RequestStats(), RequestStats()
     pairs: list[tuple[Request, Completion, Completion]] = []
@@ -175,7 +175,7 @@ def prefix_hits(
 
 
 def _padded(llm: LLM, prompt: str) -> list[int]:
-    """A prompt long enough to fill at least two pages, so that there is something to hit."""
+    """A prompt that fills at least two pages, so that there is something to hit."""
     text = prompt
     while len(ids := llm.prompt_ids(text, chat=True)) < 2 * PAGE_TOKENS + 5:
         text = f"{text}\n\n{prompt}"
@@ -183,12 +183,12 @@ def _padded(llm: LLM, prompt: str) -> list[int]:
 
 
 def document() -> str:
-    """All evaluation prompts one after the other, tens of thousands of tokens."""
+    """All evaluation prompts joined, which are tens of thousands of tokens."""
     return "\n\n".join(turn for name in BUILT_IN for turns in read_prompts(name) for turn in turns)
 
 
 def long_prompt(llm: LLM, length: int, question: str) -> list[int]:
-    """A chat prompt of this many tokens: as much of a long document as fits, then a question."""
+    """A chat prompt of `length` tokens: as much of a long document as fits, then a question."""
     ids = llm.prompt_ids(question, chat=True)
     start = llm.prompt_ids("", chat=True)[:-4]
     filler = llm.tokenizer.encode(document())[: length - len(ids) - len(start)]
@@ -196,7 +196,7 @@ def long_prompt(llm: LLM, length: int, question: str) -> list[int]:
 
 
 def page_edge_prompts(llm: LLM, prompts: Sequence[str]) -> list[list[int]]:
-    """Prompts whose length is a page's multiple, one below it and one above it."""
+    """Prompts whose length is a multiple of a page, one token less and one token more."""
     edges = []
     for index, prompt in enumerate(prompts):
         ids = _padded(llm, prompt)
@@ -207,7 +207,7 @@ def page_edge_prompts(llm: LLM, prompts: Sequence[str]) -> list[list[int]]:
 def ids_identity(
     llm: LLM, prompt_ids: Sequence[Sequence[int]], settings: dict[str, object], mode: str = "chain", batch: int = 1
 ) -> Identity:
-    """Given token ids plain and speculative, `batch` at a time, cold."""
+    """Runs given token ids with and without speculation, `batch` at a time and without the prompt cache."""
     pairs: list[tuple[Request, Completion, Completion]] = []
     for start in range(0, len(prompt_ids), batch):
         group = prompt_ids[start : start + batch]
@@ -218,7 +218,7 @@ def ids_identity(
 
 
 def total_tau(llm: LLM, prompts: Sequence[str], tokens: int, **settings: object) -> RequestStats:
-    """Acceptance over prompts, each alone."""
+    """The statistics over all prompts, each of which runs alone."""
     total = RequestStats()
     for prompt in prompts:
         chosen = {"max_tokens": tokens, "cache_prompt": False, "mode": "chain", **settings}

@@ -1,4 +1,4 @@
-"""The promises about speed beside llama.cpp and about the quality of a weight format, as functions of their size."""
+"""Checks of the promises about speed against llama.cpp and about the quality of weight formats, at any size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.bench.comparison_report import QUIET
+from slipstream.bench.comparison_report import QUIET_CORES
 from slipstream.bench.floors import ROWS, RowCost, row_costs
-from slipstream.bench.measure import Plan
+from slipstream.bench.measure import BenchPlan
 from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
 from slipstream.bench.rival import NAME, Rival
 from slipstream.bench.rival_race import Race, Watch, prose_ids, race
@@ -18,12 +18,12 @@ from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.engine.scoring import predictions, row_times
 
-WINDOW = 1024  # tokens read on their own: the text is longer than the target's context
+WINDOW = 1024  # tokens that are read as one text, because the whole text is longer than the target's context
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The least (or most) a figure may be, and what it was."""
+    """A limit for a figure, and the measured figure."""
 
     promise: str
     value: float
@@ -39,14 +39,14 @@ class Bar:
         return f"{self.value:.3f} ({'at most' if self.at_most else 'at least'} {self.bar:g}); {self.about}"
 
 
-# mode over which side, and the least it may be: by prompt set, greedy
+# Greedy, per prompt set: a mode, the side it is compared with, and the least ratio that is required.
 FAST_SETS, SLOW_SET = ("humaneval", "gsm8k"), "mt-bench"
 PLAIN_OVER_RIVAL, AUTO_OVER_RIVAL, AUTO_OVER_PLAIN, AUTO_NEVER_SLOWER, PREFILL = 1.0, 2.0, 1.5, 0.97, 0.8
 ROWS_WITH_AMX, ROWS_WITHOUT = 2.0, 3.0
 
 
 def bars_of(name: str, temperature: float) -> list[tuple[str, str, float]]:
-    """What one race is held to: (mode, over which side, at least)."""
+    """The limits for one race: (mode, compared side, least ratio)."""
     if temperature > 0:
         return [("auto", "plain", AUTO_NEVER_SLOWER)]
     plain = ("plain", NAME, PLAIN_OVER_RIVAL)
@@ -56,7 +56,7 @@ def bars_of(name: str, temperature: float) -> list[tuple[str, str, float]]:
 
 
 def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]:
-    """The bars of one race beside what was measured."""
+    """The limits of one race with the measured ratios."""
     how = f"T {temperature:g}" if temperature else "greedy"
     speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.samples)
     found = []
@@ -73,12 +73,12 @@ def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]
 
 
 def run_race(llm: LLM, rival: Rival, name: str, prompts: int, tokens: int, temperature: float) -> Race:
-    plan = Plan(max_tokens=tokens, temperature=temperature, seed=1)
+    plan = BenchPlan(max_tokens=tokens, temperature=temperature, seed=1)
     return race(llm, rival, read_prompts(name, prompts), plan)
 
 
 def measured_rows(llm: LLM, peak: float | None) -> list[RowCost]:
-    """Our steps by their rows with both floors beside them."""
+    """The times of our steps by their rows, with both floors."""
     about, target = llm.describe(), llm._target
     times = row_times(target, ROWS)
     bandwidth = 1e9 * float(str(about["bandwidth_gbs"]))
@@ -99,10 +99,10 @@ def _product_floor(cost: RowCost) -> str:
 
 
 def judge_watch(watch: Watch) -> tuple[str, bool]:
-    """Whether the waiting side slept and nobody else worked: how much of a core they kept busy."""
+    """Whether the waiting side and all other processes were idle, and how much of a core each kept busy."""
     shares = {"ours": watch.share("ours"), NAME: watch.share(NAME), "others": watch.others()}
     text = ", ".join(f"{side}: {'unknown' if share is None else f'{share:.2%}'}" for side, share in shares.items())
-    ok = all(share is None or share <= (QUIET if side == "others" else 0.02) for side, share in shares.items())
+    ok = all(share is None or share <= (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
     return f"of a core, in turns that were not theirs: {text}", ok
 
 
@@ -114,7 +114,7 @@ def alone(weight_format: WeightFormat, threads: int) -> LLM:
 
 @cache
 def predict(weight_format: WeightFormat, tokens: int, threads: int = 1) -> list[Prediction]:
-    """What the target in one format makes of the first tokens of the shipped prompts."""
+    """The predictions of the target in one format for the first tokens of the included prompts."""
     llm = alone(weight_format, threads)
     ids = prose_ids(llm, tokens)
     seen: list[Prediction] = []
@@ -126,6 +126,6 @@ def predict(weight_format: WeightFormat, tokens: int, threads: int = 1) -> list[
 
 
 def quality(formats: Sequence[WeightFormat], tokens: int, threads: int = 1) -> dict[str, Quality]:
-    """Every format against the same file unpacked to fp32."""
+    """Compares every format with the same file decoded to fp32."""
     reference = predict("fp32", tokens, threads)
     return {name: compare_predictions(predict(name, tokens, threads), reference) for name in formats}

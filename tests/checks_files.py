@@ -1,4 +1,4 @@
-"""What is promised about written files as functions of their size: acceptance by weight type, and in llama.cpp."""
+"""Checks of the promises about written files, at any size: acceptance by weight type, and in llama.cpp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class TypeTau:
-    """Tau of one weight type on one set, and how it stands to the first type's."""
+    """Tau of one weight type on one set, and its ratio to the first type's tau."""
 
     name: str
     tau: float
@@ -47,7 +47,7 @@ class TypeTau:
 def taus_by_type(
     side: Side, types: Sequence[str], sets: Sequence[str], prompts: int, tokens: int, folder: Path, threads: int = 0
 ) -> dict[str, list[TypeTau]]:
-    """Tau of full greedy chains of the default pair with one side in each type, set by set."""
+    """Tau of full greedy chains of the default pair with one side in each type, per set."""
     config = EngineConfig(threads=threads)
     files = QuantFiles("smollm2", "auto", folder, config, tokens, partial(LLM, config=config))
     seen: dict[str, dict[str, list[Sample]]] = {name: {} for name in sets}
@@ -60,7 +60,7 @@ def taus_by_type(
 
 
 def chain_samples(llm: LLM, prompts: Sequence[str], tokens: int) -> list[Sample]:
-    """Tokens and verify steps of each prompt; who shares a batch changes neither."""
+    """Tokens and verify steps of each prompt; neither depends on the other prompts of its batch."""
     samples: list[Sample] = []
     for start in range(0, len(prompts), BATCH):
         requests = [
@@ -94,7 +94,7 @@ def compared(over: str, mine: Sequence[Sample], theirs: Sequence[Sample]) -> Rat
 
 @dataclass(frozen=True)
 class BothTaus:
-    """The same prompts here and in llama.cpp: tokens and steps of each, and how many texts are the same."""
+    """The same prompts in this engine and in llama.cpp: tokens and steps of each, and how many texts are equal."""
 
     ours: list[Sample]
     theirs: list[Sample]
@@ -124,14 +124,14 @@ class BothTaus:
 
 
 def write_real_drafter(name: str, folder: Path) -> Path:
-    """A shipped drafter in F32, by way of a folder; llama.cpp wants the target's tokenizer in its file too."""
+    """Writes an included drafter in F32; it goes through a folder, and llama.cpp needs the target's tokenizer in it."""
     convert(resolve(name).path, folder / name, target=smollm2_path())
     convert(folder / name, folder / f"{name}.gguf", target=smollm2_path())
     return folder / f"{name}.gguf"
 
 
 def write_exact_target(folder: Path) -> Path:
-    """The shipped target in F32, by way of a folder."""
+    """Writes the default target in F32; it goes through a folder."""
     convert(smollm2_path(), folder / "target")
     convert(folder / "target", folder / "target.gguf")
     return folder / "target.gguf"
@@ -146,9 +146,9 @@ def both_taus(
     threads: int = 0,
     heads: bool = False,
 ) -> BothTaus:
-    """Whole chains over chat prompts, greedy, each side on what it writes itself.
+    """Runs whole greedy chains over chat prompts, each side on the text that it writes itself.
 
-    Only steps that began with room for a whole block count: nearer to the limit llama.cpp shortens the draft block.
+    Only steps that began with room for a whole block count, because near the limit llama.cpp shortens the draft block.
     """
     config = EngineConfig(weight_format=weight_format, draft_window=0, threads=threads)
     with closing(LLM(str(target), str(drafter), config=config)) as llm:
@@ -158,7 +158,8 @@ def both_taus(
     theirs = speculate(target, drafter, texts, tokens, size, heads)
 
     def whole(step_sizes: list[int]) -> list[int]:
-        # llama.cpp keeps the bonus back from what it may draft, the authors do not: hence one token less
+        # Near the limit llama.cpp reserves room for the bonus token when it drafts, and the authors do not; hence one
+        # token less.
         return full_block_steps(Loop([], step_sizes), tokens - 1, size + 1)
 
     pairs = [(whole(mine.step_sizes), whole(other.step_sizes)) for mine, other in zip(ours, theirs, strict=True)]

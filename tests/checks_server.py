@@ -1,4 +1,4 @@
-"""What a server promises under many clients, at any size: the tests run a sample of it, the verification all of it."""
+"""Checks of the promises of a server with many clients, at any size: tests run a sample, the verification runs all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.serving import Server, serve
 
 CHAT = "/v1/chat/completions"
 GROWTH_BYTES = 20 * 2**20
-# A page costs memory when it is first used: a small cache is full after the warm-up, and what grows then is a leak.
+# A page costs memory when it is first used. A small cache is full after the warm-up, so any growth after it is a leak.
 SMALL_CACHE = """
 [models.smollm2]
 target = "smollm2"
@@ -36,7 +36,7 @@ _MOST_WARM_UPS = 8
 
 
 def mixed_bodies(count: int, model: str = "smollm2") -> list[dict[str, Any]]:
-    """Requests of different lengths, seeds, temperatures and penalties; many share the beginning of their prompt."""
+    """Requests of different lengths, seeds, temperatures and penalties; many prompts begin alike."""
     prompts = [conversation[0] for name in BUILT_IN for conversation in read_prompts(name)]
     chance = random.Random(7)
     preamble = "You answer the questions of a curious reader. " * 12
@@ -84,18 +84,18 @@ def alone(server: Server, bodies: Sequence[dict[str, Any]], **changes: object) -
 
 
 def together(server: Server, bodies: Sequence[dict[str, Any]], **changes: object) -> list[Answered]:
-    """All at once, each on a connection of its own."""
+    """Sends all requests at once, each on its own connection."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(lambda body: alone(server, [body], **changes)[0], bodies))
 
 
 @dataclass(slots=True)
 class Crowd:
-    """What came of requests that ran together, beside what each gave alone."""
+    """Compares requests that ran together with the same requests run alone."""
 
     requests: int
-    other_texts: int  # than alone in plain mode, by mode and request
-    other_counts: int  # of drafted and accepted tokens than alone, in chain mode
+    other_texts: int  # texts that differ from those of the same request alone in plain mode
+    other_counts: int  # answers whose drafted or accepted tokens differ from those alone, in chain mode
     drafted: int
     accepted: int
 
@@ -112,7 +112,7 @@ class Crowd:
 
 
 def crowd(server: Server, count: int) -> Crowd:
-    """Many different requests at once against each of them alone."""
+    """Runs many different requests at once, and each of them alone."""
     bodies = mixed_bodies(count)
     plain = alone(server, bodies, speculative={"mode": "plain"}, cache_prompt=False)
     chain = {"speculative": {"mode": "chain", "width": 8}}
@@ -133,7 +133,7 @@ def crowd(server: Server, count: int) -> Crowd:
 
 
 def batch_speedup(server: Server, rounds: int = 3, width: int = 8, tokens: int = 96) -> float:
-    """How many times as fast so many requests are done together as one after the other; the middle of some rounds."""
+    """How many times as fast `width` requests run together as one after the other; the median of some rounds."""
     bodies = [{**body, "max_tokens": tokens, "temperature": 0} for body in mixed_bodies(width)]
     for body in bodies:
         body.pop("stop", None)
@@ -149,13 +149,13 @@ def batch_speedup(server: Server, rounds: int = 3, width: int = 8, tokens: int =
 
 @dataclass(slots=True)
 class Load:
-    """What a crowd of streaming clients saw, and what it left behind in the server."""
+    """What many streaming clients received, and what they left behind in the server."""
 
     clients: int
     seconds: float
     complete: int = 0
-    gone: int = 0  # clients that left on purpose
-    refused: int = 0  # 429, and honoured
+    gone: int = 0  # clients that disconnected on purpose
+    refused: int = 0  # refusals with 429, after which the client waited and tried again
     tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     growth_bytes: int = 0
@@ -174,13 +174,13 @@ class Load:
             f"{self.clients} streaming clients for {self.seconds:.0f} s: {self.complete} streams complete, {self.gone} "
             f"left in the middle, {self.refused} times 429 and tried again, {self.tokens} tokens, {wrong}; afterwards "
             f"{self.growth_bytes / 2**20:+.1f} MB (at most {GROWTH_BYTES / 2**20:.0f}), {self.more_files:+d} open "
-            f"files, {self.more_threads:+d} threads, {self.pages_held} pages held by nobody's request"
+            f"files, {self.more_threads:+d} threads, {self.pages_held} pages held although no request runs"
         )
 
 
 @contextmanager
 def small_server(queue: int) -> Iterator[Server]:
-    """A server with a small cache and so many places in its queue."""
+    """A server with a small cache and a queue of `queue` places."""
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "models.toml"
         models.write_text(SMALL_CACHE.format(queue=queue))
@@ -190,8 +190,8 @@ def small_server(queue: int) -> Iterator[Server]:
 
 
 def load(server: Server, clients: int, tokens: int, seconds: float, warm_up: float) -> Load:
-    """Streams, disconnects and retries for so long; what is left is counted once everybody has gone."""
-    # a page that is used for the first time is memory that stays: only what comes after that is growth
+    """Streams, disconnects and retries for `seconds`; what is left is counted when all clients are gone."""
+    # A page that is used for the first time keeps its memory, so growth is counted only after a warm-up.
     used, before_that = 0, -1
     for _ in range(_MOST_WARM_UPS):
         if used <= before_that:
@@ -216,7 +216,7 @@ def _footprint(server: Server) -> tuple[int, int, int]:
 
 
 def _held_pages(server: Server) -> int:
-    """Pages in use that no remembered prefix holds, although nobody runs."""
+    """Pages in use that belong to no cached prefix, although no request runs."""
     return sum(model["pages_used"] - model["pages_cached"] for model in server.get("/slots")["models"])
 
 
@@ -249,7 +249,7 @@ async def _client(server: Server, index: int, seen: Load, tokens: int, deadline:
 
 
 async def _one_stream(server: Server, body: dict[str, Any], leave_after: int | None, seen: Load) -> float:
-    """Reads one stream to its end or leaves in the middle; returns how long to wait if it was refused."""
+    """Reads one stream to its end or disconnects in the middle; returns how long to wait if the server refused it."""
     reader, writer = await asyncio.open_connection(*server.address, limit=_LINE_LIMIT)
     try:
         data = json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""The promises about trees, heads and the policy as functions of their size, like those in `checks`."""
+"""Checks of the promises about trees, heads and the policy, at any size, like those in `checks`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from slipstream.bench.measure import Comparison, Plan, compare
+from slipstream.bench.measure import BenchPlan, Comparison, compare
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
@@ -24,7 +24,7 @@ CONTEXTS = (512, 1024, 2048, 4097, 7500)
 
 @cache
 def pair_with(draft: str, threads: int = 0, weight_format: WeightFormat = "auto") -> LLM:
-    """The default target with one of the shipped drafters."""
+    """The default target with one of the included drafters."""
     config = EngineConfig(weight_format=weight_format, threads=threads, check_integrity=True)
     return LLM("smollm2", draft, config=config)
 
@@ -32,7 +32,7 @@ def pair_with(draft: str, threads: int = 0, weight_format: WeightFormat = "auto"
 def identity_by_mode(
     llm: LLM, prompts: Sequence[str], tokens: int, settings: dict[str, object], modes: Sequence[str], batch: int = 1
 ) -> dict[str, checks.Identity]:
-    """Every prompt plain once and then in every mode, `batch` at a time, cold."""
+    """Runs every prompt plainly and then in every mode, `batch` at a time and without the prompt cache."""
     ids = [llm.prompt_ids(prompt, chat=True) for prompt in prompts]
     common = {"max_tokens": tokens, "cache_prompt": False, **settings}
     requests = [llm.request(prompt, mode="plain", **common) for prompt in ids]
@@ -54,19 +54,19 @@ def set_prompts(name: str, count: int) -> list[str]:
 def tau_by_mode(
     llm: LLM, name: str, count: int, tokens: int, modes: Sequence[str], **settings: object
 ) -> dict[str, RequestStats]:
-    """Acceptance of every mode on the first prompts of one set."""
+    """The acceptance of every mode on the first prompts of one set."""
     prompts = set_prompts(name, count)
     return {mode: checks.total_tau(llm, prompts, tokens, mode=mode, **settings) for mode in modes}
 
 
 def context_taus(llm: LLM, questions: Sequence[str], contexts: Sequence[int], tokens: int) -> dict[int, float]:
-    """Acceptance on the same questions behind documents of different length."""
+    """The acceptance on the same questions after documents of different lengths."""
     taus = {}
     for length in contexts:
         total = RequestStats()
         for question in questions:
             ids = checks.long_prompt(llm, length, question)
-            # the beginning of a shorter prompt is that of a longer one, so most of it is computed only once
+            # A shorter prompt is the beginning of a longer one, so most of it is computed only once.
             total.add(llm.run([llm.request(ids, max_tokens=tokens, mode="chain", ignore_eos=True)])[0].stats)
         taus[length] = total.tau
     return taus
@@ -74,7 +74,7 @@ def context_taus(llm: LLM, questions: Sequence[str], contexts: Sequence[int], to
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """A conversation played with and without the prefix cache."""
+    """A conversation that ran with and without the prefix cache."""
 
     texts: tuple[list[str], list[str]]
     steps: tuple[list[list[int]], list[list[int]]]
@@ -82,7 +82,7 @@ class Conversations:
 
 
 def long_conversation(llm: LLM, document_tokens: int, tokens: int, mode: str = "chain") -> Conversations:
-    """Three turns over a long document; the histories are the same text, so both runs answer the same questions."""
+    """Runs three turns over a long document; both runs use the same histories, so they answer the same questions."""
     document = llm.tokenizer.decode(llm.tokenizer.encode(checks.document())[:document_tokens])
     questions = [f"{document}\n\nSummarise the first question above.", "Shorter, please.", "Now write it as code."]
     texts: tuple[list[str], list[str]] = ([], [])
@@ -103,14 +103,14 @@ def long_conversation(llm: LLM, document_tokens: int, tokens: int, mode: str = "
 
 
 def random_word_prompts(count: int, words: int = 40) -> list[Conversation]:
-    """Questions without sense: words of the evaluation prompts in random order."""
+    """Meaningless questions: words of the evaluation prompts in random order."""
     rng = random.Random(0)
     vocabulary = sorted({word for name in BUILT_IN for turns in read_prompts(name) for word in turns[0].split()})
     return [(" ".join(rng.choice(vocabulary) for _ in range(words)),) for _ in range(count)]
 
 
 def shuffled_pair() -> LLM:
-    """The default target with a drafter whose weights are all there and in no order; a fresh engine every time."""
+    """The default target with a drafter whose weights are shuffled; every call builds a new engine."""
     llm = LLM("smollm2", config=EngineConfig(weight_format="int4", check_integrity=True))
     drafter = llm.engine.executor.variants.drafter
     assert drafter is not None
@@ -143,15 +143,15 @@ def speculative_tokens(llm: LLM, prompt: str, tokens: int, **settings: object) -
 
 
 def rows_are_free() -> CostTable:
-    """A machine on which 64 rows cost what one costs, and drafting next to nothing."""
+    """The costs of a machine on which 64 rows take as long as one, and drafting almost no time."""
     return CostTable({1: 10.0, 64: 10.5}, {3: 0.5, 15: 0.5})
 
 
 def rows_are_dear() -> CostTable:
-    """A machine on which every further row and every draft costs another step."""
+    """The costs of a machine on which every further row and every draft takes as long as another step."""
     return CostTable({1: 10.0, 2: 20.0, 64: 640.0}, {3: 30.0, 15: 30.0})
 
 
 def auto_against_plain(llm: LLM, conversations: Sequence[Conversation], tokens: int, temperature: float) -> Comparison:
-    plan = Plan(max_tokens=tokens, temperature=temperature, seed=1, modes=("plain", "auto"))
+    plan = BenchPlan(max_tokens=tokens, temperature=temperature, seed=1, modes=("plain", "auto"))
     return compare(llm, "smollm2", conversations, plan)

@@ -1,4 +1,4 @@
-"""Rules of every test run: a skipped or expected-to-fail test fails the run unless its reason is listed here."""
+"""Rules for every test run: a skipped or expected-to-fail test fails the run unless its reason is listed here."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
-# reason of a skip -> why it may stand
+# For each allowed reason of a skip: why it is allowed.
 ALLOWED_SKIPS = {
     "no GPU": "tests of CUDA kernels need a CUDA device",
-    "no compiled kernels": "without a compiler torch's kernels serve; with one, a test demands that there are some",
+    "no compiled kernels": "without a compiler torch's kernels are used; with one, a test requires compiled ones",
     "no AVX-512": "tests of its kernels need a processor that has it",
-    "chromium is not installed": "the web page is tried in a real browser where there is one",
-    "xllamacpp is not installed": "it is optional: only the comparison with llama.cpp needs it",
+    "chromium is not installed": "the web page is tested in a real browser if there is one",
+    "xllamacpp is not installed": "it is optional, because only the comparison with llama.cpp needs it",
 }
 
-# Set before torch is imported. The tests' models are tiny: more threads than this only fight each other.
+# Set before torch is imported. The tests' models are tiny, so more threads would only compete with each other.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
 
-# Runs every n-th case of each test: for runs in slow surroundings, where a sample has to do.
+# Runs only every n-th case of each test, for slow surroundings in which a sample must suffice.
 SHARE_VARIABLE = "SLIPSTREAM_TEST_SHARE"
 
 _NOT_ALLOWED = pytest.StashKey[list[str]]()
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _SkipWatch:
-    """Collects every outcome that hides a test: skips at run or collection time, xfail and xpass."""
+    """Collects every outcome that hides a test: skips while running or collecting, xfail and xpass."""
 
     def __init__(self, found: list[str]) -> None:
         self.found = found
@@ -56,7 +56,7 @@ class _SkipWatch:
 
 
 def _sample(items: list[pytest.Item], share: int) -> list[pytest.Item]:
-    """The first and then every `share`-th case of each test, counted for each library of kernels by itself."""
+    """The first and then every `share`-th case of each test, counted separately for each library of kernels."""
     cases: Counter[tuple[str, int]] = Counter()
     kept = []
     for item in items:

@@ -1,4 +1,4 @@
-"""An imaginary recurrent model for the tests: layers without weights, whose rows are told apart by a number."""
+"""An imaginary recurrent model for the tests: layers without weights, whose inputs depend only on a row's number."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def make_rule(shape: DeltaShape, seed: int = 0) -> DeltaRule:
 
 
 class Rows:
-    """What the layers of a model would hand to the recurrence for rows that are told apart by a number."""
+    """What the layers of a model would pass to the recurrence, for rows that are identified by a number."""
 
     def __init__(self, shape: DeltaShape) -> None:
         self.shape = shape
         self.rules = [make_rule(shape, seed=100 * layer) for layer in range(shape.layers)]
 
     def run(self, step: DeltaStep, rows: Sequence[int]) -> list[Tensor]:
-        """Leads rows through every layer; what each layer's rows read."""
+        """Runs rows through every layer, and returns the outputs of each layer."""
         read = []
         for layer, rule in enumerate(self.rules):
             inputs, write, forget = (

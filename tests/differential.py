@@ -1,11 +1,12 @@
-"""Random requests in random company, each against the same request alone, plain, on an engine that shares nothing.
+"""Runs random requests among others and compares each with the same request alone, plain, on a separate engine.
 
     python -m tests.differential --seed 1 --texts 2000
 
-A seed is one episode: some questions (a prompt and everything that decides its text), each answered once by itself and
-asked several times of an engine with few pages, in any mode, with any draft variant, among others that come, pause,
-lose their pages, are resumed and cancelled meanwhile. Text, token ids and log-probabilities must be the same to the
-bit, and a cancelled answer the beginning of its text. Costs and times come from the seed too, so an episode repeats.
+A seed is one episode. It has some questions (a prompt and everything that decides its text), each of which is answered
+once alone, and then asked several times of an engine with few pages, in any mode and with any draft variant, among
+other requests that arrive, pause, lose their pages, resume and are cancelled meanwhile. Text, token ids and
+log-probabilities must be equal to the bit, and a cancelled answer must be the beginning of its text. Costs and times
+come from the seed too, so that an episode can be repeated.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from tests.differential_worlds import WORLDS, World, open_world
 from tests.families import Replay
 from tests.tiny import assert_idle, keep_threads
 
-ASKED = 3  # how often each question
+ASKED = 3  # how often each question is asked
 MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
 GATES = ("off", "off", "auto", "ema", "ema:margin=0.2,warmup=0", "entropy", "entropy:floor=0.2,hard=0.1")
-DRAFTS_CHECKED = 4  # requests of an episode that are drafted for once more
-MOST_OPEN = 9  # requests at once, more than there are slots
-MOST_STEPS = 20_000  # of an episode, which takes some hundred
+DRAFTS_CHECKED = 4  # requests of an episode whose drafts are compared as well
+MOST_OPEN = 9  # requests at the same time, which are more than the engine has slots
+MOST_STEPS = 20_000  # steps after which an episode has failed; it usually takes some hundred
 WATCHED = ("accepted", "cached_tokens", "cancelled", "resumed", "pages lost", "yielded", "branching", "adapters")
 
 
 @dataclass(slots=True)
 class Question:
-    """A prompt, what decides its text, and that text."""
+    """A prompt, the settings that decide its text, and that text."""
 
     prompt: tuple[int, ...]
     settings: dict[str, object]
@@ -57,21 +58,21 @@ class Question:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """A question on its way through the shared engine."""
+    """A question while the shared engine answers it."""
 
     question: Question
     request: Request
-    cancel_at: int | None  # tokens
+    cancel_at: int | None  # after this many tokens
     seen: Completion = field(default_factory=lambda: Completion("", [], [], "error", RequestStats(), []))
-    epoch: int | None = None  # of its pause
+    epoch: int | None = None  # the number of its last pause
 
 
 @dataclass(slots=True)
 class Report:
-    """What was compared and what happened on the way."""
+    """What was compared, and what happened meanwhile."""
 
     texts: int = 0
-    cpu_seconds: float = 0.0  # of its processes, which on a busy machine says more than the clock
+    cpu_seconds: float = 0.0  # processor time of its processes, which a busy machine does not change
     happened: Counter[str] = field(default_factory=Counter)
     different: list[str] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class Report:
 
     @property
     def idle(self) -> list[str]:
-        """What ought to have happened and did not: then equal texts would prove little."""
+        """The events that should have happened and did not; without them equal texts would prove little."""
         return [name for name in WATCHED if not self.happened[name]]
 
     @property
@@ -97,7 +98,7 @@ class Report:
 
 
 class Clock:
-    """Stands for the machine's clock, so that gates and policy decide by the seed: every look takes a random while."""
+    """Replaces the machine's clock, so that gates and policy decide by the seed; every reading is later by chance."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._now = rng, 0.0
@@ -108,7 +109,7 @@ class Clock:
 
 
 class Episode:
-    """One seed in one world."""
+    """The run of one seed in one world."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.command = world, f"python -m tests.differential --world {world.name} --seed {seed} --texts 1"
@@ -135,14 +136,14 @@ class Episode:
         return self.report
 
     def _check_drafts(self, asks: Sequence[Ask]) -> None:
-        """Where neither clock nor gate has a say, the same drafts are accepted in company and alone.
+        """Checks that the same drafts are accepted among others and alone, if neither clock nor gate has an influence.
 
-        Texts alone would not tell whether a cached or restored sequence has the draft context that belongs to it.
+        Texts alone would not show whether a cached or restored sequence has the right draft context.
         """
         assert self.engine.prefix is not None
         self.engine.prefix.clear()
         whole = [ask for ask in asks if ask.seen.finish_reason != "cancelled"]
-        # a grammar's masks are judged by the clock of their process, and drafts follow that
+        # Whether a grammar's masks come in time depends on the clock of their process, and drafts depend on that.
         free = [ask for ask in whole if ask.request.constraint is None and ask.request.gate.kind == "off"]
         fixed = [ask for ask in free if ask.request.mode.kind != "plain"]
         fixed.sort(key=lambda ask: -ask.seen.stats.cached_tokens)
@@ -156,14 +157,14 @@ class Episode:
         prompts = [self.world.prompt(self.rng) for _ in range(self.world.questions // 2)]
         questions = []
         for number in range(self.world.questions):
-            # the second half are further choices of prompts that are there already
+            # The second half are further questions about prompts that already exist.
             prompt, settings = prompts[number % len(prompts)], self._settings()
             alone = self.world.alone.request(prompt, mode="plain", cache_prompt=False, **settings)
             questions.append(Question(prompt, settings, self.world.alone.run([alone])[0]))
         return questions
 
     def _settings(self) -> dict[str, object]:
-        """Everything that decides a text but the prompt."""
+        """Everything except the prompt that decides a text."""
         rng, world = self.rng, self.world
         chosen: dict[str, object] = {
             "max_tokens": rng.randint(1, world.most_tokens),
@@ -215,7 +216,7 @@ class Episode:
 
     @contextmanager
     def _knowing_drafters(self, questions: Sequence[Question]) -> Iterator[None]:
-        """Drafters of random weights are hardly ever right, so some of their blocks are replaced by the texts'."""
+        """Replaces some blocks of the random drafters by the right texts, because those are hardly ever right."""
         texts = [[*question.prompt, *question.answer.token_ids] for question in questions]
         replay = Replay(texts, self.world.vocabulary, self.rng.randrange(2**32))
         variants = self.engine.executor.variants
@@ -251,7 +252,7 @@ class Episode:
         raise AssertionError(f"{len(self.open)} requests never ended")
 
     def _disturb(self) -> None:
-        """Pauses, resumes and cancels."""
+        """Pauses, resumes and cancels requests at random."""
         rng, engine = self.rng, self.engine
         paused = [ask for ask in self.open.values() if ask.epoch is not None]
         running = [ask for ask in self.open.values() if ask.epoch is None]
@@ -268,7 +269,7 @@ class Episode:
                 assert engine.cancel(ask.request.id)
 
     def _look(self) -> None:
-        """Counts what has happened to the sequences, to know that it did."""
+        """Counts what has happened to the sequences, so that the report can show that it did."""
         scheduler = self.engine.scheduler
         lost = {(t.request.id, t.epoch) for t in scheduler.paused if t.phase == "paused-evicted"}
         yielded = {t.request.id for t in scheduler.waiting if t.phase == "yielded"}
@@ -308,7 +309,7 @@ def _is_known(job: DraftJob, texts: Sequence[Sequence[int]]) -> bool:
 
 
 def difference(ask: Ask) -> str | None:
-    """How an answer differs from the one its question has alone; None if it does not."""
+    """How an answer differs from the answer of the same question alone; None if it does not."""
     seen, alone = ask.seen, ask.question.answer
     if seen.finish_reason == "cancelled":
         length = len(seen.token_ids)
@@ -328,7 +329,7 @@ def _end(seen: Completion) -> str:
 
 
 def run_world(name: str, texts: int, seed: int, device: str = "cpu", processes: int = 1, part: int = 0) -> Report:
-    """Episodes until there are so many texts; of several processes each takes its own seeds."""
+    """Runs episodes until there are `texts` texts; of several processes, each takes its own seeds."""
     report, began = Report(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, keep_threads():
         world = open_world(name, Path(folder), device)
@@ -337,7 +338,7 @@ def run_world(name: str, texts: int, seed: int, device: str = "cpu", processes: 
             episode = Episode(world, seed + part)
             try:
                 episode.run()
-            except Exception:  # an engine that fails takes all its requests along; the next episode has a new one
+            except Exception:  # a failing engine ends all its requests, and the next episode has a new engine
                 episode.report.different.append(f"{episode.command}\n{traceback.format_exc()}")
                 episode.report.texts += len(episode.open)
             report.add(episode.report)
@@ -347,7 +348,7 @@ def run_world(name: str, texts: int, seed: int, device: str = "cpu", processes: 
 
 
 def _part(shares: dict[str, int], seed: int, device: str, processes: int, part: int) -> dict[str, Report]:
-    """In a process of its own, which keeps to one core: native threads are pinned from the first allowed core on."""
+    """Runs in its own process, which keeps to one core because native threads are pinned from the first core on."""
     cores = sorted(os.sched_getaffinity(0))
     if processes > 1:
         os.sched_setaffinity(0, {cores[part % len(cores)]})
@@ -355,7 +356,7 @@ def _part(shares: dict[str, int], seed: int, device: str, processes: int, part: 
 
 
 def run(worlds: Sequence[str], texts: int, seed: int, device: str, processes: int) -> dict[str, Report]:
-    """Each world's share of the texts, on so many processes, each with a thread of its own."""
+    """Divides the texts among the worlds and the processes, each of which has one thread."""
     each = texts / processes / sum(WORLDS[name].share for name in worlds)
     shares = {name: max(1, round(each * WORLDS[name].share)) for name in worlds}
     works = [(shares, seed, device, processes, part) for part in range(processes)]

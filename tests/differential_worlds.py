@@ -1,4 +1,4 @@
-"""The models of the differential test: tiny random ones, a recurrent one among them, and the default pair."""
+"""The models of the differential test: tiny random ones, one of them recurrent, and the default pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from slipstream.types import BASE_VARIANT, Constraint
 from tests.adapters import write_random_adapter
 from tests.tiny import write_pair
 
-FEW_PAGES = 13  # of 64 tokens: two or three requests fit, so that others wait, and cached and paused ones lose theirs
+# Pages of 64 tokens. Two or three requests fit, so that others wait, and cached and paused requests lose their pages.
+FEW_PAGES = 13
 COMMON: dict[str, Any] = {
     "cache_tokens": FEW_PAGES * PAGE_TOKENS,
     "max_sequences": 3,
@@ -42,18 +43,18 @@ TOOLS = [Tool("look", parameters=SCHEMA), Tool("wait")]
 
 @dataclass(slots=True)
 class World:
-    """A pair under test, the same target alone, and what is asked of both."""
+    """A pair under test, the same target alone, and the prompts and settings for both."""
 
     name: str
-    llm: LLM  # with a drafter, its variants and few pages
-    alone: LLM  # plain, one request at a time, nothing shared
+    llm: LLM  # has a drafter, its variants and few pages
+    alone: LLM  # is plain, runs one request at a time and shares nothing
     variants: list[DraftVariant]
     prompt: Callable[[random.Random], tuple[int, ...]]
     constraints: Sequence[Constraint]
     stops: Sequence[tuple[str, ...]]
     tiny: bool
     most_tokens: int
-    questions: int  # of an episode; each is asked several times
+    questions: int  # per episode; each is asked several times
 
     @property
     def vocabulary(self) -> int:
@@ -63,9 +64,9 @@ class World:
         return rng.sample(range(min(self.vocabulary, 400)), 8)
 
     def fresh_engine(self) -> Engine:
-        """An engine that has seen nothing, around the same weights: so an episode depends on its seed alone."""
+        """A new engine around the same weights, so that an episode depends on its seed alone."""
         if self.llm._gpu is None:
-            known = self.llm.engine.grammars  # what is compiled depends on nothing but the tokenizer
+            known = self.llm.engine.grammars  # compiled grammars depend only on the tokenizer
             self.llm._engine = self.llm._build_engine()
             self.llm.engine.grammars = known
             for variant in self.variants:
@@ -73,7 +74,7 @@ class World:
                     replace(variant, blocks=self.llm.engine.executor.blocks(variant.blocks.drafter))
                 )
         elif self.llm.engine.prefix is not None:
-            self.llm.engine.prefix.clear()  # captured steps belong to their engine, which is too dear to build again
+            self.llm.engine.prefix.clear()  # captured steps belong to their engine, which is too expensive to rebuild
         return self.llm.engine
 
 
@@ -91,10 +92,10 @@ def _world(
     make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]],
     **rest: Any,
 ) -> World:
-    """Loads both sides, and adapters of which one changes the draft context and one does not."""
+    """Loads both sides, and two adapters of which only one changes the draft context."""
     common = {"device": device, "weight_format": weight_format, "exact": device != "cpu"}
     llm = LLM(target, str(draft), config=EngineConfig(**COMMON, **common, check_integrity=True))
-    assert llm.exact, "texts are promised to the bit only where sums are"
+    assert llm.exact, "texts are equal to the bit only if the engine's sums are exact"
     adapters = {"context": ("fc", "k_proj", "mlp"), "blocks": ("q_proj", "down_proj")}
     variants = []
     for number, (adapter, modules) in enumerate(adapters.items()):
@@ -121,14 +122,14 @@ def _constraints(letters: str) -> list[Constraint]:
 
 
 def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int, ...]]]:
-    """Prompts of random tokens, many of which begin alike for a page or three."""
+    """Prompts of random tokens, many of which have the same first one to three pages."""
     chance = random.Random(5)
     stems = [[chance.choice(tokens) for _ in range(3 * PAGE_TOKENS + 9)] for _ in range(3)]
 
     def prompt(rng: random.Random) -> tuple[int, ...]:
         known = list(rng.choice(stems)[: rng.choice((0, 5, 64, 65, 127, 128, 150, 200))])
         if known and rng.random() < 0.3:
-            # one token differs, often where a page or a chunk begins or ends
+            # One token differs, often at the edge of a page or a chunk.
             known[min(rng.choice((0, 47, 63, 64, 127, rng.randrange(200))), len(known) - 1)] = rng.choice(tokens)
         return (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
 
@@ -180,7 +181,7 @@ def _smollm2(name: str, folder: Path, device: str) -> World:
 
     label = pair_draft("smollm2")
     assert label is not None
-    # the letters of prompts that are asked, behind a stem that several share
+    # Prompts are letters after a stem that several of them share.
     stems = ("", "You answer in few words. " * 12, "Be brief, be kind, and never repeat yourself. " * 9)
 
     def prompts(llm: LLM) -> Callable[[random.Random], tuple[int, ...]]:
@@ -210,7 +211,7 @@ def _smollm2(name: str, folder: Path, device: str) -> World:
 
 class Kind(NamedTuple):
     open: Callable[[str, Path, str], World]
-    share: float  # of the texts
+    share: float  # the world's share of all texts
 
 
 WORLDS: dict[str, Kind] = {

@@ -1,6 +1,6 @@
-"""A stand-in for the engine with its public API, so that the command line can be tested in milliseconds.
+"""A fake engine with the public API of the real one, so that the command line can be tested in milliseconds.
 
-A token is a character. Answers say what was asked, so that a test can see what reached the engine.
+A token is a character. An answer repeats the question, so that a test can see what reached the engine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 import pytest
 
 from slipstream.errors import RequestError
-from slipstream.speculative.new_text import novel_steps
-from slipstream.stats import Decision, RequestStats
+from slipstream.stats import Decision, RequestStats, novel_steps
 from slipstream.types import Gate, GenEvent, Mode, Proposal, SamplingParams, StepRecord, TokenOut, Verdict
 
-STEP = 4  # tokens a speculative step of the fake commits
+STEP = 4  # tokens that a speculative step of the fake commits
 BLOCK = 16  # rows of the fake's chain; a tree has a second guess beside the first drafted token
 
 
@@ -54,7 +53,7 @@ class FakeDetokenizer:
 
 @dataclass
 class FakeLLM:
-    """Keeps every instance and every request for the tests to look at."""
+    """Keeps every instance and every request, so that tests can inspect them."""
 
     compiled: ClassVar[bool] = True
     kernels: ClassVar[str] = "torch's kernels: a test says so"
@@ -69,10 +68,10 @@ class FakeLLM:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
 
     made: ClassVar[list[FakeLLM]] = []
-    spoil: ClassVar[str] = ""  # appended to speculative answers, to make them differ
-    speculative_ms: ClassVar[float] = 2.0  # of one speculative step; a plain step takes 1 ms
-    mode_ms: ClassVar[dict[str, float]] = {}  # of one step in a certain mode, where it is not that
-    fail: ClassVar[str] = ""  # an error every request ends with
+    spoil: ClassVar[str] = ""  # is appended to speculative answers to make them differ
+    speculative_ms: ClassVar[float] = 2.0  # time of one speculative step; a plain step takes 1 ms
+    mode_ms: ClassVar[dict[str, float]] = {}  # time of one step in certain modes, if it is another
+    fail: ClassVar[str] = ""  # the error with which every request ends
 
     def __post_init__(self) -> None:
         FakeLLM.made.append(self)
@@ -174,7 +173,7 @@ def _completion(text: str, mode: Mode, step_ms: float) -> FakeCompletion:
 
 
 def _step(ids: list[int], position: int, size: int, mode: Mode, step_ms: float) -> StepRecord:
-    """One step that commits `size` tokens: the drafts are right up to the last of them, which is the bonus."""
+    """One step that commits `size` tokens: all drafts before the last token are right, and the last is the bonus."""
     anchor, committed = ids[position - 1], tuple(ids[position : position + size])
     if mode.kind == "plain":
         proposal = Proposal((anchor,), (-1,))
@@ -190,7 +189,7 @@ def _step(ids: list[int], position: int, size: int, mode: Mode, step_ms: float) 
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    """Puts FakeLLM where the command line looks for the engine."""
+    """Puts FakeLLM in the place of the engine that the command line imports."""
     engine = ModuleType("slipstream.engine.llm")
     engine.LLM, engine.Completion = FakeLLM, FakeCompletion  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slipstream.engine.llm", engine)

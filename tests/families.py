@@ -1,7 +1,7 @@
-"""What every target family has to keep: its logits are the oracle's, and speculation never changes its text.
+"""Checks that every target family must pass: its logits equal the oracle's, and speculation never changes its text.
 
-Drafts come from a random drafter, of which hardly anything is accepted, and from one that replays the plain text up to
-a depth drawn anew for every block, so that long accepts and rollbacks of every length happen.
+Drafts come from a random drafter, of which hardly any is accepted, and from one that replays the plain text up to a
+random depth per block, so that long accepted runs and rollbacks of every length happen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ids_of(length: int, seed: int = 1) -> list[int]:
 
 
 def family_settings(**changes: Any) -> dict[str, Any]:
-    """The numbers tiny targets of all families share."""
+    """The settings that tiny targets of all families share."""
     return {
         "vocab_size": FOLDER_VOCAB,
         "hidden_size": 64,
@@ -64,10 +64,10 @@ def family_settings(**changes: Any) -> dict[str, Any]:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Random weights in every tensor, fused experts and persistent buffers included, at which mistakes show."""
+    """Fills every tensor, also fused experts and persistent buffers, with random values that make mistakes visible."""
     generator = torch.Generator().manual_seed(seed)
     saved = set(model.state_dict())
-    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)  # what the model multiplies them by
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)  # the model multiplies embeddings by it
     tensors = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in saved)]
     with torch.no_grad():
         for name, weight in tensors:
@@ -80,7 +80,7 @@ def randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest one, between numbers large enough for a tolerance to mean something."""
+    """The largest difference, for logits that are large enough for a tolerance to mean something."""
     assert ours.shape == theirs.shape
     assert float(theirs.std()) > 0.2
     return float((ours - theirs).abs().max())
@@ -97,7 +97,7 @@ def load(path: Path) -> Decoder:
 def logit_difference(
     model: Decoder, theirs: PreTrainedModel, length: int = 70, chunks: Sequence[int] = CHUNKS
 ) -> float:
-    """The largest one in one prefill, the same in chunks, and a batch of different lengths."""
+    """The largest difference in one prefill, in the same prefill in chunks, and in a batch of different lengths."""
     ids = ids_of(length)
     expected, found = their_logits(theirs, ids), []
     for chunk in (length, *chunks):
@@ -114,7 +114,7 @@ def check_logits(model: Decoder, theirs: PreTrainedModel, length: int = 70, chun
 
 
 def check_taps(model: Decoder, theirs: PreTrainedModel) -> None:
-    """The residual every layer leaves, the last one's before the final norm; -1 is the embedding."""
+    """Checks the residual after every layer, the last one before the final norm; -1 is the embedding."""
     last, ids = model.config.layers - 1, ids_of(70)
     for layers in ((last,), (last, -1, *range(last))):
         ((_, ours),) = our_target(model, [ids], 16, taps=layers)
@@ -122,7 +122,7 @@ def check_taps(model: Decoder, theirs: PreTrainedModel) -> None:
 
 
 def greedy_text(model: Decoder, ids: Sequence[int], tokens: int) -> list[int]:
-    """The target's greedy continuation, by whole forwards; never the end (0), which llama.cpp is told to ignore."""
+    """The target's greedy continuation by whole forwards, without the end token 0, which llama.cpp ignores as well."""
     text = list(ids)
     for _ in range(tokens):
         ((logits, _),) = our_target(model, [text])
@@ -140,7 +140,7 @@ def greedy_texts(path: Path, lengths: Sequence[int], tokens: int) -> tuple[list[
 
 
 def _tabled_gelu(x: Tensor) -> Tensor:
-    """llama.cpp looks it up in a table of 16-bit numbers, which can move a logit by a twentieth."""
+    """GELU as llama.cpp computes it: from a table of 16-bit numbers, which can change a logit by 0.05."""
     return F.gelu(x.half().float(), approximate="tanh").half().float()
 
 
@@ -150,7 +150,7 @@ def check_llama_cpp(path: Path) -> None:
 
 
 def check_gguf(theirs: PreTrainedModel, path: Path, recipe: RecipeName | None = None) -> None:
-    """The logits of a converted file are the oracle's, which has its values from that file converted back."""
+    """Checks that a converted file's logits equal those of the oracle with the values of that file converted back."""
     written = write_family_gguf(theirs, path, recipe)
     back = read_back(theirs, written)
     if recipe is None:
@@ -160,7 +160,7 @@ def check_gguf(theirs: PreTrainedModel, path: Path, recipe: RecipeName | None = 
 
 
 def write_family_pair(target: PreTrainedModel, folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """A target with a tokenizer, and a random drafter whose taps reach from the first layer to the last."""
+    """Writes a target with a tokenizer, and a random drafter whose taps reach from the first layer to the last."""
     config = target.config.get_text_config()
     save_tokenizer(save_model(target, folder / "target"))
     settings = {"num_target_layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "block_size": BLOCK}
@@ -184,7 +184,7 @@ def open_pair(pair: tuple[Path, Path], weight_format: WeightFormat, **settings: 
 
 
 class Replay:
-    """Stands for the drafter's block pass: knows the texts, and is right as far as it likes to be."""
+    """Replaces the drafter's block pass: it knows the texts, and is right up to a random depth."""
 
     def __init__(self, texts: Sequence[Sequence[int]], vocabulary: int, seed: int) -> None:
         self._texts = [list(text) for text in texts]
@@ -206,7 +206,7 @@ class Replay:
             tokens[slot] = others[:ranks]
             if slot < right:
                 tokens[slot, 0 if self._rng.random() < 0.7 else self._rng.randrange(ranks)] = avoided
-        # steep, so that a tree of few nodes reaches its full depth along the first rank
+        # The scores fall steeply, so that a tree of few nodes reaches its full depth along the first rank.
         scores = np.log(np.full(tokens.shape, 0.8) * 0.25 ** np.arange(ranks))
         return BlockDrafts(tokens, scores.astype(np.float32))
 
@@ -221,14 +221,14 @@ def replaying(llm: LLM, texts: Sequence[Sequence[int]], seed: int) -> Iterator[N
 
 @dataclass
 class Speculated:
-    """How often each number of drafted tokens was accepted, by mode, and where texts differed."""
+    """How often each number of drafted tokens was accepted, by mode, and which texts differed."""
 
     accepted: dict[str, Counter[int]] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
 
 
 def random_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
-    """Prompts of all lengths, every third of which begins like the one before it."""
+    """Prompts of all lengths; every third begins like the one before it."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
     for index in range(count):
@@ -240,7 +240,7 @@ def random_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
 def speculate(
     llm: LLM, count: int, tokens: int = 20, seed: int = 0, longest: int = 100, modes: Sequence[str] = MODES
 ) -> Speculated:
-    """Runs random requests plainly and one by one, then together in every mode with both kinds of drafts."""
+    """Runs random requests plainly one by one, then together in every mode with both kinds of drafts."""
     rng, report = random.Random(seed), Speculated()
     prompts = random_prompts(count, seed, longest)
     settings = [
@@ -278,7 +278,7 @@ def _compare(
 
 
 def check_speculation(llm: LLM, count: int = 6, **settings: Any) -> None:
-    """Speculative text is plain text, and every number of accepted drafts from none to all occurred."""
+    """Checks that speculative text equals plain text, and that every number of accepted drafts occurred."""
     assert llm.exact
     report = speculate(llm, count, **settings)
     assert not report.different, report.different[:4]

@@ -1,4 +1,4 @@
-"""Tiny family targets as the GGUF files that `slipstream convert` makes of them, and what comes back from there."""
+"""Writes tiny family targets as GGUF files with `slipstream convert`, and converts them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.oracles import edit_config, save_model
 
 
 def save_family(model: PreTrainedModel, folder: Path) -> Path:
-    """The model as a folder that can be converted; its tokens spell their own ids, so that a text tells them."""
+    """Saves the model as a folder that can be converted; its tokens spell their own ids, so that text shows the ids."""
     save_model(model, folder)
     backend = Backend(models.BPE({f"[{token}]": token for token in range(model.config.vocab_size)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +27,7 @@ def save_family(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def write_family_gguf(model: PreTrainedModel, path: Path, recipe: RecipeName | None = None) -> Path:
-    """The model in F32, or as `slipstream quantize` makes it of that file."""
+    """Writes the model in F32, or as `slipstream quantize` makes it from that file."""
     convert(save_family(model, path.with_suffix("")), path)
     if recipe is None:
         return path
@@ -37,7 +37,7 @@ def write_family_gguf(model: PreTrainedModel, path: Path, recipe: RecipeName | N
 
 
 def read_back(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """The oracle with the values a GGUF file holds, from the folder that it is converted back to."""
+    """The oracle with the values of a GGUF file, read from the folder that the file is converted back to."""
     convert(path, path.with_suffix(".back"))
     found, report = type(model).from_pretrained(
         path.with_suffix(".back"), dtype=torch.float32, output_loading_info=True

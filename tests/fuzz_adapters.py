@@ -1,4 +1,4 @@
-"""Damaged and hostile adapters: each must merge or be refused with our own error, quickly and in little memory."""
+"""Feeds damaged and hostile adapters: each must merge or be refused with our error, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.fuzz_formats import (
 )
 from tests.tiny import HIDDEN
 
-# Beyond the file: what Python makes of a header, and one stretch of numbers that is looked at.
+# Bytes beyond the file's size: Python objects for the header, and one part of the numbers that is examined.
 MAX_OVERHEAD = 4 << 20
-MAX_EXPANSION = 4  # float32 bytes per byte of a factor; Q8_0 needs 3.8
+MAX_EXPANSION = 4  # float32 bytes per byte of a factor; Q8_0 needs 3.8, and more would be a false claim
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -85,7 +85,7 @@ def run(count: int, seed: int) -> FuzzReport:
         with open_weights(write_drafter(folder / "drafter")) as drafter:
             seeds = _seeds(folder)
             for path in seeds:
-                _use(path, drafter)  # they are sound, and the first use pays for imports
+                _use(path, drafter)  # the file is not damaged yet; the first use pays for imports
             for number in range(count):
                 path = chooser.choice(seeds)
                 case, what = _damaged(chooser, path, folder / "case")
@@ -125,10 +125,10 @@ def _damaged(chooser: random.Random, path: Path, folder: Path) -> tuple[Path, st
 
 
 def _use(path: Path, drafter: WeightFile) -> None:
-    """Everything a user of the adapter would do; what merges must be finite and bounded by the two files."""
+    """Does everything a user of the adapter would do; the merged result must be finite and bounded by the files."""
     adapter = read_adapter(AdapterSource("case", path))
     tensors = {id(factor.tensor): factor.tensor for pair in adapter.pairs for factor in (pair.down, pair.up)}.values()
-    # torch's memory is not traced: what the shapes declare bounds it before anything is loaded
+    # torch's memory is not traced, so the declared shapes are checked before anything is loaded.
     for tensor in tensors:
         declared = 4 * int(torch.Size(tensor.shape).numel())
         if declared > MAX_EXPANSION * tensor.nbytes:
@@ -141,7 +141,7 @@ def _use(path: Path, drafter: WeightFile) -> None:
 
 
 def change_names(chooser: random.Random, data: bytes) -> bytes:
-    """Letters of tensor names or metadata keys: every length still fits, the words no longer do."""
+    """Changes letters of tensor names or metadata keys: every length still fits, but the names are wrong."""
     words = [b"lora_a", b"lora_b", b"lora_A", b"lora_B", b"blk.", b"layers.", b"fc", b"adapter", b"general.type"]
     places = [place for word in words if (place := data.find(word)) >= 0]
     if not places:
@@ -153,7 +153,7 @@ def change_names(chooser: random.Random, data: bytes) -> bytes:
 
 
 def spoil_numbers(chooser: random.Random, data: bytes) -> bytes:
-    """Values that are no numbers, or too large for any sum, among the tensors' data."""
+    """Puts NaN, infinity or values too large for any sum into the tensors' data."""
     damaged = bytearray(data)
     place = len(data) - 4 * chooser.randint(1, 40)
     spoiled = (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\xff\xff\xff\xff")

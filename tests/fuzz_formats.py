@@ -1,4 +1,4 @@
-"""Damaged and hostile model files: each must load or be refused with our own error, quickly and in little memory."""
+"""Feeds damaged and hostile model files: each must load or be refused with our error, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from slipstream.text.tokenizer import Tokenizer
 from slipstream.tools.file_report import inspect_file
 from tests.helpers_models import safetensors_bytes, write_gguf
 
-# Beyond the file, unpacked where it is packed: what Python makes of a header.
+# Bytes beyond the file's (unpacked) size, for the Python objects of a header.
 MAX_OVERHEAD, MAX_COPIES = 4 << 20, 4
 MAX_SECONDS = 2.0
-MAX_EXPANSION = 64  # float32 bytes per file byte; the smallest block quant needs 29
+MAX_EXPANSION = 64  # float32 bytes per file byte; the smallest block quant needs 29, and more would be a false claim
 HOSTILE_U64 = (0, 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**60, 2**63 - 1, 2**63, 2**64 - 1)
 HOSTILE_U32 = (0, 5, 7, 8, 9, 13, 99, 2**31, 2**32 - 1)
 
 
 @dataclass
 class FuzzReport:
-    """What became of the files; `failures` must be empty."""
+    """What happened to the files; `failures` must be empty."""
 
     cases: int = 0
     loaded: int = 0
@@ -48,7 +48,7 @@ def run(count: int, seed: int) -> FuzzReport:
     report = FuzzReport()
     with tempfile.TemporaryDirectory() as folder:
         seeds = _seeds(Path(folder))
-        # Once outside the measurements: the first use pays for imports and lookup tables.
+        # The files are used once outside the measurements, because the first use pays for imports and lookup tables.
         for number, (suffix, data) in enumerate(seeds):
             _use(_write(Path(folder) / f"seed{number}{suffix}", data))
         for number in range(count):
@@ -62,7 +62,7 @@ def run(count: int, seed: int) -> FuzzReport:
 
 
 def watched(use: Callable[[], object], name: str, report: FuzzReport, most_bytes: int) -> None:
-    """Uses one damaged file and notes what came of it, how much processor time it took and how much memory."""
+    """Uses one damaged file, and records the result, the processor time and the memory."""
     tracemalloc.start()
     start = time.process_time()
     try:
@@ -72,7 +72,7 @@ def watched(use: Callable[[], object], name: str, report: FuzzReport, most_bytes
         report.refused += 1
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic of a native library is not an Exception
+    except BaseException as error:  # a panic of a native library is not a subclass of Exception
         report.failures.append(f"{name}: {type(error).__name__}: {error}")
     seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -86,7 +86,7 @@ def watched(use: Callable[[], object], name: str, report: FuzzReport, most_bytes
 
 
 def _use(path: Path) -> None:
-    """Everything a user of the file would do: describe it, load each tensor, tokenize."""
+    """Does everything a user of the file would do: describe it, load each tensor, tokenize."""
     refused: SlipstreamError | None = None
     try:
         inspect_file(path)
@@ -94,7 +94,7 @@ def _use(path: Path) -> None:
         refused = error
     with open_weights(path) as weights:
         tensors = [weights.tensor(name) for name in weights.names()]
-        # torch's memory is not traced: what the shapes declare bounds it before anything is loaded.
+        # torch's memory is not traced, so the declared shapes are checked before anything is loaded.
         declared = sum(4 * int(np.prod(tensor.shape, dtype=object)) for tensor in tensors)
         if declared > MAX_EXPANSION * path.stat().st_size:
             raise AssertionError(f"tensors of {declared} bytes in a file of {path.stat().st_size}")
@@ -106,7 +106,7 @@ def _use(path: Path) -> None:
             ids = tokenizer.encode("hello <|im_start|> wörld\n 12")
             tokenizer.decode(ids)
     if refused is not None:
-        raise AssertionError(f"inspect refuses what loads: {refused}")
+        raise AssertionError(f"inspect refuses a file that loads: {refused}")
 
 
 def _write(path: Path, data: bytes) -> Path:
@@ -125,7 +125,7 @@ def _seeds(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def _write_sentencepiece(path: Path) -> None:
-    """A SentencePiece vocabulary, and tensors of every type that can only be read, filled with random bytes."""
+    """Writes a SentencePiece vocabulary, and tensors of every read-only type filled with random bytes."""
     writer = gguf.GGUFWriter(path, "llama")
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "e", "l", "he", "▁he"]
     writer.add_tokenizer_model("llama")
@@ -161,7 +161,7 @@ def _safetensors_seed() -> bytes:
 
 def flip_bits(chooser: random.Random, data: bytes) -> bytes:
     damaged = bytearray(data)
-    # Most flips near the start: that is where the header says how to read the rest.
+    # Most bit flips are near the start, because the header there says how to read the rest.
     reach = min(len(data), chooser.choice((64, 512, len(data))))
     for _ in range(chooser.randint(1, 8)):
         damaged[chooser.randrange(reach)] ^= 1 << chooser.randrange(8)
@@ -189,7 +189,7 @@ def move_pieces(chooser: random.Random, data: bytes) -> bytes:
 
 
 def damage_vocabulary(chooser: random.Random, data: bytes) -> bytes:
-    """Renames or retypes a tokenizer key: the file stays readable, its tokenizer does not make sense."""
+    """Renames or retypes a tokenizer key: the file stays readable, but its tokenizer makes no sense."""
     keys = [b"tokens", b"merges", b"token_type", b"scores", b"bos_token_id", b"model", b"pre", b"unknown_token_id"]
     key = b"tokenizer.ggml." + chooser.choice(keys)
     position = data.find(key)
@@ -205,7 +205,7 @@ def damage_vocabulary(chooser: random.Random, data: bytes) -> bytes:
 
 
 def change_words(chooser: random.Random, data: bytes) -> bytes:
-    """Changes letters of the vocabulary's merges or tokens: every length still fits, the words no longer do."""
+    """Changes letters of the vocabulary's merges or tokens: every length still fits, but the words are wrong."""
     start = data.find(chooser.choice((b"tokenizer.ggml.merges", b"tokenizer.ggml.tokens")))
     if start < 0:
         return flip_bits(chooser, data)
@@ -233,7 +233,7 @@ def described(**changes: Any) -> dict[str, Any]:
 
 
 def hostile_gguf(chooser: random.Random, _: bytes) -> bytes:
-    """A header written to do harm: impossible counts, lengths, nesting, shapes and offsets."""
+    """A header made to do harm: impossible counts, lengths, nesting, shapes and offsets."""
     huge = chooser.choice(HOSTILE_U64[2:])
     align = text(b"general.alignment") + struct.pack("<II", 4, chooser.choice((0, 3, 2**31, 1)))
     nested = text(b"deep") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 500

@@ -1,4 +1,4 @@
-"""llama.cpp's own quantisers as a yardstick for ours."""
+"""llama.cpp's own quantisers, with which ours are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 
 class Ggml:
-    """llama.cpp's own quantisers and readers, called in the library that its Python package carries."""
+    """llama.cpp's quantisers and readers, called in the library that its Python package includes."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("xllamacpp")

@@ -1,4 +1,4 @@
-"""Model files for the tests: the public SmolLM2 target, and small GGUF and safetensors files made here."""
+"""Model files for the tests: the public SmolLM2 target, and small GGUF and safetensors files that are made here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATML = (
 
 @cache
 def smollm2_path() -> Path:
-    """The SmolLM2 target's GGUF file, fetched once per machine."""
+    """The SmolLM2 target's GGUF file, which is fetched once per machine."""
     return resolve("smollm2").path
 
 
@@ -34,7 +34,7 @@ def smollm2_metadata() -> dict[str, object]:
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 characters byte-level vocabularies write bytes with, as the tokenizers library lists them."""
+    """The 256 characters with which byte-level vocabularies write bytes, as the tokenizers library lists them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
@@ -49,7 +49,7 @@ def tiny_vocab() -> tuple[list[str], list[int], list[str]]:
 
 
 def write_gguf(path: Path, *, vocab: bool = True, pre: str = "smollm", seed: int = 0) -> dict[str, np.ndarray]:
-    """Writes a small GGUF file with plain and quantised tensors; returns what each tensor holds, as float32."""
+    """Writes a small GGUF file with plain and quantised tensors; returns each tensor's values as float32."""
     generator = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -84,6 +84,6 @@ def write_gguf(path: Path, *, vocab: bool = True, pre: str = "smollm", seed: int
 
 
 def safetensors_bytes(header: dict[str, Any] | bytes, data: bytes, *, length: int | None = None) -> bytes:
-    """A safetensors file of the given header, which may be as wrong as a test wants."""
+    """The bytes of a safetensors file with the given header, which may be as wrong as a test needs."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data

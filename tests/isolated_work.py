@@ -1,4 +1,4 @@
-"""What tests have a helper's child process do; imported there, by name."""
+"""The work that tests give to a helper's child process, which imports it by name."""
 
 from __future__ import annotations
 

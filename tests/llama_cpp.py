@@ -1,4 +1,4 @@
-"""llama.cpp's own speculation with a DFlash drafter, in a process of its own because its mistakes end the process.
+"""Runs llama.cpp's own speculation with a DFlash drafter, in a separate process because its errors end the process.
 
 echo '{"target": "t.gguf", ...}' | python -m tests.llama_cpp
 """
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS, PROMPT_SECONDS = 120, 60  # a machine that does other things too is slow
+START_SECONDS, PROMPT_SECONDS = 120, 60  # generous limits, because a machine that runs other work too is slow
 SCORED_TOKENS = 40
 
 
 @dataclass(frozen=True)
 class Speculated:
-    """One greedy answer: its text, how many of the drafted tokens were accepted, and what each step committed.
+    """One greedy answer: its text, how many drafted tokens were accepted, and how many tokens each step committed.
 
     The first token of an answer belongs to its prompt and to no step.
     """
@@ -33,7 +33,7 @@ class Speculated:
 
 @dataclass(frozen=True)
 class Scored:
-    """The likeliest tokens after a prompt, by id."""
+    """The ids of the likeliest tokens after a prompt."""
 
     log_probabilities: dict[int, float]
 
@@ -41,13 +41,13 @@ class Scored:
 def speculate(
     target: Path, drafter: Path, prompts: Sequence[Sequence[int]], tokens: int, drafts: int, heads: bool = False
 ) -> list[Speculated]:
-    """Answers prompts with chains of `drafts` tokens; `heads` says that the drafter is a DSpark one."""
+    """Answers prompts with chains of `drafts` tokens; `heads` says whether the drafter is a DSpark drafter."""
     found = _ask(prompts, target=str(target), drafter=str(drafter), tokens=tokens, drafts=drafts, heads=heads)
     return [Speculated(**answer) for answer in found]
 
 
 def greedy(model: Path, prompts: Sequence[Sequence[int]]) -> list[Scored]:
-    """What comes after each prompt, without speculation."""
+    """The likeliest tokens after each prompt, without speculation."""
     return [Scored(dict(answer)) for answer in _ask(prompts, target=str(model))]
 
 
@@ -67,7 +67,7 @@ def _ask(prompts: Sequence[Sequence[int]], **settings: object) -> list[Any]:
 
 
 def gather(chunks: Sequence[Mapping[str, Any]]) -> Speculated:
-    """An answer from its streamed tokens, each of which says how much was drafted and accepted so far."""
+    """An answer from its streamed tokens, each of which reports how much was drafted and accepted so far."""
     drafted = accepted = written = 0
     text, steps = "", list[int]()
     for chunk in chunks:
@@ -87,7 +87,7 @@ def main() -> None:
     import xllamacpp
 
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever llama.cpp prints must not end up in the reply
+    os.dup2(2, 1)  # what llama.cpp prints must not end up in the reply
     asked = json.loads(sys.stdin.read())
     settings = xllamacpp.CommonParams()
     settings.model.path = asked["target"]
@@ -100,7 +100,7 @@ def main() -> None:
         settings.speculative.draft.n_max, settings.speculative.draft.p_min = asked["drafts"], 0.0
     for parameters in (settings, settings.speculative.draft):
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
-        # with 16-bit keys, or its fused attention, llama.cpp's logits are good to three digits only
+        # With 16-bit keys, or with fused attention, only three digits of llama.cpp's logits are right.
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.n_ctx, settings.n_parallel = 1024, 1

@@ -1,4 +1,4 @@
-"""llama.cpp's greedy answers to prompts of tokens that spell their own ids (see `family_gguf`).
+"""Runs llama.cpp's greedy decoding on prompts of tokens that spell their own ids (see `family_gguf`).
 
 echo '{"model": "t.gguf", "prompts": [[5, 6]], "tokens": 8}' | python -m tests.llama_cpp_greedy
 """
@@ -17,7 +17,7 @@ SECONDS = 120
 
 
 def llama_cpp_tokens(path: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """llama.cpp's greedy answers, from a process of its own because its mistakes end the process."""
+    """llama.cpp's greedy answers, from a separate process because its errors end the process."""
     request = json.dumps({"model": str(path), "prompts": [list(ids) for ids in prompts], "tokens": tokens})
     done = subprocess.run(
         [sys.executable, "-m", "tests.llama_cpp_greedy"],
@@ -37,12 +37,12 @@ def main() -> None:
     import xllamacpp
 
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever llama.cpp prints must not end up in the reply
+    os.dup2(2, 1)  # what llama.cpp prints must not end up in the reply
     asked = json.loads(sys.stdin.read())
     settings = xllamacpp.CommonParams()
     settings.model.path = asked["model"]
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-    # with 16-bit keys, or its fused attention, llama.cpp's logits are good to three digits only
+    # With 16-bit keys, or with fused attention, only three digits of llama.cpp's logits are right.
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.n_ctx, settings.n_parallel = 512, 1

@@ -1,4 +1,4 @@
-"""What the tests of native kernels share: every instruction set this machine can run, and made-up stored tensors."""
+"""Shared by the tests of native kernels: every instruction set that this machine can run, and made-up tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.kernels.cpu.native_library import Library, availability
 
 QUANTISED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 FLOATS = ("F16", "BF16", "F32")
-# where the half-precision scales of a block stand, by type
+# For each type: the places of the half-precision scales in a block.
 _SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
 
 
 @functools.cache
 def libraries() -> list[Library]:
-    """The module once per instruction set, plainest first; amx stands for avx512 with tiles."""
+    """The library once per instruction set, the plainest first; amx means avx512 with tiles."""
     found = availability().library
     if found is None:
         return []
@@ -32,7 +32,7 @@ def libraries() -> list[Library]:
 
 
 def compiled(isa: str) -> Library:
-    """The module with one instruction set's kernels; skips the test where it cannot run."""
+    """The library with the kernels of one instruction set; it skips the test if this machine cannot run them."""
     found = availability().library
     if found is None:
         pytest.skip("no compiled kernels")
@@ -48,7 +48,7 @@ def every_library() -> pytest.MarkDecorator:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a file would hold it."""
+    """A tensor as a file would store it."""
 
     shape: tuple[int, int]
     type_name: str
@@ -62,7 +62,7 @@ class Stored:
 
 
 def stored(type_name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
-    """Random weights of any type: quantised from floats where a quantiser exists, else random codes."""
+    """Random weights of any type: quantised from floats if there is a quantiser, and else random codes."""
     source = np.random.default_rng(seed)
     if type_name in _SCALES:
         kind = GGMLQuantizationType[type_name]

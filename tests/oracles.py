@@ -1,6 +1,6 @@
-"""The independent implementations our models are compared with, and the small machines that run ours beside them.
+"""The independent implementations with which our models are compared, and small harnesses that run ours beside them.
 
-`transformers` is the oracle of the targets, the authors' `dflash` package of the drafter and of the whole loop.
+`transformers` is the oracle of the targets; the authors' `dflash` package is that of the drafter and of the whole loop.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 TOLERANCE = 1e-4
 PROMPTS = Path(__file__).parents[1] / "src" / "slipstream" / "data" / "prompts"
 SHIPPED_DRAFTER = PROMPTS.parent / "smollm2-135m-dflash.Q8_0.gguf"
-FOLDER_VOCAB = 259  # three special tokens and the bytes
+FOLDER_VOCAB = 259  # three special tokens and 256 bytes
 MASK = 2
 
 
@@ -67,7 +67,7 @@ MASK = 2
 
 
 def tiny_target(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A small random llama or qwen3 whose every weight matters: norms and biases are random too."""
+    """A small random llama or qwen3 in which every weight matters, because norms and biases are random too."""
     settings: dict[str, Any] = {
         "vocab_size": FOLDER_VOCAB,
         "hidden_size": 64,
@@ -86,7 +86,7 @@ def tiny_target(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def randomised(model: _Model, seed: int) -> _Model:
-    """Random weights of a size at which wrong arithmetic shows: outputs of order one to ten."""
+    """Fills a model with random weights of a size that makes wrong arithmetic visible: outputs of order 1 to 10."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -99,7 +99,7 @@ def randomised(model: _Model, seed: int) -> _Model:
 
 
 def save_model(model: PreTrainedModel, folder: Path, shard_size: str = "5GB") -> Path:
-    """The model as a Hugging Face folder of safetensors."""
+    """Saves the model as a Hugging Face folder of safetensors."""
     model.save_pretrained(folder, safe_serialization=True, max_shard_size=shard_size)
     return folder
 
@@ -112,7 +112,7 @@ def edit_config(folder: Path, drop: Sequence[str] = (), **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, drop: Sequence[str] = (), **changes: Tensor) -> None:
-    """Changes or removes tensors of a folder's model.safetensors; `__` in a name stands for a dot."""
+    """Changes or removes tensors of a folder's model.safetensors; `__` in a name means a dot."""
     path = folder / "model.safetensors"
     tensors = load_file(path) | {name.replace("__", "."): value for name, value in changes.items()}
     save_file({name: value.contiguous() for name, value in tensors.items() if name not in drop}, path)
@@ -128,7 +128,7 @@ def write_target_gguf(
     rotary_dim: int | None = None,
     extra: Sequence[str] = (),
 ) -> None:
-    """Writes a target as llama.cpp's converter does, and leaves in `model` the values the file then holds."""
+    """Writes a target like llama.cpp's converter, and sets the values of `model` to those that the file then holds."""
     config = model.config
     arch, layers = config.model_type, config.num_hidden_layers
     rope = config.rope_parameters
@@ -176,14 +176,14 @@ def write_target_gguf(
 
 
 def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """How llama.cpp's converter orders the rows of a llama's query and key projections."""
+    """The order in which llama.cpp's converter stores the rows of a llama's query and key projections."""
     return np.ascontiguousarray(
         rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     )
 
 
 def _llama3_factors(rope: dict[str, Any], dim: int) -> list[float]:
-    """The divisors llama.cpp's converter writes for llama3 scaling."""
+    """The divisors that llama.cpp's converter writes for llama3 scaling."""
     factors = []
     for index in range(0, dim, 2):
         turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** (index / dim))
@@ -199,13 +199,13 @@ def _llama3_factors(rope: dict[str, Any], dim: int) -> list[float]:
 
 @torch.inference_mode()
 def their_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    """transformers' logits of every position, [tokens, vocabulary]."""
+    """The logits of transformers at every position, [tokens, vocabulary]."""
     return model(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
 @torch.inference_mode()
 def their_taps(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
-    """What each layer leaves in the residual stream, seen by forward hooks; -1 is the embedding."""
+    """The residual stream after each layer, read by forward hooks; -1 is the embedding."""
     seen: dict[int, Tensor] = {}
 
     def record(index: int) -> Any:
@@ -226,9 +226,9 @@ def their_taps(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
 def our_target(
     model: Decoder, prompts: Sequence[Sequence[int]], chunk: int = 10**6, taps: Sequence[int] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs prompts together through the runner, `chunk` rows of each per forward; logits and taps of every row.
+    """Runs prompts together through the runner, `chunk` rows of each per forward; returns logits and taps of every row.
 
-    Pages are taken as they are needed, so those of one prompt lie scattered between those of the others.
+    Pages are taken when they are needed, so that the pages of one prompt lie between those of the others.
     """
     shape = model.config
     pages = sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts)
@@ -263,7 +263,7 @@ def our_target(
 
 
 def tiny_drafter(seed: int = 0, *, taps: Sequence[int] = (0, 1), **changes: Any) -> authors.DFlashDraftModel:
-    """The authors' drafter with random weights, for the tiny targets."""
+    """The authors' drafter for the tiny targets, with random weights."""
     settings: dict[str, Any] = {
         "vocab_size": FOLDER_VOCAB,
         "hidden_size": 64,
@@ -282,7 +282,7 @@ def tiny_drafter(seed: int = 0, *, taps: Sequence[int] = (0, 1), **changes: Any)
 
 
 def drafter_from_gguf(path: Path) -> authors.DFlashDraftModel:
-    """The authors' drafter with the weights of a GGUF file, read and dequantised by the `gguf` package."""
+    """The authors' drafter with the weights of a GGUF file, which the `gguf` package reads and dequantises."""
     reader = gguf.GGUFReader(path)
     keys = {name: item.contents() for name, item in reader.fields.items() if not name.startswith("GGUF.")}
     config = Qwen3Config(
@@ -340,7 +340,7 @@ def _drafter_name(name: str) -> str:
 
 
 class TheirDrafts:
-    """One sequence in the authors' drafter: context comes in instalments, and the cache is cropped as they crop it."""
+    """One sequence in the authors' drafter: context is added in parts, and the cache is cropped as they crop it."""
 
     def __init__(self, model: authors.DFlashDraftModel, embedding: Tensor) -> None:
         self.model = model
@@ -350,7 +350,7 @@ class TheirDrafts:
 
     @torch.inference_mode()
     def block(self, taps: Tensor, anchor: int) -> Tensor:
-        """Adds the taps of the next positions to the context and returns the hidden rows of a block behind it."""
+        """Adds the taps of the next positions to the context, and returns the hidden rows of a block after it."""
         size, start = self.model.block_size, self._length + taps.shape[0]
         ids = torch.tensor([anchor, *[self.model.mask_token_id] * (size - 1)])
         hidden = self.model(
@@ -366,7 +366,7 @@ class TheirDrafts:
 
     @torch.inference_mode()
     def windowed_block(self, taps: Tensor, anchor: int, window: int) -> Tensor:
-        """The block behind all of `taps` when only the last `window` positions are shown; no cache involved."""
+        """The block after all of `taps` if only the last `window` positions are visible; it uses no cache."""
         size, start = self.model.block_size, taps.shape[0]
         first = max(0, start - window)
         ids = torch.tensor([anchor, *[self.model.mask_token_id] * (size - 1)])
@@ -378,7 +378,7 @@ class TheirDrafts:
 
 
 class _Table:
-    """An embedding a drafter can borrow, as scaled as a test wants it."""
+    """An embedding that a drafter can borrow, with the scale that a test needs."""
 
     def __init__(self, rows: Tensor, scale: float = 1.0) -> None:
         self._rows = rows
@@ -428,7 +428,7 @@ class OurDrafts:
 
     @torch.inference_mode()
     def blocks(self, states: Sequence[SequenceState], anchors: Sequence[int]) -> list[Tensor]:
-        """The hidden rows of one block behind each sequence, all in one pass."""
+        """The hidden rows of one block after each sequence, computed in one pass."""
         jobs = []
         for state, anchor in zip(states, anchors, strict=True):
             state.tokens = [*state.tokens[: state.length], anchor]
@@ -443,7 +443,7 @@ class OurDrafts:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of FOLDER_VOCAB tokens beside a tiny model."""
+    """Saves a byte-level tokenizer of FOLDER_VOCAB tokens beside a tiny model."""
     tokens = ["<|endoftext|>", "<|im_end|>", "<|mask|>", *byte_alphabet()]
     backend = Backend(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -459,7 +459,7 @@ def _clock_without_a_gpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a loop emitted after the prompt, and how many tokens each verify step committed."""
+    """The tokens that a loop wrote after the prompt, and how many each verify step committed."""
 
     token_ids: list[int]
     step_sizes: list[int]
@@ -472,7 +472,7 @@ def their_loop(
     tokens: int,
     stop: Sequence[int] = (),
 ) -> Loop:
-    """The authors' own generation, greedy."""
+    """Runs the authors' own greedy generation."""
     with _clock_without_a_gpu():
         done = authors.dflash_generate(
             drafter, target, torch.tensor([list(ids)]), tokens, list(stop) or None, return_stats=True
@@ -481,9 +481,9 @@ def their_loop(
 
 
 def full_block_steps(loop: Loop | Completion, tokens: int, block: int) -> list[int]:
-    """The sizes of the steps begun where a whole block still fitted before the limit of `tokens`.
+    """The sizes of the steps that began where a whole block still fitted before the limit of `tokens`.
 
-    Nearer to the limit the authors shorten the draft block itself, and its rows then see fewer masks than ours.
+    Nearer to the limit the authors shorten the draft block itself, so that its rows see fewer masks than ours.
     """
     sizes, generated = [], 1
     for size in loop.step_sizes:
@@ -495,7 +495,7 @@ def full_block_steps(loop: Loop | Completion, tokens: int, block: int) -> list[i
 
 
 def predictable_target(family: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny target of few words whose next word depends mostly on the last one: a drafter can learn some of it."""
+    """A tiny target of few words whose next word depends mostly on the last, so that a drafter can learn some of it."""
     target = tiny_target(family, seed)
     with torch.no_grad():
         for layer in target.model.layers:
@@ -508,7 +508,7 @@ def predictable_target(family: str, seed: int = 0) -> PreTrainedModel:
 def train_drafter(
     drafter: authors.DFlashDraftModel, target: PreTrainedModel, seed: int = 0, steps: int = 120
 ) -> authors.DFlashDraftModel:
-    """A few seconds of training on the target's own greedy text, so that some drafts are right and some are not."""
+    """Trains a drafter for a few seconds on the target's greedy text, so that some drafts are right and some wrong."""
     torch.manual_seed(seed)
     prompts = torch.randint(3, FOLDER_VOCAB, (64, 6))
     with torch.no_grad():
@@ -551,7 +551,7 @@ def smollm2_oracle() -> PreTrainedModel:
 
 @cache
 def smollm2_fp32() -> LLM:
-    """The real pair in our engine, in fp32 and with a drafter that looks as far back as the authors'."""
+    """The real pair in our engine, in fp32 and with a draft window as long as the authors'."""
     config = EngineConfig(
         weight_format="fp32", draft_window=0, cache_tokens=4096, max_context=2048, threads=torch.get_num_threads()
     )
@@ -559,14 +559,14 @@ def smollm2_fp32() -> LLM:
 
 
 def real_prompts(count: int) -> list[str]:
-    """First turns of the evaluation prompts, taken from the files in turn."""
+    """First turns of the evaluation prompts, taken from each file in turn."""
     files = [path.read_text().splitlines() for path in sorted(PROMPTS.glob("*.jsonl"))]
     return [json.loads(files[index % len(files)][index // len(files)])["turns"][0] for index in range(count)]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part, and how far apart the oracle's logits of the two tokens are there."""
+    """The first token at which two texts differ, and the difference of the oracle's logits of the two tokens."""
 
     prompt: int
     position: int
@@ -575,7 +575,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """How many texts (and, for the loop, how many lists of step sizes) were the same."""
+    """How many texts (and, for the loop, how many lists of step sizes) were equal."""
 
     of: int = 0
     same: int = 0
@@ -596,7 +596,7 @@ def _difference(prompt: int, ids: Sequence[int], ours: Sequence[int], theirs: Se
 
 @torch.inference_mode()
 def their_greedy(ids: Sequence[int], tokens: int, stop: Sequence[int]) -> list[int]:
-    """transformers' greedy text of SmolLM2, the stop token included."""
+    """The greedy text of SmolLM2 in transformers, with the stop token."""
     done = smollm2_oracle().generate(
         torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, eos_token_id=list(stop), pad_token_id=stop[0]
     )
@@ -604,7 +604,7 @@ def their_greedy(ids: Sequence[int], tokens: int, stop: Sequence[int]) -> list[i
 
 
 def compare_greedy(prompts: int, tokens: int) -> Comparison:
-    """SmolLM2's greedy text, plain and fp32: ours against transformers' loading of the same file."""
+    """Compares SmolLM2's plain greedy text in fp32: ours with that of transformers on the same file."""
     llm, result = smollm2_fp32(), Comparison()
     for index, prompt in enumerate(real_prompts(prompts)):
         ids = llm.prompt_ids(prompt, chat=True)
@@ -620,7 +620,7 @@ def compare_greedy(prompts: int, tokens: int) -> Comparison:
 
 
 def compare_loop(prompts: int, tokens: int) -> Comparison:
-    """The real pair's whole loop in fp32: tokens and tokens per step, ours against the authors' generation."""
+    """Compares the real pair's whole loop in fp32: our tokens and tokens per step with the authors' generation."""
     llm, result = smollm2_fp32(), Comparison()
     drafter = drafter_from_gguf(SHIPPED_DRAFTER)
     for index, prompt in enumerate(real_prompts(prompts)):

@@ -15,8 +15,8 @@ from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.router import ModelRouter
 from slipstream.types import Gate, GenEvent, Mode, Request
 
-POOL_TOKENS = 1 << 22  # a gibibyte of pool nobody touches: what a model is measured at hardly matters beside it
-ONE = 3 << 29  # room for one such model
+POOL_TOKENS = 1 << 22  # a pool of one GiB that is never used; beside it a model's other memory hardly matters
+ONE = 3 << 29  # memory with room for one such model
 TWO = 5 << 29
 REQUESTS = itertools.count()
 Body = Callable[[ModelRouter], Coroutine[Any, Any, None]]
@@ -48,15 +48,15 @@ def states(router: ModelRouter) -> dict[str, str]:
 
 
 async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Waits for something to come true; the first looks are close together, so that a short state is not missed."""
+    """Waits until `holds` is true; the first looks are close together, so that a short state is not missed."""
     deadline, looks = time.monotonic() + seconds, itertools.count()
     while not holds():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never became true"
         await asyncio.sleep(0 if next(looks) < 10 else 0.01)
 
 
 def start(lease: Lease, tokens: int = 8, name: str = "r") -> asyncio.Future[list[GenEvent]]:
-    """Generates on a lease's engine; the future holds all events once the last has come."""
+    """Generates on a lease's engine; the future holds all events after the last one has come."""
     loop, events = asyncio.get_running_loop(), list[GenEvent]()
     done: asyncio.Future[list[GenEvent]] = loop.create_future()
 

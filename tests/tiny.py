@@ -1,4 +1,4 @@
-"""A tiny random pair on disk, an engine around it, and a driver that throws random operations at that engine.
+"""A tiny random pair on disk, an engine around it, and a driver that runs random operations on that engine.
 
 python -c "from tests.tiny import random_operations; print(random_operations(1000, seed=0))"
 """
@@ -33,7 +33,7 @@ MASK = 257
 BLOCK = 8
 HIDDEN = 32
 MODES = ("plain", "chain", "chain:2", "chain:5", "tree:2", "tree:16", "tree:40", "tree:5:seed", "tree:24:seed", "auto")
-LIKELY = (65, 66, 67, 68)  # tokens both models prefer, so that drafts are accepted now and then
+LIKELY = (65, 66, 67, 68)  # tokens that both models prefer, so that drafts are sometimes accepted
 _LAYERS, _HEADS, _KV_HEADS, _DIM, _INNER = 2, 4, 2, 8, 48
 
 
@@ -79,7 +79,7 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def tiny_llm(folder: Path, *, draft: bool = True, **settings: object) -> LLM:
-    """An LLM around the tiny pair, written into `folder` on first use; settings are EngineConfig's."""
+    """An LLM around the tiny pair, which is written into `folder` on first use; settings are EngineConfig's."""
     if not (folder / "target").is_dir():
         write_pair(folder)
     chosen: dict[str, object] = {
@@ -99,7 +99,7 @@ def tiny_llm(folder: Path, *, draft: bool = True, **settings: object) -> LLM:
 
 @contextmanager
 def keep_threads() -> Iterator[None]:
-    """An LLM sets torch's threads for the whole process (tiny ones use one); this puts them back."""
+    """Restores torch's threads, which an LLM sets for the whole process (tiny ones use one)."""
     before = torch.get_num_threads()
     try:
         yield
@@ -108,7 +108,7 @@ def keep_threads() -> Iterator[None]:
 
 
 def gate_for(mode: Mode) -> Gate:
-    """The gate a mode has when nobody asks for one."""
+    """The gate that a mode has if a request does not ask for one."""
     return Gate("auto" if mode.kind == "auto" else "off")
 
 
@@ -123,13 +123,13 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 def ask(
     name: str, ids: tuple[int, ...], sampling: SamplingParams | None = None, mode: str = "chain", max_tokens: int = 30
 ) -> Request:
-    """A request in a named mode, ungated unless the mode is auto."""
+    """A request in a named mode, without a gate unless the mode is auto."""
     parsed = Mode.parse(mode)
     return Request(name, ids, sampling or SamplingParams(), parsed, gate_for(parsed), max_tokens=max_tokens)
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing runs, and once the prefix cache lets go every page is free."""
+    """Checks that nothing runs, and that every page is free after the prefix cache is emptied."""
     assert not llm.engine.has_work
     llm.engine.scheduler.check()
     if llm.engine.prefix is not None:
@@ -138,7 +138,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 def mixed_requests(mode: str) -> list[Request]:
-    """Eight requests, each with settings of its own, some on page and chunk borders."""
+    """Eight requests with different settings, some of them at the edges of pages and chunks."""
     greedy, sampled = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, seed=7)
     shaped = SamplingParams(temperature=1.2, repetition_penalty=1.1, presence_penalty=0.2, seed=3, logprobs=2)
     requests = [
@@ -187,7 +187,7 @@ def _layer(prefix: str, generator: torch.Generator, strength: float) -> dict[str
 def _target_tensors(generator: torch.Generator) -> dict[str, Tensor]:
     embed = 0.5 * torch.randn(VOCAB, HIDDEN, generator=generator)
     embed[MASK] = 0.0
-    embed[:, 0] = 3.0  # every position carries a constant that the head turns into a taste for LIKELY
+    embed[:, 0] = 3.0  # every position has a constant, for which the head prefers the tokens of LIKELY
     head = 0.25 * torch.randn(VOCAB, HIDDEN, generator=generator)
     head[:, 0] = 0.0
     head[list(LIKELY), 0] = torch.tensor([2.0, 2.0, 2.1, 2.0])
@@ -213,11 +213,11 @@ def _draft_tensors(generator: torch.Generator) -> dict[str, Tensor]:
 
 @dataclass(slots=True)
 class Operations:
-    """What a run of random operations did and what was left of the pages; `free == total` means no leak."""
+    """What a run of random operations did, and the pages that were left; `free == total` means no leak."""
 
     done: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
-    branched: int = 0  # steps that verified more than a chain
+    branched: int = 0  # steps that verified a tree that is not a chain
     drafted: int = 0
     accepted: int = 0
     cached_tokens: int = 0
@@ -229,9 +229,9 @@ class Operations:
 
 
 def random_operations(count: int, seed: int) -> Operations:
-    """Runs `count` random add/cancel/fork/release/step operations with every page accounted for after each one."""
+    """Runs `count` random add, cancel, fork, release and step operations, and accounts for every page after each."""
     with tempfile.TemporaryDirectory() as folder, keep_threads():
-        # live forks are holders the scheduler does not know; few pages, so that refusals happen too
+        # The scheduler does not know the pages that live forks hold. There are few pages, so that refusals happen too.
         llm = tiny_llm(Path(folder), check_integrity=False, cache_tokens=16 * PAGE_TOKENS)
         return Driver(llm.engine, random.Random(seed)).run(count)
 
@@ -242,7 +242,7 @@ class Driver:
         self.table = page_table(engine)
         self.rng = rng
         self.report = Operations()
-        self.live: dict[str, int] = {}  # request -> tokens it may produce at most
+        self.live: dict[str, int] = {}  # request -> the most tokens that it may produce
         self.tokens: Counter[str] = Counter()
         self.forks: list[tuple[SequenceState, list[Tensor]]] = []
         self.shared = [[rng.randrange(256) for _ in range(210)] for _ in range(4)]
@@ -271,7 +271,7 @@ class Driver:
         return self.report
 
     def check(self) -> None:
-        """Every page is held by exactly those who know it: running requests, the prefix cache, our forks."""
+        """Checks that every page is held by exactly its known users: running requests, the prefix cache, our forks."""
         states = [ticket.state for ticket in self.engine.scheduler.running] + [state for state, _ in self.forks]
         held = [page for state in states for page in state.pages]
         self.table.check(held + (self.engine.prefix.held() if self.engine.prefix else []))
@@ -331,7 +331,7 @@ class Driver:
             return
         assert twin.tokens == source.tokens
         self.forks.append((twin, self._contents(twin)))
-        assert all(map(torch.equal, self.forks[-1][1], self._contents(source))), "a fork reads other keys"
+        assert all(map(torch.equal, self.forks[-1][1], self._contents(source))), "a fork reads different keys"
         self.report.done["fork"] += 1
 
     def _release(self) -> None:
@@ -339,7 +339,7 @@ class Driver:
             self._step()
             return
         twin, before = self.forks.pop(self.rng.randrange(len(self.forks)))
-        assert all(map(torch.equal, before, self._contents(twin))), "somebody wrote into a fork's pages"
+        assert all(map(torch.equal, before, self._contents(twin))), "another sequence wrote into a fork's pages"
         if self.rng.random() < 0.3:
             try:
                 twin.truncate(self.rng.randrange(twin.length + 1))
@@ -354,7 +354,7 @@ class Driver:
         self.report.done["release"] += 1
 
     def _contents(self, state: SequenceState) -> list[Tensor]:
-        """Keys and draft context of every computed position."""
+        """The keys and the draft context of every computed position."""
         if not state.length:
             return []
         pages, offsets = torch.tensor([state.place(position) for position in range(state.length)]).unbind(1)
@@ -371,7 +371,7 @@ class Driver:
         self.check()
 
     def _take(self, event: GenEvent) -> None:
-        assert event.request_id in self.live, f"{event.request_id} spoke after its end"
+        assert event.request_id in self.live, f"{event.request_id} sent an event after its end"
         self.tokens[event.request_id] += len(event.tokens)
         self.report.branched += event.step is not None and event.step.proposal.branching
         assert self.tokens[event.request_id] <= self.live[event.request_id]

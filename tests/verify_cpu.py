@@ -10,7 +10,7 @@ from typing import cast
 from slipstream.bench import rival
 from slipstream.bench import rival_race as race
 from slipstream.bench.comparison_report import built_for, prefill_sentence
-from slipstream.bench.quality import BOUND
+from slipstream.bench.quality import PERPLEXITY_BOUND as BOUND
 from slipstream.bench.workloads import BUILT_IN
 from slipstream.config import WeightFormat
 from slipstream.engine.llm import LLM

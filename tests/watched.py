@@ -1,4 +1,4 @@
-"""A real matcher that can be stopped, slowed down and looked at, put under the guide of a request."""
+"""A real matcher that tests can stop, slow down and observe, and that the guide of a request uses."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from slipstream.grammar.guide import Guide
 from slipstream.grammar.mask_lane import Allowed, Matcher, Path
 from slipstream.types import Request
 
-PATIENCE_S = 20.0  # how long a closed gate holds a mask before it gives up, so that a faulty engine ends its test
+# Seconds for which a closed gate holds a mask before it gives up, so that a faulty engine still ends its test.
+PATIENCE_S = 20.0
 
 
 class Watch:
-    """What all copies of one matcher share."""
+    """The state that all copies of one matcher share."""
 
     def __init__(self, burn_s: float = 0.0) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.burn_s = burn_s  # of work that every mask takes
-        self.began = threading.Event()  # some mask was begun
-        self.gave_up = False  # a closed gate was waited for until patience ended
-        self.paths: list[Path] = []  # whose masks were asked for, in order
+        self.burn_s = burn_s  # seconds of work that every mask takes
+        self.began = threading.Event()  # is set when a mask is begun
+        self.gave_up = False  # whether waiting for a closed gate took longer than PATIENCE_S
+        self.paths: list[Path] = []  # the paths whose masks were asked for, in order
         self.using = threading.Lock()
 
 
 class WatchedMatcher:
-    """Passes questions on; insists on one thread at a time."""
+    """Passes questions on to the real matcher, and checks that only one thread at a time asks."""
 
     def __init__(self, matcher: Matcher, watch: Watch) -> None:
         self._matcher = matcher
@@ -63,7 +64,7 @@ class _Alone:
 
 
 def add_watched(llm: LLM, request: Request, burn_s: float = 0.0, *, closed: bool = False) -> Watch:
-    """Queues a constrained request whose masks are watched, and wait for a gate if it is closed."""
+    """Queues a constrained request whose masks are observed; if `closed`, they wait for a gate."""
     watch = Watch(burn_s)
     if closed:
         watch.gate.clear()

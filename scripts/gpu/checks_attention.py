@@ -1,4 +1,4 @@
-"""Paged attention on a real GPU: right against torch in fp64, the bits of a row its own in any company, and timings.
+"""Checks paged attention on a GPU against torch in fp64, checks that rows do not depend on others, and times it.
 
 python scripts/gpu/checks_attention.py [--tune]   # on the GPU; --tune also tries other splits
 python scripts/gpu/checks_attention.py --tiny     # on a CPU under Triton's interpreter: finds typos, times nothing
@@ -26,7 +26,7 @@ from slipstream.kernels.gpu import paged_attention as attention
 from slipstream.kernels.gpu.device_rows import DeviceRows, Kind
 from slipstream.kernels.gpu.paged_attention import AttentionScratch, paged_attention, paged_attention_reference
 
-# heads of other families: several per key head that is no power of two, twice and four times as wide
+# Head shapes of other families: a number per key head that is no power of two, and heads twice and four times as wide.
 WIDE = (
     Shape("qwen3.6-27b", 0, 24, 4, 256, 0, 0),
     Shape("qwen3.6-35b", 0, 16, 2, 256, 0, 0),
@@ -34,12 +34,12 @@ WIDE = (
     Shape("gemma4-31b", 0, 32, 4, 512, 0, 0),
 )
 TINY = (Shape("tiny", 0, 2, 1, 16, 0, 0), Shape("tiny-wide", 0, 3, 1, 256, 0, 0))
-L2_BYTES = 100e6  # what must lie between two uses of the same memory, with room to spare
+L2_BYTES = 100e6  # bytes that must lie between two uses of the same memory; more than an H200's L2 cache holds
 
 
 @dataclass
 class World:
-    """One layer's pools, or those of several layers that are timed in turn, and rows that stand in them."""
+    """The pools of one layer, or of several layers that are timed in turn, and the rows that read them."""
 
     rows: DeviceRows
     queries: Tensor
@@ -54,7 +54,7 @@ class World:
         return scratch
 
     def attend(self, window: int = 0) -> tuple[Tensor, Tensor]:
-        """The result, and the bits of the partial sums: rounding the result to bf16 would hide most differences."""
+        """The result, and the bits of the partial sums, because rounding to bf16 would hide most differences."""
         count, heads, dim = self.queries.shape
         out = torch.full((count, heads * dim), float("nan"), dtype=torch.bfloat16, device=self.keys.device)
         scratch = self.scratch()
@@ -74,17 +74,17 @@ def make_world(
     branching: int = 4,
     unused: int = 0,
 ) -> World:
-    """Random keys in shuffled pages; a tree's row hangs on one of the `branching` rows before it."""
+    """Random keys in shuffled pages; a tree's row is a child of one of the `branching` rows before it."""
     held = [-(-(base + each) // page) for base in bases]
     rows = DeviceRows.empty(kind, len(bases), each, max(held), device)
-    order = torch.randperm(sum(held), device=device).int() + 1  # page 0 is nobody's
+    order = torch.randperm(sum(held), device=device).int() + 1  # page 0 belongs to no sequence
     for sequence, pages in enumerate(order.split(held)):
         rows.pages[sequence, : len(pages)] = pages
     paths: list[list[int]] = [[0]]
     for row in range(1, each):
         parent = row - 1 if kind != "tree" else random.randrange(max(0, row - branching), row)
         if kind == "tree" and len(paths[parent]) > attention.DEEPEST_ROW:
-            parent = 0  # no drafter proposes more at a time
+            parent = 0  # no drafter proposes more tokens at a time
         paths.append([0] if row >= each - unused else [*paths[parent], row])
     depth = torch.tensor([len(path) - 1 for path in paths], device=device)
     padded = torch.tensor([path + [0] * (rows.paths.shape[1] - len(path)) for path in paths if len(path) <= 64])
@@ -103,7 +103,7 @@ def make_world(
 
 
 def plain_twins(world: World, page: int) -> World:
-    """Every row of a world of one sequence as a sequence of its own, what it sees copied to pages of its own."""
+    """Every row of one sequence as a sequence of its own, with the keys that it sees copied into its own pages."""
     rows, device = world.rows, world.keys.device
     base, count = int(rows.base[0]), rows.rows
     positions = rows.positions[:count]
@@ -152,13 +152,13 @@ def check_values(device: torch.device, shape: Shape, page: int, contexts: Sequen
 
 
 def check_bits(device: torch.device, shape: Shape, page: int, sizes: Sequence[int]) -> list[str]:
-    """Rows of trees and chains against the same rows decoded plainly, also where the split of the pages changes."""
+    """Compares rows of trees and chains with the same rows decoded plainly, also where the split of pages changes."""
     wrong = []
     split_changes = ((attention.SLOTS - 2) * attention.LEAST_PAGES + 2) * page
     bases = (0, 5 * page - 3, 9 * page, split_changes - sizes[0] // 2)
     for base, each, window in itertools.product(bases, sizes, (0, 3 * page + 5)):
         if (each != sizes[0] and (window or shape != SHAPES[0])) or (shape in WIDE[1:] and window):
-            continue  # every variant is compiled for itself, which takes longer than running it
+            continue  # every variant is compiled separately, which takes longer than running it
         for kind, unused in (("tree", 0), ("tree", each - 1), ("chain", 0), ("chain", each - 1)):
             world = make_world(shape, kind, [base], each, page, device, branching=2, unused=unused)  # type: ignore[arg-type]
             alone = plain_twins(world, page).attend(window)
@@ -181,7 +181,7 @@ def check_shape(shape: Shape, page: int = 64, contexts: Sequence[int] = (100, 10
 def time_case(
     shape: Shape, kind: Kind, sequences: int, each: int, context: int, page: int, device: torch.device
 ) -> tuple[float, float]:
-    """Microseconds per layer, and what reading the keys and values once takes."""
+    """Microseconds per layer, and the microseconds of reading the keys and values once."""
     layer_bytes = sequences * context * shape.kv_heads * shape.dim * 4
     layers = 2 if device.type == "cpu" else max(2, min(256, int(2 * L2_BYTES / layer_bytes)))
     world = make_world(shape, kind, [context] * sequences, each, page, device, layers)
@@ -218,13 +218,13 @@ def time_table(device: torch.device, shapes: Sequence[Shape], page: int, tiny: b
     yield f"{'shape':<11} {'kind':<6} {'seqs':>4} {'each':>4} {'context':>7} {'us':>8} {'floor us':>9}"
     for shape, (kind, sequences, each, context) in itertools.product(shapes, TINY_CASES if tiny else CASES):
         if shape in WIDE and (sequences > 1 or each in (32, 512) or context > 8192):
-            continue  # what all shapes have in common is seen with the others
+            continue  # the other shapes cover what all of them have in common
         us, floor = time_case(shape, kind, sequences, each, context, page, device)
         yield f"{shape.name:<11} {kind:<6} {sequences:>4} {each:>4} {context:>7} {us:>8.2f} {floor:>9.2f}"
 
 
 def tune(device: torch.device, shape: Shape, page: int, tiny: bool) -> list[str]:
-    """The cases that matter most under other splits of the pages."""
+    """Times the most important cases under other splits of the pages."""
     chosen = TINY_CASES[:2] if tiny else tuple(CASES[i] for i in (0, 2, 4, 7, 8, 11))
     names = "  ".join(f"{kind} {sequences}x{each}@{context}" for kind, sequences, each, context in chosen)
     lines = [f"slots least stages | us: {names}"]
@@ -251,7 +251,7 @@ def main() -> None:
         attention.SLOTS, attention.LEAST_PAGES = 4, 1
         wrong = [line for shape in shapes for line in check_shape(shape, page, (40,), (4,))]
     elif args.only != "times":
-        with get_context("spawn").Pool(len(shapes)) as pool:  # compiling takes longest
+        with get_context("spawn").Pool(len(shapes)) as pool:  # in parallel, because compiling takes longest
             wrong = [line for lines in pool.map(check_shape, shapes, chunksize=1) for line in lines]
     if args.only != "times":
         print("\n".join(wrong) or "attention: all right, and every row has the bits it has alone", flush=True)

@@ -1,4 +1,4 @@
-"""Gated delta nets on a real GPU: right against torch, the same bits on every way, and how long a layer takes.
+"""Checks gated delta nets on a GPU against torch and for equal bits in every order of rows, and times a layer.
 
 python scripts/gpu/checks_delta.py          # on the GPU
 python scripts/gpu/checks_delta.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
@@ -36,7 +36,7 @@ PARTS = ("mix", "recur", "gate", "layer", "plan")
 
 
 def parents_of(kind: str, rows: int) -> list[int]:
-    """A chain, or a tree as drafts grow: a trunk, and short branches off it."""
+    """The parents of a chain, or of a tree as drafts grow it: a trunk with short branches."""
     if kind == "chain":
         return list(range(-1, rows - 1))
     trunk = max(1, rows // 4)
@@ -49,7 +49,7 @@ def line_to(parents: Sequence[int], row: int) -> list[int]:
 
 @dataclass
 class World:
-    """Slots with anything in them, and what the matmuls of every layer would give for some rows."""
+    """Slots with random contents, and random results of every layer's matmuls for some rows."""
 
     shape: DeltaShape
     device: torch.device
@@ -91,7 +91,7 @@ class World:
     def layer(
         self, kernels: DeltaKernels, rows: DeviceRows, states: DeviceStates, layer: int, first: int = 0
     ) -> Tensor:
-        """One layer's launches, over inputs from row `first` on; what comes out."""
+        """Runs one layer's launches over the inputs from row `first` on, and returns their output."""
         place = layer % len(self.inputs)
         count = rows.tokens.shape[0]
         inputs, gates = (
@@ -144,7 +144,7 @@ def commit(
 
 
 def check(shape: DeltaShape, device: torch.device, count: int) -> list[str]:
-    """What is wrong, as sentences."""
+    """Describes each fault in a sentence."""
     world, wrong = World(replace(shape, layers=2), device, 2 * count), []
     parents = parents_of("tree", count)
     path = max((line_to(parents, row) for row in range(count)), key=len)
@@ -162,7 +162,7 @@ def check(shape: DeltaShape, device: torch.device, count: int) -> list[str]:
 
 
 def check_bits(world: World, count: int, parents: Sequence[int], path: Sequence[int]) -> list[str]:
-    """Rows one by one, in chunks and in a chain that is committed: the same readings and states; likewise a branch."""
+    """Checks that single rows, chunks and a committed chain give the same outputs and states, and so does a branch."""
     wrong, each = [], 1 << (count - 1).bit_length()
     alone = [world.chain(TRITON, 1, row and 2, 2, row) for row in range(count)]
     reads = [torch.cat([step[layer] for step in alone]) for layer in range(world.shape.layers)]
@@ -196,7 +196,7 @@ def check_bits(world: World, count: int, parents: Sequence[int], path: Sequence[
 
 
 def time_layer(name: str, shape: DeltaShape, device: torch.device, kind: str, count: int) -> str:
-    """Microseconds of each launch of a layer; layers rotate, so that L2 does not serve the states."""
+    """Microseconds of each launch of a layer; layers take turns, so that the L2 cache does not hold the states."""
     world = World(shape, device, count, slots=2)
     each = 1 << (count - 1).bit_length()
     saves = None
@@ -224,7 +224,7 @@ def time_layer(name: str, shape: DeltaShape, device: torch.device, kind: str, co
 
 
 def time_commits(name: str, shape: DeltaShape, device: torch.device, taken: Sequence[int]) -> list[str]:
-    """A commit of all layers; it reads and writes every state once."""
+    """Times a commit of all layers, which reads and writes every state once."""
     world = World(shape, device, 16, slots=2)
     rows = world.lay("tree", [parents_of("chain", 16)], 16)
     states = world.tensors.over(rows, numbers(device, 0), SCRATCH)

@@ -1,4 +1,4 @@
-"""The kernels between the matmuls on a real GPU: right against torch, rows for themselves, and how long they take.
+"""Checks the kernels between the matmuls on a GPU against torch and for independent rows, and times them.
 
 python scripts/gpu/checks_elementwise.py          # on the GPU
 python scripts/gpu/checks_elementwise.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
@@ -23,7 +23,7 @@ from slipstream.kernels.gpu import elementwise as kernels
 from slipstream.kernels.gpu import layer_extras as blending
 
 EPS, PAGE = 1e-6, 64
-COPY_GB_S = 4300.0  # what an H200 copies at
+COPY_GB_S = 4300.0  # gigabytes per second that an H200 copies; times are compared with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def poisoned(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloa
 
 
 def median_us(launches: Sequence[Callable[[], None]], replays: int = 30) -> float:
-    """Microseconds per launch, all of them captured in one graph; the launches rotate memory that L2 must not serve."""
+    """Microseconds per launch, captured in one graph; launches rotate memory, so that the L2 cache does not hold it."""
     for launch in launches[:2]:
         launch()
     if not torch.cuda.is_available():
@@ -74,10 +74,10 @@ def median_us(launches: Sequence[Callable[[], None]], replays: int = 30) -> floa
 
 @dataclass
 class Case:
-    """One kernel with its inputs; `run` gives fresh poisoned outputs to a kernel and returns them."""
+    """One kernel with its inputs; `run` passes fresh poisoned outputs to a kernel and returns them."""
 
     name: str
-    run: Callable[[Callable[..., None], int], tuple[Tensor, ...]]  # (kernel, how many of the rows)
+    run: Callable[[Callable[..., None], int], tuple[Tensor, ...]]  # takes the kernel and the number of rows
     kernel: Callable[..., None]
     reference: Callable[..., None]
     launch: Callable[[], None]
@@ -112,7 +112,7 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
         turn = EPS, cos, sin, positions[:count], places[:count]
         kernel(qkv[:count], None, head_norm[0], head_norm[1], *turn, queries, *pools)
         written = [_rows_of(pool, places[:count]) for pool in pools]
-        return queries, *written, *(pools if count == rows else ())  # whole pools show what should not be written
+        return queries, *written, *(pools if count == rows else ())  # whole pools show values written by mistake
 
     def context_write(kernel: Callable[..., None], count: int) -> tuple[Tensor, ...]:
         pools = [poisoned(device, shape.draft_layers, pages, shape.kv_heads, PAGE, dim) for _ in range(2)]
@@ -177,7 +177,7 @@ def cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
 
 
 def family_cases(shape: Shape, rows: int, device: torch.device) -> list[Case]:
-    """What only some families and drafters use."""
+    """The kernels that only some families and drafters use."""
     hidden, width, fp32, k = shape.hidden, shape.heads * shape.dim, torch.float32, blending
     residual, delta, beside = random(device, rows, hidden, dtype=fp32), *random(device, 2, rows, hidden)
     norm, pair, three = random(device, hidden, dtype=fp32), *(random(device, n, hidden, dtype=fp32) for n in (2, 3))
@@ -270,7 +270,7 @@ def _rows_of(pool: Tensor, places: Tensor) -> Tensor:
 
 
 def check(device: torch.device, shapes: Sequence[Shape], counts: Sequence[int]) -> list[str]:
-    """What is wrong, as sentences: values against torch, and bits of the first rows among fewer rows."""
+    """Describes each fault in a sentence: values that differ from torch, or bits that depend on the number of rows."""
     wrong = []
     for shape in shapes:
         for case in [*cases(shape, max(counts), device), *family_cases(shape, max(counts), device)]:
@@ -306,7 +306,7 @@ def time_table(device: torch.device, shapes: Sequence[Shape], counts: Sequence[i
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a script is to do: small shapes under the interpreter or the real ones on a GPU, checks, times or both."""
+    """What a script shall do: tiny shapes under the interpreter or real ones on a GPU; checks, times or both."""
 
     tiny: bool
     device: torch.device

@@ -37,7 +37,7 @@ from slipstream.models.gpu_moe import GpuExperts, GpuMoe
 from slipstream.models.moe import Experts, MoeBlock, MoeShape, Router
 
 SCRATCH_PLACE = 10_000
-PRODUCT_ERROR = 3e-2 if "--tiny" in sys.argv else 1e-2  # the interpreter cuts bits off where a GPU rounds
+PRODUCT_ERROR = 3e-2 if "--tiny" in sys.argv else 1e-2  # the interpreter truncates where a GPU rounds
 ROW_COUNTS = (1, 16, 64)
 PREFILL = 512
 assert QWEN3_6_35B_A3B.moe is not None
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def touched_bytes(self) -> int:
-        """Of one expert."""
+        """The bytes of one expert."""
         return (self.gate_up.nbytes + self.down.nbytes) // self.gate_up.experts
 
 
@@ -106,7 +106,7 @@ def make_case(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Case:
 
 
 def fits(shape: MoeShape, kind: str) -> bool:
-    """Whether a file can have these experts as such blocks."""
+    """Whether a file can store these experts as such blocks."""
     block = KINDS[kind].block if kind in KINDS else 1
     return shape.hidden_size % block == 0 and shape.intermediate_size % block == 0
 
@@ -119,7 +119,7 @@ def some_places(rows: int, device: torch.device, unused: Sequence[int] = ()) -> 
 
 
 def routed(case: Case, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Routing:
-    """A routing whose memory held nonsense before."""
+    """A routing whose memory was poisoned before."""
     out = Routing.empty(case.rule, rows, case.rule.new_counts(logits.device))
     for tensor in (out.shares, out.experts, out.lists, out.tiles):
         tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
@@ -129,19 +129,19 @@ def routed(case: Case, logits: Tensor, places: Tensor, rows: int, reference: boo
 
 
 def touched_by(routing: Routing) -> int:
-    """Experts that somebody chose."""
+    """How many experts at least one row chose."""
     return len(set(routing.experts.flatten().tolist()) - {-1})
 
 
 def lists_of(routing: Routing) -> tuple[list[int], list[Tensor]]:
-    """Tiles and the pairs of every expert, each in order."""
+    """The tiles and the row-expert pairs of every expert, each in order."""
     counts, total = routing.counts[:-1].tolist(), int(routing.counts[-1])
     pairs = [own[:count].sort().values for own, count in zip(routing.lists, counts, strict=True)]
     return sorted(routing.tiles[:total].tolist()), pairs
 
 
 def mixed(case: Case, x: Tensor, logits: Tensor, places: Tensor, rows: int, reference: bool = False) -> Tensor:
-    """The whole mixture, outputs poisoned before each launch."""
+    """Runs the whole mixture, with outputs poisoned before each launch."""
     routing = routed(case, logits, places, rows, reference)
     pairs, nan = routing.most_pairs, torch.nan
     inner = torch.full((pairs, case.down.inputs), nan, dtype=torch.bfloat16, device=x.device)
@@ -160,11 +160,11 @@ def mixed(case: Case, x: Tensor, logits: Tensor, places: Tensor, rows: int, refe
 
 
 def check(case: Case, device: torch.device, most: int) -> Iterator[str]:
-    """Faults of one case: routing, numbers, rows that depend on others, rows that are not numbers."""
+    """Yields the faults of one case: routing, values, rows that depend on others, rows with NaN."""
     width = case.rule.experts + case.rule.gated
     x = torch.randn(most, case.shape.hidden_size, device=device).to(torch.bfloat16)
     logits = torch.randn(most, width, device=device)
-    logits[5] = logits[5].round()  # many scores alike
+    logits[5] = logits[5].round()  # makes many scores equal
     for rows in sorted({1, 16, most}):
         places = some_places(rows, device, (3,) if rows > 3 else ())
         ours, twin = (routed(case, logits, places, rows, reference) for reference in (False, True))
@@ -208,7 +208,7 @@ def router_of(case: Case, device: torch.device) -> GpuMatrix:
 
 
 def check_scores(case: Case, device: torch.device) -> Iterator[str]:
-    """Faults of a router's product: numbers, and rows that depend on how many there are."""
+    """Yields the faults of a router's product: values, and rows that depend on the number of rows."""
     router, x = router_of(case, device), torch.randn(64, case.shape.hidden_size, device=device).to(torch.bfloat16)
     found = {}
     for rows in (16, 32, 64):
@@ -223,10 +223,10 @@ def check_scores(case: Case, device: torch.device) -> Iterator[str]:
 
 
 def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Callable[[int], object]], int]:
-    """The launches of a step of so many rows, and how many experts it touches."""
+    """The launches of a step of `rows` rows, and how many experts it touches."""
     padded = max(rows, LEAST_ROWS)
     x = torch.randn(padded, case.shape.hidden_size, device=device).to(torch.bfloat16)
-    # other rows for every call: experts that stay in the L2 cache would cost nothing
+    # Every call gets other rows, because experts that stay in the L2 cache would cost nothing.
     logits = [torch.randn(padded, case.rule.experts + case.rule.gated, device=device) for _ in range(16)]
     places = some_places(rows, device)
     routings = [routed(case, each, places, rows) for each in logits]
@@ -236,7 +236,7 @@ def launches(case: Case, rows: int, device: torch.device) -> tuple[dict[str, Cal
     answers = torch.randn(pairs, case.down.outputs, device=device)
     out = torch.empty(padded, case.down.outputs, dtype=torch.bfloat16, device=device)
     stream, norm = torch.zeros(padded, case.down.outputs, device=device), torch.ones(case.down.outputs, device=device)
-    # lists and counts that no product reads again, in parts as a router's product leaves them
+    # These lists and counts are not read by any product; they are in parts, as a router's product leaves them.
     spare = Routing.empty(case.rule, rows, case.rule.new_counts(device))
     spare_mixture = Mixture(answers, spare, None, places, SCRATCH_PLACE)
     router = router_of(case, device)
@@ -264,7 +264,7 @@ def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[La
                 stack.launches[rows == 1] = launch
             try:
                 us = milliseconds(call, 16, device) * 1e3
-            except Exception as problem:  # a launch that needs more memory than a multiprocessor has
+            except Exception as problem:  # a launch may need more memory than a multiprocessor has
                 print(f"  {case.label} {name} {rows} {launch}: {str(problem)[:90]}")
                 continue
             moved = touched * stack.nbytes // stack.experts if stack is not None else 0
@@ -285,7 +285,7 @@ def time_case(case: Case, rows: int, device: torch.device, variants: Sequence[La
 
 
 def block_of(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Callable[[Tensor, DeviceRows], Tensor]:
-    """A whole block as a layer calls it: router, experts, shared expert, and the norm that adds up their answers."""
+    """A whole block as a layer calls it: router, experts, shared expert, and the norm that sums up their outputs."""
     weights, kernels = RandomWeights(scratch, kind), gpu_kernels("triton")
     norm = torch.ones(shape.hidden_size, device=scratch.device)
 
@@ -304,7 +304,7 @@ def block_of(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Callabl
 def time_blocks(
     name: str, shape: MoeShape, kind: str, scratch: Scratch, counts: Sequence[int]
 ) -> Iterator[dict[str, object]]:
-    """Whole blocks, several in a row with weights of their own, beside the bytes of the experts they touch."""
+    """Times whole blocks, several in a row with separate weights, beside the bytes of the experts they touch."""
     device = scratch.device
     case = make_case(name, shape, kind, scratch)
     blocks = [block_of(name, shape, kind, scratch) for _ in range(4 if device.type == "cuda" else 1)]

@@ -1,4 +1,4 @@
-"""Growing, accepting and moving on a real GPU: hundreds of random cases against the host, and how long it takes.
+"""Checks tree growth, acceptance and the moving of kept rows on a GPU: random cases against the host, then times.
 
 python scripts/gpu/checks_growth.py          # on the GPU
 python scripts/gpu/checks_growth.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
@@ -33,7 +33,7 @@ HEADS = ("vanilla", "gated", "selector")
 
 @dataclass
 class Step:
-    """Candidates, what to grow of them, and the rows that come of it."""
+    """Candidates, the wanted growth, and the rows that result from it."""
 
     tokens: Tensor
     scores: Tensor
@@ -72,7 +72,7 @@ class Step:
 def random_step(
     device: torch.device, sequences: int, each: int, slots: int, candidates: int, with_heads: bool, shape: int | None
 ) -> Step:
-    """Random candidates; with a shape, everybody wants as many nodes of it as there is room for."""
+    """Random candidates; with a shape, every sequence wants as many nodes of that shape as there is room for."""
     logits = torch.randn(sequences, slots, 400) * 4
     scores = logits.log_softmax(dim=-1).topk(candidates).values.contiguous().to(device)
     tokens = torch.rand(sequences, slots, 1000).topk(candidates).indices.int().contiguous().to(device)
@@ -126,7 +126,7 @@ def check_growth(step: Step, name: str) -> list[str]:
 
 
 def verified(step: Step) -> Tensor:
-    """The target's tokens after a grown step: mostly those of some child, now and then none."""
+    """The target's tokens after a grown step: mostly the token of some child, and sometimes none."""
     rows, sequences = step.rows, step.rows.sequences
     chosen = torch.randint(0, 1000, (sequences, rows.each))
     tokens, parents = (part[: rows.rows].view(sequences, -1).cpu() for part in (rows.tokens, step.grown.parents))
@@ -177,7 +177,7 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
 
 
 def check_hold(device: torch.device, sequences: int, turns: int, width: int) -> list[str]:
-    """Taps of as many steps as there are turns, and where each step left them."""
+    """Checks the taps of `turns` steps, and the places at which each step left them."""
     results = []
     for hold in (commit.hold, commit.hold_reference):
         torch.manual_seed(3)
@@ -199,7 +199,7 @@ def check_hold(device: torch.device, sequences: int, turns: int, width: int) -> 
 
 
 def check(device: torch.device, sequences: int, sizes: Sequence[tuple[int, int, int, bool]]) -> list[str]:
-    """What is wrong, as sentences; a size is rows per sequence, slots, candidates, and whether there are heads."""
+    """Describes each fault in a sentence; a size is (rows per sequence, slots, candidates, whether there are heads)."""
     wrong = []
     for each, slots, candidates, with_heads in sizes:
         name = f"{each} rows, {slots} slots, K={candidates}{', heads' if with_heads else ''}"
@@ -270,7 +270,7 @@ def random_heads(
 
 
 def check_heads(device: torch.device, sizes: Sequence[tuple[int, ...]]) -> list[str]:
-    """What is wrong, as sentences; a size is random_heads' from the number of sequences on."""
+    """Describes each fault in a sentence; a size holds the arguments of `random_heads` from the sequences on."""
     wrong = []
     for size in sizes:
         for kind in HEADS:
@@ -319,7 +319,7 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
             anchors: Tensor = anchors,
             base: Tensor = base,
         ) -> None:
-            step.rows.base.copy_(base)  # the same step again
+            step.rows.base.copy_(base)  # makes the next run start from the same step
             commit.accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
 
         lines.append(f"{'accept + a copy':<16} {size} {median_us([accept] * 10):>8.2f}")

@@ -45,9 +45,9 @@ QWEN3_8B_LAYERS = 36
 SMOLLM2: Shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 TINY: Shapes = {"o": (128, 512), "head": (192, 256)}
 DEVICE = torch.device("cpu" if "--tiny" in sys.argv else "cuda")
-COPY_RATE = 4.3e12  # bytes per second an H200 copies
+COPY_RATE = 4.3e12  # bytes per second that an H200 copies; times are compared with it
 L2_BYTES = 50 << 20
-BF16_ERROR = 8e-3 if "--tiny" in sys.argv else 4e-3  # the interpreter cuts bits off where a GPU rounds
+BF16_ERROR = 8e-3 if "--tiny" in sys.argv else 4e-3  # the interpreter truncates where a GPU rounds
 SUM_ERROR = BF16_ERROR if "--tiny" in sys.argv else 3e-4
 LAUNCHES: dict[int, tuple[Launch, ...]] = {
     16: (Launch(64, 4, 3), Launch(64, 4, 4), Launch(128, 4, 3)),
@@ -72,7 +72,7 @@ SPLITS = (1, 2, 4, 8)
 MOST_SPLITS = 16
 
 
-# ---- matrices of random bits, made where they are used
+# ---- matrices of random bits, made on the device that uses them
 
 
 def random_planes(kind: Kind, outputs: int, inputs: int, device: torch.device) -> QuantPlanes:
@@ -101,7 +101,7 @@ def make(name: str, outputs: int, inputs: int, scratch: Scratch, dtype: torch.dt
     return GpuDense(weight, scratch, dtype, fixed_order=name == "in order")
 
 
-# ---- right numbers
+# ---- correct values
 
 
 def error(result: Tensor, expected: Tensor) -> float:
@@ -109,7 +109,7 @@ def error(result: Tensor, expected: Tensor) -> float:
 
 
 def check_matrix(name: str, outputs: int, inputs: int, scratch: Scratch) -> Iterator[str]:
-    """Faults of one matrix: numbers, rows that depend on others, runs that differ."""
+    """Yields the faults of one matrix: values, rows that depend on others, runs that differ."""
     label = f"{name} {outputs}x{inputs}"
     matrix = make(name, outputs, inputs, scratch, torch.float32)
     rows = torch.randn(64, inputs, device=scratch.device).to(torch.bfloat16)
@@ -152,7 +152,7 @@ def check_matrix(name: str, outputs: int, inputs: int, scratch: Scratch) -> Iter
 
 
 def check_packing(name: str, device: torch.device) -> Iterator[str]:
-    """Random blocks packed on the device and on the processor are the same, and mean what the blocks mean."""
+    """Checks that random blocks packed on the device and on the CPU are equal and decode to the blocks' values."""
     kind = KINDS[name]
     outputs, inputs = 192, 512
     raw = np.random.default_rng(5).integers(0, 256, (outputs, inputs // kind.block * kind.block_bytes), np.uint8)
@@ -182,7 +182,7 @@ def check(device: torch.device, tiny: bool, names: Sequence[str]) -> list[str]:
     for name in names:
         for outputs, inputs in shapes if not tiny or name in ("Q4_K", "in order") else shapes[1:]:
             if name in KINDS and inputs % KINDS[name].block:
-                continue  # no file has such a tensor
+                continue  # no file has a tensor of this type and shape
             faults += check_matrix(name, outputs, inputs, scratch)
     return faults
 
@@ -192,7 +192,7 @@ def check(device: torch.device, tiny: bool, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to multiply: a launch and, unless it is the plan's, a split; cuBLAS has neither."""
+    """One way to multiply: a launch and, unless it is the plan's own, a split; cuBLAS has neither."""
 
     rows: int
     launch: Launch | None
@@ -227,13 +227,13 @@ def run_variant(matrix: GpuMatrix, variant: Variant, rows: Tensor, out: Tensor) 
 
 
 def with_split(matrix: GpuMatrix, variant: Variant, usual: ShapePlan) -> None:
-    """Programs that share a tile are a matter of the plan, which the matrix keeps."""
+    """Sets how many programs share a tile, which belongs to the plan that the matrix keeps."""
     if isinstance(matrix, GpuQuantised | GpuDense):
         matrix.plan = replace(usual, split=variant.split or usual.split)
 
 
 def milliseconds(call: Callable[[int], None], copies: int, device: torch.device) -> float:
-    """The median time of one call among replays of a graph that goes through all copies."""
+    """The median time of one call over replays of a graph that goes through all copies."""
     calls = max(copies, 20)
     if device.type != "cuda":
         start = time.perf_counter()
@@ -278,7 +278,7 @@ def time_shape(
 
             try:
                 ms = milliseconds(call, copies, scratch.device)
-            except Exception as problem:  # a launch that needs more memory than a multiprocessor has
+            except Exception as problem:  # a launch may need more memory than a multiprocessor has
                 print(f"  {name} {shape} {count} {variant}: {str(problem)[:100]}")
                 continue
             yield {
@@ -298,7 +298,7 @@ def _usual(matrix: GpuMatrix, rows: int) -> Launch | None:
     return None
 
 
-# ---- compiling ahead, in as many processes as there are cores
+# ---- compiling in advance, in as many processes as there are cores
 
 
 def compile_one(job: tuple[str, str, tuple[int, int], Variant]) -> None:
@@ -315,7 +315,7 @@ def compile_one(job: tuple[str, str, tuple[int, int], Variant]) -> None:
     out = torch.empty(variant.rows, 4 * TILE_ROWS, dtype=dtype, device=DEVICE)
     try:
         run_variant(small, variant, rows, out)
-    except Exception as problem:  # reported when it is timed
+    except Exception as problem:  # the timing reports it
         print(f"  {name} {variant}: {str(problem)[:100]}")
 
 

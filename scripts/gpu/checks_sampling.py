@@ -1,4 +1,4 @@
-"""Choosing tokens and ranking candidates on a real GPU: right against torch, every row for itself, and how fast.
+"""Checks the choice of tokens and the ranking of candidates on a GPU against torch and for independent rows.
 
 python scripts/gpu/checks_sampling.py          # on the GPU
 python scripts/gpu/checks_sampling.py --tiny   # on a CPU under Triton's interpreter: finds typos, times nothing
@@ -22,7 +22,7 @@ from slipstream.kernels.gpu.filters import FilterScratch, find_floors
 from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
 
 VOCABULARIES = {"qwen3-8b": 151936, "smollm2": 49152}
-# name: temperature, top_k, top_p, min_p
+# For each name: temperature, top_k, top_p, min_p.
 KINDS = {
     "greedy": (0.0, 0, 1.0, 0.0),
     "sampled": (0.8, 0, 1.0, 0.0),
@@ -31,7 +31,7 @@ KINDS = {
     "all": (0.7, 50, 0.9, 0.02),
     "flat": (6.0, 0, 0.98, 0.0),
 }
-NEAR = 1e-4  # sums that are closer than this may change places: logarithms differ in their last bits
+NEAR = 1e-4  # scores closer than this may trade places, because logarithms differ in their last bits
 
 
 def settings_of(kinds: Sequence[str], device: torch.device) -> Settings:
@@ -45,7 +45,7 @@ def settings_of(kinds: Sequence[str], device: torch.device) -> Settings:
 
 
 class Run:
-    """One set of rows with fresh, poisoned outputs; a sequence of each kind of settings, `each` rows of it."""
+    """Rows with fresh, poisoned outputs: one sequence of `each` rows for every kind of settings."""
 
     def __init__(self, kinds: Sequence[str], each: int, vocabulary: int, count: int, device: torch.device) -> None:
         self.each, self.count, self.device = each, count, device
@@ -72,7 +72,7 @@ class Run:
         return tokens, scores
 
     def alone(self, sequence: int) -> Run:
-        """One sequence's rows without the others."""
+        """The rows of one sequence without the others."""
         found = Run([self.kinds[sequence]], self.each, self.logits.shape[1], self.count, self.device)
         own = slice(sequence * self.each, (sequence + 1) * self.each)
         found.logits, found.positions = self.logits[own].clone(), self.positions[own].clone()
@@ -81,13 +81,13 @@ class Run:
 
 
 def check(device: torch.device, vocabularies: dict[str, int], each: int, counts: Sequence[int]) -> list[str]:
-    """What is wrong, as sentences: tokens and scores against torch, and bits of rows with and without the others."""
+    """Describes each fault in a sentence: results that differ from torch, or bits that depend on other rows."""
     wrong = []
     for name, vocabulary in vocabularies.items():
         for count in counts:
             run = Run(list(KINDS), each, vocabulary, count, device)
             run.logits[0, vocabulary // 2] = float("nan")
-            run.logits[-1, vocabulary // 8 :] = -0.5  # more equals than the filters' list holds
+            run.logits[-1, vocabulary // 8 :] = -0.5  # makes more values equal than the filters' list holds
             chosen, (tokens, scores) = run.chosen(), run.ranked()
             if (chosen[0] != -1) or not scores[0].isnan().all():
                 wrong.append(f"{name}: a row with a NaN has a token")
@@ -121,14 +121,14 @@ def time_table(device: torch.device, vocabularies: dict[str, int], counts: Seque
     lines = [f"{'shape':<10} {'rows':>5} {'kind':<8} {'K':>3} {'us':>8} {'GB/s':>7} {'floor us':>9}"]
     for name, vocabulary in vocabularies.items():
         for rows in counts:
-            turns = 8 if rows * vocabulary * 4 * 8 < 2**31 else 2  # L2 must not serve the logits
+            turns = 8 if rows * vocabulary * 4 * 8 < 2**31 else 2  # so that the L2 cache does not hold the logits
             for kind in ("greedy", "sampled", "top-k", "top-p", "all", "flat"):
                 run = Run([kind], rows, vocabulary, 1, device)
                 copies = [torch.randn_like(run.logits) * 3 for _ in range(turns)]
                 for count in (0, 1, 16, 64) if kind in ("greedy", "sampled") else (0, 16):
                     us = _time(run, copies, count)
                     size = run.logits.numel() * 4
-                    label = str(count) if count else "-"  # without: the target's choice
+                    label = str(count) if count else "-"  # without candidates it is the target's choice
                     lines.append(
                         f"{name:<10} {rows:>5} {kind:<8} {label:>3} {us:>8.2f} {size / us / 1e3:>7.0f} "
                         f"{size / COPY_GB_S / 1e3:>9.2f}"
@@ -153,7 +153,7 @@ def _time(run: Run, copies: Sequence[Tensor], count: int) -> float:
 
 
 def parts_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
-    """What the filters' three launches take of it; greedy rows leave them at once."""
+    """The times of the filters' three launches; greedy rows leave them at once."""
     lines = [f"{'floors':<8} {'us':>8}  ({rows} rows)"]
     for kind in KINDS:
         run = Run([kind], rows, vocabulary, 1, device)
@@ -170,7 +170,7 @@ def parts_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
 
 
 def tuning_table(device: torch.device, vocabulary: int, rows: int) -> list[str]:
-    """Sizes of groups and warps of the programs; the chosen ones stand in sampling.py."""
+    """Times sizes of groups and numbers of warps; sampling.py holds the chosen ones."""
     cases = (("greedy", 0), ("sampled", 0), ("greedy", 16), ("sampled", 16), ("sampled", 64))
     names = " ".join(f"{kind[:3] + (f' K={count}' if count else ''):>8}" for kind, count in cases)
     lines = [f"{'groups':>6} {'of':>4} {'warps':>5} {'of rows':>7} {names}  (us, {rows} rows)"]

@@ -1,10 +1,10 @@
-"""Compiles the kernels of whole decoding steps for an H200 that need not be there, and says what each takes of it.
+"""Compiles the kernels of whole decoding steps for an H200, without having one, and reports what each kernel uses.
 
     python scripts/gpu/compiles.py                     every shape in bf16 and Q4_K
     python scripts/gpu/compiles.py --shapes Qwen3-8B --formats Q8_0,Q6_K
 
-Steps are laid out on the CPU with a few layers of the real width; every launch is compiled and none is made. Registers
-and shared memory decide how many programs a multiprocessor works on at a time; what spills is written and read again.
+Steps are built on the CPU with a few layers of the real width; every launch is compiled and none runs. Registers and
+shared memory decide how many programs a multiprocessor runs at a time; spilled registers are written and read again.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.gpu_models import GpuDrafter
 
 HOPPER = GPUTarget("cuda", 90, 32)
-BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step, and rows of each
-MOST_SHARED = 227 * 1024  # bytes of a program on an H200
-Usage = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes that its program shares
+BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step -> rows of each
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a program may use on an H200
+Usage = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes of shared memory of its program
 
 
 class NoGpu:
-    """As much of a driver as compiling asks for."""
+    """The part of a GPU driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return HOPPER
@@ -59,7 +59,7 @@ class NoGpu:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one set of constants."""
+    """One kernel compiled for one set of constants."""
 
     name: str
     step: str
@@ -76,7 +76,7 @@ class Compiled:
 
 
 class Compiler:
-    """Stands where launches are made, and remembers what would have been launched."""
+    """Takes the place of launching kernels, and records what would have been launched."""
 
     def __init__(self) -> None:
         self.step = ""
@@ -94,14 +94,14 @@ class Compiler:
 
         JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
         attention.can_overlap = delta.can_overlap = lambda device: True  # type: ignore[attr-defined]
-        # which products are cuBLAS's is found out on a GPU: all of them are compiled, and none is computed
+        # Only a GPU can find out which products cuBLAS runs, so the kernels of all products are compiled.
         matmul.rows_agree = lambda weight, result_dtype: False
         matmul.library_product = lambda rows, weight, out: None
         RandomMatrices._dense = _unwritten  # type: ignore[method-assign]
 
 
 def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:
-    """Nobody reads such weights, so that they take no memory either."""
+    """Weights that are never read, and so take no memory."""
     return torch.empty(outputs, inputs, dtype=torch.bfloat16)
 
 
@@ -137,7 +137,7 @@ def compile_steps(executor: GpuExecutor, drafter: GpuDrafter, compiler: Compiler
 
 
 def report(found: list[Compiled]) -> None:
-    """A line for every kernel with the most that any of its versions takes."""
+    """Prints one line per kernel with the largest usage of any of its versions."""
     by_name: dict[str, list[Usage]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for each in found:

@@ -4,8 +4,9 @@
     python scripts/gpu/family_steps.py --shapes Laguna-XS.2 --formats bf16 --out out.json
     python scripts/gpu/family_steps.py --tiny                           small versions on a CPU, kernels in torch
 
-Every shape and format runs in a process of its own. A step is everything but the drafter: rows laid out, the target's
-pass, the choice of tokens, the commit. What it must read is counted, experts from the routing of that very step.
+Every shape and format runs in its own process. A step is everything except the drafter: the layout of rows, the
+target's pass, the choice of tokens, and the commit. The bytes that it must read are counted with the experts that the
+routing of this step chose.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ from slipstream.models.rope import RopeConfig
 from slipstream.models.weights import keep_name
 from slipstream.types import SamplingParams
 
-NOT_TIMED = ("draft", "heads", "context write")  # the drafter's
+NOT_TIMED = ("draft", "heads", "context write")  # phases of the drafter
 STEPS = (("plain", 1, CHAIN), ("verify chain 16", 16, CHAIN), ("verify tree 64", 64, TREE))
 BLOCK = 16
-ROOM = 2048  # tokens that timed steps may commit
+ROOM = 2048  # tokens that the timed steps may commit beyond the context
 SHOWN_KERNELS = 22
 
 
 class Touched:
-    """A router's launches, which remember the experts of each while somebody listens."""
+    """A router's launches, which record the experts that each chose while recording is on."""
 
     def __init__(self, route: Callable[..., None]) -> None:
         self._route = route
@@ -73,14 +74,14 @@ class Touched:
             self.seen.append(cast(Routing, arguments[-1]).experts.clone())
 
     def counts(self) -> list[int]:
-        """Experts of each launch since the last time."""
+        """How many experts each launch chose since the last call."""
         found = [len(set(experts.flatten().tolist()) - {-1}) for experts in self.seen]
         self.seen = []
         return found
 
 
 class Bench:
-    """A target of one shape with random weights, and a small drafter whose proposals it is given."""
+    """A target of one shape with random weights, and a small drafter whose proposals it verifies."""
 
     show_kernels = False
 
@@ -109,7 +110,7 @@ class Bench:
         self.drafter = blocks.gpu
 
     def load(self, rows: int, kind: int) -> None:
-        """One sequence of the context's length that proposes as many tokens as rows have room for."""
+        """Loads one sequence of the context's length that proposes as many tokens as its rows have room for."""
         pages = range(-(-(self.context + ROOM) // PAGE_TOKENS))
         state = self.executor.device_steps.state
         slots = None if self.shape.states is None else (0, 1)
@@ -165,7 +166,7 @@ class Bench:
         return start.elapsed_time(end) / steps
 
     def bytes_moved(self, rows: int, touched: list[int]) -> tuple[int, float]:
-        """What a step must read or write, and how many experts of a layer it touches on average."""
+        """The bytes that a step must read or write, and how many experts of a layer it touches on average."""
         blocks = [layer.moe for layer in self.target.layers if isinstance(layer, MoeLayer) and layer.moe is not None]
         assert len(blocks) == len(touched), "every mixture was routed once"
         moved = self.target.step_bytes
@@ -183,14 +184,14 @@ class Bench:
 
 
 def expert_bytes(block: MoeBlock) -> tuple[int, int]:
-    """What a layer's experts count for in the bytes of a step of one row, and what one of them has."""
+    """The bytes of a layer's experts in a step of one row, and the bytes of one expert."""
     stacks = [cast(ExpertStack, block.experts.gate_up), cast(ExpertStack, block.experts.down)]
     whole, count = sum(stack.nbytes for stack in stacks), stacks[0].experts
     return whole * (block.shape.active + block.experts.has_shared) // count, whole // count
 
 
 def small_drafter(target: DecoderConfig) -> DFlashConfig:
-    """Taps five layers and drafts blocks of 16, so that steps have all their phases; its own are not timed."""
+    """A drafter with five taps and blocks of 16, so that steps have all phases; its own phases are not timed."""
     taps = tuple(sorted({round((target.layers - 3) * i / 4) + 1 for i in range(5)}))
     return DFlashConfig(
         "random",

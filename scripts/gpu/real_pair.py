@@ -1,12 +1,12 @@
-"""The real pair end to end on a GPU: tokens per second of every mode, identical texts, batches, and the same weights in
-`transformers` and in the authors' loop.
+"""Runs the real pair end to end on a GPU: tokens per second of every mode, identical texts, batches, and
+the same weights in `transformers` and in the authors' loop.
 
     python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --out results.json
     python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --parts modes --limit 4 --tokens 64
 
-The parts: modes (every mode on every evaluation set, texts compared), native (weights as the file has them), batches
-(throughput at 1, 4, 16 and 64 sequences), hosts (the same step by step: what the host does beside the device), syncs
-(how often the host waits), theirs (transformers, the authors' loop).
+The parts are: modes (every mode on every evaluation set, texts compared), native (weights as the file stores them),
+batches (throughput at 1, 4, 16 and 64 sequences), hosts (the host's share of each step at these sizes), syncs (how
+often the host waits for the device), theirs (transformers and the authors' loop).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slipstream.engine.llm import LLM, Completion
 
 SETS = ("humaneval", "gsm8k", "mt-bench")
 MODES = ("plain", "chain", "tree:16", "tree:64", "auto")
-ROUNDS = 7  # of a batch, each way: single ones differ by several percent
-THEIR_PROMPTS, THEIR_TOKENS = 2, 96  # of each set: they are slow, and their steps all alike
+ROUNDS = 7  # runs of a batch in each mode; single runs differ by several percent
+THEIR_PROMPTS, THEIR_TOKENS = 2, 96  # few of each set, because these programs are slow and their steps are all alike
 Row = dict[str, object]
 
 
@@ -53,7 +53,7 @@ def prompts_of(llm: LLM, name: str, limit: int) -> list[list[int]]:
 
 
 def prompts_by_batch(llm: LLM, options: argparse.Namespace) -> Iterator[tuple[int, list[list[int]]]]:
-    """As many prompts as every size of batch takes, over and over where there are not enough."""
+    """As many prompts as every size of batch takes; prompts are repeated if there are not enough."""
     everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
     for batch in options.batches:
         yield batch, (everything * (batch // len(everything) + 1))[:batch]
@@ -68,7 +68,7 @@ def one_by_one(llm: LLM, prompts: Sequence[list[int]], mode: str, tokens: int) -
 
 
 def speed(answers: Sequence[Completion]) -> float:
-    """Tokens after the first over the time from the first to the last."""
+    """Tokens after the first, divided by the time from the first to the last."""
     tokens = sum(len(answer.token_ids) - 1 for answer in answers)
     return tokens / max(1e-9, sum(answer.stats.decode_ms for answer in answers) * 1e-3)
 
@@ -106,7 +106,7 @@ def modes(options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES)
 
 
 def warm_up(llm: LLM, names: Sequence[str]) -> None:
-    """Kernels are compiled and graphs captured when a shape first runs; that is not what is measured."""
+    """Runs every shape once, because its kernels are compiled and its graphs captured when it first runs."""
     began = time.perf_counter()
     for mode in (*names, *names):
         llm.run([llm.request(llm.prompt_ids("Count to twenty.", chat=True), **settings(mode, 48))])
@@ -119,13 +119,13 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
     rows: list[Row] = []
     for batch, chosen in prompts_by_batch(llm, options):
         speeds: dict[str, list[float]] = {"plain": [], "auto": []}
-        for turn in range(1 + ROUNDS):  # by turns, so that whatever slows the machine down slows both
+        for turn in range(1 + ROUNDS):  # modes take turns, so that a slow spell of the machine affects both
             for mode, seen in speeds.items():
                 asked = {**settings(mode, options.tokens), "ignore_eos": True}
                 requests = [llm.request(ids, **asked) for ids in chosen]
                 began = time.perf_counter()
                 tokens = sum(len(answer.token_ids) for answer in llm.run(requests))
-                if turn:  # the first captures what it needs
+                if turn:  # the first turn captures the graphs
                     seen.append(tokens / (time.perf_counter() - began))
         plain, auto = (median(speeds[mode]) for mode in ("plain", "auto"))
         each = [free / own for own, free in zip(speeds["plain"], speeds["auto"], strict=True)]
@@ -145,16 +145,16 @@ def batches(options: argparse.Namespace, dtype: str) -> list[Row]:
 
 
 class StepClock:
-    """Times engine steps that only decode: all of it, and the part in which the host waited for the device.
+    """Times engine steps that only decode: the whole step, and the part in which the host waited for the device.
 
-    Of the others it knows what they took together.
+    For all other steps it records only their total time.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.engine
         self._waited = 0.0
-        self.prompts = 0.0  # seconds of steps with prompts among them
-        self.steps: list[tuple[float, float, int, bool]] = []  # seconds, of them waited, tokens, whether drafted
+        self.prompts = 0.0  # seconds of all steps that also processed prompts
+        self.steps: list[tuple[float, float, int, bool]] = []  # seconds, seconds waited, tokens, whether drafted
 
     def run(self, requests: Sequence[Any]) -> None:
         wait = ReportCopy.wait
@@ -189,7 +189,7 @@ class StepClock:
 
 
 def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
-    """Where a step's time goes at every size of batch; where the host takes longer than it waits, it is what counts."""
+    """Shows where a step's time goes per size of batch; a host that works longer than it waits is the bottleneck."""
     llm = load(options, dtype, max(options.batches))
     llm.prepare_batches()
     rows: list[Row] = []
@@ -197,7 +197,7 @@ def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
         speeds: dict[str, float] = {}
         for mode in ("plain", "auto"):
             asked = {**settings(mode, options.tokens), "ignore_eos": True}
-            for _ in range(2):  # the first captures what it needs
+            for _ in range(2):  # the first run captures the graphs
                 clock = StepClock(llm)
                 clock.run([llm.request(ids, **asked) for ids in chosen])
             whole, waited, tokens, drafted = (list(column) for column in zip(*clock.steps, strict=True))
@@ -225,7 +225,7 @@ def hosts(options: argparse.Namespace, dtype: str) -> list[Row]:
 
 
 def syncs(options: argparse.Namespace) -> list[Row]:
-    """Counts the waits of steady decoding with torch's own alarm; events that are waited for are counted by hand."""
+    """Counts the host's waits in steady decoding with torch's own warning; waits for events are counted by hand."""
     llm = load(options, "bf16")
     rows: list[Row] = []
     ids = prompts_of(llm, "humaneval", 1)[0]
@@ -256,7 +256,7 @@ def syncs(options: argparse.Namespace) -> list[Row]:
 
 
 def theirs(options: argparse.Namespace) -> list[Row]:
-    """`transformers` and the authors' loop on the weights that `modes` ran in bf16."""
+    """Runs `transformers` and the authors' loop on the weights that `modes` ran in bf16."""
     from dflash.model import dflash_generate
     from theirs import build_drafter, build_target
 
@@ -286,7 +286,7 @@ def theirs(options: argparse.Namespace) -> list[Row]:
                         done = dflash_generate(drafter, target, ids, tokens_each, stops, return_stats=True)
                         count, taken = done.num_output_tokens, len(done.acceptance_lengths)
                 _wait(device)
-                if turn:  # the first is a warm-up
+                if turn:  # the first turn is a warm-up
                     tokens, seconds, steps = tokens + count, seconds + time.perf_counter() - began, steps + taken
             results[label] = tokens, seconds, steps
             rows.append(

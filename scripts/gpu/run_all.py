@@ -1,12 +1,12 @@
-"""Runs whatever is checked and measured on a GPU, and leaves the numbers where `python -m tests.verify` judges them.
+"""Runs everything that is checked and measured on a GPU, and stores the numbers for `python -m tests.verify` to judge.
 
     python scripts/gpu/run_all.py                                    everything, with the default pair
     python scripts/gpu/run_all.py --target T.gguf --draft D.gguf     where nothing can be fetched
     python scripts/gpu/run_all.py --only checks,steps_bf16           some of it, by name
     python scripts/gpu/run_all.py --tiny --out FOLDER                on a CPU: whether all of it runs
 
-Checks run side by side, because compiling takes longest; what is timed has the GPU for itself. The words of each job
-are in OUT/logs.
+Checks run side by side, because compiling takes longest; timed jobs have the GPU to themselves. OUT/logs holds the
+output of each job.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ STEPS = {
     "steps_batches": ["step_times.py", "--batches", "1,4,16,64"],
 }
 PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "batches,modes,syncs,theirs"]}
-TIMED = {**PAIR, **STEPS, "families": ["family_steps.py"]}  # the most telling first
+TIMED = {**PAIR, **STEPS, "families": ["family_steps.py"]}  # the most important jobs come first
 TINY_PAIR = ["--device", "cpu", "--limit", "1", "--tokens", "8", "--batches", "2", "--parts", "modes,batches"]
-SIDE_BY_SIDE = 4  # some checks start several processes themselves
+SIDE_BY_SIDE = 4  # checks that run at the same time; some of them start several processes themselves
 LIMIT_S = 420.0
 
 
 def command_of(name: str) -> str:
-    """As somebody would type it."""
+    """The command line of a job, as a user would type it."""
     return f"python scripts/gpu/{' '.join(TIMED[name])}"
 
 
@@ -52,7 +52,7 @@ def default_pair() -> tuple[str, str]:
 
 
 class Jobs:
-    """Runs scripts in processes of their own; one that fails or hangs does not keep the others from running."""
+    """Runs scripts in their own processes; one that fails or hangs does not keep the others from running."""
 
     def __init__(self, out: Path, target: str, draft: str, tiny: bool) -> None:
         self._out = out
@@ -62,7 +62,7 @@ class Jobs:
         self.failed: list[str] = []
 
     def check(self, names: Sequence[str]) -> None:
-        """All of them at once; what they say is kept together."""
+        """Runs all of these checks at once, and keeps the output of each together."""
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             list(pool.map(lambda name: self.run(name, CHECKS[name], False), names))
         said = [{"check": name, "ok": name not in self.failed, "said": _last_line(self._log(name))} for name in names]
@@ -100,7 +100,7 @@ def _last_line(log: Path) -> str:
 
 
 def write_origin(out: Path) -> None:
-    """Where numbers come from goes with them: they are judged on other machines too."""
+    """Writes where the numbers come from, because they are judged on other machines too."""
     import torch
     import triton
 

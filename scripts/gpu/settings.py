@@ -1,12 +1,12 @@
-"""Times a target's steps under other settings of the kernels, all in one process, and says whether bits stay the same.
+"""Times a target's steps under other kernel settings in one process, and says whether the bits stay the same.
 
     python scripts/gpu/settings.py --try paged_attention.PROGRAMS=132
     python scripts/gpu/settings.py --try "paged_attention.AT_ONCE=8 elementwise._GATE_BLOCK=512"
     python scripts/gpu/settings.py --shape Laguna-XS.2 --format Q4_K --try "paged_attention.TILINGS[128].last_warps=2"
     python scripts/gpu/settings.py --tiny --try paged_attention.PROGRAMS=8      the same code on a CPU, kernels in torch
 
-A setting is a module of slipstream.kernels.gpu, a name in it (or a field of an entry of a table) and a value. Weights
-are random. The usual settings are timed first and last: what lies between those two is noise.
+A setting is a module of slipstream.kernels.gpu, a name in it (or a field of a table's entry) and a value. Weights are
+random. The usual settings are timed first and last; a difference smaller than that between those two is noise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Times = dict[str, float]
 
 @contextmanager
 def changed(settings: str) -> Iterator[None]:
-    """The settings, separated by spaces, for as long as the context lasts."""
+    """Applies the settings, separated by spaces, for as long as the context lasts."""
     before: list[tuple[Any, str, Any]] = []
     for setting in settings.split():
         found = _SETTING.fullmatch(setting)
@@ -88,7 +88,7 @@ class Dense:
 
 
 class Family:
-    """A hybrid or a mixture; which experts it touches may differ from step to step, so bits are not compared."""
+    """A hybrid or a mixture of experts; its experts may differ from step to step, so bits are not compared."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         shape = tiny_family(options.shape) if options.tiny else FAMILIES[options.shape]
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     for settings in options.tried:
-        with changed(settings):  # a name nobody knows is told before anything is built
+        with changed(settings):  # reports an unknown name before anything is built
             pass
     device = torch.device("cpu" if options.tiny else "cuda")
     work = (Dense if options.shape == "Qwen3-8B" else Family)(options, device)
@@ -127,7 +127,7 @@ def main() -> None:
             with changed(settings):
                 times, taps = work.measure()
         except (RuntimeError, OutOfResources) as problem:
-            # a launch that needs more than a multiprocessor has must not end the others
+            # A launch that needs more than a multiprocessor has must not end the other settings.
             print(f"{settings}: {str(problem)[:150]}", flush=True)
             continue
         usual = usual or (times, taps)

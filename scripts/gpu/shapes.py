@@ -1,4 +1,4 @@
-"""Random weights of real shapes, straight onto the device: enough to time steps, not to say anything sensible."""
+"""Makes random weights of real shapes directly on the device; they serve to time steps, and their text is nonsense."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from slipstream.models.qwen3_5 import Qwen35Config
 from slipstream.models.rope import RopeConfig
 from slipstream.models.weights import Embedding, Weights
 
-_PATTERN_ROWS = 256  # quantised once and repeated: encoding billions of weights would take minutes
-_WHOLE_OUTPUTS = 512  # files do not quantise smaller matrices: routers, gates
+_PATTERN_ROWS = 256  # rows that are quantised once and repeated, because encoding billions of weights takes minutes
+_WHOLE_OUTPUTS = 512  # files do not quantise matrices with fewer outputs, such as routers and gates
 QWEN3_8B = DecoderConfig(
     "qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 1e-6, RopeConfig(1e6, 128), 40960, False, True, False, False
 )
@@ -99,7 +99,7 @@ FAMILIES: dict[str, DecoderConfig] = {
 
 
 def few_layers(name: str) -> DecoderConfig:
-    """A family with a few layers, some of every kind it has, each as large as it is."""
+    """A family of real size with only a few layers, at least one of every kind."""
     whole = FAMILIES[name]
     if isinstance(whole, LagunaConfig):
         return replace(
@@ -110,7 +110,7 @@ def few_layers(name: str) -> DecoderConfig:
 
 
 def tiny_family(name: str) -> DecoderConfig:
-    """A family with its parts, small enough for a CPU that runs torch's kernels."""
+    """A family with all its parts, small enough for torch's kernels on a CPU."""
     few = replace(
         few_layers(name), hidden_size=64, heads=4, kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=512
     )
@@ -175,19 +175,19 @@ class RandomMatrices:
 
     def experts(self, each: Sequence[Sequence[tuple[int, ...]]]) -> ExpertStack:
         outputs, inputs = sum(shape[0] for expert in each for shape in expert), each[0][0][1]
-        # as of a file's: experts that do not fill tiles are not kept as blocks
+        # As with a file, experts that do not fill tiles are not kept as blocks.
         whole = not self._quantises(inputs) or any(shape[0] % TILE_ROWS for expert in each for shape in expert)
         return ExpertStack(self._dense(outputs, inputs) if whole else self._packed(outputs, inputs), len(each))
 
     def _quantises(self, inputs: int) -> bool:
-        """Whether a file would have such rows as blocks."""
+        """Whether a file would store such rows as blocks."""
         return self._kind in KINDS and inputs % KINDS[self._kind].block == 0
 
     def _dense(self, outputs: int, inputs: int) -> Tensor:
         return torch.randn(outputs, inputs, dtype=torch.bfloat16, device=self._scratch.device).mul_(0.02)
 
     def _packed(self, outputs: int, inputs: int) -> QuantPlanes:
-        """A few rows quantised once and repeated on the device, as many times as it takes."""
+        """Quantises a few rows once and repeats them on the device as often as needed."""
         if inputs not in self._patterns:
             values = np.random.default_rng(inputs).standard_normal((_PATTERN_ROWS, inputs), np.float32) * 0.02
             raw = encode_rows(values, self._kind)
@@ -213,7 +213,7 @@ class RandomMatrices:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """A tensor that is only a name and a shape until somebody builds a matrix of it."""
+    """A tensor that is only a name and a shape until a matrix is built of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -226,7 +226,7 @@ class Shaped:
 
 
 class NoFile:
-    """What a drafter asks its file for: the shape of the projection that reads the taps."""
+    """What a drafter asks of its file: the shape of the projection that reads the taps."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self._shape = shape
@@ -243,7 +243,7 @@ class NoFile:
 
 
 class RandomWeights(Weights):
-    """Stands in for a file; every layer gets memory of its own, so that a step reads as many bytes as a real one."""
+    """Takes the place of a file; every layer gets its own memory, so that a step reads as many bytes as a real one."""
 
     joins_gates = True
 
@@ -262,7 +262,7 @@ class RandomWeights(Weights):
         return Shaped(name, shape)  # type: ignore[return-value]
 
     def vector(self, name: str, size: int) -> Tensor:
-        centre = 0.0 if name.endswith("bias") else 1.0  # a router's must not drown what its rows say
+        centre = 0.0 if name.endswith("bias") else 1.0  # a router's bias must not outweigh its rows
         return centre + 0.1 * (centre or 0.1) * torch.randn(size, device=self._device)
 
     def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:

@@ -41,11 +41,11 @@ from slipstream.models.weights import keep_name
 from slipstream.types import BASE_VARIANT, SamplingParams
 
 _SHOWN_KERNELS = 24
-_THEIR_ROUNDS = 5  # they depend on the host, whose rounds differ by a third
+_THEIR_ROUNDS = 5  # these programs depend on the host, so that single rounds differ by a third
 
 
 class Bench:
-    """A pair of random weights with its engine, and the clock around its steps."""
+    """An engine for a pair of random weights, and a clock for its steps."""
 
     def __init__(self, options: argparse.Namespace, shape: DecoderConfig, device: torch.device) -> None:
         self.device = device
@@ -81,13 +81,13 @@ class Bench:
         self.head_bytes = self.target.head.nbytes
 
     def step_ms(self, batch: int, context: int, nodes: int, drafter: bool = True, rounds: int = 30) -> float:
-        """The median time of one step, several in a row between two events so that launches overlap as they do."""
+        """The median time of one step; several run in a row between two events, so that launches overlap as usual."""
         launch = self._launcher(batch, context, nodes, drafter)
-        steps = MOST_HELD_TURNS if drafter and not nodes else 4  # so that context is written as often as it is
+        steps = MOST_HELD_TURNS if drafter and not nodes else 4  # so that context is written as often as in real use
         return statistics.median(self._timed(launch, steps) for _ in range(rounds))
 
     def verify_ms(self, batch: int, context: int, nodes: int, rounds: int = 30) -> float:
-        """The target's part of a drafting step, without what comes before and behind it."""
+        """The time of the target's part of a drafting step, without what comes before and after it."""
         self._launcher(batch, context, nodes, True)()
         step, _ = self.executor.device_steps.step(bucket(batch), bucket(nodes + 1), self.gpu_drafter, True)
         run = self.device_side.graphs.runner(("verify", step), dict(step.phases)["verify"])
@@ -125,7 +125,7 @@ class Bench:
         return start.elapsed_time(end) / steps
 
     def floor_ms(self, bandwidth: float, batch: int, context: int, drafting: bool) -> float:
-        """Every weight once and every key and value once, at the measured bandwidth."""
+        """The time of reading every weight, key and value once, at the measured bandwidth."""
         per_token = 2 * 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
         moved = self.target.step_bytes + batch * context * per_token
         if drafting:
@@ -136,7 +136,7 @@ class Bench:
 
 
 def kernel_times(launch: Callable[[], object], device: torch.device, steps: int = 8) -> dict[str, tuple[int, float]]:
-    """How often a step launches each kernel, and what all its launches take; they may overlap."""
+    """How often a step launches each kernel, and the total time of its launches, which may overlap."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profile:
         for _ in range(steps):
@@ -151,7 +151,7 @@ def kernel_times(launch: Callable[[], object], device: torch.device, steps: int 
 
 
 def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str, object]]:
-    """A plain token of `transformers` and a step of the authors' loop, random weights of the same shape."""
+    """Times a plain token of `transformers` and a step of the authors' loop, with random weights of the same shape."""
     from dflash.model import dflash_generate
     from theirs import build_random_pair
 
@@ -178,7 +178,7 @@ def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str,
                     took.append((time.perf_counter() - began, steps))
                 (short, few), (long, many) = took
                 rounds.append((long - short) * 1e3 / max(1, many - few))
-            ms = statistics.median(rounds[1:])  # the first is a warm-up
+            ms = statistics.median(rounds[1:])  # the first round is a warm-up
             lines.append(
                 {
                     "format": "bf16",
@@ -196,7 +196,7 @@ def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str,
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes read and written per second by a large copy: what memory gives at best."""
+    """Bytes that a large copy reads and writes per second, which is the most that the memory delivers."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     if device.type != "cuda":
@@ -217,7 +217,7 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 def step_kinds(
     options: argparse.Namespace, bench: Bench, batch: int, context: int
 ) -> Iterator[tuple[str, float, bool]]:
-    """What a step does, its milliseconds, and whether a draft is among it."""
+    """Yields what a step does, its milliseconds, and whether it drafts."""
     rounds = 2 if options.tiny else 30
     yield "plain", bench.step_ms(batch, context, 0, False, rounds), False
     yield "plain, context kept", bench.step_ms(batch, context, 0, True, rounds), False
@@ -228,7 +228,7 @@ def step_kinds(
 
 
 def print_kernels(options: argparse.Namespace, bench: Bench) -> None:
-    """Microseconds a step by kernel, one column for each width."""
+    """Prints the microseconds per step of each kernel, one column for each width."""
     batch, context = options.batches[0], options.contexts[0]
     columns = [bench.kernel_us(batch, context, width - 1) for width in options.widths]
     print("| kernel | " + " | ".join(f"{width} rows: launches | us" for width in options.widths) + " |")

@@ -1,4 +1,4 @@
-"""The same weights in other people's hands: a `transformers` target and the authors' drafter, built from our files."""
+"""Builds a `transformers` target and the authors' drafter from our files, to run the same weights in their code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.tools.model_file import open_model
 
 
 def build_target(path: Path, device: torch.device) -> Any:
-    """A Llama from a GGUF file, in bf16."""
+    """A Llama from a GGUF file in bf16, as `transformers` runs it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with open_weights(path) as file:

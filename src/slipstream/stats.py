@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -175,3 +176,35 @@ _SUMMED = (
     "other_ms",
     "bad_drafts",
 )
+
+
+# Tokens that must repeat for a step to count as old text. With fewer, common phrases would count as loops; with more, a
+# short loop would count as new text for too long. The tau_novel of all recorded
+# results uses 8, so values with another length cannot be compared with them.
+NGRAM_TOKENS = 8
+
+
+def novel_steps(token_ids: Sequence[int], step_sizes: Sequence[int], ngram: int = NGRAM_TOKENS) -> tuple[int, int]:
+    """Counts the verify steps that wrote new text, and the tokens that these steps committed.
+
+    Small models fall into loops, and a loop is easy to draft, so tau over all steps flatters the drafter. A step counts
+    as new text if its next `ngram` tokens did not occur earlier in the completion. `token_ids` is the whole completion,
+    `step_sizes` the tokens that each step committed. The first token comes from prefill and belongs to no step. A step
+    with fewer than `ngram` tokens left after its begin is not counted.
+    """
+    written: set[tuple[int, ...]] = set()
+    ends = ngram  # `written` holds all n-grams that end before this position
+    position = 1
+    steps = committed = 0
+    for size in step_sizes:
+        while ends <= position:
+            written.add(tuple(token_ids[ends - ngram : ends]))
+            ends += 1
+        gram = tuple(token_ids[position : position + ngram])
+        if len(gram) < ngram:
+            break
+        if gram not in written:
+            steps += 1
+            committed += size
+        position += size
+    return steps, committed

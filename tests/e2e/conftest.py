@@ -1,4 +1,4 @@
-"""A server that several modules share: each start loads a model and measures the machine."""
+"""A server that several modules share, because each start loads a model and measures the machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.e2e.serving import Server, serve
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
-    """The default pair with no option set."""
+    """A server of the default pair without any option."""
     with serve() as running:
         yield running

@@ -1,4 +1,4 @@
-"""A real server for tests: `slipstream serve` in a process of its own, on a free port, ended like people end it.
+"""A real server for tests: `slipstream serve` in its own process on a free port, ended by a signal as users end it.
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -50,12 +50,12 @@ WEATHER_ARGUMENTS = {
 
 @dataclass(slots=True)
 class Server:
-    """A running server and the usual ways to ask it."""
+    """A running server, and the usual ways to send it requests."""
 
     url: str
     process: subprocess.Popen[str]
     log: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)  # what it said on stdout
+    lines: list[dict[str, Any]] = field(default_factory=list)  # the lines that it printed on stdout
 
     @property
     def address(self) -> tuple[str, int]:
@@ -93,7 +93,7 @@ class Server:
             connection.close()
 
     def get(self, path: str, **options: Any) -> Any:
-        """The JSON (or text) behind a path that must answer with 200."""
+        """The JSON or text of a path that must answer with 200."""
         status, headers, body = self.ask(path, **options)
         assert status == 200, f"{path} answered {status}: {body[:500]!r}"
         return json.loads(body) if "json" in headers.get("content-type", "") else body.decode()
@@ -116,7 +116,7 @@ class Server:
         return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
     def open_stream(self, path: str, body: object) -> socket.socket:
-        """A raw connection that has asked for a stream and read nothing yet."""
+        """A raw connection that has requested a stream and read nothing yet."""
         data = json.dumps(body).encode()
         raw = socket.create_connection(self.address, timeout=60)
         head = [
@@ -136,7 +136,7 @@ class Server:
         assert not busy, f"still at work after {seconds} s: {busy}"
 
     def busy(self) -> list[Any]:
-        """Everybody who runs or waits, as /slots tells it."""
+        """All requests that run or wait, as /slots lists them."""
         models = self.get("/slots")["models"]
         return [slot for model in models for slot in model["slots"]] + [m for m in models if m["waiting"]]
 
@@ -146,7 +146,7 @@ class Server:
     def wait_ready(self, seconds: float = START_S) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # it may have ended this moment
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the server may have ended at this moment
                 if self.health()["phase"] == "ready":
                     return
             time.sleep(0.05)
@@ -172,9 +172,9 @@ def serve(
     environment: Mapping[str, str] | None = None,
     files: int | None = None,
 ) -> Iterator[Server]:
-    """Starts `slipstream serve MODEL OPTIONS` (no MODEL if None), waits until it listens (or is ready), and ends it.
+    """Starts `slipstream serve MODEL OPTIONS` (no MODEL if None), waits until it listens or is ready, and ends it.
 
-    `files` is how many it may have open.
+    `files` is how many files it may have open.
     """
     names = [model] if model is not None else []
     command = [sys.executable, "-m", "slipstream.cli.main", "serve", *names, "--port", "0", "--json", *options]

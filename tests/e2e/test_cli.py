@@ -1,4 +1,4 @@
-"""The command line as scripts use it, on the real pair, in processes of its own; refusals in this one."""
+"""The command line as scripts use it, on the real pair and in separate processes; refusals run in this process."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_bench_compares_modes(tmp_path: Path) -> None:
         assert 0 < low <= high
     assert len({mode["text_hash"] for mode in modes.values()}) == 1
     assert modes["chain"]["accepted"] > 0 and modes["tree:24"]["accepted"] > 0 == modes["plain"]["drafted"]
-    assert len(modes["chain"]["accepted_per_position"]) == 15, "full-block chain"
+    assert len(modes["chain"]["accepted_per_position"]) == 15, "the chain is not a full block"
     assert modes["auto"]["vs_best"]["mode"] in ("plain", "chain", "tree:24")
     assert picture.read_bytes().startswith(b"<?xml")
 

@@ -1,4 +1,4 @@
-"""Grammars, tools, biases and budgets on the real pair: valid text, the same in every mode, drafts still accepted."""
+"""Grammars, tools, biases and budgets on the real pair: text is valid and equal in every mode, drafts are accepted."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_tool_that_must_be_called(llm: LLM, temperature: float) -> None:
     assert list(call) == ["name", "arguments"]
     tool = next(tool for tool in TOOLS if tool.name == call["name"])
     assert jsonschema_rs.is_valid(tool.parameters, call["arguments"])
-    assert answers["chain"].stats.tau > 3.5, "what the form dictates is drafted"
+    assert answers["chain"].stats.tau > 3.5, "tokens that the grammar forces were not drafted"
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -104,7 +104,7 @@ def test_a_tool_that_may_be_called_leaves_other_text_alone(llm: LLM, temperature
     common = {"chat": True, "temperature": temperature, "seed": 5, "max_tokens": 24, "cache_prompt": False}
     free = {mode: llm.generate(prompt, mode=mode, **common) for mode in ("plain", "chain")}
     assert held["plain"].text == free["plain"].text
-    assert held["chain"].stats.tau == pytest.approx(free["chain"].stats.tau), "and its drafts"
+    assert held["chain"].stats.tau == pytest.approx(free["chain"].stats.tau), "the constraint changed the drafts"
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

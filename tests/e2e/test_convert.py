@@ -1,4 +1,4 @@
-"""Converted models in llama.cpp and back from real files: the same text, the same drafts, the same acceptance."""
+"""Converted models in llama.cpp, and real files converted back: the same text, the same drafts, the same acceptance."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_the_folder_and_the_gguf_file_are_one_pair(pair: Pair) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose every matrix divides into super-blocks, in F16 and in other types."""
+    """A target whose matrices all divide into super-blocks, in F16 and in other types."""
     folder = tmp_path_factory.mktemp("wide")
     shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     target = tiny_target("llama", seed=4, **shape)
     with torch.no_grad():
-        target.lm_head.weight[3:23].mul_(3.0)  # plain letters: llama.cpp keeps half a character, and its scores, back
+        target.lm_head.weight[3:23].mul_(3.0)  # prefers plain letters, because llama.cpp holds back half characters
     save_model(target, folder / "target")
     save_tokenizer(folder / "target")
     edit_config(folder / "target", eos_token_id=0)
@@ -126,10 +126,10 @@ def test_llama_cpp_reads_the_types_we_write(wide: Path) -> None:
     prompts = [[chooser.randrange(3, 259) for _ in range(20)] for _ in range(12)]
     scores = {kind: greedy(wide / f"{kind}.gguf", prompts) for kind in ("f16", *WIDE_TYPES)}
     errors = [_distance(scores["f16"], scores[kind]) for kind in WIDE_TYPES]
-    # a bit less about doubles what a type is off
+    # One bit less about doubles the error of a type.
     assert 0 < errors[0] < errors[1] < errors[2] < errors[3] < 0.5 and errors[0] < 0.05, errors
     for kind in WIDE_TYPES:
-        # the same numbers, but llama.cpp rounds activations to 8 bits as well
+        # The weights are the same, but llama.cpp also rounds activations to 8 bits.
         assert _distance(_our_scores(wide / f"{kind}.gguf", prompts), scores[kind]) < 0.1, kind
 
 
@@ -140,7 +140,7 @@ def _our_scores(path: Path, prompts: list[list[int]]) -> list[Scored]:
 
 
 def _distance(mine: list[Scored], theirs: list[Scored]) -> float:
-    """The mean difference of the log-probabilities of the tokens both rank among the first."""
+    """The mean difference of the log-probabilities of the tokens that both rank among the first."""
     found = [
         abs(a.log_probabilities[token] - b.log_probabilities[token])
         for a, b in zip(mine, theirs, strict=True)
@@ -154,7 +154,7 @@ def _distance(mine: list[Scored], theirs: list[Scored]) -> float:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped plain drafter, by way of a folder in a GGUF file that carries the target's tokenizer."""
+    """The included plain drafter, converted through a folder into a GGUF file with the target's tokenizer."""
     return write_real_drafter("smollm2-dflash", tmp_path_factory.mktemp("real"))
 
 
@@ -171,7 +171,7 @@ def test_the_shipped_drafter_survives(real: Path) -> None:
 
 
 def test_the_real_targets_tokenizer_survives_the_folder(tmp_path: Path) -> None:
-    """Only the tokenizer is of interest here: its 49,152 tokens and merges, and how it cuts text."""
+    """Checks only the tokenizer: its 49,152 tokens and merges, and how it splits text."""
     from slipstream.formats.gguf_write import as_read
     from slipstream.tools.convert_vocab import folder_entries, write_folder
 
@@ -186,7 +186,7 @@ def test_the_real_targets_tokenizer_survives_the_folder(tmp_path: Path) -> None:
 @needs_llama_cpp
 def test_the_real_pair_accepts_as_much_in_llama_cpp(real: Path) -> None:
     seen = both_taus(smollm2_path(), real, prompts=2, tokens=40)
-    # few tokens, and texts that part: taps one layer off would cost a third
+    # The tolerance is wide, because there are few tokens and texts differ; taps one layer off would cost a third.
     assert min(seen.taus) > 2 and abs(seen.against.value - 1) < 0.25, seen.row()
 
 

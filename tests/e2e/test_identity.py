@@ -1,4 +1,4 @@
-"""Text is the same with and without speculation, and speculation was really at work, on the real pair."""
+"""Text is the same with and without speculation, and drafts were really accepted, on the real pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPTS, TOKENS = 3, 64
 
 @pytest.fixture
 def llm() -> LLM:
-    """In the format people get here, which is the quickest; `make verify` runs everything in a torch format."""
+    """The pair in this machine's default format, which is the fastest; `make verify` also runs a torch format."""
     return checks.real_pair("auto")
 
 
@@ -100,7 +100,10 @@ def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: p
 
 
 def test_shared_noise_accepts_more_than_greedy_drafts(llm: LLM) -> None:
-    prompts, settings = checks.eval_prompts(4), {"temperature": 1.3, "seed": 7}  # where much is left to chance
+    prompts, settings = (
+        checks.eval_prompts(4),
+        {"temperature": 1.3, "seed": 7},
+    )  # hot sampling, where noise decides much
     shared = checks.total_tau(llm, prompts, 48, **settings)
     greedy = checks.total_tau(llm, prompts, 48, share_noise=False, **settings)
     assert shared.tau > 1.2 * greedy.tau

@@ -1,4 +1,4 @@
-"""Draft LoRA variants of the real drafter: the text never changes, and everybody drafts with their own."""
+"""Draft LoRA variants of the real drafter: the text never changes, and each request drafts with its own variant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> list[tuple[list[int], Steps, RequestStats]]:
-    """Tokens, steps and numbers of requests that run together."""
+    """Tokens, steps and statistics of requests that run together."""
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     steps: dict[str, Steps] = {request.id: [] for request in requests}
     stats: dict[str, RequestStats] = {}
@@ -62,11 +62,11 @@ def test_variants_share_a_batch_and_nothing_else(llm: LLM, mode: str, settings: 
     drafted: dict[str, list[Steps]] = {name: [] for name in llm.draft_variants}
     for place, (request, mixed) in enumerate(zip(requests, run(llm, requests), strict=True)):
         alone = run(llm, [replace(request, id=f"{request.id} alone")])[0]
-        assert mixed[:2] == alone[:2], f"{request.draft_lora} drafts otherwise than alone"
+        assert mixed[:2] == alone[:2], f"{request.draft_lora} drafts differently than alone"
         assert mixed[0] == plain[place // len(llm.draft_variants)][0], f"{request.draft_lora} changes the text"
         assert mixed[2].draft_lora == request.draft_lora
         drafted[request.draft_lora].append(mixed[1])
-    assert all(drafted[a] != drafted[b] for a in drafted for b in drafted if a < b), "the variants draft differently"
+    assert all(drafted[a] != drafted[b] for a in drafted for b in drafted if a < b), "two variants draft alike"
 
 
 def test_a_cached_prompt_brings_only_ones_own_draft_context(llm: LLM) -> None:
@@ -75,9 +75,11 @@ def test_a_cached_prompt_brings_only_ones_own_draft_context(llm: LLM) -> None:
     for name in llm.draft_variants:
         settings = {"mode": "chain", "draft_lora": name, "max_tokens": 12}
         turns = [run(llm, [llm.request(ids, **settings, cache_prompt=kept)])[0] for kept in (False, True, True)]
-        assert turns[0][:2] == turns[1][:2] == turns[2][:2], "the same drafts behind a cached prompt"
+        assert turns[0][:2] == turns[1][:2] == turns[2][:2], "drafts differ after a cached prompt"
         cached[name] = [stats.cached_tokens for _, _, stats in turns]
     whole = (len(ids) - 1) // PAGE_TOKENS * PAGE_TOKENS
     assert cached["base"] == cached["keys"] == cached["all"] == [0, 0, whole]
-    assert cached["voice"] == [0, whole, whole], "it makes the base's draft context"
-    assert run(llm, [llm.request(ids, mode="chain", max_tokens=1)])[0][2].cached_tokens == whole, "side by side"
+    assert cached["voice"] == [0, whole, whole], "its draft context equals the base's, so the base's pages serve it"
+    assert run(llm, [llm.request(ids, mode="chain", max_tokens=1)])[0][2].cached_tokens == whole, (
+        "the contexts of variants replace each other"
+    )

@@ -1,4 +1,4 @@
-"""Trees, heads and the policy on the real pair: the text never changes, acceptance is what it should be."""
+"""Trees, heads and the policy on the real pair: the text never changes, and acceptance is as high as it should be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 40
 
 
 def pair(draft: str = "smollm2-dspark") -> LLM:
-    """In the format people get here, which is the quickest; `make verify` runs everything in a torch format."""
+    """The pair in this machine's default format, which is the fastest; `make verify` also runs a torch format."""
     return promises.pair_with(draft)
 
 
@@ -44,7 +44,7 @@ def test_text_is_the_same_in_a_torch_format() -> None:
 
 
 class FreeRows(CostTable):
-    """Rows that cost next to nothing, whatever a busy machine's clock says: so auto always drafts."""
+    """Costs with almost free rows, independent of a busy machine's clock, so that auto always drafts."""
 
     def __init__(self) -> None:
         super().__init__({1: 4.25, 64: 4.36, 1024: 6.0}, {3: 0.8, 7: 0.8, 15: 0.9})
@@ -102,7 +102,7 @@ def test_a_stop_string_inside_a_tree_path_ends_the_text_where_plain_decoding_doe
 def test_a_shuffled_drafter_is_given_up_within_64_tokens() -> None:
     llm = promises.shuffled_pair()
     steps = promises.speculative_tokens(llm, promises.set_prompts("humaneval", 1)[0], 128)
-    assert any(nodes for _, nodes in steps), "a drafter nobody knows gets its chance"
+    assert any(nodes for _, nodes in steps), "a drafter without a record was never tried"
     assert all(nodes == 0 for written, nodes in steps if written >= 64), steps
 
 
@@ -116,7 +116,7 @@ def test_an_exchanged_cost_table_changes_the_choice_in_the_middle_of_a_request()
         for event in llm.stream(prompt, chat=True, mode="auto", gate="auto:probe=4", max_tokens=96, ignore_eos=True):
             if event.step is not None:
                 nodes.append(event.step.proposal.nodes)
-            # observed steps would teach the table this machine's true costs
+            # Observed steps would teach the table this machine's true costs.
             proposer.policy.costs = promises.rows_are_dear() if len(nodes) < 24 else promises.rows_are_free()
     finally:
         proposer._policy = shared
@@ -142,7 +142,7 @@ def test_a_published_gate_closes_for_the_rest_of_the_request(gate: str) -> None:
     events = list(llm.stream(prompt, chat=True, mode="chain", gate=gate, max_tokens=64))
     nodes = [event.step.proposal.nodes for event in events if event.step is not None]
     first_plain = nodes.index(0)
-    assert 1 <= first_plain <= 8, "nothing can satisfy these thresholds"
+    assert 1 <= first_plain <= 8, "no text can satisfy these thresholds, so the gate must close early"
     assert not any(nodes[first_plain:])
     plain = llm.generate(prompt, chat=True, mode="plain", max_tokens=64)
     assert [token.id for event in events for token in event.tokens] == plain.token_ids
@@ -153,4 +153,4 @@ def test_a_long_conversation_is_the_same_with_and_without_the_prefix_cache() -> 
     seen = promises.long_conversation(llm, document_tokens=700, tokens=24, mode="tree:16")
     assert seen.cached_tokens > 1400
     assert seen.texts[0] == seen.texts[1]
-    assert seen.steps[0] == seen.steps[1], "the same drafts are accepted"
+    assert seen.steps[0] == seen.steps[1], "other drafts are accepted"

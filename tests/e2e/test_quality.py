@@ -15,5 +15,5 @@ pytestmark = pytest.mark.e2e
 def test_a_format_predicts_like_fp32(weight_format: WeightFormat) -> None:
     seen = quality((weight_format,), TOKENS)[weight_format]
     assert seen.tokens == TOKENS - 1 and 3 < seen.reference < 30
-    # a sample this short scatters more than the full text, whose bound is 0.5 %
+    # A sample this short varies more than the full text, whose bound is 0.5 %.
     assert abs(seen.difference) < 0.01 and seen.agreement > 0.95

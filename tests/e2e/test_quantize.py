@@ -1,4 +1,4 @@
-"""The shipped pair in other types: what we write loads, speculates, and accepts about what the original accepts."""
+"""The included pair in other types: the written files load, speculate, and accept about as much as the original."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shipped() -> RequestStats:
 def test_real_weights_lose_no_more_than_with_llama_cpp(type_name: str) -> None:
     ggml = Ggml()
     with open_weights(resolve("smollm2-dspark").path) as file:
-        values = file.tensor("blk.2.ffn_down.weight").dense().numpy()  # rows of 1536: six super-blocks
+        values = file.tensor("blk.2.ffn_down.weight").dense().numpy()  # rows of 1536 values are six super-blocks
     ours = decode_rows(encode_rows(values, type_name), type_name)
     theirs = decode_rows(ggml.encode(values, type_name), type_name)
     assert np.square(ours - values).sum() <= 1.001 * np.square(theirs - values).sum()
@@ -61,13 +61,13 @@ def test_a_quantised_drafter_accepts_nearly_as_much(made: Path, recipe: RecipeNa
     report = quantised("smollm2-dspark", made, recipe)
     after = acceptance(engine("smollm2", str(report.out)))
     assert report.out.stat().st_size < report.source.stat().st_size
-    assert after.completion_tokens == shipped().completion_tokens  # the same text: the target is the same
+    assert after.completion_tokens == shipped().completion_tokens  # the target is the same, and so is the text
     assert least * shipped().tau < after.tau < 1.1 * shipped().tau, (after.tau, shipped().tau)
 
 
 def test_a_quantised_target_keeps_its_drafter(made: Path) -> None:
     report = quantised("smollm2", made, "q8_0")
-    # its source has 4 bits, so that a finer grid adds next to nothing
+    # The source has 4 bits, so a finer type adds almost nothing.
     assert 0 < max(result.relative_rms for result in report.tensors) < 0.01
     llm = engine(str(report.out), "smollm2-dspark")
     found = checks.identity(llm, checks.eval_prompts(PROMPTS), TOKENS, checks.GREEDY)

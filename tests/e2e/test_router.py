@@ -1,4 +1,4 @@
-"""The router over real models: two at once, eviction while one streams, memory that comes back, a lost file."""
+"""The router with real models: two at once, eviction while one streams, memory that is returned, a missing file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.e2e
 MIB = 1 << 20
 PROMPT = "Explain in a few sentences how rivers shape the land they flow through."
 LONG = "All the words of a long prompt fill pages of the cache. " * 30
-ENGINE = EngineConfig(cache_tokens=4096, max_context=4096)  # 210 MiB of pool beside 100 to 130 of weights
+ENGINE = EngineConfig(cache_tokens=4096, max_context=4096)  # 210 MiB of pool beside 100 to 130 MiB of weights
 FAST = ModelSpec("fast", "smollm2", engine=ENGINE)
 PLAIN = ModelSpec("plain", "smollm2", "none", ENGINE)
-MODEL_BYTES = 110 * MIB  # what a loaded target takes at least; an allocator's leftovers come and go by 50
+MODEL_BYTES = 110 * MIB  # what a loaded target takes at least; memory that the allocator keeps varies by 50 MiB
 TURNS = 2
 
 
@@ -43,7 +43,7 @@ def run(router: ModelRouter, body: Callable[[ModelRouter], Coroutine[Any, Any, N
 
 
 def start(lease: Lease, prompt: str = PROMPT, tokens: int = 64) -> asyncio.Future[str]:
-    """Chats on a lease's engine; the future holds the whole text once the last event has come."""
+    """Chats on a lease's engine; the future holds the whole text after the last event has come."""
     loop, parts = asyncio.get_running_loop(), list[str]()
     done: asyncio.Future[str] = loop.create_future()
 
@@ -64,7 +64,7 @@ async def ask(router: ModelRouter, name: str, prompt: str = PROMPT, tokens: int 
 
 
 async def longest_silence(stop: asyncio.Event) -> float:
-    """How long the event loop did not get to this task."""
+    """The longest time for which the event loop did not run this task."""
     worst, before = 0.0, time.monotonic()
     while not stop.is_set():
         await asyncio.sleep(0.01)
@@ -80,7 +80,7 @@ def test_two_models_load_and_stream_at_once_without_holding_up_the_loop() -> Non
         loading_s = time.monotonic() - began
         stop.set()
         assert await watching < loading_s / 3
-        # the same target: with and without drafts, alone or beside each other, the text is one
+        # The target is the same, so the text is the same with and without drafts, alone and side by side.
         texts = await asyncio.gather(*(start(lease) for lease in leases))
         assert texts[0] == texts[1] == await start(leases[0]) != ""
         fast, plain = router.describe()
@@ -109,7 +109,7 @@ def test_eviction_while_the_other_streams_frees_its_memory_afterwards() -> None:
         for name in ("fast", "plain") * TURNS:
             await ask(router, name, LONG, tokens=8)
             levels[name].append(private_bytes())
-        # one model at a time; a copy kept at every turn would add TURNS times a model
+        # Only one model is loaded at a time; a copy kept at every turn would add TURNS times a model.
         assert max(levels["fast"]) - before < held + 100 * MIB
         assert levels["plain"][-1] - levels["plain"][0] < TURNS * MODEL_BYTES // 2
         await router.close()

@@ -1,4 +1,4 @@
-"""Anthropic's own client against the real server: messages, streams, tools, formats, counting and errors."""
+"""Anthropic's own client on the real server: messages, streams, tools, formats, counting and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mode(name: str) -> dict[str, Any]:
 
 
 def raw_events(server: Server, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every event as it went over the wire: its name and its data."""
+    """The name and the data of every event as the server sent it."""
     status, _, answer = server.ask("/v1/messages", {"model": MODEL, **body}, headers={"x-api-key": KEY})
     assert status == 200, answer
     blocks = [block.split("\n") for block in answer.decode().split("\n\n") if block and not block.startswith(":")]
@@ -107,7 +107,7 @@ def test_tools_give_the_same_calls_with_and_without_speculation(
         kinds = [event.type for event in stream if event.type in ("input_json", "text")]
         final = stream.get_final_message()
     assert calls_of(final) == calls["auto"]
-    assert set(kinds) == {"input_json"}, "the arguments came as they were written"
+    assert set(kinds) == {"input_json"}, "the arguments were not streamed as they were written"
 
 
 def test_a_conversation_goes_on_after_a_call(client: anthropic.Anthropic) -> None:

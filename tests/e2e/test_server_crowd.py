@@ -1,4 +1,4 @@
-"""Many clients of one real server: texts, counts and what is left behind (the verification runs this at full size)."""
+"""Many clients of one real server: texts, counts and leftovers (the verification runs this at full size)."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def test_requests_in_a_crowd_answer_as_each_does_alone(server: Server) -> None:
 def test_load_with_disconnects_leaves_nothing_behind(server: Server) -> None:
     seen = promises.load(server, clients=40, tokens=16, seconds=6.0, warm_up=8.0)
     assert seen.ok, seen.row()
-    assert seen.refused, "more clients than slots and places in the queue: somebody must have been sent away"
+    assert seen.refused, "there are more clients than slots and places in the queue, so some must have been refused"

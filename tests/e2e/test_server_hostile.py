@@ -1,4 +1,4 @@
-"""Strangers at the door: broken, huge and fuzzed bodies, wrong keys, other origins; and how a server ends."""
+"""Hostile clients: broken, huge and fuzzed bodies, wrong keys, other origins; and how a server ends."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "messages": [{"role
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    # a short context keeps what strangers ask for short
+    # A short context keeps the answers to hostile requests short.
     options = ("--max-context", "256", "--max-body", str(MAX_BODY), "--cors", "https://good.example", "--grace", "20")
     with serve(*options, environment={"SLIPSTREAM_API_KEY": KEY}) as running:
         yield running
 
 
 def refusal(server: Server, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
-    """A request that must be refused, in the shape its API's clients read."""
+    """The error of a request that must be refused, in the shape that clients of its API read."""
     status, sent, answer = server.ask(path, body, headers={**AUTH, **headers})
     assert 400 <= status < 500, f"{status}: {answer[:300]!r}"
     error = json.loads(answer)["error"]
@@ -91,7 +91,7 @@ def test_a_prompt_of_a_megabyte_is_refused_for_its_length(server: Server) -> Non
 def test_a_body_over_the_limit_is_refused_while_it_is_read(server: Server) -> None:
     status, error = refusal(server, CHAT, b" " * (MAX_BODY + 1))
     assert status == 413 and str(MAX_BODY) in error["message"]
-    # without an announced length the limit holds as well, and the server stops reading there
+    # The limit also holds if no length is announced, and the server stops reading there.
     raw = socket.create_connection(server.address, timeout=30)
     raw.sendall(
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
@@ -108,7 +108,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(server: Server) -> No
         answer = raw.recv(4096)
     raw.close()
     assert MAX_BODY < sent < 20 * MAX_BODY
-    assert answer.startswith(b"HTTP/1.1 413") or not answer  # a reset may overtake it
+    assert answer.startswith(b"HTTP/1.1 413") or not answer  # a reset may arrive before the answer
 
 
 def test_bodies_must_say_that_they_are_json(server: Server) -> None:
@@ -154,7 +154,7 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
         seen[status] = seen.get(status, 0) + 1
         assert status in (200, 400, 404, 429, 504), f"{path} {json.dumps(body)[:300]}: {status} {answer[:300]!r}"
 
-    # every field meets a few of the values
+    # Every field gets a few of the values.
     for path, schema, base in (
         (CHAT, ChatRequest, ASK),
         ("/v1/completions", CompletionRequest, {"model": MODEL, "prompt": "a", "max_tokens": 2}),
@@ -162,7 +162,7 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
         for name in schema.model_fields:
             for value in rng.sample(NASTY, 4):
                 ask(path, {**base, name: value})
-    # and bodies with several things wrong at once, deep inside
+    # Some bodies have several faults at once, deep inside.
     rich: dict[str, Any] = {
         **ASK,
         "stop": ["x"],
@@ -188,7 +188,7 @@ def test_fuzzed_bodies_never_break_the_server(server: Server) -> None:
 
 
 def _spoil(value: Any, rng: random.Random) -> None:
-    """Replaces, removes or adds something at a random place."""
+    """Replaces, removes or adds a value at a random place."""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys:
@@ -221,7 +221,7 @@ def test_what_the_documentation_allows_never_breaks_the_server(server: Server) -
         def ask(case: Any) -> None:
             answer = case.call(headers=AUTH, timeout=120)
             asked.setdefault(case.operation.path, set()).add(answer.status_code)
-            # 503 and 504 say what they mean: a model that cannot be there, a time that was up
+            # 503 (a model that cannot be loaded) and 504 (a time limit) are proper answers.
             assert answer.status_code < 500 or answer.status_code in (503, 504), f"{case.body!r}: {answer.text[:500]}"
 
         ask()
@@ -321,7 +321,7 @@ def test_a_slow_reader_stalls_nobody(server: Server) -> None:
         f"Content-Length: {len(data)}\r\n\r\n".encode()
         + data
     )
-    # it reads nothing, and still everybody else is answered, and its own answer comes to its end
+    # The client reads nothing; others are still answered, and its own answer comes to its end.
     for _ in range(3):
         assert server.ask(CHAT, ASK, headers=AUTH)[0] == 200
     deadline = time.monotonic() + 60
@@ -337,7 +337,7 @@ def _slots(server: Server) -> list[Any]:
 
 
 def test_draining_finishes_what_runs_and_refuses_the_rest(server: Server) -> None:
-    """The last test here: it ends the server."""
+    """This must be the last test here, because it ends the server."""
     outcome: dict[str, bytes] = {}
     body = {**ASK, "max_tokens": 80, "ignore_eos": True, "stream": True}
     reader = threading.Thread(target=lambda: outcome.update(text=server.ask(CHAT, body, headers=AUTH)[2]))
@@ -355,10 +355,10 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(server: Server) -> Non
             phases.add(server.health()["phase"])
             time.sleep(0.02)
     except (OSError, http.client.HTTPException):
-        pass  # it has ended
+        pass  # the server has ended
     reader.join(30)
     assert (503, "5") in statuses and "draining" in phases
     assert outcome["text"].rstrip().endswith(b"data: [DONE]")
     assert server.process.wait(30) == 0
-    # nothing that was asked here has surprised the server
+    # No request of this module has caused an unexpected error in the server.
     assert "Traceback" not in server.log.read_text()

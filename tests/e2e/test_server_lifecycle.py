@@ -1,4 +1,4 @@
-"""How a server begins and ends: listening while it loads, telling what cannot be loaded, leaving nothing behind."""
+"""How a server begins and ends: it listens while it loads, reports what cannot be loaded, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDLESS = {
 
 
 def test_what_a_server_leaves_behind_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
-    """The first is asked twice to end while it loads, and ends at once; the second's grace time cuts a stream off."""
+    """The first server is told twice to end while it loads, and ends at once; the second's grace time cuts a stream."""
     socket = tmp_path / "slipstream.sock"
     options = ("--stream-socket", str(socket), "--record", str(tmp_path / "records"), "--grace", "0.5")
     with serve(*options, ready=False) as first:

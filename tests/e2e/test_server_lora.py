@@ -1,4 +1,4 @@
-"""Draft variants of a real server: each request drafts with its own, in every API, and variants come and go."""
+"""Draft variants of a real server: each request drafts with its own in every API, and variants come and go."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.e2e.serving import MODEL, Server, serve
 from tests.e2e.test_stream_socket import Client
 
 pytestmark = pytest.mark.e2e
-LAYERS, HIDDEN, INNER, KEYS = range(5), 576, 1536, 192  # of the default pair's drafter
+LAYERS, HIDDEN, INNER, KEYS = range(5), 576, 1536, 192  # sizes of the default pair's drafter
 VARIANTS = ("base", "context", "inner")
 STORY = "Tell me a short story about a fox."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One adapter that changes what the drafter makes of the context, and one that does not."""
+    """One adapter that changes the draft context, and one that does not."""
     place = tmp_path_factory.mktemp("adapters")
     context = {
         f"layers.{layer}.self_attn.{part}_proj": factors((KEYS, HIDDEN), seed=10 * layer + number)
@@ -168,7 +168,7 @@ def test_a_variant_is_added_used_and_removed_while_others_draft(server: Server) 
     assert listed["again"]["source"].endswith("/inner@0.3") and listed["again"]["model"] == MODEL
     assert drafts(chat(server, "again")) == ("again", *expected[1:])
 
-    assert [slot["draft_lora"] for slot in server.busy()] == ["inner"], "nobody drafted meanwhile"
+    assert [slot["draft_lora"] for slot in server.busy()] == ["inner"], "the variant was not in use meanwhile"
     status, error = refusal(server, "/v1/draft-lora/inner", method="DELETE")
     assert (status, error["code"]) == (409, "draft_lora_conflict") and "in use" in error["message"]
     assert server.get("/v1/draft-lora/again", method="DELETE")["draft_variants"] == list(VARIANTS)

@@ -1,4 +1,4 @@
-"""The official OpenAI client against a real server: chat, streams, tools, formats, log-probabilities, refusals."""
+"""The official OpenAI client on a real server: chat, streams, tools, formats, log-probabilities, refusals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def chat(client: OpenAI, extra: dict[str, Any] | None = None, **settings: Any) -
 
 
 def gathered(chunks: Any) -> tuple[str, list[Any], list[Any]]:
-    """Content, log-probabilities and all chunks of a stream."""
+    """The content, the log-probabilities and all chunks of a stream."""
     text, logprobs, seen = "", [], []
     for chunk in chunks:
         seen.append(chunk)
@@ -108,7 +108,7 @@ def test_a_stream_says_what_a_whole_answer_says(client: OpenAI) -> None:
     last = chunks[-1]
     assert last.choices == [] and last.usage.completion_tokens == 24
     assert last.timings["predicted_n"] == 24 and last.timings["draft_n"] > 0
-    # a step that keeps several drafted tokens is one chunk
+    # A step that keeps several drafted tokens sends one chunk.
     assert len(chunks) < 24 + 3 or last.timings["tau"] == 1.0
 
 
@@ -134,7 +134,7 @@ def test_logprobs_are_those_of_plain_decoding_however_they_come(client: OpenAI) 
         assert whole == expected, extra
         _, streamed, _ = gathered(chat(client, extra, **wanted, stream=True))
         assert streamed == expected, extra
-    # greedy text is the likeliest token at every place
+    # Greedy text has the likeliest token at every position.
     greedy = chat(client, CHAIN, logprobs=True, top_logprobs=1).choices[0].logprobs.content
     assert all(token.token == token.top_logprobs[0].token for token in greedy)
 
@@ -244,7 +244,7 @@ def test_tools_are_called_alike_whole_and_streamed(client: OpenAI) -> None:
             written += part.function.arguments or ""
     assert (name, written) == ("get_weather", call.function.arguments)
     assert len(calls - {None}) == 1
-    # and the conversation goes on from the call's result
+    # The conversation goes on with the result of the call.
     after = [
         *wanted["messages"],
         plain.message,
@@ -420,7 +420,7 @@ def test_a_full_queue_is_a_rate_limit(server: Server, client: OpenAI) -> None:
     readers: list[Any] = []
     caught: openai.RateLimitError | None = None
     try:
-        # two run and six may wait; whoever has had a turn makes room for one more, so there may be a few more
+        # Two run and six may wait; a request that has had a turn makes room for one more, so there may be a few more.
         while caught is None and len(readers) < 60:
             readers.append(server.open_stream("/v1/chat/completions", body))
             if b" 429 " not in readers[-1].recv(200):

@@ -1,4 +1,4 @@
-"""OpenAI's own client against /v1/responses: text, streams, function calls, formats, log-probabilities and errors."""
+"""OpenAI's own client on /v1/responses: text, streams, function calls, formats, log-probabilities and errors."""
 
 from __future__ import annotations
 

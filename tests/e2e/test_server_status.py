@@ -1,4 +1,4 @@
-"""The status of a real server: health, slots, props, models, metrics that add up, one log line a request, recording."""
+"""The status of a real server: health, slots, props, models, consistent metrics, one log line each, recording."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_prefix_cache_and_refusals_are_counted(server: Server) -> None:
     assert after[tokens, f"model={MODEL}"] - before[tokens, f"model={MODEL}"] == cached
     refused = sum(value for where, value in after.items() if where[0] == "slipstream_refused_total")
     assert refused - sum(value for where, value in before.items() if where[0] == "slipstream_refused_total") == 2
-    assert not any("nobody" in label for where in after for label in where), "a client's words are no label"
+    assert not any("nobody" in label for where in after for label in where), "a client's text became a label"
 
 
 def test_slots_show_a_running_request_and_let_it_go(server: Server) -> None:
@@ -174,7 +174,7 @@ def test_props_tell_the_machine_the_costs_and_the_promise_but_no_secret(server: 
 
 def test_a_model_is_unloaded_and_loaded_by_hand(server: Server) -> None:
     assert server.post(f"/models/{MODEL}/unload", {}, headers=key())["state"] == "unloaded"
-    assert server.health()["phase"] == "ready", "it comes back when somebody asks for it"
+    assert server.health()["phase"] == "ready", "the model was not loaded again by a request"
     assert server.ask(f"/props?model={MODEL}", headers=key())[0] in (200, 400)
     assert server.post(f"/models/{MODEL}/load", {}, headers=key())["state"] == "ready"
     assert server.ask("/models/absent/load", {}, headers=key())[0] == 404
@@ -186,7 +186,7 @@ def test_every_request_has_one_line_without_its_text(server: Server) -> None:
     path, secret = "/v1/chat/completions", "xylophone"
     before = len(request_lines(server, path))
     answer = chat(server, f"Repeat the word {secret}.", max_tokens=24, metadata={"prompt_class": "chat"})
-    until = time.monotonic() + 10  # the line comes when the answer is gone
+    until = time.monotonic() + 10  # the line is written after the answer was sent
     while len(lines := request_lines(server, path)) == before and time.monotonic() < until:
         time.sleep(0.05)
     assert len(lines) == before + 1
@@ -214,7 +214,7 @@ def test_conversations_are_recorded_where_the_server_said(server: Server, record
 
 
 def test_a_pair_whose_drafter_lost_its_way_is_noticed(tmp_path: Path) -> None:
-    """Taps in the wrong order: the text stays right and acceptance falls; the shipped promise is what tells."""
+    """With taps in the wrong order the text stays right and acceptance falls; only the expected tau shows it."""
     shipped = NAMED_DRAFTS[PAIRS[MODEL].draft]
     broken = tmp_path / shipped
     shutil.copy(resources.files("slipstream").joinpath("data", shipped), broken)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A model whose template thinks, over every API: reasoning apart from the answer, bounded, whole and streamed."""
+"""A model whose template makes it think, in every API: reasoning apart from the answer, limited, whole and streamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
     "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
 )
-BUDGET = 7  # this pair writes one letter a token, the closing tag included
+BUDGET = 7  # this pair writes one letter per token, also in the closing tag
 ASK: Any = [{"role": "user", "content": "Why?"}]
 
 

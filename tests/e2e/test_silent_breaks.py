@@ -1,5 +1,7 @@
-"""Every known way in which speculation breaks while the text stays right: acceptance is asserted, then the fault is
-put back in and the same assertion must fail."""
+"""Every known way in which speculation breaks while the text stays right.
+
+Each test asserts the acceptance of a healthy run, puts the fault back in, and then the same assertion must fail.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,20 @@ from tests import checks
 
 pytestmark = pytest.mark.e2e
 TOKENS = 64
-# a head mends part of what a fault in the backbone's wiring costs, so faults are measured where they show
+# A head repairs a part of what a fault in the backbone costs, so faults are measured on a drafter that shows them.
 DRAFT = "smollm2-dflash"
-Kept = Sequence[tuple[int, Sequence[int]]]  # work items and their rows that stay
+Kept = Sequence[tuple[int, Sequence[int]]]  # work items, and the rows of each that are kept
 
 
 @pytest.fixture
 def llm() -> LLM:
-    """In the format people get here, which is the quickest."""
+    """The pair in this machine's default format, which is the fastest."""
     return checks.real_pair("auto", draft=DRAFT)
 
 
 @pytest.fixture
 def torch_llm() -> LLM:
-    """For faults inside a layer: a compiled pass would go past them."""
+    """The pair in a torch format, for faults inside a layer, which a compiled pass would not run."""
     return checks.real_pair("int4", draft=DRAFT)
 
 
@@ -54,7 +56,7 @@ def code_prompts() -> list[str]:
 
 
 def measured_tau(llm: LLM, prompts: int = 4, tokens: int = 96) -> float:
-    """On sums, where acceptance is high and a fault shows most."""
+    """Tau on calculations, where acceptance is high and a fault shows most."""
     return checks.total_tau(llm, [turns[0] for turns in read_prompts("gsm8k", prompts)], tokens).tau
 
 
@@ -65,12 +67,12 @@ def drafter_of(llm: LLM) -> DFlashDrafter:
 
 
 def assert_collapsed(tau: float, healthy: float) -> None:
-    """The acceptance check of a healthy run would fail."""
+    """Checks that the acceptance check of a healthy run would fail."""
     assert tau < 0.93 * healthy, f"the fault costs nothing: {tau:.2f} of {healthy:.2f}"
 
 
 def long_prompt(llm: LLM, length: int) -> list[int]:
-    """A chat prompt of about this many tokens: a long document, then a question about code."""
+    """A chat prompt of about `length` tokens: a long document, then a question about code."""
     document = "\n\n".join(turn for turns in read_prompts("mt-bench") for turn in turns) * 3
     question = code_prompts()[0]
     ids = llm.prompt_ids(question, chat=True)
@@ -141,7 +143,7 @@ def test_3_two_sequences_in_one_batch_write_one_tap_buffer(llm: LLM, monkeypatch
         done = llm.generate(prompts, chat=True, max_tokens=TOKENS, mode="chain", cache_prompt=False)
         return [completion.stats.accepted for completion in done]
 
-    # drafts are approximate: their last bits, unlike the target's, depend on who shares the pass
+    # The last bits of drafts, unlike those of the target, depend on the other sequences of the pass.
     assert sum(together()) == pytest.approx(sum(alone), rel=0.05)
 
     write = DraftContexts.write
@@ -166,7 +168,7 @@ def test_4_rollback_that_forgets_the_draft_context(
 
     def prefill_only(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if sum(work.rows for work in result.works) > 16:
-            write(self, result, kept)  # decoding leaves the rejected block's own keys behind
+            write(self, result, kept)  # decoding then leaves the keys of the rejected block behind
 
     monkeypatch.setattr(DraftContexts, "write", prefill_only)
     assert_collapsed(measured_tau(llm), healthy_tau)
@@ -201,13 +203,13 @@ def test_5_no_ring_wraps_at_4096(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         for row, position in enumerate(places.position_list):
             if position >= 4096:
                 for pool in (pools.draft_keys, pools.draft_values):
-                    pool[:, pages[row], :, places.offset_list[row]] = 0  # the healthy run may have been here
-                pages[row] = (pages[row] + 1) % pools.draft_keys.shape[1]  # anywhere but where it belongs
+                    pool[:, pages[row], :, places.offset_list[row]] = 0  # the healthy run may have written here
+                pages[row] = (pages[row] + 1) % pools.draft_keys.shape[1]  # any page except the right one
         write(self, taps, RowPlaces(places.position_list, pages, places.offset_list, places.end))
 
     monkeypatch.setattr(CpuBlocks, "write_context", wrapped)
     broken = run_ids(llm, ids, cache_prompt=True)
-    assert broken.cached_tokens == 4096, "the fault is in what is computed anew"
+    assert broken.cached_tokens == 4096, "the fault must be in what is computed anew"
     assert_collapsed(broken.tau, healthy)
 
 
@@ -279,7 +281,7 @@ def test_9_sums_that_depend_on_the_row_count(torch_llm: LLM, monkeypatch: pytest
 
 
 def _uneven(matrix: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """bf16-sized differences between one row and several, as split-K kernels have them."""
+    """Adds differences of the size of bf16 between one row and several, as split-K kernels have them."""
 
     def product(rows: Tensor) -> Tensor:
         out = matrix(rows)

@@ -1,4 +1,4 @@
-"""`slipstream smoke` against the real server, in processes of its own: everything is offered and everything holds."""
+"""`slipstream smoke` on the real server, in separate processes: everything is offered, and every check passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.serving import MODEL, Server
 
 pytestmark = pytest.mark.e2e
 SMOKE = [sys.executable, "-m", "slipstream.cli.main", "smoke"]
-DEAD = "http://127.0.0.1:9"  # the discard port, where nobody listens
+DEAD = "http://127.0.0.1:9"  # the discard port, on which no server listens
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +47,4 @@ def test_a_model_that_is_not_there_fails(server: Server) -> None:
 def test_nobody_there_is_another_exit_code() -> None:
     done = smoke(DEAD)
     assert done.returncode == 2 and not done.stdout
-    assert "nobody answers" in done.stderr
+    assert "no server answers" in done.stderr

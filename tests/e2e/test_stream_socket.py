@@ -24,7 +24,7 @@ QUESTIONS = {
 
 
 class Client:
-    """One connection, read frame by frame."""
+    """One connection that is read frame by frame."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -75,7 +75,7 @@ def client(server: Server, path: Path) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def plain(server: Server) -> dict[str, str]:
-    """What each question gets over HTTP, alone and without speculation."""
+    """The answer to each question over HTTP, alone and without speculation."""
     answers = {}
     for name, question in QUESTIONS.items():
         body = {
@@ -110,7 +110,7 @@ def test_conversations_in_every_mode_share_a_connection(client: Client, plain: d
         assert timings["draft_n"] > 0 or name.endswith((":plain", ":auto"))
         assert ends[name]["usage"]["completion_tokens"] == timings["predicted_n"] > 0
     turns = sum(a != b for a, b in zip(order, order[1:], strict=False))
-    assert turns > len(names), "requests take turns on the connection"
+    assert turns > len(names), "requests do not take turns on the connection"
 
 
 def test_pauses_do_not_change_a_text_under_speculation(client: Client, server: Server, plain: dict[str, str]) -> None:
@@ -142,7 +142,7 @@ def test_leaving_frees_the_slots(server: Server, path: Path) -> None:
 
 
 def test_what_a_server_leaves_behind_is_no_obstacle(tmp_path: Path) -> None:
-    """Killed in the middle of a stream it leaves its socket file; the next one takes its place and ends properly."""
+    """A server killed in mid-stream leaves its socket file; the next server replaces it and ends properly."""
     target, _ = write_pair(tmp_path / "pair")
     path = tmp_path / "s.sock"
     options = ("--stream-socket", str(path), "--draft", "none")
@@ -170,7 +170,9 @@ def test_what_a_server_leaves_behind_is_no_obstacle(tmp_path: Path) -> None:
             pass
         second.process.send_signal(signal.SIGTERM)
         last = client.frame()
-        assert (last["type"], last["finish_reason"]) == ("done", "cancelled"), "nobody could resume it"
-        assert second.process.wait(30) == 0, "it does not wait out its grace either"
+        assert (last["type"], last["finish_reason"]) == ("done", "cancelled"), (
+            "a paused request, which no client can resume now, was not cancelled"
+        )
+        assert second.process.wait(30) == 0, "the server waited out its grace time"
         client.close()
     assert not path.exists()

@@ -1,6 +1,6 @@
-"""The chat page in a real Chromium against a real server: streaming, tinted drafts, modes, stopping, keys, themes.
+"""The chat page in a real Chromium with a real server: streaming, tinted drafts, modes, stopping, keys, themes.
 
-SLIPSTREAM_SCREENSHOT=docs/web-page.png keeps a picture of it.
+SLIPSTREAM_SCREENSHOT=docs/web-page.png stores a screenshot of it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def browser() -> Iterator[Chrome]:
 
 @dataclass
 class Page:
-    """The page as a person sees and uses it."""
+    """The page as a user sees and uses it."""
 
     driver: Chrome
     server: Server
@@ -82,7 +82,7 @@ class Page:
     def until(self, what: Callable[[], Any], seconds: float = 30.0) -> Any:
         deadline = time.monotonic() + seconds
         while not (seen := what()):
-            assert time.monotonic() < deadline, f"never happened; the page says: {self.find('body').text[-600:]}"
+            assert time.monotonic() < deadline, f"this never happened; the page shows: {self.find('body').text[-600:]}"
             time.sleep(0.01)
         return seen
 
@@ -98,7 +98,7 @@ class Page:
         return str(self.script(f"document.querySelector('{ANSWER}').textContent"))
 
     def ask(self, text: str) -> list[int]:
-        """Sends a message and waits for its answer; returns the lengths of the text seen on the way."""
+        """Sends a message and waits for its answer; returns the lengths of the text that were seen meanwhile."""
         self.type(text)
         lengths = [0]
         self.until(self.busy)
@@ -116,7 +116,7 @@ class Page:
         return [float(height.rstrip("%")) for height in heights]
 
     def set(self, **fields: str) -> None:
-        """Writes into fields of the settings, as a person would."""
+        """Writes into fields of the settings, as a user would."""
         self.find("#open-settings").click()
         for name, value in fields.items():
             field = self.find(f"#{name.replace('_', '-')}")
@@ -128,7 +128,7 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def hosts(self) -> set[str]:
-        """Whom the page has asked for anything."""
+        """The hosts from which the page has requested anything."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
         return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme not in ("data", "blob")}
@@ -136,7 +136,7 @@ class Page:
 
 @pytest.fixture
 def page(browser: Chrome, server: Server) -> Iterator[Page]:
-    """A fresh page that knows the key; afterwards nothing may have gone wrong unseen."""
+    """A new page that has the key; at the end no error may be in its console."""
     browser.get(f"{server.url}/favicon.ico")
     browser.execute_script(f"sessionStorage.setItem('key', '{KEY}'); localStorage.clear()")
     browser.get_log("browser")
@@ -231,7 +231,7 @@ def test_the_server_s_refusal_is_shown_and_the_question_kept(page: Page) -> None
     page.set(max_tokens="16")
     page.find("#go").click()
     page.until(lambda: page.all("#talk .foot .number"))
-    assert all("400" in line for line in page.console())  # the browser itself notes a refused request
+    assert all("400" in line for line in page.console())  # the browser itself logs a refused request
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_only(page: Page) -> None:
@@ -263,7 +263,7 @@ def test_dark_and_light_follow_the_system_and_the_button(page: Page) -> None:
         page.find("#theme").click()
         assert brightness() > 600
         page.driver.refresh()
-        assert brightness() > 600, "the choice was forgotten"
+        assert brightness() > 600, "the chosen theme was forgotten"
     finally:
         system("")
 

@@ -1,1 +1,1 @@
-"""What a hostile client can send, and what it may cost others."""
+"""Tests of what a hostile client can send, and of what this may cost other clients."""

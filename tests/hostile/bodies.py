@@ -1,7 +1,7 @@
-"""The worst body known for every endpoint: what an attacker would send at the size limit, and what a user might.
+"""The worst known body for every endpoint: what an attacker would send at the size limit, and what a user might send.
 
-`table(size)` builds them for any limit. A body that is refused costs almost nothing once the limits of JSON values
-hold; the accepted ones cost whatever the endpoint does with them.
+`table(size)` builds them for any limit. A refused body costs almost nothing, because the limits of JSON values apply
+first; an accepted body costs whatever the endpoint does with it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from slipstream.server.apis.openai_schemas import MAX_ITEMS
 from slipstream.server.operations.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES
 
 MODEL = "smollm2"
-# Just within the limits of JSON values, where everything that follows the count is still to be done.
+# Counts just within the limits of JSON values, so that all work after the count still has to be done.
 VALUES, STRUCTURE = MAX_JSON_VALUES - 100, MAX_JSON_STRUCTURE - 100
 PROMPTS, CONSTRAINTS = "prompts", "constraints"
 _LETTERS = "the quick brown fox jumps over the lazy dog {[(,;:)]} "
-# Texts that are hard to cut or to tokenise, each a piece that is repeated.
+# Texts that are hard to split or to tokenise; each is a piece that is repeated.
 TEXTS = {
     "words": "many short words of a text ",
     "one word": "a",
@@ -34,19 +34,19 @@ Build = Callable[[], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """One body. `refused` is the status it must get; None leaves that open (a valid body may be too long)."""
+    """One body. `refused` is the status that it must get; None leaves it open, because a valid body may be too long."""
 
     method: str
     path: str
     name: str
     build: Build
     refused: int | None = 400
-    bounded_by: str = "the door"  # what bounds its cost: else preparing prompts, or compiling constraints
-    general: bool = False  # the same for every path, and stopped before any of them sees it
+    bounded_by: str = "the door"  # what bounds its cost: reading the body, preparing prompts, or compiling constraints
+    general: bool = False  # whether it is the same for every path, and refused before any endpoint sees it
 
     @property
     def body(self) -> bytes:
-        """Built anew each time: all of them together would be a gigabyte."""
+        """The body, built anew each time, because all of them together would be a gigabyte."""
         return self.build()
 
     @property
@@ -55,7 +55,7 @@ class Worst:
 
 
 def fill(head: str, item: str, tail: str, size: int, separator: str = ",", most: int = 1 << 30) -> Build:
-    """`head`, as many items as fit into `size` bytes (or `most`, and blanks for the rest), `tail`."""
+    """`head`, as many items as fit into `size` bytes (at most `most`; spaces fill the rest), and `tail`."""
 
     def build() -> bytes:
         each = len(item.encode()) + len(separator)
@@ -67,7 +67,7 @@ def fill(head: str, item: str, tail: str, size: int, separator: str = ",", most:
 
 
 def numbered(head: str, item: str, tail: str, size: int, most: int = 1 << 30) -> Build:
-    """Like `fill`, with a different number in the place of `%d` of every item."""
+    """Like `fill`, but with a different number in place of `%d` in every item."""
 
     def build() -> bytes:
         count = min(most, (size - len(head) - len(tail)) // (len(item) + 6))
@@ -77,7 +77,7 @@ def numbered(head: str, item: str, tail: str, size: int, most: int = 1 << 30) ->
 
 
 def padded(head: str, letter: str, tail: str, size: int) -> Build:
-    """One letter again and again between `head` and `tail`."""
+    """One letter repeated between `head` and `tail`."""
     return fill(head, letter, tail, size, "")
 
 
@@ -91,7 +91,7 @@ def long_text(size: int) -> str:
 
 
 def table(size: int) -> list[Worst]:
-    """Every endpoint's bodies of `size` bytes or a little less."""
+    """The bodies for every endpoint, of `size` bytes or a little less."""
     found = [*_chat(size), *_completions(size), *_messages(size), *_responses(size), *_text(size), *_control(size)]
     for path in ("/health", "/props", "/slots", "/metrics", "/v1/models", f"/v1/models/{MODEL}", "/v1/draft-lora"):
         found.append(Worst("GET", path, "a body nothing reads", padded("", "{", "", size), None))
@@ -99,7 +99,7 @@ def table(size: int) -> list[Worst]:
 
 
 def _anywhere(path: str, size: int) -> Iterator[Worst]:
-    """What any path that takes JSON meets."""
+    """The bodies for any path that accepts JSON."""
     for name, build in _general(size):
         yield Worst("POST", path, name, build, general=True)
 
@@ -230,7 +230,7 @@ def _chat(size: int) -> Iterator[Worst]:
 
 
 def _turns(head: str, part: str, size: int, last: str = "") -> Build:
-    """Two messages with as many parts as there may be in a body."""
+    """Two messages with as many parts as a body may have."""
 
     def build() -> bytes:
         parts = ",".join([part] * min(MAX_ITEMS - 1, STRUCTURE // 6 - 10))

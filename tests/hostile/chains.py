@@ -1,4 +1,4 @@
-"""Constraints whose references, rules or levels lead from one to the next, at any length."""
+"""Constraints in which references, rules or levels lead from one to the next, at any length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def chained_schema(length: int, link: Callable[[Json], Json], last: Json) -> Json:
-    """Definitions that each hold a reference to the next, as `link` writes it."""
+    """Definitions of which each refers to the next, in the form that `link` gives the reference."""
     definitions = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
     return {"type": "object", "$defs": {**definitions, f"d{length}": last}, "properties": {"x": {"$ref": "#/$defs/d0"}}}
 
@@ -34,7 +34,8 @@ SCHEMAS: dict[str, Callable[[int], Json]] = {
     "one of": lambda n: chained_schema(n, lambda ref: {"oneOf": [ref, {"type": "null"}]}, {"type": "string"}),
     "items": lambda n: chained_schema(n, lambda ref: {"type": "array", "items": ref}, {"type": "string"}),
     "further": lambda n: chained_schema(n, lambda ref: {"additionalProperties": ref}, {"type": "object"}),
-    # a spelling that a look at the references does not follow: these end the stack, which holds 1,700 of them
+    # A check of the references does not follow this spelling; such a chain overflows the stack, which holds 1,700
+    # links.
     "escaped": lambda n: json.loads(json.dumps(SCHEMAS["objects"](n + 2_000)).replace('"#/$defs', '"#/%24defs')),
 }
 GRAMMARS: dict[str, Callable[[int], str]] = {

@@ -1,4 +1,4 @@
-"""Ordinary streams of a real server beside a hostile client: how fast they are, and how long they are silent.
+"""Measures ordinary streams of a real server beside a hostile client: their speed, and their longest silence.
 
 python -m tests.hostile.company [PART OF A NAME] [--streams N] [--tokens N] [--rounds N]
 """
@@ -21,8 +21,8 @@ from typing import Any
 from tests.e2e.serving import MODEL, Server, serve
 
 CHAT = "/v1/chat/completions"
-# Every one of them makes a mask costly in another way: rows that grow with the text, too many ways to read a word, a
-# lexer with too many states, and one that is harmless until it has been trusted.
+# Each grammar makes masks expensive in another way: rows that grow with the text, too many ways to read a word, a lexer
+# with too many states, and a grammar that is harmless until the server has begun to trust it.
 SLOW_GRAMMARS = {
     "growing": 'start: s\ns: s s | s s s | "a"',
     "ambiguous": "start: s\ns: s s | s s s | s s s s | /[a-z ]/",
@@ -34,7 +34,7 @@ SLOW_GRAMMARS = {
 }
 
 
-# Every stop begins as a text may go on, so that much is held back and compared.
+# A text may continue with the beginning of every stop string, so that much of it is held back and compared.
 _STOPS = [f"{'the ' * 247}{number:012}" for number in range(64)]
 _STORY: dict[str, Any] = {
     "model": MODEL,
@@ -48,7 +48,7 @@ SILENCE_LIMIT_S = 0.25
 
 
 def hostile_bodies() -> dict[str, dict[str, Any]]:
-    """What one client may send to make its neighbours slow, and an ordinary request to compare it with."""
+    """What a client may send to slow down its neighbours, and an ordinary request for comparison."""
     return {
         "an ordinary story": _STORY,
         **{f"a slow grammar ({name})": hostile_body(grammar) for name, grammar in SLOW_GRAMMARS.items()},
@@ -76,28 +76,28 @@ def hostile_bodies() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What one client heard of its stream."""
+    """What one client received of its stream."""
 
     text: str
     pieces: int
     seconds: float  # from the first piece to the last
-    silence_s: float  # the longest between two pieces
+    silence_s: float  # the longest time between two pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """Streams beside a hostile request, against the same streams without it."""
+    """Streams beside a hostile request, compared with the same streams without it."""
 
     slowdown: float
     silence_s: float
     same_texts: bool
-    pieces: int  # that the streams heard beside the hostile requests
+    pieces: int  # pieces that the streams received beside the hostile requests
     hostile: Hostile
 
 
 @dataclass(slots=True)
 class Hostile:
-    """What the hostile requests heard."""
+    """What the hostile requests received."""
 
     pieces: int = 0
     errors: list[str] = field(default_factory=list)
@@ -129,7 +129,7 @@ def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, toke
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Several times the same, because a machine's speed drifts; silences are judged by their middle as well."""
+    """Several repetitions, because a machine's speed drifts; slowdowns and silences are judged by their median."""
 
     name: str
     seen: tuple[Neighbourhood, ...]
@@ -158,7 +158,7 @@ class Rounds:
 
 
 def measure(names: Iterable[str], streams: int, tokens: int, rounds: int) -> Iterator[Rounds]:
-    """One server that lets clients choose priorities, so that this is tried as well."""
+    """Measures on one server that lets clients choose priorities, so that these are tested as well."""
     bodies = hostile_bodies()
     with serve("--allow-priority") as server:
         _streams(server, streams, tokens)
@@ -195,7 +195,7 @@ def _listen(server: Server, body: Mapping[str, Any]) -> Heard:
 
 
 def _events(server: Server, body: Mapping[str, Any], ended: threading.Event | None = None) -> Iterator[Any]:
-    """The events of a stream as they come; leaving early closes the connection, which cancels the request."""
+    """The events of a stream as they come; leaving the iterator early closes the connection and cancels the request."""
     connection = http.client.HTTPConnection(*server.address, timeout=120)
     try:
         connection.request("POST", CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -212,7 +212,7 @@ def _events(server: Server, body: Mapping[str, Any], ended: threading.Event | No
 
 @contextmanager
 def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[Hostile]:
-    """Sends a request again and again beside what the caller does; begins when something was heard of the first."""
+    """Sends a request repeatedly while the caller works; it begins when the first request has received something."""
     began, ended, told = threading.Event(), threading.Event(), Hostile()
 
     def send() -> None:
@@ -227,7 +227,7 @@ def _repeated(server: Server, body: Mapping[str, Any]) -> Iterator[Hostile]:
     sender = threading.Thread(target=send)
     sender.start()
     try:
-        assert began.wait(60), "nothing is heard of the hostile request"
+        assert began.wait(60), "the hostile request received nothing"
         yield told
     finally:
         ended.set()

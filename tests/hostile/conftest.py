@@ -1,4 +1,4 @@
-"""One real server for the tests of connections and bodies: it takes seconds to start."""
+"""One real server for the tests of connections and bodies, shared because it takes seconds to start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.serving import Server, serve
 
-FILES = 320  # it may open; 160 of them for connections
+FILES = 320  # files that the server may open; 160 of them are for connections
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
-"""Random constraints through the real compiler, by seed; a process that dies by a signal is a failure.
+"""Runs random constraints, made by seed, through the real compiler; a process that dies by a signal is a failure.
 
     python -m tests.hostile.fuzz_constraints --count 200000 --seed 0
 
-Each constraint is compiled as a server would, then masked along a few random tokens. The processes that do so work
-through batches; the constraint at which one died, or met an error that is none of ours, is named by its seed. One that
-hangs is counted as such, with its seed, and the batch goes on behind it; any makes the command fail.
+Each constraint is compiled as a server would do it, and then masked along a few random tokens. Worker processes go
+through batches. If a process dies, or meets an error that is not ours, the seed of its constraint is named. If one
+hangs, it is counted with its seed and the batch goes on after it; any hang makes the command fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from tests.hostile.chains import KINDS, chain
 ROOT = Path(__file__).parents[2]
 BATCH = 2_000
 STEPS = 6
-HANG_S = 30  # compiling has 2 s of processor time, and a mask takes milliseconds; also on a busy machine
+# Seconds after which a constraint counts as hanging, also on a busy machine: compiling may use 2 s of processor time,
+# and a mask takes milliseconds.
+HANG_S = 30
 Json = dict[str, Any]
 REASONS = ("levels", "lead from one", "processor time", "MiB", "stack")
 
@@ -56,11 +58,11 @@ class Bytes:
         return list(text.encode())
 
     def serialized(self) -> None:
-        """Texts are cut greedily."""
+        """Returns None, which makes the grammar library cut texts greedily."""
 
 
 class Chance(random.Random):
-    """Dice; wild ones also pick what is wrong or not supported, so that the others get past the first error."""
+    """Random choices; wild ones include wrong and unsupported values, tame ones get past the first error."""
 
     wild = False
 
@@ -69,7 +71,7 @@ class Chance(random.Random):
 
 
 def random_constraint(seed: int) -> tuple[Constraint, Thinking | None]:
-    """The constraint of a seed; mostly small, now and then a long chain or a text with a few wrong characters."""
+    """The constraint of a seed: mostly small, sometimes a long chain or a text with a few wrong characters."""
     chance = Chance(seed)
     chance.wild = chance.random() < 0.3
     thinking = Thinking(opened=chance.random() < 0.5) if chance.random() < 0.1 else None
@@ -92,7 +94,7 @@ def spoilt(chance: Chance, text: str) -> str:
     return text
 
 
-# JSON schemas
+# ---- JSON schemas
 
 
 def document(chance: Chance) -> Json:
@@ -178,7 +180,7 @@ def bounds(chance: Chance, least: str, most: str) -> Json:
     return {name: value for name, value in ((least, low), (most, high)) if chance.random() < 0.3}
 
 
-# patterns and grammars
+# ---- patterns and grammars
 
 
 def pattern(chance: Chance, depth: int) -> str:
@@ -199,7 +201,7 @@ def lark(chance: Chance) -> str:
         attributes = chance.pick(["", "", "", "[capture]"], wild)
         lines.append(f"{name}{attributes}: {alternatives(chance, [*rules, *terminals], 2)}")
     for index, name in enumerate(terminals):
-        later = terminals[index + 1 :]  # terminals may not refer to themselves
+        later = terminals[index + 1 :]  # terminals must not refer to themselves
         lines.append(f"{name}: {alternatives(chance, terminals if chance.wild else later, 2, inside=True)}")
     extras = ["%import common.NO", "%ignore T0", '%llguidance {"no_forcing": true}', '%llguidance {"x": 1}', "%declare"]
     lines.append(chance.pick(["", "", "%ignore / +/", "%import common.INT"], extras))
@@ -216,7 +218,7 @@ def alternatives(chance: Chance, names: Sequence[str], depth: int, inside: bool 
 
 
 def atom(chance: Chance, names: Sequence[str], depth: int, inside: bool) -> str:
-    """One piece of a rule, or of a terminal, which may hold no rules and no schemas."""
+    """One piece of a rule or of a terminal; a terminal may contain no rules and no schemas."""
     usual: list[Callable[[], str]] = [
         *([lambda: chance.choice(names)] * 3 if names else []),
         lambda: '"a"',
@@ -247,11 +249,11 @@ def atom(chance: Chance, names: Sequence[str], depth: int, inside: bool) -> str:
     return str(chance.pick(usual, wild if chance.random() < 0.3 else [])()) + many
 
 
-# running them
+# ---- running them
 
 
 def try_one(grammars: Grammars, seed: int) -> str:
-    """Compiles the constraint of a seed and walks a little; what became of it."""
+    """Compiles the constraint of a seed, follows a few tokens, and returns the outcome."""
     constraint, thinking = random_constraint(seed)
     chance = Chance(seed)
     try:
@@ -271,20 +273,20 @@ def try_one(grammars: Grammars, seed: int) -> str:
 
 
 def batch(first: int, count: int, at: Path) -> None:
-    """Works through the seeds of a batch; the file holds the one it is at and what became of those before."""
+    """Works through the seeds of a batch; the file holds the current seed and the outcomes of those before it."""
     grammars = Grammars(Bytes(), len(Bytes.tokens))
     outcomes: Counter[str] = Counter()
     with at.open("w") as file:
         for seed in range(first, first + count + 1):
             os.pwrite(file.fileno(), f"{json.dumps({'seed': seed, 'outcomes': outcomes})}\n".encode(), 0)
-            signal.alarm(HANG_S if seed < first + count else 0)  # its signal ends a process that is in compiled code
+            signal.alarm(HANG_S if seed < first + count else 0)  # the signal also ends a process in compiled code
             if seed < first + count:
                 outcomes[try_one(grammars, seed)] += 1
     grammars.close()
 
 
 def run_batch(first: int, count: int) -> Counter[str]:
-    """A batch in processes of its own; raises if one ends in any other way than with its outcomes or by a hang."""
+    """Runs a batch in separate processes; raises if one ends other than with its outcomes or by a hang."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     outcomes: Counter[str] = Counter()
     end = first + count
@@ -311,7 +313,7 @@ def run_batch(first: int, count: int) -> Counter[str]:
 
 
 def fuzz(count: int, seed: int = 0, workers: int = 2) -> Counter[str]:
-    """Tries `count` constraints from a seed on, in several processes; says what became of them, or raises."""
+    """Tries `count` constraints from a seed on, in several processes; returns the outcomes, or raises."""
     starts = range(seed, seed + count, BATCH)
     with ThreadPoolExecutor(workers) as pool:
         parts = [pool.submit(run_batch, start, min(BATCH, seed + count - start)) for start in starts]

@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, from several processes, and what a newcomer and a stream notice of them.
+"""Holds connections that send nothing, from several processes, and measures what a new client and a stream notice.
 
 python -m tests.hostile.idle [CONNECTIONS] [--seconds S]
 """
@@ -21,7 +21,8 @@ HEALTH_LIMIT_S = 1.0
 LOG_LIMIT_BYTES = 1 << 20
 SILENCE_LIMIT_MS = 250.0
 _EACH_PROCESS = 2500
-# Keeps so many connections open until its input ends; what the server closes is opened again, about 200 in a second.
+# Keeps `count` connections open until its input ends; connections that the server closes are opened again, about 200
+# per second.
 _HOLDER = """
 import resource, select, socket, sys, time
 host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -54,7 +55,7 @@ while True:
 
 @contextlib.contextmanager
 def idle_connections(server: Server, count: int) -> Iterator[int]:
-    """So many connections that never ask anything, held by as many processes as that takes; gives how many opened."""
+    """Holds `count` connections that never send anything, in as many processes as needed; yields how many opened."""
     shares = [min(_EACH_PROCESS, count - start) for start in range(0, count, _EACH_PROCESS)]
     host, port = server.address
     holders = [
@@ -75,7 +76,7 @@ def idle_connections(server: Server, count: int) -> Iterator[int]:
 
 @dataclass(slots=True)
 class Idle:
-    """What was seen while idle connections were held."""
+    """What was measured while idle connections were held."""
 
     connections: int
     health_s: list[float] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Idle:
 
 
 def beside_idle(server: Server, connections: int, seconds: float) -> Idle:
-    """Holds idle connections for so long, asks /health as a newcomer every 50 ms, and listens to one stream."""
+    """Holds idle connections for `seconds`, asks /health as a new client every 50 ms, and reads one stream."""
     with Neighbour(server) as neighbour:
         log_before, began = server.log.stat().st_size, time.monotonic()
         with idle_connections(server, connections) as opened:

@@ -1,8 +1,8 @@
-"""One stream beside a hostile request: how long it is silent, and how much memory the request takes.
+"""Measures one stream beside a hostile request: its longest silence, and the memory that the request takes.
 
     python -m tests.hostile.neighbour [PART OF A NAME] [--size BYTES]
 
-runs every body of the table whose name has that part beside a stream and prints a line for each.
+This runs every body of the table whose name contains that part beside a stream, and prints one line for each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import psutil
 from tests.e2e.serving import MODEL, Server, serve
 from tests.hostile.bodies import Worst, table
 
-SILENCE_LIMIT_MS = 250.0  # beside one request; several at once may make a stream wait twice as long
-GROWTH_LIMIT = 20.0  # times the body
+SILENCE_LIMIT_MS = 250.0  # beside one request; beside several at once a stream may wait twice as long
+GROWTH_LIMIT = 20.0  # growth of the peak memory, in multiples of the body's size
 _ASK: dict[str, Any] = {
     "model": MODEL,
     "stream": True,
@@ -37,18 +37,18 @@ _ASK: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one body did: its statuses, the neighbour's longest silence, and the growth of the peak memory."""
+    """The effect of one body: its statuses, the neighbour's longest silence, and the growth of the peak memory."""
 
     label: str
     statuses: tuple[int, ...]
     silence_ms: float
     growth: float  # of the peak resident memory, in multiples of all bytes sent
-    cpu_s: float  # of the server, the neighbour's own steps included
-    said: str  # how one of the answers begins
+    cpu_s: float  # processor time of the server, with the neighbour's own steps
+    said: str  # the beginning of one of the answers
 
     @property
     def ok(self) -> bool:
-        """Whether the bar holds; a status of 0 is a connection without an answer, a 5xx a surprise of the server."""
+        """Whether the limits hold; status 0 is a connection without an answer, and a 5xx is an error of the server."""
         answered = all(0 < status < 500 or status == 503 for status in self.statuses)
         limit_ms = SILENCE_LIMIT_MS * min(2, len(self.statuses))
         return answered and self.silence_ms <= limit_ms and self.growth <= GROWTH_LIMIT
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Neighbour:
-    """A client that streams without end and notes when something came."""
+    """A client that streams without end and records when each piece came."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -80,7 +80,7 @@ class Neighbour:
         self._thread.join(30)
 
     def wait_for(self, more: int, seconds: float = 120.0) -> None:
-        """Until so many further pieces came."""
+        """Waits until `more` further pieces have come."""
         wanted, deadline = len(self._times) + more, time.monotonic() + seconds
         while len(self._times) < wanted:
             assert self._server.process.poll() is None, "the server has ended"
@@ -88,7 +88,7 @@ class Neighbour:
             time.sleep(0.005)
 
     def longest_silence_ms(self, since: float, until: float) -> float:
-        """The longest time between two pieces, of which at least a part lies between the two moments."""
+        """The longest time between two pieces that lies at least partly between the two moments."""
         times = list(self._times)
         gaps = [
             after - before
@@ -112,7 +112,7 @@ class Neighbour:
 
 
 def memory_bytes(pid: int, field: str) -> int:
-    """`VmRSS` is what a process holds, `VmHWM` the most it held since its peak was reset."""
+    """Memory of a process: `VmRSS` is the current, `VmHWM` the most since its peak was reset."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) << 10
 
@@ -123,7 +123,7 @@ def reset_peak(pid: int) -> int:
 
 
 def beside(server: Server, neighbour: Neighbour, worst: Worst, at_once: int = 1) -> Seen:
-    """Sends a body, or the same several times at once, while the neighbour streams."""
+    """Sends a body, once or several times at once, while the neighbour streams."""
     pid, body, process = server.process.pid, worst.body, psutil.Process(server.process.pid)
     before = reset_peak(pid)
     neighbour.wait_for(3)
@@ -146,7 +146,7 @@ def _answer(server: Server, worst: Worst, body: bytes) -> tuple[int, bytes]:
 
 
 def measure(server: Server, bodies: Sequence[Worst], at_once: int = 1) -> Iterator[Seen]:
-    """Each body beside one stream; the verification calls this with the table at the size limit."""
+    """Sends each body beside one stream; the verification does this with the whole table at the size limit."""
     with Neighbour(server) as neighbour:
         for worst in bodies:
             yield beside(server, neighbour, worst, at_once)

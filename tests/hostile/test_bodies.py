@@ -16,12 +16,12 @@ pytestmark = pytest.mark.e2e
 
 SIZE = 4 << 20
 CHAT = "/v1/chat/completions"
-SILENCE_LIMIT_MS = 2500.0  # ten times the bar, for machines that are busy; without the limits it was 20 s and more
+SILENCE_LIMIT_MS = 2500.0  # ten times the promise, for busy machines; without the server's limits it was 20 s and more
 TABLE = table(SIZE)
 
 
 def chosen() -> list[Worst]:
-    """Everything for one endpoint and a little of its own for each other; the verification sends all of the table."""
+    """All bodies for one endpoint, and some specific ones for every other; the verification sends the whole table."""
     mine = [worst for worst in TABLE if worst.bounded_by == "the door"]
     found = [worst for worst in mine if worst.path == CHAT]
     for path in dict.fromkeys(worst.path for worst in mine if worst.path != CHAT):
@@ -66,4 +66,4 @@ def test_several_at_once_take_turns(server: Server, neighbour: Neighbour) -> Non
 def test_a_program_of_the_largest_size_is_a_text(server: Server) -> None:
     program = 'call({"x": [1, 2, 3]}, "\\"");\n'
     body = json.dumps({"content": program * (SIZE // 60), "model": "none"})
-    assert server.ask("/tokenize", body.encode())[0] == 404  # read, checked, and for a model that is not there
+    assert server.ask("/tokenize", body.encode())[0] == 404  # the body is read and checked; its model does not exist

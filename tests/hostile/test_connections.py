@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, ask slowly, or never read: none of them keeps others out."""
+"""Connections that send nothing, send slowly, or never read must not keep other clients out."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.hostile.idle import beside_idle, idle_connections
 pytestmark = pytest.mark.e2e
 
 ASK = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LARGE = 32 << 20  # more than the kernel keeps for a connection
+LARGE = 32 << 20  # bytes; more than the kernel buffers for a connection
 
 
 async def small_app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with a few bytes, or at /large with many, or at /busy never."""
+    """Answers with a few bytes, at /large with many, and at /busy never."""
     if scope["path"] == "/busy":
         await asyncio.Event().wait()
     body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
@@ -38,7 +38,7 @@ async def small_app(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def small_server(limit: int, header_s: float, idle_s: int = 30) -> AsyncIterator[tuple[str, int]]:
-    """A server in this process that waits shorter than ours does."""
+    """A server in this process with shorter time limits than the real one."""
     door = Door(limit, header_s)
     protocol: Any = partial(GuardedProtocol, door=door)
     config = uvicorn.Config(
@@ -58,7 +58,7 @@ async def small_server(limit: int, header_s: float, idle_s: int = 30) -> AsyncIt
 
 
 async def ended(reader: asyncio.StreamReader, seconds: float = 20.0) -> bytes:
-    """What came until the server closed the connection."""
+    """The bytes that came until the server closed the connection."""
     with contextlib.suppress(ConnectionResetError):
         return await asyncio.wait_for(reader.read(), seconds)
     return b""
@@ -80,7 +80,7 @@ def test_a_header_must_come_in_time() -> None:
             ask.write(ASK)
             assert await answered.readuntil(b"ok")
             assert await ended(silent) == b"" and await ended(dripping) == b""
-            # who has asked once may wait longer with the next request, but not in the middle of one
+            # A connection that has sent a request may wait longer before the next one, but not in the middle of one.
             ask.write(ASK)
             assert await answered.readuntil(b"ok")
             await asyncio.sleep(1)
@@ -101,7 +101,7 @@ def test_the_oldest_that_waits_makes_room() -> None:
             second, kept = await asyncio.open_connection(*address)
             third, ask_third = await asyncio.open_connection(*address)
             ask_first.write(ASK)
-            assert await first.readuntil(b"ok")  # it begins to wait anew, behind the others
+            assert await first.readuntil(b"ok")  # from now on it waits behind the others
             fourth, ask_fourth = await asyncio.open_connection(*address)
             assert await ended(second) == b""
             for reader, writer in ((first, ask_first), (third, ask_third), (fourth, ask_fourth)):
@@ -154,7 +154,9 @@ def test_more_idle_connections_than_files_keep_nobody_out(server: Server) -> Non
     seen = beside_idle(server, 2 * FILES, seconds=2.5)
     assert seen.connections == 2 * FILES
     assert not seen.failed and len(seen.health_s) >= 3, seen.row()
-    assert max(seen.health_s) < 10, seen.row()  # the bar is 1 s on an idle machine; without a limit it never answers
+    assert max(seen.health_s) < 10, (
+        seen.row()
+    )  # the promise is 1 s on an idle machine; without a limit it never answers
     assert seen.silence_ms < 2500, seen.row()
     assert seen.log_bytes < 20_000, seen.row()
 

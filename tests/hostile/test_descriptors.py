@@ -1,7 +1,7 @@
-"""Every call on a file fails once, while sockets of strangers take each number that becomes free: no byte reaches them.
+"""Lets every file operation fail once while foreign sockets take each freed descriptor: no byte may reach them.
 
-What writes files here is run again and again. In each run one call of one kind (open, write, close, ...) fails with one
-error; whenever a descriptor is closed, a socket pair is opened at once, which gets the number that has become free.
+Code that writes files runs again and again. In each run one call of one kind (open, write, close, ...) fails with one
+error. Whenever a descriptor is closed, a socket pair is opened at once, which gets the freed number.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS = ("open", "write", "read", "close", "fsync", "truncate", "stat", "chmod")
 ANY = "any"
 
 
-Fault = tuple[str, int, int, int]  # the kind of call, the first that fails, how many do, and their error
+Fault = tuple[str, int, int, int]  # the kind of call, the first call that fails, how many fail, and their error
 NO_FAULT: Fault = ("", 0, 0, 0)
 
 
 class Disk:
-    """Counts the calls of each kind, lets some of them fail, and opens a decoy where a number becomes free."""
+    """Counts the calls of each kind, lets some of them fail, and opens a decoy when a descriptor becomes free."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -54,23 +54,23 @@ class Disk:
         self.decoys: list[tuple[socket.socket, socket.socket]] = []
 
     def comes(self, kind: str) -> None:
-        """One call of a kind; fails if it is its turn."""
+        """Counts one call of a kind, and raises if this call has to fail."""
         name, first, times, error = self.failing
         self.calls.update((kind, ANY))
         if name in (kind, ANY) and first < self.calls[name] <= first + times:
             raise OSError(error, os.strerror(error))
 
     def freed(self) -> None:
-        """A number has become free: strangers take it, as the next client that connects to a server would."""
+        """Opens a decoy on a freed number, as the next client that connects to a server would do."""
         self.decoys.append(socket.socketpair())
 
     def check(self) -> None:
-        """Nothing was written to a decoy, and none was closed."""
+        """Checks that nothing was written to a decoy, and that none was closed."""
         for pair in self.decoys:
             for end in pair:
                 with contextlib.suppress(BlockingIOError):
                     seen = end.recv(200, socket.MSG_DONTWAIT)
-                    raise AssertionError(f"a stranger's socket got {seen!r}")
+                    raise AssertionError(f"a foreign socket received {seen!r}")
         self.drop_decoys()
 
     def drop_decoys(self) -> None:
@@ -100,7 +100,7 @@ def _failing_class(disk: Disk) -> type[io.FileIO]:
             try:
                 disk.comes("write")
             except OSError:
-                super().write(memoryview(data).cast("B")[: memoryview(data).nbytes // 2])  # half of it is on the disk
+                super().write(memoryview(data).cast("B")[: memoryview(data).nbytes // 2])  # half of it is written
                 raise
             return super().write(data)
 
@@ -117,13 +117,13 @@ def _failing_class(disk: Disk) -> type[io.FileIO]:
                 return
             super().close()
             disk.freed()
-            disk.comes("close")  # a close that fails has closed its number all the same
+            disk.comes("close")  # a close that fails has nevertheless freed its number
 
     return FailingFile
 
 
 def _failing_open(raw: type[io.FileIO]) -> Callable[..., Any]:
-    """What `open` does, on top of files that fail."""
+    """A replacement of `open` for files that fail."""
 
     def opened(
         file: Any,
@@ -146,7 +146,7 @@ def _failing_open(raw: type[io.FileIO]) -> Callable[..., Any]:
 
 @contextmanager
 def failing_disk() -> Iterator[Disk]:
-    """Everything a process does with files goes through a disk that fails where it is told to."""
+    """Routes all file operations of this process through a disk that fails when it is told to."""
     disk, patch = Disk(), pytest.MonkeyPatch()
     system = {
         "open": ("open",),
@@ -189,7 +189,7 @@ def descriptors() -> int:
 
 
 def every_fault(calls: Counter[str]) -> Iterator[Fault]:
-    """Each call alone, each with whatever comes behind it, each with others of its kind; with each error."""
+    """Each call alone, with all calls after it, and with others of its kind, each with every error."""
     for error in ERRORS:
         for first in range(calls[ANY]):
             yield ANY, first, 1, error
@@ -200,7 +200,7 @@ def every_fault(calls: Counter[str]) -> Iterator[Fault]:
 
 
 def with_every_fault(run: Callable[[Path, Fault, Disk], None], tmp_path: Path) -> Counter[str]:
-    """Runs something once without a fault, to see what it calls, and then once for every fault; returns the calls."""
+    """Runs something without a fault, to count its calls, and then once for every fault; returns the calls."""
     with failing_disk() as disk:
         faults: list[Fault] = [NO_FAULT]
         calls: Counter[str] = Counter()
@@ -222,12 +222,12 @@ def with_every_fault(run: Callable[[Path, Fault, Disk], None], tmp_path: Path) -
         return calls
 
 
-ASKED = ["a" * 300, "b" * 300, "c" * 900, "d", "e" * 300]  # with 1,000 bytes to a file there are several rotations
+ASKED = ["a" * 300, "b" * 300, "c" * 900, "d", "e" * 300]  # with files of 1,000 bytes they cause several rotations
 HALF_A_LINE = b'{"cut'
 
 
 def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
-    """Starts on a file whose last line was cut off, rotates, and writes again as soon as there are no more faults."""
+    """Starts on a file whose last line is incomplete, rotates, and writes again as soon as the faults are over."""
     recorder = Recorder(folder, rotate_bytes=1000)
     first = folder / "conversations-000001.jsonl"
     disk.failing = NO_FAULT
@@ -257,15 +257,15 @@ def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
         try:
             whole.append(json.loads(line)["messages"][0]["content"])
         except ValueError:
-            in_vain = fault[0] == ANY and fault[2] > 1  # then truncating may have failed as well, and half a line stays
+            in_vain = fault[0] == ANY and fault[2] > 1  # truncating may have failed as well, so half a line stays
             assert line == HALF_A_LINE or (in_vain and line.startswith(b'{"version"')), f"half a line: {line!r}"
     assert len(whole) == recorder.written and whole[-1] == "afterwards"
-    assert whole == [text for text in [*ASKED, "afterwards"] if text in whole], "lines are whole and in order"
+    assert whole == [text for text in [*ASKED, "afterwards"] if text in whole], "lines are incomplete or out of order"
 
 
 def test_a_conversation_never_reaches_a_stranger_and_recording_recovers(tmp_path: Path) -> None:
     calls = with_every_fault(record_and_recover, tmp_path)
-    assert calls["write"] > len(ASKED) and calls["open"] > 2 and calls["close"] > 1, "files rotated"
+    assert calls["write"] > len(ASKED) and calls["open"] > 2 and calls["close"] > 1, "files were not rotated"
 
 
 def test_recording_goes_on_in_a_full_file_and_after_its_folder_is_gone(tmp_path: Path) -> None:
@@ -289,12 +289,12 @@ def test_recording_goes_on_in_a_full_file_and_after_its_folder_is_gone(tmp_path:
 
 def replace_a_file(folder: Path, fault: Fault, disk: Disk) -> None:
     with contextlib.suppress(SlipstreamError), atomic_file(folder / "file") as file:
-        file.write(b"a" * 100_000)  # more than a buffer, so that some is written before the end
+        file.write(b"a" * 100_000)  # more than a buffer, so that a part is written before the end
         file.write(b"b" * 10)
     disk.failing = NO_FAULT
     found = [path.name for path in folder.iterdir()]
     assert found in ([], ["file"]), f"something else was left behind: {found}"
-    assert not found or (folder / "file").read_bytes() == b"a" * 100_000 + b"b" * 10, "a file has its name when whole"
+    assert not found or (folder / "file").read_bytes() == b"a" * 100_000 + b"b" * 10, "an incomplete file has its name"
 
 
 def write_a_model(folder: Path, fault: Fault, disk: Disk) -> None:

@@ -1,4 +1,4 @@
-"""A few seeds of the differential test, and faults that it must find."""
+"""A few seeds of the differential test, and faults that the test must find."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_random_company_changes_no_text_of_the_real_pair() -> None:
 
 
 def later_noise(patch: pytest.MonkeyPatch) -> None:
-    """Verified rows draw the noise of the position behind theirs."""
+    """Makes verified rows use the noise of the position after theirs."""
     choose = RowSampler.choose
 
     def shifted(self: RowSampler, logits: Any, first: int, proposal: Proposal | None = None) -> Any:
@@ -38,7 +38,7 @@ def later_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
-    """The rows of a tree that are kept are not moved together."""
+    """Leaves the kept rows of a tree where they are instead of moving them together."""
     commit = SequenceState.commit
 
     def unmoved(self: SequenceState, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
@@ -50,7 +50,7 @@ def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
-    """A paused sequence that lost its pages is computed again without the last token but one."""
+    """Computes a paused sequence that lost its pages again without its last token but one."""
 
     def take(ticket: ScheduledSequence) -> None:
         if ticket.state.pages:

@@ -1,4 +1,4 @@
-"""Model files that are cut off, overwritten or damaged before, while and after they are loaded."""
+"""Model files that are truncated, overwritten or damaged before, during and after loading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def overwrite(path: Path) -> None:
 def test_a_server_keeps_its_text_when_its_files_change(tmp_path: Path) -> None:
     target, draft = (Path(shutil.copy(resolve(name).path, tmp_path)) for name in ("smollm2", "smollm2-dspark"))
     with serve("--draft", str(draft), model=str(target)) as server:
-        # the second prompt's tokens are looked up for the first time when the files are others
+        # The tokens of the second prompt are looked up for the first time after the files have changed.
         before = text(server, PROMPTS[0])
         for path in (target, draft):
             overwrite(path)
@@ -64,7 +64,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, chang
 
 
 def test_a_damaged_cached_model_is_named(tmp_path: Path) -> None:
-    place = 70_000_000  # in the middle of a tensor: nothing but the digest can tell
+    place = 70_000_000  # a byte in the middle of a tensor, where only the digest shows the damage
     cached = resolve("smollm2").path
     shutil.copy(cached.with_name(f"{cached.name}.sha256"), tmp_path)
     copy = Path(shutil.copy(cached, tmp_path))

@@ -1,4 +1,4 @@
-"""A process with a loaded model forks, executes another program and ends, also while a text is being written."""
+"""A process with a loaded model forks, runs another program and ends, also while a text is being written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from slipstream.kernels.cpu.native_library import library
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 150  # a hang; the programs take seconds
+LIMIT_S = 150  # seconds after which a program counts as hanging; the programs take seconds
 PROMPT = "The capital of France is"
 START = f"""
 import os, subprocess, sys, threading, time

@@ -1,4 +1,4 @@
-"""A server that gets constraints and templates which crash, hang or swallow memory: it answers 400 and goes on."""
+"""A server that gets constraints and templates which crash, hang or take all memory answers 400 and goes on."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_large_ones_of_honest_people_are_taken(server: Server) -> None:
 @pytest.mark.parametrize(("task", "said"), [("power", "took more than 3 s of processor time"), ("long", "256 MiB")])
 def test_a_template_that_hangs_or_grows_is_refused(server: Server, task: str, said: str) -> None:
     assert f"the chat template {said}" in refused(server, text=task).replace("needed more than ", "")
-    assert server.post(CHAT, body("slow"))["choices"], "one that takes its time is waited for"
+    assert server.post(CHAT, body("slow"))["choices"], "a slow template within the limits was not waited for"
 
 
 def test_signals_reach_a_server_whose_template_hangs_and_it_leaves_no_process(server: Server) -> None:
-    """The last test of this server."""
+    """This must be the last test of this server, because it ends it."""
     server.post(CHAT, body(response_format={"type": "json_object"}))
-    assert len(helpers(server)) == 3, "one process for templates, one that tries constraints and one that follows them"
+    assert len(helpers(server)) == 3, "expected one process for templates, one that tries constraints, one for masks"
     left = helpers(server)
     with server.open_stream(CHAT, body("power", stream=True)):
         assert server.stop(signal.SIGTERM, seconds=60) == 0

@@ -1,4 +1,4 @@
-"""Texts of the largest size a body may have: they are refused or worked off without a neighbour or memory noticing."""
+"""Texts of the largest size that a body may have are refused or processed without harm to a neighbour or to memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.hostile.bodies import Worst, table
 from tests.hostile.neighbour import GROWTH_LIMIT, Neighbour, Seen, beside
 
 MIB = 1 << 20
-# Where tokenising held the interpreter the neighbour was silent for 6 s and more; a busy machine alone makes it 0.5 s.
+# When tokenising held the interpreter, the neighbour was silent for 6 s and more; a busy machine alone makes it 0.5 s.
 MOST_SILENCE_MS = 3000.0
 
 
@@ -20,7 +20,9 @@ MOST_SILENCE_MS = 3000.0
 def server() -> Iterator[Server]:
     with serve() as running:
         running.post("/v1/completions", {"model": MODEL, "prompt": "warm up", "max_tokens": 4})
-        running.ask("/v1/completions", {"model": MODEL, "prompt": "7" * 100_000})  # and learn what bytes are worth
+        running.ask(
+            "/v1/completions", {"model": MODEL, "prompt": "7" * 100_000}
+        )  # makes it compute the fewest tokens per byte
         yield running
 
 
@@ -53,7 +55,7 @@ def test_a_prompt_that_is_far_too_long_costs_next_to_nothing(
 ) -> None:
     seen = beside(server, neighbour, body(path, name))
     assert seen.statuses == (400,) and "the context holds 8192" in seen.said, seen
-    # 4 MiB of digits take 5 s to tokenise, words 3 s
+    # 4 MiB of digits take 5 s to tokenise, and 4 MiB of words 3 s.
     assert seen.cpu_s < 1.5, seen
     check(seen)
 

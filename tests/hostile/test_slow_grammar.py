@@ -1,4 +1,4 @@
-"""A grammar whose masks take long costs its own request the time, and its neighbours little."""
+"""A grammar whose masks take long slows down its own request, and its neighbours only a little."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.e2e.serving import Server, serve
 from tests.hostile.company import CHAT, SLOW_GRAMMARS, hostile_body, neighbourhood
 
 pytestmark = pytest.mark.e2e
-# On an idle machine of two cores the slowdown is below 2 and a silence below 0.25 s; a busy one may be far from that.
-# With masks on the engine's thread it is 35, and silences last more than 3 s.
+# On an idle machine with two cores the slowdown is below 2 and a silence below 0.25 s; on a busy machine both may be
+# far higher. With masks on the engine's thread the slowdown is 35, and silences last more than 3 s.
 MOST_SLOWDOWN = 12.0
 MOST_SILENCE_S = 2.5
 
@@ -30,7 +30,7 @@ def test_a_slow_grammar_does_not_slow_its_neighbours(server: Server) -> None:
 
 
 def test_a_grammar_that_cannot_be_read_in_time_is_told_so(server: Server) -> None:
-    """It ends with a sentence, not with a stream that never comes to an end."""
+    """The request ends with an error sentence, and not with a stream that never ends."""
     body = {**hostile_body(SLOW_GRAMMARS["ambiguous"]), "stream": False}
     status, _, answer = server.ask(CHAT, body)
     assert status != 200 and b"Too many items" in answer

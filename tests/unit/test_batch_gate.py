@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slipstream.speculative.batch_gate import BatchGate
+from slipstream.speculative.gates import BatchGate
 
 SHORT, LONG = 256, 8_000  # steps: one answer, and very many
 

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.bench.comparison_report import identity_sentence, ratio_sentence
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import Plan, Turn, compare, parse_modes
+from slipstream.bench.measure import BenchPlan, Turn, compare, parse_modes
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.cli.ui import bar_chart
 from slipstream.errors import RequestError, SourceError
@@ -54,7 +54,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_modes_take_turns_at_going_first_without_the_prompt_cache() -> None:
     llm, modes = FakeLLM("t"), ("plain", "chain:8", "auto")
-    compare(llm, "t", [("a",), ("b",), ("c",)], Plan(20, False, 0.5, 7, modes))  # type: ignore[arg-type]
+    compare(llm, "t", [("a",), ("b",), ("c",)], BenchPlan(20, False, 0.5, 7, modes))  # type: ignore[arg-type]
     warm_ups, measured = llm.requests[:3], llm.requests[3:]
     assert tuple(request["mode"] for request in warm_ups) == modes
     assert [request["mode"] for request in measured] == [
@@ -79,7 +79,7 @@ def test_plain_decoding_is_always_there_and_no_mode_twice() -> None:
 
 def test_the_gate_and_the_confidence_reach_the_modes_they_are_for() -> None:
     llm = FakeLLM("t")
-    plan = Plan(modes=("plain", "chain", "tree:8", "auto"), gate="ema", min_confidence=0.5)
+    plan = BenchPlan(modes=("plain", "chain", "tree:8", "auto"), gate="ema", min_confidence=0.5)
     compare(llm, "t", [("a",)], plan)  # type: ignore[arg-type]
     sent = {request["mode"]: (request.get("gate"), request.get("min_confidence")) for request in llm.requests}
     assert sent == {"plain": (None, None), "chain": ("ema", 0.5), "tree:8": ("ema", 0.5), "auto": (None, 0.5)}
@@ -91,7 +91,7 @@ def test_all_turns_continue_with_the_plain_answer_in_every_mode(fake_engine: typ
     turns: list[Turn] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.bench.measure._is_near_tie", lambda *arguments: False)
-        compare(llm, "t", [("a", "b")], Plan(all_turns=True), turns.append)  # type: ignore[arg-type]
+        compare(llm, "t", [("a", "b")], BenchPlan(all_turns=True), turns.append)  # type: ignore[arg-type]
     plain, speculative = llm.requests[-2:]
     assert plain["messages"] == speculative["messages"]
     assert [message["content"] for message in plain["messages"]] == ["a", "You said a, the 1th message.", "b"]
@@ -100,7 +100,7 @@ def test_all_turns_continue_with_the_plain_answer_in_every_mode(fake_engine: typ
 
 def test_the_sum_and_the_ratio() -> None:
     llm = FakeLLM("t")
-    result = compare(llm, "t", [("a",), ("b",)], Plan(modes=("plain", "chain")))  # type: ignore[arg-type]
+    result = compare(llm, "t", [("a",), ("b",)], BenchPlan(modes=("plain", "chain")))  # type: ignore[arg-type]
     # The fake's plain step takes 1 ms; a speculative one takes 2 ms and commits STEP tokens (fewer at the end).
     length = len("You said a, the 1th message.")
     steps = -(-(length - 1) // STEP)
@@ -115,7 +115,7 @@ def test_the_sum_and_the_ratio() -> None:
 
 
 def test_the_turns_of_a_conversation_are_one_sample() -> None:
-    result = compare(FakeLLM("t"), "t", [("a", "b"), ("c",)], Plan(all_turns=True))  # type: ignore[arg-type]
+    result = compare(FakeLLM("t"), "t", [("a", "b"), ("c",)], BenchPlan(all_turns=True))  # type: ignore[arg-type]
     assert result.answers == 3
     whole, single = result.plain.samples
     assert whole[0] == 2 * single[0] == 2 * result.plain.stats.committed / 3
@@ -124,7 +124,7 @@ def test_the_turns_of_a_conversation_are_one_sample() -> None:
 def test_auto_is_held_against_the_best_fixed_mode(fake_engine: type[FakeLLM]) -> None:
     fake_engine.mode_ms = {"chain": 2.0, "tree:8": 1.0, "auto": 1.25}
     modes = ("plain", "chain", "tree:8", "auto")
-    result = compare(FakeLLM("t"), "t", [("a",), ("bcd",)], Plan(modes=modes))  # type: ignore[arg-type]
+    result = compare(FakeLLM("t"), "t", [("a",), ("bcd",)], BenchPlan(modes=modes))  # type: ignore[arg-type]
     against = result.auto_against_best()
     assert against is not None and (against.over, against.value) == ("tree:8", pytest.approx(0.8))
     assert against.interval == pytest.approx((0.8, 0.8)), "the same on every prompt"
@@ -132,7 +132,7 @@ def test_auto_is_held_against_the_best_fixed_mode(fake_engine: type[FakeLLM]) ->
     assert found["auto"]["vs_best"] == {"mode": "tree:8", "ratio": 0.8, "interval": [0.8, 0.8]}  # type: ignore[index]
     assert "vs_best" not in found["chain"]  # type: ignore[index]
     fake_engine.mode_ms = {"chain": 9.0, "auto": 9.0}
-    slow = compare(FakeLLM("t"), "t", [("a",)], Plan(modes=("plain", "chain", "auto")))  # type: ignore[arg-type]
+    slow = compare(FakeLLM("t"), "t", [("a",)], BenchPlan(modes=("plain", "chain", "auto")))  # type: ignore[arg-type]
     assert slow.best_fixed() == "plain"
 
 
@@ -186,7 +186,7 @@ def test_a_differing_text_is_explained_or_counted(fake_engine: type[FakeLLM], mo
     module.explain_difference = explain_difference  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slipstream.tools.near_tie", module)
     fake_engine.spoil = "!"
-    result = compare(FakeLLM("t"), "t", [("a",), ("b",)], Plan())  # type: ignore[arg-type]
+    result = compare(FakeLLM("t"), "t", [("a",), ("b",)], BenchPlan())  # type: ignore[arg-type]
     auto = result.modes["auto"]
     assert (auto.same, result.answers, auto.near_ties) == (0, 2, 1)
     assert (result.plain.same, result.plain.near_ties) == (2, 0)
@@ -202,15 +202,15 @@ def test_a_differing_text_is_explained_or_counted(fake_engine: type[FakeLLM], mo
 
 def test_without_a_drafter_there_is_nothing_to_measure() -> None:
     with pytest.raises(RequestError, match="--draft"):
-        compare(FakeLLM("t", None), "t", [("a",)], Plan())  # type: ignore[arg-type]
+        compare(FakeLLM("t", None), "t", [("a",)], BenchPlan())  # type: ignore[arg-type]
 
 
 def test_the_ratio_sentence_is_honest(fake_engine: type[FakeLLM]) -> None:
     fake_engine.speculative_ms = 8.0
-    slow = compare(FakeLLM("t"), "t", [("a",)], Plan())  # type: ignore[arg-type]
+    slow = compare(FakeLLM("t"), "t", [("a",)], BenchPlan())  # type: ignore[arg-type]
     assert "does not pay" in ratio_sentence(slow) and "costs 8.0 plain tokens" in ratio_sentence(slow)
     fake_engine.speculative_ms = 1.0
-    fast = compare(FakeLLM("t"), "t", [("a",)], Plan())  # type: ignore[arg-type]
+    fast = compare(FakeLLM("t"), "t", [("a",)], BenchPlan())  # type: ignore[arg-type]
     assert "does not pay" not in ratio_sentence(fast)
 
 

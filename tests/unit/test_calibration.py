@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.kernels.cpu.native_growth import Learner
 from slipstream.speculative import calibration as calibrations
-from slipstream.speculative.calibration import Calibration, Outcome
+from slipstream.speculative.calibration import Calibration, DraftOutcome
 from tests.native import libraries
 
 CLAIMS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98, 0.999)
@@ -141,7 +141,7 @@ def test_chances_stay_inside_their_limits() -> None:
     assert Calibration().chance(0.0, 1) >= 0.001
 
 
-def random_outcomes(source: random.Random, count: int) -> list[Outcome]:
+def random_outcomes(source: random.Random, count: int) -> list[DraftOutcome]:
     skill = source.choice([0.05, 0.5, 0.9])
     return [
         (

@@ -47,7 +47,7 @@ def test_help_lists_every_verb() -> None:
     [
         (["genrate"], "Did you mean 'generate'"),
         (["smoke"], "URL"),
-        (["smoke", "ftp://x"], "no address of a server"),
+        (["smoke", "ftp://x"], "not the address of a server"),
         (["smoke", "x", "--timeout", "0"], "--timeout"),
         (["generate", "--max-tokns", "3"], "--max-tokens"),
         (["generate", "--prompt", "x", "--max-tokens", "many"], "--max-tokens"),

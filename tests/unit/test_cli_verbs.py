@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.tint import Tint
+from slipstream.cli.ui import DraftTint
 from slipstream.types import TokenOut
 from tests.fakes import FakeDetokenizer, FakeLLM, FakeTokenizer
 
@@ -278,7 +278,7 @@ def test_chat_ctrl_c_stops_the_answer_only(
 
 
 def test_tint_follows_the_tokens_even_when_text_is_held_back() -> None:
-    tint = Tint(FakeDetokenizer(FakeTokenizer()))
+    tint = DraftTint(FakeDetokenizer(FakeTokenizer()))
     tokens = [TokenOut(ord(letter), letter.isupper()) for letter in "aBCdE"]
     assert list(tint.spans(tokens[:3], "a")) == [("a", False)]
     assert list(tint.spans(tokens[3:], "BCdE")) == [("BC", True), ("d", False), ("E", True)]

@@ -23,7 +23,7 @@ from slipstream.formats.sources import resolve
 from slipstream.models.dflash_names import gguf_spellings
 from slipstream.tools import tensor_compare as compare_module
 from slipstream.tools.authors_drafter import AuthorBlocks
-from slipstream.tools.logits import LogitComparison, Settings, compare_drafters, load_blocks, write_passages
+from slipstream.tools.logits import CompareSettings, LogitComparison, compare_drafters, load_blocks, write_passages
 from slipstream.tools.tensor_compare import TensorDifference, compare_files, mark_outliers
 from tests.oracles import edit_tensors, save_model, save_tokenizer, tiny_drafter, tiny_target, write_target_gguf
 from tests.tiny import write_pair
@@ -297,7 +297,7 @@ def test_a_drafter_agrees_with_itself_and_with_the_authors(
 
 
 def test_the_taus_are_those_the_engine_measures(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    target, settings = str(pairs[0] / "target"), Settings("fp32", 1, 40)
+    target, settings = str(pairs[0] / "target"), CompareSettings("fp32", 1, 40)
     drafts = [pair / "draft" for pair in pairs]
     _, report = run(capsys, *drafts, target=target, **logit_options(pairs[0]))
     (found,) = report["logits"]
@@ -319,8 +319,8 @@ def test_two_targets_are_compared_on_the_firsts_answers(
     _, other = run(capsys, first, second, draft="none", **options)
     (found,) = other["logits"]
     assert found["max_difference"] > 1 and found["top1_agreement"] < 1 and found["tau_first"] is None
-    assert "no tau" in found["notes"][0]
-    with pytest.raises(RequestError, match="is a drafter"):
+    assert "tau was not measured" in found["notes"][0]
+    with pytest.raises(RequestError, match="holds a drafter"):
         cli_compare.command(str(first), str(second), reference="dflash", **options)
 
 
@@ -342,7 +342,7 @@ def test_dflash2_drafters_agree_with_the_authors(tmp_path: Path) -> None:
     }
     model = randomised(authors.DFlash2DraftModel(Qwen3Config(**settings)), 3)
     model.save_pretrained(tmp_path / "draft")
-    settings_ = Settings("fp32", 1, 24)
+    settings_ = CompareSettings("fp32", 1, 24)
     passages, _ = write_passages(str(tmp_path / "target"), None, ["a tiny text"], settings_)
     (ours,) = load_blocks(tmp_path / "target", [("ours", tmp_path / "draft")], settings_)
     found = compare_drafters(AuthorBlocks(ours, tmp_path / "draft"), ours, passages, "fp32")
@@ -375,7 +375,7 @@ def test_a_package_that_is_not_there_is_one_sentence(pairs: tuple[Path, Path], m
     import sys
 
     monkeypatch.setitem(sys.modules, "dflash.model", None)
-    (ours,) = load_blocks(pairs[0] / "target", [("ours", pairs[0] / "draft")], Settings("fp32", 1, 8))
+    (ours,) = load_blocks(pairs[0] / "target", [("ours", pairs[0] / "draft")], CompareSettings("fp32", 1, 8))
     with pytest.raises(Exception, match="pip install --no-deps dflash"):
         AuthorBlocks(ours, pairs[0] / "draft")
 

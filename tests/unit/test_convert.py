@@ -407,8 +407,8 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     convert(draft, tmp_path / "d.gguf")
     refused: list[tuple[type[SlipstreamError], str, dict[str, Any]]] = [
         (RequestError, "does not end in .gguf", {"source": draft, "out": tmp_path / "d.bin"}),
-        (RequestError, "is there already", {"source": draft, "out": tmp_path / "old.gguf"}),
-        (RequestError, "is there already", {"source": tmp_path / "d.gguf", "out": tmp_path / "full", "force": True}),
+        (RequestError, "already exists", {"source": draft, "out": tmp_path / "old.gguf"}),
+        (RequestError, "already exists", {"source": tmp_path / "d.gguf", "out": tmp_path / "full", "force": True}),
         (RequestError, "names a file", {"source": tmp_path / "d.gguf", "out": tmp_path / "e.gguf"}),
         (RequestError, "no naming", {"source": draft, "out": tmp_path / "x.gguf", "naming": "ollama"}),
         (RequestError, "no type", {"source": draft, "out": tmp_path / "x.gguf", "type_name": "q4_0"}),

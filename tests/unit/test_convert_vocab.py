@@ -91,4 +91,4 @@ def test_a_tokenizer_without_an_end_is_remarked_on(tmp_path: Path) -> None:
         file.unlink()
     described = json.loads((source / "tokenizer.json").read_text())
     assert not described["added_tokens"]
-    assert "end of sequence" in convert(source, tmp_path / "t.gguf").notes[0]
+    assert "end-of-sequence" in convert(source, tmp_path / "t.gguf").notes[0]

@@ -118,4 +118,4 @@ def test_the_command_tells_by_its_exit_code(cli: Any, folder: Path) -> None:
     done = cli("inspect", str(folder / "target"), "--memory", "2GB")
     assert done.code == 2 and "--fit" in done.err
     done = cli(*pair, "--memory", "lots")
-    assert done.code == 2 and "no size of memory" in done.err
+    assert done.code == 2 and "not a size of memory" in done.err

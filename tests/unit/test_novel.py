@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.speculative.new_text import novel_steps
+from slipstream.stats import novel_steps
 
 
 def brute_force(ids: list[int], sizes: list[int], ngram: int) -> tuple[int, int]:

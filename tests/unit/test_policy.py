@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.speculative.allocation import LEAST_SHARE, Step
+from slipstream.speculative.allocation import LEAST_SHARE, StepTimes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.draft_debt import Account
-from slipstream.speculative.expected_gains import Gains
-from slipstream.speculative.planning import Plan, best_plan
-from slipstream.speculative.policy import Choice, Offer, Policy, SequencePolicy, View
+from slipstream.speculative.expected_gains import ExpectedGains
+from slipstream.speculative.planning import DraftPlan, best_plan
+from slipstream.speculative.policy import Offer, Policy, SequencePolicy, VerifyChoice, View
+from slipstream.speculative.sequence_policy import DraftDebt
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
@@ -29,7 +29,7 @@ AUTO = Gate("auto")
 @pytest.fixture
 def solvent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits as they are where the drafts of the test, which lose and write nothing, leave no debts."""
-    monkeypatch.setattr(Account, "in_debt", False)
+    monkeypatch.setattr(DraftDebt, "exceeded", False)
 
 
 def policy(free: bool = False) -> Policy:
@@ -343,7 +343,7 @@ def test_plan_holds_for_a_few_steps_unless_its_grounds_change(monkeypatch: pytes
         seen(owner, each, 0.85)
     made_for: list[int] = []
 
-    def counted(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gains]]) -> Plan | None:
+    def counted(costs: CostTable, step: StepTimes, prospects: Sequence[tuple[View, ExpectedGains]]) -> DraftPlan | None:
         made_for.append(len(prospects))
         return best_plan(costs, step, prospects)
 
@@ -371,7 +371,7 @@ def test_slots_hold_with_the_plan_unless_the_step_has_changed(monkeypatch: pytes
     looks: list[int] = []
     depth = owner._depth
 
-    def counted(step: Step, seen_by: View, blocks: int) -> int:
+    def counted(step: StepTimes, seen_by: View, blocks: int) -> int:
         looks.append(depth(step, seen_by, blocks))
         return looks[-1]
 
@@ -517,7 +517,7 @@ def test_nobody_to_choose_for() -> None:
     assert owner.plan_drafts([], fixed_rows=3) == []
     assert owner.choose([], fixed_rows=3) == []
     (choice,) = owner.choose([Offer(sequence(owner), 100, False)])
-    assert choice == Choice("plain", 0, choice.decision)
+    assert choice == VerifyChoice("plain", 0, choice.decision)
     assert choice.decision.expected_tokens == 1.0
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, SequencePolicy, View
+from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, SequencePolicy, VerifyChoice, View
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 PROPOSALS = 15
@@ -140,7 +140,7 @@ class World:
         slots: list[int],
         drafts: list[Draft],
         trees: list[list[tuple[int, int, int, float]]],
-        choices: list[Choice],
+        choices: list[VerifyChoice],
     ) -> None:
         rows = len(choices) + sum(choice.nodes for choice in choices)
         blocks, deepest = sum(count > 0 for count in slots), max(slots)
@@ -162,7 +162,7 @@ class World:
 
 
 def settle(
-    policy: SequencePolicy, draft: Draft, tree: list[tuple[int, int, int, float]], choice: Choice, start: int
+    policy: SequencePolicy, draft: Draft, tree: list[tuple[int, int, int, float]], choice: VerifyChoice, start: int
 ) -> int:
     """Verifies a choice, tells the policy, and returns the tokens committed."""
     truth = [(start + ahead) * 10 + 9 for ahead in range(PROPOSALS + 1)]
@@ -419,10 +419,10 @@ class Blurred(Drafter):
 )
 def test_expectations_match_what_happens(costs: Costs, drafter: Drafter, length: int) -> None:
     world = World(costs, 9)
-    seen: list[Choice] = []
+    seen: list[VerifyChoice] = []
     choose = world.policy.choose
 
-    def remember(offers: list[Offer], fixed_rows: int) -> list[Choice]:
+    def remember(offers: list[Offer], fixed_rows: int) -> list[VerifyChoice]:
         seen.extend(choose(offers, fixed_rows))
         return seen[-1:]
 

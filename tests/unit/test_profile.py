@@ -207,9 +207,9 @@ def test_what_does_not_go_with_a_profile_is_refused(cli: Any, arguments: list[st
 
 
 def test_a_target_without_a_drafter_is_refused(threads: None, folder: Path) -> None:
-    from slipstream.bench.measure import Plan
+    from slipstream.bench.measure import BenchPlan
     from slipstream.bench.profiled_modes import profile_modes
     from slipstream.errors import RequestError
 
     with pytest.raises(RequestError, match="without a drafter"):
-        profile_modes(tiny_llm(folder, draft=False), [("a",)], Plan())
+        profile_modes(tiny_llm(folder, draft=False), [("a",)], BenchPlan())

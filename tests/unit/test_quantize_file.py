@@ -259,7 +259,7 @@ def test_what_would_destroy_a_file_is_refused(tmp_path: Path, drafter: Path) -> 
     source.write_bytes(drafter.read_bytes())
     (tmp_path / "link.gguf").symlink_to(source)
     for out in (source, tmp_path / "link.gguf", tmp_path / "." / "in.gguf"):
-        with pytest.raises(RequestError, match="is the file to be read"):
+        with pytest.raises(RequestError, match="is the file that is read"):
             quantize_file(source, out, "q8_0", force=True)
     assert source.read_bytes() == drafter.read_bytes()
     other = tmp_path / "out.gguf"

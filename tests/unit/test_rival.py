@@ -21,7 +21,7 @@ from slipstream.bench.comparison_report import (
     race_rows,
     race_texts_sentence,
 )
-from slipstream.bench.measure import Plan
+from slipstream.bench.measure import BenchPlan
 from slipstream.bench.rival_race import PrefillRace, Race, Watch, race, race_prefill
 from slipstream.errors import RequestError, SlipstreamError
 from tests.checks_cpu import Bar, bars_of, judge, judge_rows, judge_watch
@@ -151,7 +151,7 @@ class RunnableFake(FakeLLM):
 def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.bench.rival_race.SETTLE_SECONDS", 0.0)
     llm, opponent = RunnableFake("t"), FixedRival(4.0)
-    result = race(llm, opponent, [("a",), ("b",), ("c",)], Plan(max_tokens=20, seed=3))  # type: ignore[arg-type]
+    result = race(llm, opponent, [("a",), ("b",), ("c",)], BenchPlan(max_tokens=20, seed=3))  # type: ignore[arg-type]
     timed, looked = ([each for each in llm.requests[2:] if each["ignore_eos"] is timed] for timed in (True, False))
     assert [request["mode"] for request in looked] == ["plain"] * 3
     assert [request["mode"] for request in timed] == ["plain", "auto", "auto", "plain", "plain", "auto"]
@@ -192,7 +192,9 @@ def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch)
     watch.stolen_s["ours"] = 0.004
     assert judge_watch(watch)[1] and "trust" not in idle_sentence(Race({}, watch))
     watch.others_s = 0.06
-    assert not judge_watch(watch)[1] and "0.12 cores busy: trust no speed" in idle_sentence(Race({}, watch))
+    assert not judge_watch(watch)[1] and "0.12 cores busy, so these speeds mean little" in idle_sentence(
+        Race({}, watch)
+    )
     assert (rival.process_seconds(os.getpid()) or 0) > 0.1
     assert (rival.machine_seconds() or 1e9) >= (rival.process_seconds(os.getpid()) or 0)
 

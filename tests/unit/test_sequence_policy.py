@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.speculative.calibration import Outcome
-from slipstream.speculative.expected_gains import Draft
-from slipstream.speculative.sequence_policy import Memory, SequencePolicy
+from slipstream.speculative.calibration import DraftOutcome
+from slipstream.speculative.expected_gains import DraftCurves
+from slipstream.speculative.sequence_policy import SequencePolicy, SharedRecord
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 AUTO = Gate("auto")
 
 
 def sequence() -> SequencePolicy:
-    return SequencePolicy(Mode("auto"), AUTO, 15, Memory())
+    return SequencePolicy(Mode("auto"), AUTO, 15, SharedRecord())
 
 
-def observed(own: SequencePolicy) -> list[Outcome]:
-    log: list[Outcome] = []
+def observed(own: SequencePolicy) -> list[DraftOutcome]:
+    log: list[DraftOutcome] = []
 
-    def remember(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    def remember(outcomes: Sequence[DraftOutcome]) -> tuple[float, float]:
         log.extend(outcomes)
         return 1.0, 1.0
 
@@ -134,10 +134,10 @@ def test_probe_with_enough_right_tokens_is_followed_by_another(break_even: float
 
 
 def test_trust_that_falls_takes_the_gains_along() -> None:
-    shared = Memory()
+    shared = SharedRecord()
     first, second = (SequencePolicy(Mode("auto"), AUTO, 15, shared) for _ in range(2))
     for gains in (first.gains, shared.gains):
-        gains.blend(Draft.of([0.9**slot for slot in range(1, 16)], ()), 15)
+        gains.blend(DraftCurves.of([0.9**slot for slot in range(1, 16)], ()), 15)
     before = first.gains.expected(7, 7, branching=False)
     for _ in range(3):
         first.learn(Proposal((0, 5), (-1, 0), (1.0, 0.9)), Verdict((0,), (9,)), (9,))

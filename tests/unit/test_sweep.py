@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import Plan, Ratio
-from slipstream.bench.pair_sweep import ALL_SETS, Cell, Column, ColumnResult, Loaded, Sweep, run_sweep
+from slipstream.bench.measure import BenchPlan, Ratio
+from slipstream.bench.pair_sweep import ALL_SETS, Cell, Column, ColumnResult, LoadedPair, Sweep, run_sweep
 from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters
 from slipstream.bench.sweep_report import SweepFolder, markdown, tau_rows
 from slipstream.config import EngineConfig
@@ -22,7 +22,7 @@ from slipstream.tools.conversion import convert
 from tests.fakes import FakeLLM
 from tests.tiny import write_pair
 
-PLAN = Plan(24, modes=("plain", "chain", "auto"))
+PLAN = BenchPlan(24, modes=("plain", "chain", "auto"))
 SETS = {"one": [(letter,) for letter in "abcde"], "two": [("longer",)] * 5}
 
 
@@ -58,7 +58,7 @@ def test_a_ratio_of_ratios_cancels_what_both_sides_of_it_share() -> None:
 
 
 def column(name: str, llm: FakeLLM, variant: str | None = None) -> Column:
-    return Column(name, lambda: nullcontext(Loaded(llm)), variant)  # type: ignore[arg-type]
+    return Column(name, lambda: nullcontext(LoadedPair(llm)), variant)  # type: ignore[arg-type]
 
 
 def test_every_column_answers_every_prompt_in_every_run_with_its_own_variant() -> None:
@@ -87,7 +87,7 @@ def test_the_first_mode_gives_tau_and_the_last_the_speed(fake_engine: type[FakeL
 
 def test_a_column_that_cannot_be_had_is_a_row_and_the_others_go_on() -> None:
     @contextmanager
-    def impossible() -> Iterator[Loaded]:
+    def impossible() -> Iterator[LoadedPair]:
         raise SlipstreamError("it needs 9 MiB and 1 MiB are free")
         yield  # pragma: no cover
 
@@ -125,9 +125,9 @@ def test_few_prompts_get_no_verdict() -> None:
         (["draft=bf16"], "two types"),
         ([], "two types"),
         (["draft=q8_0,q8_0"], "two types"),
-        (["drafter=bf16,q8_0"], "nothing to sweep"),
-        (["q8_0,q4_0"], "nothing to sweep"),
-        (["draft=bf16,q8_0", "draft=q4_0,q4_1"], "nothing to sweep"),
+        (["drafter=bf16,q8_0"], "cannot be swept"),
+        (["q8_0,q4_0"], "cannot be swept"),
+        (["draft=bf16,q8_0", "draft=q4_0,q4_1"], "cannot be swept"),
         (["draft=bf16,q3_x"], "q4-mix"),
         (["draft=bf16,"], "no weight type ''"),
     ],
@@ -237,7 +237,7 @@ def test_the_sweep_makes_files_and_keeps_everything(
     assert len(lines) == 18 and all(line["same"] for line in lines)
     assert "| p | draft=q4-mix | " in (out / "sweep.md").read_text()
     again = cli(*command, "--prompts", prompts, "--out", str(out))
-    assert again.code == 2 and "holds a sweep already" in again.err
+    assert again.code == 2 and "already holds a sweep" in again.err
 
 
 def test_requantising_is_said(cli: Any, fake_engine: type[FakeLLM], pair: Path, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_skipped_with_the_reason(
         str(tmp_path / "out"),
     )
     assert done.code == 0, done.err
-    assert "draft=as-is was not measured: it needs " in done.out
+    assert "draft=as-is was not measured: the pair needs " in done.out
     assert [Path(llm.draft or "").name for llm in fake_engine.made] == ["draft-d.q4_0.gguf"]
 
 
@@ -288,7 +288,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(
     done = cli(
         *sweep_command(pair, "draft=as-is,q4_0"), "--prompts", prompt_file(tmp_path / "p.jsonl"), "--out", str(out)
     )
-    assert done.code == 130 and f"what was measured is in {out}" in done.err
+    assert done.code == 130 and f"what was measured so far is in {out}" in done.err
     kept = json.loads((out / "sweep.json").read_text())
     assert not kept["complete"] and kept["columns"][0]["sets"] and (out / "sweep.png").is_file()
     assert "The sweep is not complete." in (out / "sweep.md").read_text()

@@ -1,1 +1,1 @@
-"""Measuring: plain decoding against speculation over a file of prompts."""
+"""Measurements: plain decoding against speculation over a file of prompts."""

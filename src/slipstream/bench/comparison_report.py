@@ -1,4 +1,4 @@
-"""What a comparison says, as rows and sentences; drawing them is the command line's business."""
+"""Turns a comparison into table rows and sentences; the command line draws them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from slipstream.bench.rival import NAME
 from slipstream.bench.rival_race import PrefillRace, Race
 from slipstream.stats import RequestStats
 
-# Short enough for 80 columns: tau on novel text, the share of drafts accepted, texts equal to plain decoding's.
+# The heads fit into 80 columns: tau on new text, the share of accepted drafts, texts equal to plain decoding's.
 HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
 RACE_HEADS = ("side", "tok/s, median", f"over {NAME}, 95 %", "over plain, 95 %", "tau")
-QUIET = 0.1  # cores that others may keep busy in a measurement worth believing
+# Cores that other processes may keep busy during a measurement. Above it the report says that its speeds mean little.
+QUIET_CORES = 0.1
 COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
 
 
 def rows(result: Comparison) -> list[tuple[str, ...]]:
-    """The table's rows under HEADS; what only drafting has is blank where nothing was drafted."""
+    """The rows of the table under HEADS; cells about drafts are blank if nothing was drafted."""
     return [_row(result, name) for name in result.modes]
 
 
@@ -37,7 +38,7 @@ def _row(result: Comparison, name: str) -> tuple[str, ...]:
 
 
 def speedup_text(speedup: Ratio) -> str:
-    """The ratio with its interval where it has one that says something."""
+    """The ratio, with its interval if the interval is wider than a point."""
     return f"{speedup.value:.2f}x{_interval_text(speedup)}"
 
 
@@ -47,12 +48,12 @@ def _interval_text(ratio: Ratio) -> str:
 
 
 def per_position(stats: RequestStats) -> list[float]:
-    """The share of drafts accepted at each position of the block."""
+    """The share of drafted tokens that were accepted, at each position of the block."""
     return [kept / max(1, seen) for kept, seen in zip(stats.accepted_at, stats.verified_at, strict=True)]
 
 
 def identity_sentence(result: Comparison) -> str:
-    """Whether speculation changed any text, in any mode."""
+    """Says whether speculation changed any text in any mode."""
     runs = result.speculative.values()
     different = sum(result.answers - run.same for run in runs)
     if not different:
@@ -61,7 +62,7 @@ def identity_sentence(result: Comparison) -> str:
     sentence = f"{of - different} of {of} texts are identical to plain decoding's"
     near_ties = sum(run.near_ties for run in runs)
     if near_ties == different:
-        return f"{sentence}; the other {different} part at a near-tie proven in fp64."
+        return f"{sentence}; the other {different} differ from a near-tie on, which is proven in fp64."
     return f"{sentence}; {different - near_ties} differ without a near-tie, which is a defect."
 
 
@@ -71,7 +72,7 @@ def _in_modes(result: Comparison) -> str:
 
 
 def ratio_sentence(result: Comparison) -> str:
-    """The honest ratio of auto, or else of the fastest mode, with the reason where speculation does not pay."""
+    """The speed ratio of auto, or else of the fastest mode, with the reason if speculation does not pay."""
     speeds = {name: run.stats.tokens_per_second for name, run in result.speculative.items()}
     name = AUTO if AUTO in speeds else max(speeds, key=speeds.__getitem__)
     speedup = result.speedup(name)
@@ -91,7 +92,7 @@ def ratio_sentence(result: Comparison) -> str:
 
 
 def best_sentence(result: Comparison) -> str:
-    """How close auto came to the best mode that could have been named beforehand; empty if nothing else was named."""
+    """Compares auto with the fastest fixed mode; empty if auto is the only mode beside plain decoding."""
     against = result.auto_against_best()
     if against is None or len(result.modes) == 2:
         return ""
@@ -107,7 +108,7 @@ def _among(ratio: Ratio) -> str:
 
 
 def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
-    """Plain decoding against the time it takes just to read the weights once per token; empty if not measured."""
+    """Compares plain decoding with the time of reading the weights once per token; empty if it was not measured."""
     floor_ms, bandwidth, weights = (_number(describe, key) for key in ("floor_ms", "bandwidth_gbs", "weight_bytes"))
     if not floor_ms:
         return ""
@@ -119,7 +120,7 @@ def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
 
 
 def race_rows(result: Race) -> list[tuple[str, ...]]:
-    """The table's rows under RACE_HEADS, llama.cpp's last."""
+    """The rows of the table under RACE_HEADS; llama.cpp's row is the last."""
     return [
         (
             side,
@@ -136,7 +137,7 @@ def _ratio_text(ratio: Ratio | None) -> str:
 
 
 def cost_rows(costs: Sequence[RowCost]) -> list[tuple[str, ...]]:
-    """The table's rows under COST_HEADS."""
+    """The rows of the table under COST_HEADS."""
     return [
         (
             str(cost.rows),
@@ -157,12 +158,12 @@ def prefill_sentence(result: PrefillRace) -> str:
 
 
 def rival_sentence(rival: Mapping[str, object], describe: Mapping[str, object]) -> str:
-    """Who was raced, how it was built, and on how many threads."""
+    """Names the version of llama.cpp, how it was built, and the number of threads."""
     return f"{NAME} is {rival['version']} ({built_for(str(rival['system']))}) on {describe.get('threads')} threads."
 
 
 def built_for(system: str) -> str:
-    """The instruction sets of llama.cpp's own description, without what says nothing."""
+    """The instruction sets that llama.cpp's own description lists as present."""
     found = [name.strip() for name, _, value in (part.partition("=") for part in system.split("|")) if "1" in value]
     return f"built for {', '.join(name.removeprefix('CPU : ') for name in found)}" if found else system
 
@@ -174,14 +175,14 @@ def race_texts_sentence(result: Race) -> str:
 
 
 def idle_sentence(result: Race) -> str:
-    """What the side that was not measured did meanwhile; empty where the machine does not say."""
+    """Says how busy the side that was not measured was meanwhile; empty if the system does not tell."""
     if result.watch is None:
         return ""
     ours, theirs, others = result.watch.share("ours"), result.watch.share(NAME), result.watch.others()
     if ours is None or theirs is None or others is None:
         return ""
     sentence = f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}"
-    remark = "" if others <= QUIET else ": trust no speed here"
+    remark = "" if others <= QUIET_CORES else ", so these speeds mean little"
     return f"{sentence}; the rest of the machine kept {others:.2f} cores busy{remark}."
 
 

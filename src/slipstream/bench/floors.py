@@ -1,20 +1,20 @@
-"""What a step of N rows costs beside what it must cost: reading every weight once, and the products of every row."""
+"""Compares the time of a step of N rows with its floors: reading every weight once, and the products of every row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # doublings up to the most rows that one sequence verifies in mode auto
 
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """One step of `rows` rows: measured, and the two floors under it (None where the peak is not known)."""
+    """The measured time of one step of `rows` rows, and its two floors (None if the machine's peak is unknown)."""
 
     rows: int
     ms: float
-    of_one: float  # in steps of one row
+    of_one: float  # the time in units of a step of one row
     byte_floor_ms: float
     product_floor_ms: float | None
 
@@ -42,9 +42,9 @@ def row_costs(
     peak: float | None = None,
     rows: Sequence[int] = ROWS,
 ) -> list[RowCost]:
-    """The table for those of `rows` that were measured, one row among them.
+    """The costs of all `rows` that were measured; a step of one row must be among them.
 
-    `bandwidth` is in bytes and `peak` in products a second.
+    `bandwidth` is in bytes per second, and `peak` in products per second.
     """
     costs = []
     for count in rows:

@@ -1,23 +1,23 @@
-"""How sure a ratio of two speeds is: a bootstrap over the prompts both were measured on.
+"""Confidence intervals for a ratio of two speeds, from a bootstrap over the prompts that both were measured on.
 
-A speed is tokens over anything they cost: milliseconds, or verify steps (then it is tau).
+A speed is tokens over their cost, which is milliseconds, or verify steps (then the speed is tau).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Sample = tuple[int, float]  # tokens decoded for one prompt, and what they cost
+Sample = tuple[int, float]  # the tokens decoded for one prompt, and their cost
 
-RESAMPLES = 4000
-_SEED = 0  # a report of the same measurements says the same
-_TAIL_PERCENT = 2.5
+RESAMPLES = 4000  # draws of the bootstrap; fewer make the ends of an interval noisier, more only take longer
+_SEED = 0  # it is fixed, so that the same measurements always give the same report
+_TAIL_PERCENT = 2.5  # percent left out at each end, which makes 95 % intervals
 
 
 def ratio(*sides: Sequence[Sample]) -> float | None:
-    """Speed of the first side over the second's, each from sums over all prompts; None if nothing was decoded.
+    """The first side's speed over the second's, each from sums over all prompts; None if nothing was decoded.
 
-    With four sides it is the first ratio over the second: (1 / 2) / (3 / 4).
+    With four sides it is the ratio of two ratios: (1 / 2) / (3 / 4).
     """
     result = 1.0
     for samples, power in zip(sides, _powers(sides), strict=True):
@@ -29,14 +29,14 @@ def ratio(*sides: Sequence[Sample]) -> float | None:
 
 
 def ratio_interval(*sides: Sequence[Sample]) -> tuple[float, float] | None:
-    """The middle 95 % of the ratio over resampled prompts; None for fewer than two prompts, which vary in nothing.
+    """The middle 95 % of the ratio over resampled prompts; None for fewer than two prompts, which cannot vary.
 
-    A prompt is drawn with the samples of all sides: what makes it easy for one mostly makes it easy for the others.
+    A prompt is drawn with the samples of all sides, because a prompt that is easy for one side is mostly easy for all.
     """
     count = len(sides[0])
     if count < 2:
         return None
-    # Imported here: `--help` must not wait for it.
+    # numpy is imported here, because `--help` must not wait for it.
     import numpy as np
 
     draws = np.random.default_rng(_SEED).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)

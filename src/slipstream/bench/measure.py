@@ -1,6 +1,6 @@
-"""Several ways of decoding on the same prompts, interleaved in one run so that all of them meet the same machine.
+"""Measures several modes of decoding on the same prompts, interleaved in one run so that the machine treats all alike.
 
-Every request runs alone and without the prompt cache: no mode may profit from what another left behind.
+Every request runs alone and without the prompt cache, so that no mode profits from what another mode left behind.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 PLAIN, AUTO = "plain", "auto"
+# Every mode answers this question before the measurement, because its first request also pays for work that happens
+# once.
 _WARM_UP = "Say hello."
 _WARM_UP_TOKENS = 8
 
 
 def parse_modes(names: str) -> tuple[str, ...]:
-    """The modes of a comma-separated list, each once, plain decoding first: it is what the others are held against."""
+    """The modes of a comma-separated list, each once; plain decoding, the reference, is first."""
     found = [str(Mode.parse(name.strip())) for name in names.split(",")]
     return tuple(dict.fromkeys([PLAIN, *found]))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured: how many tokens, which turns, how tokens are chosen, and which modes take part."""
+class BenchPlan:
+    """What is measured: how many tokens and turns, how tokens are chosen, and which modes take part."""
 
     max_tokens: int = 256
     all_turns: bool = False
     temperature: float = 0.0
     seed: int = 0
     modes: tuple[str, ...] = (PLAIN, AUTO)
-    gate: str | None = None  # for the modes that are neither plain nor auto
-    min_confidence: float | None = None  # for all modes but plain
-    draft_lora: str | None = None  # the drafter's variant, for all modes but plain
+    gate: str | None = None  # applies to the modes that are neither plain nor auto
+    min_confidence: float | None = None  # applies to all modes but plain
+    draft_lora: str | None = None  # the drafter's variant in all modes but plain
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
             raise RequestError(f"max_tokens is {self.max_tokens}", "decoding speed needs at least 2 tokens")
         if set(self.modes) == {PLAIN}:
-            raise RequestError("plain decoding is the reference already", "name a mode to hold against it")
+            raise RequestError("plain decoding is already the reference", "name a mode to compare with it")
         if self.gate is not None and set(self.modes) <= {PLAIN, AUTO}:
             raise RequestError(f"no mode takes the gate '{self.gate}'", "compare chain or tree:ROWS too")
         for mode in self.modes:
@@ -59,7 +61,7 @@ class Plan:
         return SamplingParams(temperature=self.temperature, seed=self.seed)
 
     def settings(self, mode: str) -> dict[str, object]:
-        """How a request of this mode speculates."""
+        """The speculation settings of a request in this mode."""
         settings: dict[str, object] = {"mode": mode}
         if self.gate is not None and mode not in (PLAIN, AUTO):
             settings["gate"] = self.gate
@@ -71,15 +73,15 @@ class Plan:
 
 
 def _check(mode: str, settings: dict[str, object]) -> None:
-    """Refuses what the engine would refuse, before a model is loaded for nothing."""
+    """Refuses settings that the engine would refuse, before a model is loaded in vain."""
     gate = str(settings.get("gate", "auto" if mode == AUTO else "off"))
     confidence = settings.get("min_confidence", 0.0)
     Request("check", (0,), mode=Mode.parse(mode), gate=Gate.parse(gate), min_confidence=confidence)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer in one mode, event by event."""
+class BenchAnswer:
+    """The events of one answer in one mode."""
 
     events: list[GenEvent]
 
@@ -104,9 +106,9 @@ class Answer:
 class Turn:
     """The answers of all modes to one turn of one conversation."""
 
-    prompt: int  # which conversation
+    prompt: int  # the number of the conversation
     history: list[Message]
-    answers: dict[str, Answer]
+    answers: dict[str, BenchAnswer]
 
     @property
     def question(self) -> str:
@@ -118,16 +120,16 @@ class Turn:
 
 @dataclass(slots=True)
 class ModeRun:
-    """One way of decoding over all prompts."""
+    """The sums of one mode over all prompts."""
 
     stats: RequestStats = field(default_factory=RequestStats)
     texts: list[list[int]] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)  # tokens and time of each prompt, all its turns together
-    steps: list[Sample] = field(default_factory=list)  # tokens and verify steps of each prompt, likewise
+    samples: list[Sample] = field(default_factory=list)  # per prompt: tokens and milliseconds of all its turns
+    steps: list[Sample] = field(default_factory=list)  # per prompt: tokens and verify steps of all its turns
     same: int = 0
     near_ties: int = 0
 
-    def add(self, prompt: int, answer: Answer) -> None:
+    def add(self, prompt: int, answer: BenchAnswer) -> None:
         stats = answer.stats
         self.stats.add(stats)
         self.texts.append(answer.token_ids)
@@ -139,14 +141,14 @@ class ModeRun:
 
     @property
     def text_hash(self) -> str:
-        """One hash over the token ids of all answers, a line each."""
+        """One hash over the token ids of all answers, with one line per answer."""
         lines = "".join(",".join(map(str, ids)) + "\n" for ids in self.texts)
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One mode's decoding speed over another's, with its 95 % interval where there are prompts enough for one."""
+    """One mode's decoding speed over another's, with its 95 % interval if there are enough prompts for one."""
 
     over: str
     value: float
@@ -154,7 +156,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """Whether the difference is one: "real" if the interval leaves out equality, else "within noise"."""
+        """Whether the difference is "real", because its interval does not contain equality, or "within noise"."""
         if self.interval is None:
             return "too few prompts"
         low, high = self.interval
@@ -166,7 +168,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """The result of a run."""
+    """The result of a measurement: one run per mode over the same answers."""
 
     modes: dict[str, ModeRun]
     answers: int = 0
@@ -180,13 +182,13 @@ class Comparison:
         return {name: run for name, run in self.modes.items() if name != PLAIN}
 
     def speedup(self, mode: str, over: str = PLAIN) -> Ratio | None:
-        """Decoding speed of one mode over another's, prefill left out; None if nothing was decoded."""
+        """Decoding speed of one mode over another's, without prefill; None if nothing was decoded."""
         mine, theirs = self.modes[mode].samples, self.modes[over].samples
         value = ratio(mine, theirs)
         return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
 
     def best_fixed(self) -> str:
-        """The fastest of the modes that do not choose for themselves, plain decoding among them."""
+        """The fastest mode except auto; plain decoding takes part."""
         fixed = {name: run.stats.tokens_per_second for name, run in self.modes.items() if name != AUTO}
         return max(fixed, key=fixed.__getitem__)
 
@@ -219,14 +221,14 @@ def compare(
     llm: LLM,
     target: str,
     conversations: Sequence[Conversation],
-    plan: Plan,
+    plan: BenchPlan,
     on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> Comparison:
-    """Decodes every prompt in every mode; `on_turn` sees the answers of all modes to each turn as they come."""
+    """Decodes every prompt in every mode; `on_turn` gets the answers of all modes to each turn as they come."""
     if not llm.has_draft:
         raise RequestError(f"{target} has no drafter to measure", "name one with --draft")
     for mode in plan.modes:
-        # The first request of a kind pays for one-off work that is no part of decoding.
+        # The first request of a mode also pays for work that happens once and is no part of decoding.
         _answer(llm, [_user(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
     result = Comparison({mode: ModeRun() for mode in plan.modes})
     for index, conversation in enumerate(conversations):
@@ -241,14 +243,14 @@ def compare(
     return result
 
 
-def turns_of(conversations: Sequence[Conversation], plan: Plan) -> int:
-    """How many turns a run answers in every mode."""
+def turns_of(conversations: Sequence[Conversation], plan: BenchPlan) -> int:
+    """How many turns each mode answers in a run."""
     return sum(len(conversation) if plan.all_turns else 1 for conversation in conversations)
 
 
-def _play(llm: LLM, index: int, conversation: Conversation, plan: Plan) -> Iterator[Turn]:
-    """The turns of one conversation. Plain decoding's answer goes on in every history: prompts stay equal."""
-    # Taking turns at going first cancels what a warming or throttling machine does to whoever comes later.
+def _play(llm: LLM, index: int, conversation: Conversation, plan: BenchPlan) -> Iterator[Turn]:
+    """The turns of one conversation. Every mode continues with plain decoding's answer, so that prompts stay equal."""
+    # The first mode changes from prompt to prompt, because a machine that warms up or slows down favours a position.
     first = index % len(plan.modes)
     order = (*plan.modes[first:], *plan.modes[:first])
     history: list[Message] = []
@@ -263,7 +265,7 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Answer:
+def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> BenchAnswer:
     events = list(
         llm.stream(
             history,
@@ -277,11 +279,11 @@ def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens:
     )
     if events[-1].finish_reason == "error":
         raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
-    return Answer(events)
+    return BenchAnswer(events)
 
 
-def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: Plan) -> bool:
-    # Imported here: texts hardly ever differ.
+def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
+    # The check is imported here, because texts hardly ever differ.
     from slipstream.tools.near_tie import explain_difference
 
     about = llm.describe()

@@ -1,8 +1,8 @@
-"""One measurement for several preparations of a pair: other weight types, or other variants of the drafter.
+"""Measures several preparations of one pair: other weight types, or other variants of the drafter.
 
-Every preparation, a column, runs all prompts in all modes, one model in memory at a time. Tau is that of the plan's
-first speculative mode, the speed-up over plain decoding that of its last. Columns are held against the first, prompt by
-prompt.
+Every preparation is a column and runs all prompts in all modes, with one model in memory at a time. Tau is taken from
+the plan's first speculative mode, and the speed-up over plain decoding from its last. Every column is compared with the
+first one, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import PLAIN, Comparison, Plan, Ratio, Turn, compare, turns_of
+from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, Ratio, Turn, compare, turns_of
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import SlipstreamError
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 ALL_SETS = "all"
-LEAST_PROMPTS = 5  # resampling fewer says next to nothing about the prompts that were not asked
+# Prompts needed for an interval; a bootstrap over fewer says almost nothing about prompts that were not asked.
+LEAST_PROMPTS = 5
 PromptSets = Mapping[str, Sequence[Conversation]]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A pair ready to be measured, and what its files are made of."""
+class LoadedPair:
+    """A pair that is ready to be measured, and a description of its files."""
 
     llm: LLM
     about: dict[str, object] = field(default_factory=dict)
@@ -36,22 +37,22 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One preparation of the pair. Loading it raises our own error where it cannot be had here."""
+    """One preparation of the pair; `load` raises a SlipstreamError if it is not available on this machine."""
 
     name: str
-    load: Callable[[], AbstractContextManager[Loaded]]
-    variant: str | None = None  # the drafter's variant its requests ask for
+    load: Callable[[], AbstractContextManager[LoadedPair]]
+    variant: str | None = None  # the draft variant that its requests ask for
 
 
 @dataclass(slots=True)
 class Cell:
-    """One column on one set of prompts, all runs together: a sample per prompt."""
+    """One column on one set of prompts: one sample per prompt, summed over all runs."""
 
     steps: list[Sample] = field(default_factory=list)  # tokens and verify steps
-    fast: list[Sample] = field(default_factory=list)  # tokens and milliseconds, speculative
-    plain: list[Sample] = field(default_factory=list)
+    fast: list[Sample] = field(default_factory=list)  # tokens and milliseconds with speculation
+    plain: list[Sample] = field(default_factory=list)  # tokens and milliseconds without it
     answers: int = 0
-    same: int = 0  # answers whose texts equal plain decoding's in every mode, near-ties included
+    same: int = 0  # answers whose texts equal plain decoding's in every mode, or differ only from a near-tie on
 
     def add(self, seen: Comparison, modes: Sequence[str]) -> None:
         first, last = seen.modes[modes[0]], seen.modes[modes[-1]]
@@ -87,14 +88,14 @@ class ColumnResult:
     name: str
     about: dict[str, object] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
-    skipped: str = ""  # why it was not measured, or not to its end
+    skipped: str = ""  # the reason why the column was not measured, or not completely
 
 
 @dataclass(slots=True)
 class Sweep:
-    """What every column gave on every set; the first column is the reference."""
+    """The results of every column on every set; the first column is the reference."""
 
-    modes: tuple[str, ...]  # the speculative ones
+    modes: tuple[str, ...]  # without plain decoding
     sets: tuple[str, ...]
     columns: list[ColumnResult] = field(default_factory=list)
     complete: bool = False
@@ -108,7 +109,7 @@ class Sweep:
         return (*self.sets, ALL_SETS) if len(self.sets) > 1 else self.sets
 
     def cell(self, column: ColumnResult, name: str) -> Cell | None:
-        """The column's numbers on a set, or on all of them together; None as long as they are not all there."""
+        """The column's numbers on one set, or on all sets together; None until they are complete."""
         if name != ALL_SETS:
             return column.cells.get(name)
         if any(found not in column.cells for found in self.sets):
@@ -123,12 +124,12 @@ class Sweep:
         )
 
     def tau_against(self, column: ColumnResult, name: str) -> Ratio | None:
-        """Tau over the reference's; None for the reference itself and where either is missing."""
+        """Tau over the reference's tau; None for the reference itself, or if either is missing."""
         mine, theirs = self._pair(column, name)
         return None if mine is None or theirs is None else _ratio(self.reference.name, mine.steps, theirs.steps)
 
     def speedup_against(self, column: ColumnResult, name: str) -> Ratio | None:
-        """The speed-up over the reference's speed-up: plain decoding beside each cancels what the machine did."""
+        """The speed-up over the reference's speed-up, which cancels changes of the machine's speed between columns."""
         mine, theirs = self._pair(column, name)
         if mine is None or theirs is None:
             return None
@@ -183,14 +184,14 @@ OnTurn = Callable[[str, str, int, Turn], None]
 def run_sweep(
     columns: Sequence[Column],
     sets: PromptSets,
-    plan: Plan,
+    plan: BenchPlan,
     runs: int,
     on_turn: OnTurn = lambda column, name, run, turn: None,
     on_cell: Callable[[Sweep], None] = lambda sweep: None,
 ) -> Sweep:
-    """Measures column after column; `on_cell` sees the result whenever there is more of it.
+    """Measures column after column; `on_cell` gets the result so far after every set of prompts.
 
-    A column that cannot be loaded, or fails, is noted with the reason, and the others go on.
+    If a column cannot be loaded or fails, its reason is recorded, and the other columns are still measured.
     """
     result = Sweep(tuple(mode for mode in plan.modes if mode != PLAIN), tuple(sets))
     for column in columns:
@@ -200,7 +201,7 @@ def run_sweep(
             with column.load() as loaded:
                 found.about = loaded.about
                 for run in range(runs):
-                    # another seed each time: sampled text would otherwise only repeat itself
+                    # Every run has its own seed, because the same seed would repeat the same sampled text.
                     settings = replace(plan, seed=plan.seed + run, draft_lora=column.variant)
                     for name, conversations in sets.items():
                         watch = partial(on_turn, column.name, name, run)
@@ -215,6 +216,6 @@ def run_sweep(
     return result
 
 
-def answers_of(columns: Sequence[Column], sets: PromptSets, plan: Plan, runs: int) -> int:
-    """How many turns a sweep answers in every mode, all columns together."""
+def answers_of(columns: Sequence[Column], sets: PromptSets, plan: BenchPlan, runs: int) -> int:
+    """How many turns each mode answers in a sweep over all columns."""
     return len(columns) * runs * sum(turns_of(conversations, plan) for conversations in sets.values())

@@ -1,4 +1,4 @@
-"""A comparison as a picture: the speed-up of every mode with its interval, and tau beside it."""
+"""Draws a comparison: the speed-up of every mode with its interval, and tau beside it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _COLOUR, _REFERENCE_COLOUR = "#2a78b5", "#9a9a9a"
 
 
 def check_plot_path(name: str) -> Path:
-    """Refuses what could not be written, before an hour of measuring is lost on it."""
+    """Refuses a file that could not be written, before the measurement, which may take an hour."""
     path = Path(name).expanduser()
     if path.suffix.lower() not in SUFFIXES:
         raise RequestError(f"cannot plot to {name}", f"its name must end in {' or '.join(SUFFIXES)}")
     place = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
-        raise SourceError(f"cannot write {name}", "name a file in a folder that exists and is yours to write in")
+        raise SourceError(f"cannot write {name}", "name a file in an existing folder in which you may write")
     return path
 
 
 def write_plot(result: Comparison, path: Path, title: str) -> None:
-    # Imported here: only a picture needs it. Figure is used without pyplot, so no window system is asked for.
+    # matplotlib is imported here, because only plots need it. Figure without pyplot needs no window system.
     from matplotlib.figure import Figure
 
     names = list(result.modes)
@@ -54,7 +54,7 @@ def _speedups(axes: Axes, result: Comparison, names: list[str]) -> None:
         end = speedup.value
         if speedup.interval and name != PLAIN:
             low, high = speedup.interval
-            # A ratio of sums can lie just outside the middle of its resamples; matplotlib refuses negative lengths.
+            # A ratio of sums can lie just outside its resampled interval, and matplotlib refuses negative lengths.
             below, above = max(0.0, speedup.value - low), max(0.0, high - speedup.value)
             axes.errorbar(speedup.value, place, xerr=[[below], [above]], color="black", capsize=3, linewidth=1)
             end = max(end, high)

@@ -1,4 +1,4 @@
-"""Where the time of decoding steps goes, mode by mode on the bench's prompts, beside the bandwidth this machine has."""
+"""Measures where the time of decoding steps goes, per mode, beside the time that reading the weights must take."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.bench.measure import PLAIN, Message, Plan
+from slipstream.bench.measure import PLAIN, BenchPlan, Message
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError, SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM, Completion, StepProfile
 
+# Every mode answers this question first, because its first request also pays for work that happens once.
 _WARM_UP = "Say hello."
 _WARM_UP_TOKENS = 8
-_RARE = 0.1  # of a mode's steps: too few for a column
+_RARE_SHARE = 0.1  # A kind of step gets no column if it is less than this share of a mode's steps.
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What steps are made of, by mode and kind of step (plain, drafting)."""
+    """The phases of steps, by mode and kind of step (plain, drafting)."""
 
     modes: dict[str, dict[str, StepProfile]]
-    describe: dict[str, object]  # the engine's own words, the bandwidth it measured in this run among them
+    describe: dict[str, object]  # the engine's description, with the bandwidth that this run measured
     answers: int
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that this machine reads."""
+        """Bytes per second that this machine reads."""
         measured = self.describe["bandwidth_gbs"]
         assert isinstance(measured, float)
         return 1e9 * measured
 
     @property
     def columns(self) -> dict[str, StepProfile]:
-        """The kinds of steps that are worth a column; a mode of one kind is called by its name alone."""
+        """The kinds of steps that are frequent enough for a column; a mode with one kind has the mode's name."""
         found = {}
         for mode, kinds in self.modes.items():
             steps = sum(profile.steps for profile in kinds.values())
-            common = {kind: profile for kind, profile in kinds.items() if profile.steps >= _RARE * steps}
+            common = {kind: profile for kind, profile in kinds.items() if profile.steps >= _RARE_SHARE * steps}
             for kind, profile in common.items():
                 found[mode if len(common) == 1 else f"{mode}, {kind}"] = profile
         return found
@@ -68,13 +69,13 @@ class Profiled:
 
 
 def profile_modes(
-    llm: LLM, conversations: Sequence[Conversation], plan: Plan, on_turn: Callable[[], None] = lambda: None
+    llm: LLM, conversations: Sequence[Conversation], plan: BenchPlan, on_turn: Callable[[], None] = lambda: None
 ) -> Profiled:
     """Decodes every prompt in every mode, each request alone and without the prompt cache."""
     if not llm.has_draft:
         raise RequestError("without a drafter there is only plain decoding to profile", "name one with --draft")
     for mode in plan.modes:
-        # The first request of a kind pays for one-off work that is no part of decoding.
+        # The first request of a mode also pays for work that happens once and is no part of decoding.
         _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)
     profilers = {mode: llm.profiler() for mode in plan.modes}
     answers = 0
@@ -92,7 +93,7 @@ def profile_modes(
     return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
 
 
-def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens: int) -> Completion:
+def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> Completion:
     done = llm.chat(
         history,
         max_tokens=max_tokens,
@@ -107,7 +108,7 @@ def _answer(llm: LLM, history: list[Message], plan: Plan, mode: str, max_tokens:
 
 
 def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
-    """The table's rows, a column for each of `result.columns`: milliseconds and share of the step, then its floor."""
+    """The rows of the table, with one column per entry of `result.columns`: milliseconds, share of the step, floor."""
     profiles = list(result.columns.values())
     rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in _phases(profiles)]
     rest: list[tuple[str, Callable[[StepProfile], str]]] = [
@@ -130,13 +131,13 @@ def _part(ms: float, profile: StepProfile) -> str:
 
 
 def _phases(profiles: Sequence[StepProfile]) -> list[str]:
-    """Every phase that any of them has."""
+    """Every phase that took time in any of the profiles."""
     names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
     return [name for name in names if any(each.phases_ms[name] for each in profiles)]
 
 
 def launch_rows(result: Profiled) -> list[tuple[str, ...]]:
-    """Launches by phase, a column for each of `result.columns`; empty where nothing ran as a device step."""
+    """Launches by phase, with one column per entry of `result.columns`; empty if no step ran on a device."""
     counts = [each.device.launches if each.device is not None else {} for each in result.columns.values()]
     if not any(counts):
         return []
@@ -153,9 +154,9 @@ def launch_title(result: Profiled) -> str:
 
 
 def sentences(result: Profiled) -> list[str]:
-    """What the numbers are, for those who read them for the first time."""
+    """Explains the numbers to a first-time reader."""
     found = [
-        f"The floor is what a step must read, every weight and the context's keys and values once, at the "
+        f"The floor is the time to read every weight and the context's keys and values once, at the "
         f"{result.bandwidth / 1e9:.1f} GB/s measured in this run."
     ]
     devices = [each.device for each in result.columns.values() if each.device is not None]
@@ -163,8 +164,8 @@ def sentences(result: Profiled) -> list[str]:
         where = sorted({device.replay_context for device in devices})
         context = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
         found.append(
-            f"Phases were replayed one by one on the device at a context of {context} tokens; host is what a real step "
-            "takes beyond the device's busy time."
+            f"Phases were replayed one by one on the device at a context of {context} tokens; host is the time of a "
+            "real step beyond the device's busy time."
         )
         if not any(device.launches for device in devices):
             found.append("torch.profiler saw no kernels here, so none are counted.")
@@ -172,5 +173,5 @@ def sentences(result: Profiled) -> list[str]:
 
 
 def _achieved(profile: StepProfile) -> float:
-    """Bytes a second of what must be read."""
+    """Bytes per second at which the step read what it must read."""
     return 1e3 * profile.read_bytes / profile.step_ms

@@ -1,6 +1,6 @@
-"""How well a target predicts a text in one weight format, and how far that is from another format.
+"""Measures how well a target predicts a text in one weight format, and how far this is from another format.
 
-The functions take what a forward left behind, one line per predicted token; running the forward is the caller's.
+The functions take the predictions of a forward, one per token; the caller runs the forward.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-BOUND = 0.005  # perplexities closer than this relative to each other count as the same
+# Relative difference up to which two perplexities count as equal. With a larger bound a broken format would pass, with
+# a smaller one rounding alone would fail.
+PERPLEXITY_BOUND = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One token of a text as the model saw it coming."""
+    """What the model predicted at the position of one token of a text."""
 
-    log_probability: float  # of the token that really came, natural logarithm
-    best: int  # the token the model would have chosen
+    log_probability: float  # natural logarithm of the probability of the token that really followed
+    best: int  # the token that the model would have chosen
 
 
 def perplexity(predictions: Iterable[Prediction]) -> float:
-    """The exponential of the mean surprise; a model that gives every token of a vocabulary of n 1/n has n."""
+    """The exponential of the mean surprise; a model that gives each of n tokens the probability 1/n has n."""
     surprises = [-seen.log_probability for seen in predictions]
     if not surprises:
         raise ValueError("perplexity needs at least one predicted token")
@@ -29,13 +31,13 @@ def perplexity(predictions: Iterable[Prediction]) -> float:
 
 
 def agreement(mine: Sequence[Prediction], theirs: Sequence[Prediction]) -> float:
-    """The share of positions at which both would have chosen the same token."""
+    """The share of positions at which both formats would have chosen the same token."""
     return sum(a.best == b.best for a, b in zip(mine, theirs, strict=True)) / len(mine)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A weight format against the reference on the same text."""
+    """A weight format compared with the reference on the same text."""
 
     tokens: int
     perplexity: float
@@ -44,12 +46,12 @@ class Quality:
 
     @property
     def difference(self) -> float:
-        """Relative to the reference; above 0 is worse."""
+        """The difference relative to the reference; above 0 means worse."""
         return self.perplexity / self.reference - 1
 
     @property
     def holds(self) -> bool:
-        return abs(self.difference) <= BOUND
+        return abs(self.difference) <= PERPLEXITY_BOUND
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -67,6 +69,6 @@ def compare_predictions(mine: Sequence[Prediction], reference: Sequence[Predicti
 
 
 def windows(ids: Sequence[int], size: int) -> list[Sequence[int]]:
-    """The text cut into stretches that are read on their own; a last one too short to predict anything is left out."""
+    """The text cut into parts that are read on their own; a last part of one token predicts nothing and is left out."""
     cut = [ids[start : start + size] for start in range(0, len(ids), size)]
     return [window for window in cut if len(window) > 1]

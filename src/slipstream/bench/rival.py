@@ -1,7 +1,7 @@
-"""llama.cpp in a process of its own, asked for one answer at a time and asleep in between.
+"""Runs llama.cpp in its own process, which answers one request at a time and sleeps in between.
 
-It comes as the package `xllamacpp` or as a `llama-server` program built for this machine. Both run with the same
-settings: our number of threads, no prompt cache, one slot, and everything that bears on speed left at its default.
+llama.cpp comes as the package `xllamacpp` or as a `llama-server` program built for this machine. Both run with the same
+settings: the engine's number of threads, no prompt cache, one slot, and the default of everything that affects speed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from slipstream.errors import RequestError, SlipstreamError
 NAME = "llama.cpp"
 PACKAGE = "xllamacpp"
 HOW_TO_GET = f"pip install {PACKAGE}"
-SETTLE_SECONDS = 0.05  # worker threads spin for some milliseconds after their last work before they sleep
-_START_SECONDS = 120
-_STOP_SECONDS = 10
+# Pause before each side's turn. Worker threads spin for some milliseconds after their last work before they sleep; with
+# a shorter pause they would take processor time from the side that is measured.
+SETTLE_SECONDS = 0.05
+_START_SECONDS = (
+    120  # The start has failed after this time. If it is too short, large models on slow disks never start.
+)
+_STOP_SECONDS = 10  # A process that has not ended by itself after this time is killed.
 
 
 @dataclass(frozen=True, slots=True)
 class RivalAnswer:
-    """llama.cpp's own timings of one request; the first token belongs to the prompt, as with us."""
+    """llama.cpp's own timings of one request; as in this engine, the first token belongs to the prompt."""
 
     prompt_tokens: int
     prompt_ms: float
@@ -63,14 +67,14 @@ class RivalAnswer:
 
 
 def available() -> bool:
-    """Whether the package is installed; nothing is imported for the answer."""
+    """Whether the package is installed; finding out imports nothing."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def completion_body(prompt_ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, object]:
-    """A request that does our work and no more: the same ids, all tokens asked for, only the temperature to sample by.
+    """A request for the same work as ours: the same ids, all requested tokens, and sampling by temperature alone.
 
-    Greedy choice goes through top-k 1, the cheapest way llama.cpp has: its temperature 0 ranks the whole vocabulary.
+    Greedy choice uses top-k 1, the cheapest way of llama.cpp, because its temperature 0 ranks the whole vocabulary.
     """
     chosen: dict[str, object] = (
         {"samplers": ["temperature"], "temperature": temperature, "seed": seed}
@@ -88,10 +92,10 @@ def completion_body(prompt_ids: Sequence[int], max_tokens: int, temperature: flo
 
 
 class Rival(ABC):
-    """One llama.cpp process; close it when done."""
+    """One running llama.cpp process; the caller closes it."""
 
     version = ""
-    system = ""  # the instruction sets it was built for, in llama.cpp's own words
+    system = ""  # the instruction sets that it was built for, in llama.cpp's own words
 
     def __init__(self, command: Sequence[str], stdin: int, stdout: int) -> None:
         self._process = subprocess.Popen(
@@ -111,7 +115,7 @@ class Rival(ABC):
         return RivalAnswer.from_timings(timings)
 
     def cpu_seconds(self) -> float | None:
-        """Processor time it has used so far, to see that it sleeps while others are measured; None where unknown."""
+        """Processor time it has used so far, which shows that it sleeps while another side runs; None if unknown."""
         return process_seconds(self._process.pid)
 
     def describe(self) -> dict[str, object]:
@@ -120,7 +124,7 @@ class Rival(ABC):
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                # a question that a dead process did not take is still in the pipe's buffer, and cannot be flushed
+                # A question that a dead process did not read is still in the pipe's buffer and cannot be flushed.
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._process.terminate()
@@ -138,7 +142,7 @@ class Rival(ABC):
 
 
 class PackageRival(Rival):
-    """The package, served by this very file over two pipes."""
+    """The package, served by this module in a child process over two pipes."""
 
     def __init__(self, model: Path, threads: int, context: int) -> None:
         super().__init__(
@@ -174,7 +178,7 @@ class PackageRival(Rival):
 
 
 class ServerRival(Rival):
-    """A `llama-server` program, asked over HTTP on this machine."""
+    """A `llama-server` program, which is asked over HTTP on this machine."""
 
     def __init__(self, program: str, model: Path, threads: int, context: int) -> None:
         with socket.socket() as probe:
@@ -229,7 +233,7 @@ class ServerRival(Rival):
     def _get(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"})
-        # Straight to this machine, whatever proxy the environment names.
+        # No proxy is used, even if the environment names one, because the server runs on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request) as reply:
@@ -245,7 +249,7 @@ class ServerRival(Rival):
 
 
 def find(program: str = PACKAGE) -> str:
-    """The package's name if it is installed, or the path of a `llama-server`; refuses what is not there."""
+    """The package's name if it is installed, or the path of a `llama-server`; it refuses what does not exist."""
     if program == PACKAGE:
         if not available():
             raise RequestError(f"{PACKAGE} is not installed", HOW_TO_GET)
@@ -257,9 +261,9 @@ def find(program: str = PACKAGE) -> str:
 
 
 def start(model: Path, threads: int, context: int, program: str = PACKAGE) -> Rival:
-    """llama.cpp on a GGUF file."""
+    """Starts llama.cpp on a GGUF file."""
     if not is_model(model):
-        raise RequestError(f"{NAME} cannot read {model.name}", "compare on a target that is one .gguf file")
+        raise RequestError(f"{NAME} cannot read {model.name}", "choose a target that is a single .gguf file")
     found = find(program)
     if found == PACKAGE:
         return PackageRival(model, threads, context)
@@ -275,13 +279,13 @@ def process_seconds(pid: int) -> float | None:
     counts = Path(f"/proc/{pid}/stat")
     if not counts.is_file():
         return None
-    # The name in parentheses may hold blanks; the times are the 12th and 13th field behind it.
+    # The name in parentheses may contain spaces; the times are the 12th and 13th field after it.
     user, system = counts.read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def machine_seconds() -> float | None:
-    """Processor time everybody on this machine has used, as Linux counts it; None elsewhere."""
+    """Processor time that all processes of this machine have used, as Linux counts it; None elsewhere."""
     counts = Path("/proc/stat")
     if not counts.is_file():
         return None
@@ -290,12 +294,12 @@ def machine_seconds() -> float | None:
 
 
 def _gone() -> SlipstreamError:
-    return SlipstreamError(f"{NAME} ended unexpectedly", "its own program may say why it cannot run here")
+    return SlipstreamError(f"{NAME} ended unexpectedly", "start its program by itself to see why it cannot run here")
 
 
 def serve(model: str, threads: int, context: int) -> None:
-    """The child's side: a line of JSON in, a line out, until the input ends."""
-    # Whatever llama.cpp prints must not end up between the replies.
+    """Runs in the child process: it answers each line of JSON with one line of JSON until the input ends."""
+    # llama.cpp prints on file descriptor 1, which must not end up between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
@@ -310,7 +314,7 @@ def serve(model: str, threads: int, context: int) -> None:
         server = xllamacpp.Server(settings)
         version = getattr(xllamacpp, "__version__", None) or importlib.metadata.version(PACKAGE)
         ready = {"version": f"{PACKAGE} {version}", "system": xllamacpp.get_system_info()}
-    except Exception as error:  # the parent must learn of it, whatever it is
+    except Exception as error:  # the parent process must learn of any error
         ready = {"error": str(error) or type(error).__name__}
     print(json.dumps(ready), file=replies, flush=True)
     if "error" in ready:

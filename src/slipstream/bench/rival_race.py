@@ -1,7 +1,8 @@
-"""Our plain decoding, our speculation and llama.cpp on the same prompts, one after the other prompt by prompt.
+"""Races plain decoding, speculation and llama.cpp on the same prompts, one side after the other for each prompt.
 
-All sides get the same token ids and write as many tokens as our plain answer has: behind its end a model writes what
-nobody asked for. Prompt processing is left out of the decoding speeds on all sides and compared on its own.
+All sides get the same token ids and write as many tokens as our plain answer has, because text after a model's end
+token is not what users decode. Prompt processing is left out of the decoding speeds on all sides and compared on its
+own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import PLAIN, Plan, Ratio
+from slipstream.bench.measure import PLAIN, BenchPlan, Ratio
 from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
 from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
@@ -23,15 +24,15 @@ from slipstream.errors import RequestError, SlipstreamError
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM, Completion
 
-PREFILL_TOKENS = 512
-PREFILL_ROUNDS = 5
+PREFILL_TOKENS = 512  # length of the prompt whose processing is compared
+PREFILL_ROUNDS = 5  # how often it is processed by each side; a single slow round then does not move the median
 _WARM_UP_TOKENS = 8
-_LEAST_TOKENS = 2  # the first comes with the prompt
+_LEAST_TOKENS = 2  # The first token comes with the prompt, so a shorter answer has no decoding speed.
 
 
 @dataclass(slots=True)
 class Watch:
-    """How much processor time each of two processes used while it was the other's turn, and everybody else always."""
+    """Processor time that each side used during the other side's turns, and that other processes used all the time."""
 
     rival: Rival
     turns_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
@@ -40,7 +41,7 @@ class Watch:
 
     @contextmanager
     def turn(self, whose: str) -> Iterator[None]:
-        """One side's turn, after a moment for the other side's threads to fall asleep."""
+        """Runs one side's turn, after a pause in which the other side's threads fall asleep."""
         time.sleep(SETTLE_SECONDS)
         other = NAME if whose == "ours" else "ours"
         began, before = time.perf_counter(), self._counts(whose, other)
@@ -61,12 +62,12 @@ class Watch:
         return self.rival.cpu_seconds() if side == NAME else process_seconds(os.getpid())
 
     def share(self, side: str) -> float | None:
-        """The share of a core that `side` kept busy in the other's turns."""
+        """The share of a core that `side` kept busy during the other side's turns."""
         stolen, turns = self.stolen_s[side], self.turns_s["ours" if side == NAME else NAME]
         return None if stolen is None or not turns else stolen / turns
 
     def others(self) -> float | None:
-        """The cores that processes of others kept busy meanwhile: above a tenth, speeds mean little."""
+        """The cores that other processes kept busy meanwhile; above a tenth of a core, speeds mean little."""
         turns = sum(self.turns_s.values())
         return None if self.others_s is None or not turns else max(0.0, self.others_s / turns)
 
@@ -81,11 +82,11 @@ def _sum(first: float | None, second: float | None) -> float | None:
 
 @dataclass(slots=True)
 class Race:
-    """Tokens and milliseconds of every side for every prompt."""
+    """The tokens and milliseconds of every side for every prompt."""
 
     samples: dict[str, list[Sample]]
     watch: Watch | None = None
-    same: int = 0  # prompts whose speculative texts equal plain decoding's
+    same: int = 0  # prompts whose texts in all modes equal plain decoding's
     tau: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -93,7 +94,7 @@ class Race:
         return len(self.samples[PLAIN])
 
     def median_speed(self, side: str) -> float:
-        """The middle of the prompts' decoding speeds, in tokens a second."""
+        """The median of the prompts' decoding speeds, in tokens per second."""
         speeds = [1000 * tokens / ms for tokens, ms in self.samples[side] if ms > 0]
         return statistics.median(speeds) if speeds else 0.0
 
@@ -103,7 +104,7 @@ class Race:
         return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
 
     def ratios(self) -> list[tuple[str, Ratio]]:
-        """Every side of ours over llama.cpp, and every speculative one over plain decoding."""
+        """Every mode of ours over llama.cpp, and every speculative mode over plain decoding."""
         ours = [side for side in self.samples if side != NAME]
         pairs = [(side, NAME) for side in ours] + [(side, PLAIN) for side in ours if side != PLAIN]
         found = [(side, self.against(side, over)) for side, over in pairs]
@@ -136,10 +137,10 @@ def race(
     llm: LLM,
     rival: Rival,
     conversations: Sequence[Conversation],
-    plan: Plan,
+    plan: BenchPlan,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> Race:
-    """The first turn of every conversation on every side; who goes first changes from prompt to prompt."""
+    """Runs the first turn of every conversation on every side; the side that goes first changes with each prompt."""
     sides = (*plan.modes, NAME)
     result = Race({side: [] for side in sides}, Watch(rival))
     committed, steps = dict.fromkeys(plan.modes, 0), dict.fromkeys(plan.modes, 0)
@@ -164,9 +165,9 @@ def race(
 
 
 def _run_side(
-    llm: LLM, rival: Rival, side: str, ids: Sequence[int], plan: Plan, max_tokens: int
+    llm: LLM, rival: Rival, side: str, ids: Sequence[int], plan: BenchPlan, max_tokens: int
 ) -> tuple[Sample, list[int], int]:
-    """One answer: its sample, its token ids (llama.cpp's stay with it) and its decoding steps."""
+    """Runs one answer: its sample, its token ids (llama.cpp's are not returned) and its decoding steps."""
     if side == NAME:
         answer = rival.complete(ids, max_tokens, plan.temperature, plan.seed)
         return (answer.tokens, answer.decode_ms), [], answer.tokens
@@ -175,7 +176,7 @@ def _run_side(
     return (stats.committed, stats.decode_ms), completion.token_ids, stats.steps
 
 
-def _answer(llm: LLM, ids: Sequence[int], plan: Plan, mode: str, max_tokens: int, ignore_eos: bool) -> Completion:
+def _answer(llm: LLM, ids: Sequence[int], plan: BenchPlan, mode: str, max_tokens: int, ignore_eos: bool) -> Completion:
     request = llm.request(
         ids,
         max_tokens=max_tokens,
@@ -191,15 +192,15 @@ def _answer(llm: LLM, ids: Sequence[int], plan: Plan, mode: str, max_tokens: int
     return completion
 
 
-def context_needed(llm: LLM, conversations: Sequence[Conversation], plan: Plan) -> int:
-    """Tokens llama.cpp must hold for the longest answer and for the comparison of prompt speeds."""
+def context_needed(llm: LLM, conversations: Sequence[Conversation], plan: BenchPlan) -> int:
+    """Tokens that llama.cpp must hold for the longest answer and for the comparison of prompt speeds."""
     longest = max(len(llm.prompt_ids(conversation[0], chat=True)) for conversation in conversations)
     return max(longest + plan.max_tokens, PREFILL_TOKENS) + 64
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRace:
-    """Milliseconds of both sides for the same prompt, round by round."""
+    """The milliseconds of both sides for the same prompt, per round."""
 
     tokens: int
     ours_ms: list[float]
@@ -230,7 +231,7 @@ class PrefillRace:
 def race_prefill(
     llm: LLM, rival: Rival, tokens: int = PREFILL_TOKENS, rounds: int = PREFILL_ROUNDS, watch: Watch | None = None
 ) -> PrefillRace:
-    """Both sides process the same stretch of text; ours is timed to the first token, theirs by its own clock."""
+    """Lets both sides process the same text; ours is timed to the first token, llama.cpp's by its own clock."""
     ids = prose_ids(llm, tokens)
     watch = watch or Watch(rival)
     ours: list[float] = []
@@ -250,11 +251,11 @@ def race_prefill(
 
 
 def prose_ids(llm: LLM, count: int) -> list[int]:
-    """The first `count` tokens of the prompts that come with us, joined by blank lines, set after set."""
+    """The first `count` tokens of the included prompts, joined by blank lines, set after set."""
     ids: list[int] = []
     for name in BUILT_IN:
         text = "\n\n".join(turn for conversation in read_prompts(name) for turn in conversation)
         ids += llm.prompt_ids(text + "\n\n")
         if len(ids) >= count:
             return ids[:count]
-    raise RequestError(f"the shipped prompts hold {len(ids)} tokens, not {count}", "ask for fewer")
+    raise RequestError(f"the included prompts hold {len(ids)} tokens, not {count}", "ask for fewer")

@@ -1,4 +1,4 @@
-"""What a sweep compares: the pair's files in other weight types, made on the way, or adapters on its drafter."""
+"""The columns of a sweep: the pair's files in other weight types, which are made first, or adapters of its drafter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from slipstream.bench.pair_sweep import Column, Loaded
+from slipstream.bench.pair_sweep import Column, LoadedPair
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.sources import pair_draft, resolve
@@ -25,8 +25,8 @@ Progress = Callable[[str, int, int], None]
 SIDES: tuple[Side, ...] = get_args(Side)
 AS_IS = "as-is"
 TYPES: tuple[str, ...] = (AS_IS, *get_args(RecipeName))
-_EXACT_ENOUGH = ("F32", "F16", "BF16")  # not in blocks
-_LEAST_SHARE = 0.005  # types that hold less of a file's numbers than this are not mentioned
+_EXACT_ENOUGH = ("F32", "F16", "BF16")  # types that are not quantised in blocks
+_LEAST_SHARE = 0.005  # A type is not mentioned if it holds less than this share of a file's numbers.
 
 
 def parse_sweep(words: Sequence[str]) -> dict[Side, tuple[str, ...]]:
@@ -37,33 +37,33 @@ def parse_sweep(words: Sequence[str]) -> dict[Side, tuple[str, ...]]:
         side = next((known for known in SIDES if known == name), None)
         types = tuple(dict.fromkeys(kind.strip().lower() for kind in listed.split(",")))
         if not equals or side is None or side in asked:
-            raise RequestError(f"'{word}' is nothing to sweep", "give draft=TYPE,... and target=TYPE,..., each once")
+            raise RequestError(f"'{word}' cannot be swept", "give draft=TYPE,... and target=TYPE,..., each once")
         unknown = [kind for kind in types if kind not in TYPES]
         if unknown:
             raise RequestError(f"there is no weight type '{unknown[0]}'", f"known: {', '.join(TYPES)}")
         asked[side] = types
     if all(len(types) < 2 for types in asked.values()):
-        raise RequestError("a sweep needs two types of one side at least", "such as draft=bf16,q8_0,q4-mix")
+        raise RequestError("a sweep needs at least two types of one side", "such as draft=bf16,q8_0,q4-mix")
     return asked
 
 
 @dataclass(slots=True)
 class QuantFiles:
-    """A pair's files in the types that are asked for; each is made once and stays in `folder`."""
+    """A pair's files in the requested types; each file is made once and stays in `folder`."""
 
     target: str
     draft: str
     folder: Path
     config: EngineConfig
-    context: int  # tokens a sequence must have room for
+    context: int  # tokens for which a sequence must have room
     load: Callable[[str, str], LLM]
-    watched: Callable[[], AbstractContextManager[Progress | None]] = nullcontext  # gives what reports progress
+    watched: Callable[[], AbstractContextManager[Progress | None]] = nullcontext  # yields the progress callback
     _sources: dict[Side, Path] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
     _about: dict[Path, dict[str, object]] = field(default_factory=dict)
 
     def columns(self, asked: Mapping[Side, Sequence[str]]) -> list[Column]:
-        """Every combination of the types, the drafter's changing fastest; only what changes is in a column's name."""
+        """Every combination of the types, the drafter's type changing fastest; a name holds only what changes."""
         drafter = pair_draft(self.target) if self.draft == "auto" else self.draft
         if drafter is None or drafter == "none":
             raise RequestError(f"{self.target} has no drafter to measure", "name one with --draft")
@@ -80,18 +80,18 @@ class QuantFiles:
         return columns
 
     @contextmanager
-    def _open(self, chosen: Mapping[Side, str]) -> Iterator[Loaded]:
+    def _open(self, chosen: Mapping[Side, str]) -> Iterator[LoadedPair]:
         files = {side: self._file(side, chosen[side]) for side in SIDES}
         self._refuse_what_does_not_fit(files["target"], files["draft"])
         about: dict[str, object] = {side: {"type": chosen[side], **self._describe(side, files[side])} for side in SIDES}
         with closing(self.load(str(files["target"]), str(files["draft"]))) as llm:
-            yield Loaded(llm, about)
+            yield LoadedPair(llm, about)
 
     def _file(self, side: Side, kind: str) -> Path:
         source = self._sources[side]
         if kind == AS_IS:
             return source
-        # Imported here: writing files needs numpy, and bad options should not wait for it.
+        # The writer is imported here, because it needs numpy and refused options must not wait for that.
         from slipstream.tools.requantize import quantize_file
 
         out = self.folder / f"{side}-{source.stem}.{kind}.gguf"
@@ -103,7 +103,7 @@ class QuantFiles:
         return out
 
     def _describe(self, side: Side, path: Path) -> dict[str, object]:
-        """Size and types of a file, and what it was made from where that had lost precision already."""
+        """Size and types of a file, and the types of its source if the file was made from another."""
         if path not in self._about:
             size, weights = _weights(path)
             about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
@@ -117,17 +117,17 @@ class QuantFiles:
         from slipstream.tools.fit import available_bytes, fit
 
         if available_bytes() is None:
-            return  # this system does not say, and loading will
+            return  # this system does not report its memory, so loading itself has to fail
         needs = fit(str(target), str(draft), context=self.context, weight_format=self.config.weight_format)
         if not needs.fits:
             raise ConfigError(
-                f"it needs {needs.total_bytes >> 20} MiB and {needs.memory_bytes >> 20} MiB are free",
+                f"the pair needs {needs.total_bytes >> 20} MiB and {needs.memory_bytes >> 20} MiB are free",
                 "free some memory or ask for fewer tokens",
             )
 
 
 def _how(source: Mapping[str, float], made: Mapping[str, float]) -> str:
-    """What was done to a file's numbers; what was rounded before is not as good as its type."""
+    """What was done to a file's numbers; a file made from rounded numbers is not as good as its type suggests."""
     if list(source) == list(made):
         return "copied"
     if all(kind in _EXACT_ENOUGH for kind in source):
@@ -136,7 +136,7 @@ def _how(source: Mapping[str, float], made: Mapping[str, float]) -> str:
 
 
 def _weights(path: Path) -> tuple[int, dict[str, float]]:
-    """Size of a file and the share of its numbers in each type, the commonest first."""
+    """The size of a file and the share of its numbers in each type, the most frequent type first."""
     from slipstream.tools.file_report import inspect_file
 
     report = inspect_file(path)
@@ -151,28 +151,30 @@ def _weights(path: Path) -> tuple[int, dict[str, float]]:
 
 
 def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
-    """A column for each adapter `llm` was loaded with, in order, and for the drafter without one where `base` stands.
+    """One column per adapter of `llm`, in order, and one for the drafter without adapter where `base` is named.
 
-    A single adapter is held against the drafter without one.
+    A single adapter is compared with the drafter without one.
     """
     names = iter(llm.draft_variants[1:])
     columns = []
     for adapter in adapters if len(adapters) > 1 else (BASE_VARIANT, *adapters):
         name = BASE_VARIANT if adapter == BASE_VARIANT else next(names)
         about: dict[str, object] = {} if adapter == BASE_VARIANT else {"adapter": adapter}
-        columns.append(Column(name, partial(_stay, Loaded(llm, about)), name))
+        columns.append(Column(name, partial(_stay, LoadedPair(llm, about)), name))
     return columns
 
 
-def _stay(loaded: Loaded) -> AbstractContextManager[Loaded]:
+def _stay(loaded: LoadedPair) -> AbstractContextManager[LoadedPair]:
     return nullcontext(loaded)
 
 
 def split_adapters(given: Sequence[str]) -> list[str]:
-    """The adapters of a repeatable option whose values may be lists: each once, in order."""
+    """The adapters of a repeatable option whose values may be lists; it refuses empty and repeated names."""
     found = [item.strip() for value in given for item in value.split(",")]
     if "" in found or len(set(found)) < len(found):
-        raise RequestError(f"'{','.join(given)}' names nothing or one thing twice", "give adapters, or base, each once")
+        raise RequestError(
+            f"'{','.join(given)}' holds an empty or a repeated name", "give adapters, or base, each once"
+        )
     if found == [BASE_VARIANT]:
         raise RequestError(f"there is nothing to compare with {BASE_VARIANT}", "name an adapter")
     return found

@@ -1,4 +1,4 @@
-"""A sweep as rows, as Markdown, as a picture and as a folder that holds all of it and grows while it is measured."""
+"""Shows a sweep as rows, as Markdown and as a picture, and keeps it in a folder that grows while it is measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFERENCE = "reference"
 
 
 def tau_rows(sweep: Sweep) -> list[tuple[str, ...]]:
-    """Tau of every column on every set under TAU_HEADS."""
+    """The rows under TAU_HEADS: tau of every column on every set."""
     rows: list[tuple[str, ...]] = []
     for name in sweep.shown_sets:
         for column in sweep.columns:
@@ -38,7 +38,7 @@ def tau_rows(sweep: Sweep) -> list[tuple[str, ...]]:
 
 
 def speed_rows(sweep: Sweep) -> list[tuple[str, ...]]:
-    """The speed-up over plain decoding of every column on every set under SPEED_HEADS."""
+    """The rows under SPEED_HEADS: every column's speed-up over plain decoding on every set."""
     rows: list[tuple[str, ...]] = []
     for name in sweep.shown_sets:
         for column in sweep.columns:
@@ -68,7 +68,7 @@ def _difference(sweep: Sweep, column: ColumnResult, against: Ratio | None) -> tu
 
 
 def file_rows(sweep: Sweep) -> list[tuple[str, ...]]:
-    """What the files of all columns are made of under FILE_HEADS, each once; empty where the files are not compared."""
+    """The rows under FILE_HEADS: the types in every file, each file once; empty if adapters are compared."""
     rows: dict[object, tuple[str, ...]] = {}
     for column in sweep.columns:
         for side, about in column.about.items():
@@ -84,17 +84,18 @@ def _shares(weights: Mapping[str, float]) -> str:
 
 
 def set_name(source: str) -> str:
-    """A set as it is called in a table: a file by its name without the folder."""
+    """The name of a set in a table; a file has its name without folder and ending."""
     return source if source in BUILT_IN else Path(source).stem
 
 
 def sentences(sweep: Sweep) -> list[str]:
-    """How to read the tables, and what is missing from them."""
+    """Explains how to read the tables, and says what is missing from them."""
     tau, speed = sweep.modes[0], sweep.modes[-1]
     found = (
         [
-            f"Tau is that of mode {tau}, the speed-up that of mode {speed} over plain decoding beside it. Differences "
-            f'are to {sweep.reference.name}, prompt by prompt; "real" is one whose 95 % interval leaves out 0.'
+            f"Tau is that of mode {tau}, and the speed-up is mode {speed} over plain decoding in the same column. Each "
+            f"difference compares a column with {sweep.reference.name}, prompt by prompt; it is "
+            '"real" if its 95 % interval does not contain 0.'
         ]
         if sweep.columns
         else []
@@ -106,7 +107,7 @@ def sentences(sweep: Sweep) -> list[str]:
 
 
 def markdown(sweep: Sweep, title: str) -> str:
-    """The whole sweep as a page."""
+    """The whole sweep as a Markdown page."""
     lines = [f"# {title}", ""]
     tables = ((TAU_HEADS, tau_rows(sweep)), (SPEED_HEADS, speed_rows(sweep)), (FILE_HEADS, file_rows(sweep)))
     for heads, rows in tables:
@@ -120,7 +121,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def write_picture(sweep: Sweep, path: Path, title: str) -> None:
-    """Tau, its difference to the reference and the speed-up of every column, a colour per set."""
+    """Draws tau, its difference from the reference and the speed-up of every column, with one colour per set."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 1.8 + 0.4 * len(sweep.columns)), layout="constrained")
@@ -166,21 +167,21 @@ def _point(axes: Axes, found: Ratio | None, place: float, colour: str) -> None:
 
 
 class SweepFolder:
-    """Where a sweep is kept: sweep.json and sweep.md after every step, a log per run, the picture at the end."""
+    """The folder of a sweep: sweep.json and sweep.md after every step, one log per run, and the picture at the end."""
 
     def __init__(self, path: Path, title: str, about: Mapping[str, object]) -> None:
         self.path = path
         self._title, self._about = title, about
         self._columns: dict[str, int] = {}
         if (path / "sweep.json").exists():
-            raise RequestError(f"{path} holds a sweep already", "name another folder with --out")
+            raise RequestError(f"{path} already holds a sweep", "name another folder with --out")
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SourceError(f"cannot write to {path}: {error.strerror}", "name another folder with --out") from error
 
     def log(self, column: str, name: str, run: int, turn: Turn) -> None:
-        """One line per mode of an answer."""
+        """Appends one line per mode of an answer."""
         number = self._columns.setdefault(column, len(self._columns))
         parts = (f"{number + 1:02}", column, set_name(name), f"run{run + 1}")
         file = self.path / "logs" / f"{'-'.join(re.sub(r'[^A-Za-z0-9._=]+', '-', part) for part in parts)}.jsonl"
@@ -214,6 +215,6 @@ class SweepFolder:
         write_picture(sweep, self.path / "sweep.png", self._title)
 
     def _replace(self, name: str, text: str) -> None:
-        # whoever looks, or interrupts, in the middle finds the last whole one
+        # A reader or an interruption in the middle of writing finds the last complete file.
         (self.path / f"{name}.new").write_text(text, encoding="utf-8")
         os.replace(self.path / f"{name}.new", self.path / name)

@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object a line, {"turns": ["user message", ...]}; three public sets come with the package."""
+"""Reads prompt files: one JSON object per line, {"turns": ["user message", ...]}; three public sets are included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Conversation = tuple[str, ...]
 
 
 def read_prompts(source: str, limit: int = 0) -> list[Conversation]:
-    """The conversations of a built-in set or a .jsonl file, the first `limit` of them (0: all)."""
+    """The first `limit` conversations of a built-in set or a .jsonl file; a limit of 0 reads all."""
     if source in BUILT_IN:
         text = (resources.files("slipstream") / "data" / "prompts" / f"{source}.jsonl").read_text(encoding="utf-8")
     else:

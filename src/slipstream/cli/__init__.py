@@ -1,1 +1,1 @@
-"""The command line: one module per verb, everything drawn on a terminal in ui."""
+"""The command line: one module per verb; `ui` draws everything on the terminal."""

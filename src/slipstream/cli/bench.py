@@ -1,9 +1,9 @@
-"""`slipstream bench`: plain decoding against any number of speculative modes over a file of prompts.
+"""`slipstream bench`: measures plain decoding against any number of speculative modes over a file of prompts.
 
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 
 With --sweep or --draft-lora it compares preparations of the pair instead (cli/bench_sweep.py), with --rival it races
-llama.cpp (cli/bench_race.py), with --profile it says where a step's time goes (cli/bench_profile.py).
+llama.cpp (cli/bench_race.py), and with --profile it shows where a step's time goes (cli/bench_profile.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from slipstream.cli import options as o
 from slipstream.cli.bench_profile import check_profile, profile
 from slipstream.cli.bench_race import check_race, race
 from slipstream.cli.bench_sweep import MODES as SWEEP_MODES
-from slipstream.cli.bench_sweep import Adapters, Comparing, OutFolder, Runs, Sides, SweepFlag, compare_pairs
+from slipstream.cli.bench_sweep import (
+    Adapters,
+    OutFolder,
+    PairComparison,
+    Runs,
+    Sides,
+    SweepFlag,
+    compare_pairs,
+    read_sets,
+)
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Comparison, Plan, Turn
+    from slipstream.bench.measure import BenchPlan, Comparison, Turn
     from slipstream.bench.workloads import Conversation
     from slipstream.engine.llm import LLM
 
@@ -33,33 +42,35 @@ if TYPE_CHECKING:
 Prompts = Annotated[
     str | None,
     typer.Option(
-        help="A .jsonl file, or humaneval, gsm8k or mt-bench; a list of them where pairs are compared.",
-        show_default="all three where pairs are compared",
+        help="A .jsonl file, or humaneval, gsm8k or mt-bench; a list of them if pairs are compared.",
+        show_default="all three if pairs are compared",
     ),
 ]
-Limit = Annotated[int, typer.Option(min=0, help="Use the first K prompts; 0 is all.")]
+Limit = Annotated[int, typer.Option(min=0, help="Use only the first K prompts; 0 uses all.")]
 Turns = Annotated[
-    Literal["first", "all"], typer.Option(help="Ask the first turn only, or play the whole conversation.")
+    Literal["first", "all"], typer.Option(help="Ask only the first turn, or play the whole conversation.")
 ]
 Modes = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,...",
-        show_default=f"plain,auto; {SWEEP_MODES} where pairs are compared",
-        help="Modes to compare, as in generate --mode; plain is always there.",
+        show_default=f"plain,auto; {SWEEP_MODES} if pairs are compared",
+        help="Modes to compare, as in generate --mode; plain is always measured.",
     ),
 ]
 GateForModes = Annotated[
-    str | None, typer.Option("--gate", metavar="NAME", help="Gate for the modes other than plain and auto.")
+    str | None, typer.Option("--gate", metavar="NAME", help="The gate of the modes other than plain and auto.")
 ]
 RivalName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or a llama-server."),
+    typer.Option(
+        metavar="NAME", help="Race llama.cpp on the target's GGUF file: xllamacpp, or the path of a llama-server."
+    ),
 ]
 ProfileFlag = Annotated[
-    bool, typer.Option("--profile", help="Say where a decoding step's time goes instead of comparing speeds.")
+    bool, typer.Option("--profile", help="Show where a decoding step's time goes instead of comparing speeds.")
 ]
-PlotFile = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result as a .png or .svg.")]
+PlotFile = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the result into a .png or .svg file.")]
 
 
 def command(
@@ -93,16 +104,16 @@ def command(
     draft_window: o.DraftWindow = None,
     json_output: o.JsonOutput = False,
 ) -> None:
-    """Measure plain decoding against speculation, interleaved, and check that the texts agree."""
-    from slipstream.bench.measure import Plan, parse_modes
+    """Measure plain decoding against speculation in alternation, and check that the texts agree."""
+    from slipstream.bench.measure import BenchPlan, parse_modes
     from slipstream.bench.workloads import read_prompts
 
     ui = Ui(json_output)
-    comparing = Comparing(sweep, sides or (), draft_lora or (), runs, out)
+    comparing = PairComparison(sweep, sides or (), draft_lora or (), runs, out)
     files = {"--plot": plot is not None, "--trace": trace is not None}
     comparing.check({"--rival": rival is not None, "--profile": profiling, **files})
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
-    plan = Plan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
+    plan = BenchPlan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     about: dict[str, object] = {
         "target": target,
@@ -115,7 +126,7 @@ def command(
         "min_confidence": confidence,
     }
     if comparing.wanted:
-        compare_pairs(ui, comparing, target, draft, config, plan, prompts, limit, about)
+        compare_pairs(ui, comparing, target, draft, config, plan, read_sets(prompts, limit), about)
         return
     if prompts is None:
         raise RequestError("there are no prompts to measure on", "name a set or a file with --prompts")
@@ -136,7 +147,7 @@ def _compare_modes(
     ui: Ui,
     load: Callable[[], LLM],
     conversations: list[Conversation],
-    plan: Plan,
+    plan: BenchPlan,
     about: Mapping[str, object],
     plot: str | None,
     trace: str | None,
@@ -156,13 +167,15 @@ def _compare_modes(
         write_plot(result, plot_path, title)
 
 
-def _measure(ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: Plan, trace: Trace) -> Comparison:
+def _measure(
+    ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: BenchPlan, trace: Trace
+) -> Comparison:
     from slipstream.bench.measure import compare, turns_of
 
     with ui.counting("answers", turns_of(conversations, plan)) as advance:
 
         def on_turn(turn: Turn) -> None:
-            # Only now that the turn is over: writing in between would count as decoding time.
+            # The trace is written after the turn, because writing during it would count as decoding time.
             for mode, answer in turn.answers.items():
                 for event in answer.events:
                     trace.record(mode, event, llm.tokenizer)
@@ -172,7 +185,7 @@ def _measure(ui: Ui, llm: LLM, target: str, conversations: list[Conversation], p
 
 
 def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str) -> None:
-    """The table, the speed-ups as bars, the acceptance by position, and what they mean in sentences."""
+    """Draws the table, the speed-ups as bars and the acceptance by position, and says in sentences what they mean."""
     from slipstream.bench import comparison_report as report
 
     ui.table(title, columns_table(report.HEADS, report.rows(result)))

@@ -1,4 +1,4 @@
-"""The part of `slipstream bench` that says where a decoding step's time goes.
+"""The part of `slipstream bench` that shows where a decoding step's time goes.
 
 `slipstream bench --profile --prompts humaneval --limit 4 --max-tokens 64 --modes chain,tree:32`
 """
@@ -13,22 +13,22 @@ from slipstream.cli.ui import Ui, columns_table
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Plan
+    from slipstream.bench.measure import BenchPlan
     from slipstream.bench.workloads import Conversation
     from slipstream.engine.llm import LLM
 
 
 def check_profile(unfit: Mapping[str, bool]) -> None:
-    """Refuses what does not go with a profile, before a model is loaded for it."""
+    """Refuses options that do not go with a profile, before a model is loaded in vain."""
     for option, given in unfit.items():
         if given:
             raise RequestError(f"{option} does not go with --profile", "leave one of them out")
 
 
 def profile(
-    ui: Ui, load: Callable[[], LLM], conversations: list[Conversation], plan: Plan, about: Mapping[str, object]
+    ui: Ui, load: Callable[[], LLM], conversations: list[Conversation], plan: BenchPlan, about: Mapping[str, object]
 ) -> None:
-    """Decodes the prompts in every mode and prints what their steps were made of."""
+    """Decodes the prompts in every mode and prints how long each phase of their steps took."""
     from slipstream.bench import profiled_modes as bench
     from slipstream.bench.measure import turns_of
 

@@ -1,4 +1,4 @@
-"""The part of `slipstream bench` that holds us against llama.cpp, and how its result is drawn.
+"""The part of `slipstream bench` that compares this engine with llama.cpp and draws the result.
 
 `slipstream bench --rival xllamacpp --prompts humaneval --limit 8 --max-tokens 128`
 """
@@ -15,7 +15,7 @@ from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.bench.floors import RowCost
-    from slipstream.bench.measure import Plan
+    from slipstream.bench.measure import BenchPlan
     from slipstream.bench.rival_race import PrefillRace, Race
     from slipstream.bench.workloads import Conversation
     from slipstream.engine.llm import LLM
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """Everything one comparison with llama.cpp found."""
+    """Everything that one comparison with llama.cpp measured."""
 
     rival: dict[str, object]
     race: Race
@@ -42,7 +42,7 @@ class RaceResult:
 
 
 def check_race(program: str, unfit: Mapping[str, bool]) -> None:
-    """Refuses what cannot be done before a model is loaded for it; `unfit` says which other options were given."""
+    """Refuses what cannot run, before a model is loaded in vain; `unfit` says which other options were given."""
     from slipstream.bench.rival import find
 
     for option, given in unfit.items():
@@ -56,10 +56,10 @@ def race(
     load: Callable[[], LLM],
     program: str,
     conversations: list[Conversation],
-    plan: Plan,
+    plan: BenchPlan,
     about: Mapping[str, object],
 ) -> None:
-    """The whole comparison, as JSON or drawn."""
+    """Runs the whole comparison and prints it as JSON or draws it."""
     with closing(load()) as llm:
         if not llm.has_draft:
             raise RequestError(f"{about['target']} has no drafter to measure", "name one with --draft")
@@ -71,8 +71,8 @@ def race(
         draw_race(ui, result, title)
 
 
-def run_race(ui: Ui, llm: LLM, program: str, conversations: list[Conversation], plan: Plan) -> RaceResult:
-    """Row costs first, then both sides in turn; llama.cpp is started for it and ended afterwards."""
+def run_race(ui: Ui, llm: LLM, program: str, conversations: list[Conversation], plan: BenchPlan) -> RaceResult:
+    """Measures row costs, then both sides in alternation; llama.cpp is started for this and stopped afterwards."""
     from slipstream.bench import rival
     from slipstream.bench import rival_race as bench
     from slipstream.bench.floors import row_costs
@@ -97,7 +97,7 @@ def run_race(ui: Ui, llm: LLM, program: str, conversations: list[Conversation], 
 
 
 def draw_race(ui: Ui, result: RaceResult, title: str) -> None:
-    """The speeds, the ratios, the prompt speeds and the row costs beside their floors."""
+    """Draws the speeds, their ratios, the prompt speeds, and the row costs beside their floors."""
     from slipstream.bench import comparison_report as report
 
     seen = result.race

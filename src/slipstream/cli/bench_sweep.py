@@ -1,4 +1,4 @@
-"""The part of `slipstream bench` that compares preparations of one pair: weight types, or adapters on the drafter.
+"""The part of `slipstream bench` that compares preparations of one pair: weight types, or adapters of the drafter.
 
 `slipstream bench --sweep draft=bf16,q8_0,q4-mix --prompts humaneval,gsm8k --limit 16 --runs 2`
 `slipstream bench --draft-lora code.gguf,chat.gguf,base --prompts mt-bench`
@@ -20,7 +20,7 @@ from slipstream.cli.ui import Ui, columns_table
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Plan, Turn
+    from slipstream.bench.measure import BenchPlan, Turn
     from slipstream.bench.pair_sweep import Column, Sweep
     from slipstream.bench.sweep_report import SweepFolder
     from slipstream.bench.workloads import Conversation
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _PANEL = "Comparing pairs"
 Sides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SIDE=TYPE,...", show_default=False, help="With --sweep: draft=..., target=..."),
+    typer.Argument(metavar="SIDE=TYPE,...", show_default=False, help="Types for --sweep: draft=..., target=..."),
 ]
 SweepFlag = Annotated[
     bool,
     typer.Option(
         "--sweep",
         rich_help_panel=_PANEL,
-        help="Compare weight types, made on the way: --sweep draft=bf16,q8_0,q4-mix target=as-is",
+        help="Compare weight types, whose files are made first: --sweep draft=bf16,q8_0,q4-mix target=as-is",
     ),
 ]
 Adapters = Annotated[
@@ -46,11 +46,11 @@ Adapters = Annotated[
         metavar="[NAME=]PATH[@SCALE],...",
         show_default=False,
         rich_help_panel=_PANEL,
-        help="Compare adapters for the drafter; 'base' is none. The first is the reference. Repeatable.",
+        help="Compare adapters of the drafter; 'base' is none. The first is the reference. Repeatable.",
     ),
 ]
 Runs = Annotated[
-    int | None, typer.Option(min=1, help="Measure every pair that often.", show_default="1", rich_help_panel=_PANEL)
+    int | None, typer.Option(min=1, help="Measure every pair this often.", show_default="1", rich_help_panel=_PANEL)
 ]
 OutFolder = Annotated[
     str | None,
@@ -59,15 +59,15 @@ OutFolder = Annotated[
         metavar="FOLDER",
         show_default="sweep-DATE-TIME",
         rich_help_panel=_PANEL,
-        help="Keep tables, numbers, picture, logs and made files there.",
+        help="The folder that keeps tables, numbers, plots, logs and made files.",
     ),
 ]
-MODES = "chain,auto"  # tau is that of whole chains, the speed that of the mode people use
+MODES = "chain,auto"  # whole chains give a comparable tau, and auto gives the speed that users see
 
 
 @dataclass(frozen=True, slots=True)
-class Comparing:
-    """What was asked to be compared, and where the result goes."""
+class PairComparison:
+    """What the user wants compared, and where the result goes."""
 
     sweep: bool
     sides: Sequence[str]
@@ -80,18 +80,18 @@ class Comparing:
         return self.sweep or bool(self.adapters)
 
     def check(self, others: Mapping[str, bool]) -> None:
-        """Refuses what does not go together; `others` says which options of the plain bench were given."""
+        """Refuses options that do not go together; `others` says which options of the plain bench were given."""
         if not self.wanted:
             for option, given in (("--runs", self.runs), ("--out", self.out)):
                 if given is not None:
                     raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
             if self.sides:
-                raise RequestError(f"'{self.sides[0]}' is nothing bench knows", "put --sweep before it")
+                raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
             return
         if self.sweep and self.adapters:
             raise RequestError("--sweep does not go with --draft-lora", "leave one of them out")
         if self.sides and not self.sweep:
-            raise RequestError(f"'{self.sides[0]}' is nothing bench knows", "put --sweep before it")
+            raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
         for option, given in others.items():
             if given:
                 name = "--sweep" if self.sweep else "--draft-lora"
@@ -100,20 +100,18 @@ class Comparing:
 
 def compare_pairs(
     ui: Ui,
-    comparing: Comparing,
+    comparing: PairComparison,
     target: str,
     draft: str,
     config: EngineConfig,
-    plan: Plan,
-    prompts: str | None,
-    limit: int,
+    plan: BenchPlan,
+    sets: Mapping[str, list[Conversation]],
     about: Mapping[str, object],
 ) -> None:
-    """The whole comparison: measured, kept in a folder, and printed."""
+    """Measures the whole comparison, keeps it in a folder and prints it; `sets` holds the prompts by their name."""
     from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters, variant_columns
     from slipstream.bench.sweep_report import SweepFolder
 
-    sets = _read_sets(prompts, limit)
     asked = parse_sweep(comparing.sides) if comparing.sweep else {}
     adapters = split_adapters(comparing.adapters) if comparing.adapters else []
     path = Path(comparing.out or time.strftime("sweep-%Y%m%d-%H%M%S")).expanduser()
@@ -142,10 +140,11 @@ def compare_pairs(
         ui.print_json({**about, "folder": str(folder.path), **result.to_json()})
     else:
         draw(ui, result, title)
-        ui.line(f"Kept in {folder.path}.")
+        ui.line(f"The results are in {folder.path}.")
 
 
-def _read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
+def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
+    """The prompts of each named set; all built-in sets if none is named."""
     from slipstream.bench.workloads import BUILT_IN, read_prompts
 
     names = BUILT_IN if prompts is None else tuple(name.strip() for name in prompts.split(","))
@@ -156,7 +155,7 @@ def _measure(
     ui: Ui,
     columns: Sequence[Column],
     sets: Mapping[str, list[Conversation]],
-    plan: Plan,
+    plan: BenchPlan,
     runs: int,
     folder: SweepFolder,
 ) -> Sweep:
@@ -177,7 +176,7 @@ def _measure(
         try:
             return run_sweep(columns, sets, plan, runs, on_turn, keep)
         except KeyboardInterrupt:
-            ui.note(f"Interrupted; what was measured is in {folder.path}.")
+            ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
             raise
         finally:
             if seen:
@@ -185,7 +184,7 @@ def _measure(
 
 
 def draw(ui: Ui, result: Sweep, title: str) -> None:
-    """The tables and what they mean."""
+    """Draws the tables, and says in sentences what they mean."""
     from slipstream.bench import sweep_report as report
 
     for name, heads, rows in (

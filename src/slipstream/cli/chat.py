@@ -1,4 +1,4 @@
-"""`slipstream chat`: a conversation on the terminal, with drafted tokens tinted and the speed-up under each answer.
+"""`slipstream chat`: a conversation on the terminal; drafted tokens are tinted, and each answer shows its speed-up.
 
 `slipstream chat --temperature 0.7`, or piped: `echo "Hello!" | slipstream chat --json`
 """
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.chat_session import COMMANDS, ChatSession, Quit
+from slipstream.cli.chat_session import COMMANDS, ChatSession, QuitChat
 from slipstream.cli.draft_drawing import show_steps
-from slipstream.cli.tint import Tint
 from slipstream.cli.trace import Trace
-from slipstream.cli.ui import DRAFTED_STYLE, Ui, footer
+from slipstream.cli.ui import DRAFTED_STYLE, DraftTint, Ui, footer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.stats import RequestStats
 from slipstream.types import SamplingParams, StepRecord
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 _PROMPT = "> "
+# Plain decoding's speed is measured on this prompt with this many tokens. Fewer tokens make the speed noisy, more delay
+# the first question.
 _PROBE_PROMPT = "Once upon a time"
 _PROBE_TOKENS = 24
 
@@ -34,7 +35,7 @@ def command(
     target: o.Target = "smollm2",
     draft: o.Draft = "auto",
     draft_lora: o.DraftLora = None,
-    system: Annotated[str, typer.Option(help="System prompt.", show_default="the template's own")] = "",
+    system: Annotated[str, typer.Option(help="The system prompt.", show_default="the template's own")] = "",
     max_tokens: o.MaxTokens = 512,
     mode: o.ModeName = None,
     gate: o.GateName = None,
@@ -57,7 +58,7 @@ def command(
     draft_window: o.DraftWindow = None,
     json_output: o.JsonOutput = False,
 ) -> None:
-    """Talk to a model; /help lists the commands inside."""
+    """Talk to a model; /help lists the commands of the conversation."""
     ui = Ui(json_output)
     sampling = SamplingParams(
         temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
@@ -92,23 +93,23 @@ class Chat:
         self.plain_speed = self._measure_plain()
 
     def run(self) -> bool:
-        """False if the input was piped and something in it went wrong: a script must be able to tell."""
+        """Returns False if the input is piped and a line of it failed, so that a script can notice it."""
         if self.interactive:
             self.ui.note(f"{self._greeting()} /help lists the commands, Ctrl-D leaves.")
         good = True
         try:
             for line in self._lines():
                 good &= self._handle(line)
-        except Quit:
+        except QuitChat:
             pass
         return good or self.interactive
 
     def _measure_plain(self) -> float:
-        """Plain decoding's speed here and now, the yardstick for every answer; 0 where nothing is to be compared."""
+        """Plain decoding's tokens per second now, with which every answer is compared; 0 without a drafter."""
         if not self.llm.has_draft:
             return 0.0
         speed = 0.0
-        for _ in range(2):  # the first run also pays for one-off work; keep the better one
+        for _ in range(2):  # the first run also pays for work that happens once, so the better one counts
             messages = [{"role": "user", "content": _PROBE_PROMPT}]
             done = self.llm.chat(messages, max_tokens=_PROBE_TOKENS, mode="plain", ignore_eos=True, cache_prompt=False)
             speed = max(speed, done.stats.tokens_per_second)
@@ -151,7 +152,7 @@ class Chat:
 
     def _turn(self, question: str) -> None:
         self.session.ask(question)
-        answer = Answer()
+        answer = ChatAnswer()
         try:
             self._stream(answer)
         except SlipstreamError:
@@ -166,11 +167,11 @@ class Chat:
             show_steps(self.ui, self.llm, answer.steps, answer.stats)
         self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
 
-    def _stream(self, answer: Answer) -> None:
-        """Shows the answer as it comes. Ctrl-C ends it, not the program: what was written so far is the answer."""
+    def _stream(self, answer: ChatAnswer) -> None:
+        """Shows the answer while it is written. Ctrl-C ends only the answer, which then keeps the text so far."""
         from slipstream.text.detokenize import IncrementalDetokenizer
 
-        tint = Tint(IncrementalDetokenizer(self.llm.tokenizer))
+        tint = DraftTint(IncrementalDetokenizer(self.llm.tokenizer))
         events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
         try:
             for event in events:
@@ -191,8 +192,8 @@ class Chat:
             events.close()
 
 
-class Answer:
-    """One answer as it grows."""
+class ChatAnswer:
+    """One answer while it grows."""
 
     def __init__(self) -> None:
         self.text = ""

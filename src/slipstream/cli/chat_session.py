@@ -1,4 +1,4 @@
-"""A conversation and its settings, and the slash commands that change them; nothing here draws or generates."""
+"""A conversation, its settings, and the slash commands that change them; nothing here draws or generates."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Message = dict[str, str]
 N = TypeVar("N", int, float)
 
 
-class Quit(Exception):
-    """The user wants to leave."""
+class QuitChat(Exception):
+    """The user has asked to leave the chat."""
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """Messages so far, what the next answer will be made with, and the sum of what all answers cost."""
+    """The messages so far, the settings of the next answer, and the summed statistics of all answers."""
 
     has_draft: bool
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: Mode = field(default_factory=Mode)
-    gate: Gate | None = None  # None: the mode's own
+    gate: Gate | None = None  # None leaves the choice to the mode
     min_confidence: float | None = None
-    variants: Sequence[str] = (BASE_VARIANT,)  # of the drafter
+    variants: Sequence[str] = (BASE_VARIANT,)  # the names of the drafter's variants
     draft_lora: str = BASE_VARIANT
     max_tokens: int = 512
     system: str = ""
@@ -67,7 +67,7 @@ class ChatSession:
         self.turns.pop()
 
     def run(self, line: str) -> str:
-        """Runs a line that begins with a slash and returns what to tell the user."""
+        """Runs a line that begins with a slash, and returns what to tell the user."""
         name, _, rest = line[1:].partition(" ")
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -163,35 +163,39 @@ class ChatSession:
         return f"Saved to {rest}."
 
     def _quit(self, rest: str) -> str:
-        raise Quit
+        raise QuitChat
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ChatCommand:
     usage: str
     help: str
     action: Callable[[ChatSession, str], str]
 
 
-COMMANDS: dict[str, Command] = {
-    "help": Command("/help", "show this", ChatSession._help),
-    "reset": Command("/reset", "forget the conversation", ChatSession._reset),
-    "undo": Command("/undo", "forget the last question and answer", ChatSession._undo),
-    "mode": Command("/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode),
-    "gate": Command("/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate),
-    "lora": Command("/lora [NAME]", "draft with this adapter; base is the drafter without any", ChatSession._lora),
-    "temperature": Command("/temperature [X]", "0 is greedy", ChatSession._temperature),
-    "seed": Command("/seed [N]", "the same seed gives the same text", ChatSession._seed),
-    "max-tokens": Command("/max-tokens [N]", "longest answer", ChatSession._max_tokens),
-    "system": Command("/system [TEXT]", "set the system prompt, or go back to the template's own", ChatSession._system),
-    "stats": Command("/stats", "numbers over all answers so far", ChatSession._stats),
-    "save": Command("/save FILE", "write the conversation as JSON", ChatSession._save),
-    "quit": Command("/quit", "leave", ChatSession._quit),
+COMMANDS: dict[str, ChatCommand] = {
+    "help": ChatCommand("/help", "list these commands", ChatSession._help),
+    "reset": ChatCommand("/reset", "forget the conversation", ChatSession._reset),
+    "undo": ChatCommand("/undo", "forget the last question and answer", ChatSession._undo),
+    "mode": ChatCommand(
+        "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode
+    ),
+    "gate": ChatCommand(
+        "/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate
+    ),
+    "lora": ChatCommand("/lora [NAME]", "draft with this adapter; base is the drafter without one", ChatSession._lora),
+    "temperature": ChatCommand("/temperature [X]", "0 always takes the likeliest token", ChatSession._temperature),
+    "seed": ChatCommand("/seed [N]", "the same seed gives the same text", ChatSession._seed),
+    "max-tokens": ChatCommand("/max-tokens [N]", "the most tokens of an answer", ChatSession._max_tokens),
+    "system": ChatCommand("/system [TEXT]", "set the system prompt, or use the template's own", ChatSession._system),
+    "stats": ChatCommand("/stats", "show numbers over all answers so far", ChatSession._stats),
+    "save": ChatCommand("/save FILE", "write the conversation as JSON", ChatSession._save),
+    "quit": ChatCommand("/quit", "leave the chat", ChatSession._quit),
 }
 
 
 def _go_together(mode: Mode, gate: Gate) -> bool:
-    """Mode auto is its own gate, and plain decoding has nothing to gate."""
+    """Whether a gate fits a mode: auto works only with its own gate, and plain decoding has nothing to gate."""
     return gate.kind == {"auto": "auto", "plain": "off"}.get(mode.kind, gate.kind)
 
 

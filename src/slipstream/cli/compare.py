@@ -1,4 +1,4 @@
-"""`slipstream compare`: how far two files of one model are apart, tensor by tensor and in what they compute.
+"""`slipstream compare`: measures how far two files of one model are apart, per tensor and in their logits.
 
 `slipstream compare drafter/ drafter.Q4_0.gguf --logits --target smollm2`
 """
@@ -17,44 +17,44 @@ from slipstream.cli.ui import Ui, columns_table
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.tools.logits import LogitComparison, Settings
+    from slipstream.tools.logits import CompareSettings, LogitComparison
     from slipstream.tools.tensor_compare import FileComparison, TensorDifference
 
-TOO_FAR = 1  # exit code
+TOO_FAR = 1  # exit code when an error is above --max-error
 DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
-_SHOWN = 12  # tensors in the table unless all are asked for
+_SHOWN_TENSORS = 12  # Without --all the table shows this many, so that it fits on a screen with all outliers.
 _LOGITS = "Logits"
 
 
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help="The reference: a file, folder, short name or hub id.")],
-    second: Annotated[str | None, typer.Argument(metavar="B", help="What is compared with it.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the furthest ones.")] = False,
+    second: Annotated[str | None, typer.Argument(metavar="B", help="The model that is compared with it.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every tensor, not only those furthest apart.")] = False,
     max_error: Annotated[
         float | None,
-        typer.Option(min=0, metavar="X", help="Exit with 1 if a tensor's relative RMS is above this or is missing."),
+        typer.Option(min=0, metavar="X", help="Exit with 1 if a tensor is missing or its relative RMS is above this."),
     ] = None,
     logits: Annotated[
-        bool, typer.Option("--logits", rich_help_panel=_LOGITS, help="Run both on the same inputs as well.")
+        bool, typer.Option("--logits", rich_help_panel=_LOGITS, help="Also run both models on the same inputs.")
     ] = False,
     reference: Annotated[
         Literal["dflash"] | None,
-        typer.Option(rich_help_panel=_LOGITS, help="Compare drafters with the authors' package, too."),
+        typer.Option(rich_help_panel=_LOGITS, help="Also compare drafters with the authors' package."),
     ] = None,
     target: Annotated[str, typer.Option(rich_help_panel=_LOGITS, help="The target of two drafters.")] = "smollm2",
     draft: Annotated[
-        str, typer.Option(rich_help_panel=_LOGITS, help="The drafter of two targets, for their tau; 'none' is none.")
+        str, typer.Option(rich_help_panel=_LOGITS, help="The drafter that measures two targets' tau; 'none' skips it.")
     ] = "auto",
     prompts: Annotated[
-        str, typer.Option(metavar="NAME,...", rich_help_panel=_LOGITS, help="Built-in sets or .jsonl files.")
+        str, typer.Option(metavar="NAME,...", rich_help_panel=_LOGITS, help="Built-in prompt sets or .jsonl files.")
     ] = DEFAULT_PROMPTS,
-    limit: Annotated[int, typer.Option(min=0, rich_help_panel=_LOGITS, help="Prompts of each; 0 is all.")] = 2,
+    limit: Annotated[int, typer.Option(min=0, rich_help_panel=_LOGITS, help="Prompts of each set; 0 uses all.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=2, rich_help_panel=_LOGITS, help="Tokens of an answer.")] = 64,
     dtype: o.Dtype = "auto",
     threads: o.Threads = 0,
     json_output: o.JsonOutput = False,
 ) -> None:
-    """Compare two files of one model: errors per tensor, outliers, and what they compute with --logits."""
+    """Compare two files of one model: errors per tensor, outliers, and with --logits what they compute."""
     _refuse_contradictions(second, logits, reference, max_error)
     ui = Ui(json_output)
     texts = _read_prompts(prompts, limit) if logits else []
@@ -69,9 +69,9 @@ def command(
         draw_tensors(ui, found, every)
     runs: list[LogitComparison] = []
     if logits:
-        from slipstream.tools.logits import Settings
+        from slipstream.tools.logits import CompareSettings
 
-        settings = Settings(dtype, threads, max_tokens)
+        settings = CompareSettings(dtype, threads, max_tokens)
         runs = _run_logits(ui, _Sides(names, paths, target, draft, reference), texts, settings)
         if not json_output:
             draw_logits(ui, runs)
@@ -81,13 +81,13 @@ def command(
         )
     if found is not None and max_error is not None and found.largest_error > max_error:
         if not json_output:
-            ui.warn(f"Further apart than {max_error:g}: the largest relative RMS is {found.largest_error:.4g}.")
+            ui.warn(f"The largest relative RMS is {found.largest_error:.4g}, which is above {max_error:g}.")
         raise typer.Exit(TOO_FAR)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """What is compared, as it was named and where it lies."""
+    """The compared models, by the names that were typed and by their paths."""
 
     names: list[str]
     paths: list[Path]
@@ -102,7 +102,7 @@ def _refuse_contradictions(second: str | None, logits: bool, reference: str | No
     if second is None and reference is None:
         raise RequestError("there is nothing to compare with", "give a second file, or --logits --reference dflash")
     if second is None and max_error is not None:
-        raise RequestError("--max-error is about two files", "give a second one")
+        raise RequestError("--max-error compares two files", "give a second one")
 
 
 def _read_prompts(names: str, limit: int) -> list[str]:
@@ -111,7 +111,7 @@ def _read_prompts(names: str, limit: int) -> list[str]:
     return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
 
 
-def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> list[LogitComparison]:
+def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
     from slipstream.tools.model_file import open_model
 
     with open_model(sides.paths[0]) as model:
@@ -119,11 +119,11 @@ def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings)
     if kind == "drafter":
         return _run_drafters(ui, sides, texts, settings)
     if sides.reference is not None:
-        raise RequestError("the authors' package is a drafter", "leave --reference out for targets")
+        raise RequestError("the authors' package holds a drafter, not a target", "leave --reference out for targets")
     return [_run_targets(ui, sides, texts, settings)]
 
 
-def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> list[LogitComparison]:
+def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
     from slipstream.formats.sources import resolve
     from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
 
@@ -147,7 +147,7 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Setting
     return runs
 
 
-def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings) -> LogitComparison:
+def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> LogitComparison:
     from slipstream.formats.sources import pair_draft
     from slipstream.tools.logits import compare_targets, write_passages
 
@@ -161,21 +161,21 @@ def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Settings
         run = compare_targets(sides.paths[0], sides.paths[1], (one, two), passages, settings, progress)
     run.taus = tau, other
     if draft is None:
-        run.notes.append("no drafter, so no tau: give one with --draft")
+        run.notes.append("there is no drafter, so tau was not measured: name one with --draft")
     return run
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """The files' own names, or what was typed where those are the same."""
+    """The files' own names, or the names that were typed if the files' names are equal."""
     short = [Path(name).name or name for name in names]
     return short if len(set(short)) == len(short) else list(names)
 
 
 def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
-    """The furthest tensors first and every outlier among them, then what could not be compared."""
+    """Draws outliers and the tensors that are furthest apart, then names what could not be compared."""
     ordered = sorted(found.tensors, key=lambda tensor: (not tensor.outlier, -tensor.relative_rms))
     outliers = len(found.outliers)
-    shown = ordered if every else ordered[: max(_SHOWN, outliers)]
+    shown = ordered if every else ordered[: max(_SHOWN_TENSORS, outliers)]
     title = f"{found.first} (reference) and {found.second}: {len(found.tensors)} tensors of a {found.kind}"
     heads = ["tensor", "types", "relative RMS", "max error", "worst row", "outlier"]
     ui.table(title, columns_table(heads, [_row(tensor) for tensor in shown]))
@@ -185,9 +185,9 @@ def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
         if names:
             ui.line(f"{label}: {', '.join(names)}")
     for name, mine, theirs in found.shapes:
-        ui.line(f"Other shape: {name} is {list(mine)} and {list(theirs)}")
+        ui.line(f"Different shape: {name} is {list(mine)} and {list(theirs)}")
     for name, one, two in found.settings:
-        ui.line(f"Other setting: {name} is {one} and {two}")
+        ui.line(f"Different setting: {name} is {one} and {two}")
     for note in found.notes:
         ui.line(f"Note: {note}")
     ui.line(
@@ -222,7 +222,7 @@ def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
         title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
         ui.table(title, columns_table(["", "value"], rows))
         if run.non_finite:
-            ui.warn(f"{run.non_finite} rows are left out: their logits are not finite.")
+            ui.warn(f"{run.non_finite} rows are left out, because their logits are not finite.")
         for note in run.notes:
             ui.line(f"Note: {note}")
 

@@ -1,4 +1,4 @@
-"""`slipstream convert`: a model folder as a GGUF file, or a GGUF file as a folder of safetensors.
+"""`slipstream convert`: turns a model folder into a GGUF file, or a GGUF file into a folder of safetensors.
 
 `slipstream convert path/to/drafter --out drafter.gguf --target smollm2`
 """
@@ -15,25 +15,28 @@ from slipstream.cli.ui import Ui, key_value_table, size
 
 
 def command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A model folder or GGUF file, a short name, a hub id.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The GGUF file, or the folder, to write.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A model folder, a GGUF file, a short name or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The GGUF file or the folder to write.")],
     target: Annotated[
         str | None,
-        typer.Option("--target", metavar="T", help="A drafter's target: checked, and its tokenizer goes along."),
+        typer.Option("--target", metavar="T", help="The drafter's target: it is checked, and its tokenizer is copied."),
     ] = None,
     naming: Annotated[
-        str, typer.Option("--naming", metavar="NAME", help="Whose names a drafter's GGUF uses: llama.cpp or lucebox.")
+        str,
+        typer.Option("--naming", metavar="NAME", help="Tensor names of a drafter's GGUF file: llama.cpp or lucebox."),
     ] = "llama.cpp",
     type_name: Annotated[
         str | None,
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="f32, f16 or bf16 for all matrices.",
-            show_default="as stored; f32 for what is quantised",
+            help="The type of all matrices: f32, f16 or bf16.",
+            show_default="as stored; f32 if quantised",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json_output: o.JsonOutput = False,
 ) -> None:
     """Convert a drafter or a target between a Hugging Face folder and GGUF."""

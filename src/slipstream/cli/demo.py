@@ -1,4 +1,4 @@
-"""`slipstream demo`: the default pair answers a few prompts plainly and as the policy likes, and both speeds are shown.
+"""`slipstream demo`: the default pair answers a few prompts in modes plain and auto, and both speeds are shown.
 
 `slipstream demo`
 """
@@ -14,8 +14,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.bench import draw
-from slipstream.cli.tint import Tint
-from slipstream.cli.ui import DRAFTED_STYLE, Ui
+from slipstream.cli.ui import DRAFTED_STYLE, DraftTint, Ui
 
 if TYPE_CHECKING:
     from slipstream.bench.measure import Comparison, Turn
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 _TARGET = "smollm2"
-_SHOWN_CHARACTERS = 400
-_CONTEXT = 1024  # tokens of the longest prompt shown, with room to spare
+_SHOWN_CHARACTERS = 400  # the beginning of each answer that is shown; longer answers would hide the speeds
+_CONTEXT = 1024  # tokens for the longest built-in prompt that the demo shows, with room to spare
 
 
 @dataclass(slots=True)
 class _Opponent:
-    """llama.cpp on the same prompts, where it is installed."""
+    """llama.cpp on the same prompts, if it is installed."""
 
     process: Rival
     answers: list[RivalAnswer] = field(default_factory=list)
@@ -63,24 +62,24 @@ class _Opponent:
 
 
 def command(
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of each answer.")] = 128,
     threads: o.Threads = 0,
     json_output: o.JsonOutput = False,
 ) -> None:
-    """See the default pair write the same text with and without its drafter."""
+    """Watch the default pair write the same text with and without its drafter."""
     from slipstream.bench import rival
-    from slipstream.bench.measure import Plan, compare
+    from slipstream.bench.measure import BenchPlan, compare
     from slipstream.bench.workloads import BUILT_IN, read_prompts
 
     ui = Ui(json_output)
-    plan = Plan(max_tokens=max_tokens)
+    plan = BenchPlan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in BUILT_IN]
     with closing(o.load(ui, _TARGET, "auto", o.engine_config(threads=threads))) as llm, ExitStack() as stack:
         describe = llm.describe()
         if not json_output:
             ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")
             ui.line(f"Weights in {describe['weight_format']}: {describe['format_choice']}")
-            ui.line("Coloured text was drafted and accepted; the rest is the target's own.")
+            ui.line("Coloured text was drafted and accepted; the target itself wrote the rest.")
         opponent = _opponent(llm, int(str(describe["threads"])), max_tokens, stack)
 
         def on_turn(turn: Turn) -> None:
@@ -110,7 +109,7 @@ def command(
 
 
 def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opponent | None:
-    """llama.cpp on the same file, warmed up, if the package is there."""
+    """llama.cpp on the same file, warmed up; None if its package is missing or cannot run."""
     from slipstream.bench import rival
     from slipstream.errors import SlipstreamError
 
@@ -121,18 +120,18 @@ def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opp
         process = stack.enter_context(rival.start(model, threads, _CONTEXT + max_tokens))
         process.complete([1] * 8, 8)
     except SlipstreamError:
-        return None  # the demo is about us: an opponent that cannot run here is no reason to end it
+        return None  # the demo shows this engine, so an opponent that cannot run here does not end it
     return _Opponent(process)
 
 
 def _show(ui: Ui, llm: LLM, turn: Turn, theirs: RivalAnswer | None) -> None:
-    """The beginning of one answer, tinted like in chat, and all speeds."""
+    """Shows the beginning of one answer, tinted as in chat, and all speeds."""
     from slipstream.text.detokenize import IncrementalDetokenizer
 
     question = " ".join(turn.question.split())
     ui.line()
     ui.line(f"> {question if len(question) <= 100 else question[:99] + '…'}")
-    tint = Tint(IncrementalDetokenizer(llm.tokenizer))
+    tint = DraftTint(IncrementalDetokenizer(llm.tokenizer))
     plain, auto = turn.answers["plain"], turn.answers["auto"]
     for text, drafted in tint.spans(auto.tokens, auto.text[:_SHOWN_CHARACTERS]):
         ui.write(text, DRAFTED_STYLE if drafted else None)

@@ -1,6 +1,7 @@
-"""Draws what was drafted and what was kept: a small block of lines per decoding step.
+"""Draws what each decoding step drafted and what was kept of it, as a small block of lines.
 
-The accepted path comes first, marked ✓; branches the target did not take hang under the token they follow, marked ✗.
+The accepted path comes first, marked ✓. Branches that the target did not take hang under the token they follow, marked
+✗.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 TextOf = Callable[[int], str]
 Line = list[Span]
 
-MAX_LINES = 8  # of one step
-_MARK_WIDTH = 2
+MAX_LINES = 8  # lines of one step at most; wider trees end with a count, so that an answer stays readable
+_MARK_WIDTH = 2  # columns of the mark at the start of a line
 _BETWEEN, _BRANCH, _BONUS = "│", "└", " ⇒ "
 
 
 def visible(text: str) -> str:
-    """A token's text with everything escaped that would move the cursor or not be seen."""
+    """A token's text, with every character escaped that would move the cursor or be invisible."""
     shown = text if text.strip(" ") else "␣" * len(text)
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in shown
@@ -34,7 +35,7 @@ def visible(text: str) -> str:
 
 
 def show_steps(ui: Ui, llm: LLM, steps: Sequence[StepRecord], stats: RequestStats | None) -> None:
-    """Draws an answer's steps once it is complete: drawing in between would count as decoding time."""
+    """Draws the steps of a complete answer, because drawing during it would count as decoding time."""
     for line in draw_steps(steps, llm.tokenizer.token_text, ui.err.width):
         ui.draw(line)
     if stats:
@@ -42,13 +43,13 @@ def show_steps(ui: Ui, llm: LLM, steps: Sequence[StepRecord], stats: RequestStat
 
 
 def draw_steps(steps: Sequence[StepRecord], text_of: TextOf, width: int = 100) -> Iterator[Line]:
-    """The lines of all steps; `text_of` gives a token's text on its own."""
+    """The lines of all steps; `text_of` returns the text of a single token."""
     for number, step in enumerate(steps, 1):
         yield from draw_step(number, step, text_of, width)
 
 
 def draw_step(number: int, step: StepRecord, text_of: TextOf, width: int = 100) -> list[Line]:
-    """One step in at most MAX_LINES lines."""
+    """Draws one step in at most MAX_LINES lines."""
     drawing = _Drawing(step, text_of, width)
     head: Line = [(_headline(number, step), "note")]
     path = drawing.accepted_path()
@@ -68,7 +69,7 @@ def _headline(number: int, step: StepRecord) -> str:
     outcome = f"{step.verdict.accepted} of {drafted} accepted" if drafted else "nothing drafted"
     parts = [f"step {number}", decision.choice, outcome, took, *_expectation(decision)]
     if step.verdict.failed:
-        parts.append("the target's numbers were not finite")
+        parts.append("the target's logits were not finite")
     if decision.reason:
         parts.append(visible(decision.reason))
     return " · ".join(parts)
@@ -83,7 +84,8 @@ def _expectation(decision: Decision) -> list[str]:
 def _branches(step: StepRecord) -> list[list[int]]:
     """The rejected rows as runs from a branching point to a leaf, likeliest first.
 
-    Rows stand in the order they were proposed in, parents first, so the run a branch hangs on always comes before it.
+    Rows stand in the order in which they were proposed, parents first, so the run that a branch hangs on comes before
+    it.
     """
     kept = set(step.verdict.path)
     runs: list[list[int]] = []
@@ -101,7 +103,7 @@ def _branches(step: StepRecord) -> list[list[int]]:
 
 
 class _Drawing:
-    """The columns tokens of one step end at, so that what follows a token can be put under its end."""
+    """Remembers the columns at which the tokens of one step end, so that a branch is drawn under its parent's end."""
 
     def __init__(self, step: StepRecord, text_of: TextOf, width: int) -> None:
         self._step, self._text_of, self._width = step, text_of, width
@@ -121,7 +123,7 @@ class _Drawing:
         return line
 
     def branch(self, rows: Sequence[int]) -> Line:
-        """One rejected run, cut at the width; a branching point too far right is moved left and marked …."""
+        """One rejected run, cut at the width; a branching point that is too far right is moved left and marked …."""
         furthest = self._width // 2
         after = self._ends.get(self._step.proposal.parents[rows[0]], furthest + 1)
         start = min(after, furthest)

@@ -1,4 +1,4 @@
-"""`slipstream generate`: one prompt in, one text out.
+"""`slipstream generate`: continues or answers one prompt.
 
 `slipstream generate --prompt "The capital of France is" --max-tokens 32 --json`
 """
@@ -23,17 +23,29 @@ from slipstream.types import GenEvent, SamplingParams, StepRecord, TokenOut
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
+_SAMPLING_NAMES = (
+    "temperature",
+    "seed",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+
 
 def command(
     target: o.Target = "smollm2",
     draft: o.Draft = "auto",
     draft_lora: o.DraftLora = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, raw text unless --chat.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; it is raw text unless --chat is given.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is stdin.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     max_tokens: o.MaxTokens = 256,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end token.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before these characters; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     mode: o.ModeName = None,
     plain: Annotated[bool, typer.Option("--plain", help="The same as --mode plain.")] = False,
     gate: o.GateName = None,
@@ -49,7 +61,7 @@ def command(
     presence_penalty: o.PresencePenalty = 0.0,
     frequency_penalty: o.FrequencyPenalty = 0.0,
     logprobs: Annotated[
-        int | None, typer.Option(help="Report each token's log-probability and the N likeliest (with --json).")
+        int | None, typer.Option(help="Report each token's log-probability and the N likeliest tokens (with --json).")
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.DeviceName = "auto",
@@ -66,26 +78,22 @@ def command(
     text = read_prompt(prompt, prompt_file)
     if logprobs is not None and not json_output:
         raise RequestError("--logprobs has nowhere to go", "add --json")
-    sampling = {
-        "temperature": temperature,
-        "seed": seed,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logprobs": logprobs,
-    }
-    SamplingParams(**sampling)  # type: ignore[arg-type]  # refuses bad values before a model is loaded for nothing
+    # The values are checked here, before a model is loaded in vain.
+    sampling = SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        logprobs=logprobs,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
     how = o.speculation(mode, gate, confidence, plain)
-    settings: dict[str, object] = {
-        **sampling,
-        **how.settings(),
-        "max_tokens": max_tokens,
-        "stop": tuple(stop or ()),
-        "ignore_eos": ignore_eos,
-    }
+    limits = {"max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos}
+    chosen = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
+    settings: dict[str, object] = {**limits, **how.settings(), **chosen}
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())

@@ -1,4 +1,4 @@
-"""`slipstream inspect`: what a model file holds, whether it is whole and sane, and whether it fits.
+"""`slipstream inspect`: shows what a model file holds, checks that it is complete and sane, and whether it fits.
 
 `slipstream inspect smollm2 --no-tensors`
 `slipstream inspect smollm2 --check --check-instruct --fit --memory 2GB`
@@ -24,50 +24,60 @@ if TYPE_CHECKING:
     from slipstream.tools.fit import FitReport
     from slipstream.tools.instruct import InstructReport
 
-INCOMPLETE = 1  # exit code, of a check that found something as well
+INCOMPLETE = 1  # exit code of an incomplete file, and of a check that found a problem
 _CHECKS = "Checks"
+
+CheckFlag = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        rich_help_panel=_CHECKS,
+        help="Check data, metadata, tensors and values; the exit code is 1 if something is wrong.",
+    ),
+]
+InstructFlag = Annotated[
+    bool,
+    typer.Option(
+        "--check-instruct",
+        rich_help_panel=_CHECKS,
+        help="Refuse a base model under a drafter that was trained on the instruct model, with exit code 1.",
+    ),
+]
+FitFlag = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        rich_help_panel=_CHECKS,
+        help="Say whether this target with --draft fits into --memory; the exit code is 1 if it does not.",
+    ),
+]
+DrafterName = Annotated[
+    str,
+    typer.Option(rich_help_panel=_CHECKS, help="The target's drafter; 'auto' is the pair's own, 'none' means without."),
+]
+ContextTokens = Annotated[
+    int, typer.Option(min=0, rich_help_panel=_CHECKS, help="Tokens of a sequence; 0 is all that the target allows.")
+]
+MemorySize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_CHECKS,
+        show_default="what is free",
+        help="Memory for --fit, such as 8GB or 512MiB.",
+    ),
+]
 
 
 def command(
     file: Annotated[str, typer.Argument(help="A model file or folder, a short name or a hub id.")],
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            rich_help_panel=_CHECKS,
-            help="Check data, metadata, tensors and values; exit code 1 if something is wrong.",
-        ),
-    ] = False,
-    check_instruct: Annotated[
-        bool,
-        typer.Option(
-            "--check-instruct",
-            rich_help_panel=_CHECKS,
-            help="Refuse a base model under a drafter trained on the instruct one; exit code 1 if so.",
-        ),
-    ] = False,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            rich_help_panel=_CHECKS,
-            help="Does this target with --draft fit into --memory; exit code 1 if it does not.",
-        ),
-    ] = False,
-    draft: Annotated[
-        str,
-        typer.Option(rich_help_panel=_CHECKS, help="The target's drafter; 'auto' is the pair's own, 'none' is none."),
-    ] = "auto",
-    context: Annotated[
-        int, typer.Option(min=0, rich_help_panel=_CHECKS, help="Tokens of a sequence; 0 is all the target allows.")
-    ] = 0,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", rich_help_panel=_CHECKS, show_default="what is free", help="Such as 8GB or 512MiB."
-        ),
-    ] = None,
+    check: CheckFlag = False,
+    check_instruct: InstructFlag = False,
+    fit: FitFlag = False,
+    draft: DrafterName = "auto",
+    context: ContextTokens = 0,
+    memory: MemorySize = None,
     dtype: o.Dtype = "auto",
     json_output: o.JsonOutput = False,
 ) -> None:
@@ -92,7 +102,7 @@ def command(
     else:
         draw(ui, report, tensors)
     if not report["complete"]:
-        # A script that asks whether a download is whole must not have to read the report.
+        # The exit code tells a script whether a download is complete, so that it need not read the report.
         raise typer.Exit(INCOMPLETE)
 
 
@@ -106,7 +116,7 @@ def _run_checks(
     memory: str | None,
     dtype: WeightFormat,
 ) -> bool:
-    """Runs what was asked for and shows it; whether all of it is well."""
+    """Runs and shows the wanted checks (check, instruct, fit); returns whether all of them passed."""
     shown: dict[str, object] = {"path": str(path)}
     passed = True
     check, instruct, fit = wanted
@@ -166,11 +176,11 @@ def draw(ui: Ui, report: Mapping[str, Any], tensors: bool) -> None:
         ui.table("Tensors", _tensor_table(report["tensors"]))
     ui.table("By type", _totals_table(report["totals"]))
     if report["problem"]:
-        ui.warn(f"Not complete: {report['problem']}; fetch it again.")
+        ui.warn(f"The file is not complete: {report['problem']}; fetch it again.")
 
 
 def draw_checks(ui: Ui, title: str, checks: Sequence[Check]) -> None:
-    """A line per check, then every problem in a line of its own."""
+    """Draws one line per check, then one line per problem."""
     rows = [[check.name, "pass" if check.passed else "FAIL", check.seen] for check in checks]
     ui.table(title, _words_table(["check", "", "looked at"], rows))
     for check in checks:
@@ -209,7 +219,7 @@ def draw_fit(ui: Ui, needs: FitReport) -> None:
 
 
 def _words_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of sentences, which read better from the left."""
+    """A table of sentences, whose columns are aligned left."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The `slipstream` command: its verbs, and the one place where an error becomes a sentence and an exit code.
+"""The `slipstream` command: its verbs, and the one place that turns an error into a sentence and an exit code.
 
 `slipstream generate --prompt "Once upon a time"`
 """
@@ -17,9 +17,10 @@ from slipstream.cli import bench, chat, compare, convert, demo, generate, inspec
 from slipstream.errors import SlipstreamError, SourceError
 from slipstream.version import __version__
 
-BAD_INPUT = 2
-INTERRUPTED = 130
-# how the system, torch on a CPU or GPU, and the loader of shared libraries say that memory is used up
+BAD_INPUT = 2  # exit code when a sentence on stderr says what is wrong
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells use it (128 + SIGINT)
+# Parts of the messages by which the system, torch on a CPU or GPU, and the loader of shared libraries report that
+# memory is used up. A message that matches none of them is shown as an unknown error with its traceback.
 _NO_MEMORY = (os.strerror(errno.ENOMEM), "can't allocate memory", "out of memory", "failed to map segment")
 
 app = typer.Typer(
@@ -57,14 +58,14 @@ def main(
 
 
 def _complain(message: str) -> None:
-    with suppress(OSError):  # there is nowhere else to say it
+    with suppress(OSError):  # if stderr cannot be written, there is nowhere else to report it
         print(f"slipstream: {' '.join(message.split())}", file=sys.stderr)
 
 
 def run() -> None:
-    """Runs the command line and exits: 0, 2 with one sentence on what is wrong, or 130 when interrupted.
+    """Runs the command line and exits with 0, with 2 and one sentence about what is wrong, or with 130 if interrupted.
 
-    Where the reader of its output has left, as in `| head`, it exits silently with 1.
+    If the reader of the output has gone, as in `| head`, it exits silently with 1.
     """
     try:
         _prepare_streams()
@@ -87,17 +88,17 @@ def run() -> None:
 
 def _prepare_streams() -> None:
     if sys.stderr is None:
-        # a file that is opened later must not get the number of standard error, and be written errors into
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+        # Without this, a file that is opened later would get the number of standard error and receive its messages.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # it stays open as long as the process runs
     if sys.stdout is None:
         raise SourceError("standard output is closed", "send it to a file, or to /dev/null")
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character must not end the program.
+        # A character that the terminal cannot show must not end the program.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def _explain(error: Exception) -> str | None:
-    """One sentence for an error that is no mistake of ours; None for all others, which need their traceback."""
+    """One sentence for an error with a known cause; None for any other error, which needs its traceback."""
     if isinstance(error, SlipstreamError):
         return str(error)
     if isinstance(error, typer.TyperException):
@@ -111,13 +112,13 @@ def _explain(error: Exception) -> str | None:
 
 
 def _settle(stream: TextIO | None) -> None:
-    """Empties a stream that takes no more: Python flushes it on the way out, and would complain about it again."""
+    """Empties a stream that takes no more, because Python would flush it again at exit and report the error twice."""
     if stream is None:
         return
     try:
         stream.flush()
     except ValueError:
-        return  # it is closed already
+        return  # the stream is already closed
     except OSError:
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""The options several verbs share, declared once, and the step from options to a loaded engine."""
+"""The options that several verbs share, declared once, and the way from options to a loaded engine."""
 
 from __future__ import annotations
 
@@ -19,40 +19,57 @@ if TYPE_CHECKING:
 _MODEL, _SAMPLING, _SPECULATION = "Model", "Sampling", "Speculation"
 
 Target = Annotated[
-    str, typer.Option(help="Target model: a short name, a folder, a .gguf file or a hub id.", rich_help_panel=_MODEL)
+    str,
+    typer.Option(help="The target model: a short name, a folder, a .gguf file or a hub id.", rich_help_panel=_MODEL),
 ]
 Draft = Annotated[
-    str, typer.Option(help="Drafter: like --target; 'auto' is the pair's own, 'none' is none.", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        help="The drafter, named like --target; 'auto' is the pair's own, 'none' loads none.", rich_help_panel=_MODEL
+    ),
 ]
-Dtype = Annotated[WeightFormat, typer.Option("--dtype", help="Weight format; 'auto' measures.", rich_help_panel=_MODEL)]
+Dtype = Annotated[
+    WeightFormat,
+    typer.Option("--dtype", help="The weight format; 'auto' measures and takes the fastest.", rich_help_panel=_MODEL),
+]
 DeviceName = Annotated[
-    Device, typer.Option("--device", help="Where to run; 'auto' is a GPU if there is one.", rich_help_panel=_MODEL)
+    Device,
+    typer.Option("--device", help="The device to run on; 'auto' takes a GPU if there is one.", rich_help_panel=_MODEL),
 ]
 KernelChoice = Annotated[
     Kernels,
     typer.Option(
-        "--kernels", rich_help_panel=_MODEL, help="On a GPU: Triton's, or plain torch to compare with (slow)."
+        "--kernels",
+        rich_help_panel=_MODEL,
+        help="Which kernels a GPU runs: Triton's, or plain torch operations, which are slow and serve for comparison.",
     ),
 ]
 NoGraphs = Annotated[
-    bool, typer.Option("--no-graphs", help="On a GPU: launch every kernel anew.", rich_help_panel=_MODEL)
+    bool,
+    typer.Option(
+        "--no-graphs",
+        help="On a GPU, launch every kernel by itself instead of replaying captured graphs.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
         rich_help_panel=_MODEL,
-        help="On a GPU: keep steps of large batches so small that speculative text equals plain text to the bit.",
+        help="On a GPU, keep batches so small that speculative text equals plain text to the bit.",
     ),
 ]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0 is every core it may use.", rich_help_panel=_MODEL)]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 uses every core it may use.", rich_help_panel=_MODEL)]
 MaxContext = Annotated[
-    int, typer.Option(help="Tokens a sequence may hold; 0 is what the target allows.", rich_help_panel=_MODEL)
+    int, typer.Option(help="Tokens that one sequence may hold; 0 is what the target allows.", rich_help_panel=_MODEL)
 ]
 DraftWindow = Annotated[
     int | None,
     typer.Option(
-        help="Context tokens the drafter sees; 0 is all.", show_default="the drafter's own", rich_help_panel=_MODEL
+        help="Context tokens that the drafter sees; 0 shows it all.",
+        show_default="the drafter's own",
+        rich_help_panel=_MODEL,
     ),
 ]
 DraftLora = Annotated[
@@ -61,11 +78,11 @@ DraftLora = Annotated[
         "--draft-lora",
         metavar="[NAME=]PATH[@SCALE]",
         rich_help_panel=_MODEL,
-        help="A LoRA adapter for the drafter; may be repeated. The last one drafts; 'base' is the drafter without any.",
+        help="A LoRA adapter for the drafter; repeatable. The last one drafts; 'base' is the drafter without any.",
     ),
 ]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+MaxTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
 ModeName = Annotated[
     str | None,
     typer.Option(
@@ -73,7 +90,7 @@ ModeName = Annotated[
         metavar="NAME",
         rich_help_panel=_SPECULATION,
         show_default="auto with a drafter, else plain",
-        help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (holds the likeliest chain) or auto.",
+        help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (begins with the likeliest chain) or auto.",
     ),
 ]
 GateName = Annotated[
@@ -83,7 +100,7 @@ GateName = Annotated[
         metavar="NAME",
         rich_help_panel=_SPECULATION,
         show_default="auto in mode auto, else off",
-        help="When to stop speculating: entropy, ema, auto or off; thresholds as KIND:name=value,...",
+        help="The rule that ends speculation: entropy, ema, auto or off; KIND:name=value,... sets thresholds.",
     ),
 ]
 Confidence = Annotated[
@@ -93,7 +110,7 @@ Confidence = Annotated[
         metavar="X",
         rich_help_panel=_SPECULATION,
         show_default="0, off",
-        help="Draft up to the first token the drafter's confidence head trusts less than this.",
+        help="Draft only up to the first token that the drafter's confidence head trusts less than this.",
     ),
 ]
 ShowDrafts = Annotated[
@@ -101,21 +118,35 @@ ShowDrafts = Annotated[
     typer.Option(
         "--show-drafts",
         rich_help_panel=_SPECULATION,
-        help="Draw each step's drafts and which of them were kept, on stderr; with --json: list the steps.",
+        help="Draw the drafts of each step and which of them were kept, on stderr; with --json, list the steps.",
     ),
 ]
 TraceFile = Annotated[
     str | None,
-    typer.Option("--trace", metavar="FILE", rich_help_panel=_SPECULATION, help="Write a JSON line per decoding step."),
+    typer.Option(
+        "--trace", metavar="FILE", rich_help_panel=_SPECULATION, help="Write one JSON line per decoding step."
+    ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[
+    float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[float, typer.Option(help="Keep tokens this likely relative to the best.", rich_help_panel=_SAMPLING)]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 discourages; 1 is off.", rich_help_panel=_SAMPLING)]
-PresencePenalty = Annotated[float, typer.Option(help="Off a logit once a token was used.", rich_help_panel=_SAMPLING)]
-FrequencyPenalty = Annotated[float, typer.Option(help="Off a logit per use of a token.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float, typer.Option(help="Keep the likeliest tokens up to this total probability.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float, typer.Option(help="Keep tokens at least this likely relative to the best one.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1 it makes used tokens less likely; 1 is off.", rich_help_panel=_SAMPLING)
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtracted from a token's logit once the token was used.", rich_help_panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Subtracted from a token's logit for every use of it.", rich_help_panel=_SAMPLING)
+]
 
 
 def engine_config(
@@ -141,9 +172,9 @@ def engine_config(
 
 
 def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequence[str] = ()) -> LLM:
-    """The engine for a pair and its adapters, with a progress bar for whatever takes long."""
+    """Loads the engine for a pair and its adapters, and shows a progress bar for work that takes long."""
     with ui.loading() as progress:
-        # Imported here: the engine brings torch, which `--help` and bad options must not wait for.
+        # The engine imports torch, which takes seconds; `--help` and refused options must not wait for it.
         from slipstream.engine.llm import LLM
 
         adapters = [source for source in draft_lora if source != BASE_VARIANT]
@@ -155,13 +186,13 @@ def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequ
 
 
 def chosen_variant(llm: LLM, draft_lora: Sequence[str]) -> str:
-    """The name of the variant that was asked for last."""
+    """The name of the draft variant that the last --draft-lora asked for."""
     return llm.draft_variants[-1] if draft_lora and draft_lora[-1] != BASE_VARIANT else BASE_VARIANT
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """How to speculate as far as it was said; the rest is the engine's choice."""
+class SpeculationOptions:
+    """The speculation settings that the user gave; the engine chooses the others."""
 
     mode: Mode | None = None
     gate: Gate | None = None
@@ -170,11 +201,11 @@ class Speculation:
     def __post_init__(self) -> None:
         mode = self.resolved_mode(has_draft=True)
         gate = self.gate or Gate("auto" if mode.kind == "auto" else "off")
-        # The engine would refuse it too, but only after a model was loaded for nothing.
+        # The engine would refuse bad settings too, but only after a model was loaded in vain.
         Request("check", (0,), mode=mode, gate=gate, min_confidence=self.min_confidence or 0.0)
 
     def resolved_mode(self, has_draft: bool) -> Mode:
-        """The mode a request will run in: the gate of mode auto is its own, any other needs a mode to gate."""
+        """The mode that a request will run in: a gate other than 'auto' needs a fixed mode, which is then 'chain'."""
         if self.mode is not None:
             return self.mode
         if not has_draft:
@@ -182,7 +213,7 @@ class Speculation:
         return Mode("auto" if self.gate is None or self.gate.kind == "auto" else "chain")
 
     def settings(self) -> dict[str, object]:
-        """The settings of a request, without those that were left to the engine."""
+        """The settings of a request, without those that are left to the engine."""
         said = {"mode": self.mode, "gate": self.gate}
         settings: dict[str, object] = {name: str(value) for name, value in said.items() if value is not None}
         if self.min_confidence is not None:
@@ -192,12 +223,12 @@ class Speculation:
 
 def speculation(
     mode: str | None, gate: str | None = None, confidence: float | None = None, plain: bool = False
-) -> Speculation:
-    """Reads the options; a bad or contradictory value is refused."""
+) -> SpeculationOptions:
+    """Reads the options and refuses bad or contradictory values."""
     if plain:
         if mode is not None and mode != "plain":
             raise RequestError(f"--plain contradicts --mode {mode}", "give one of them")
         mode = "plain"
-    return Speculation(
+    return SpeculationOptions(
         None if mode is None else Mode.parse(mode), None if gate is None else Gate.parse(gate), confidence
     )

@@ -1,4 +1,4 @@
-"""`slipstream quantize`: a GGUF file with its matrices in another type, and what that costs.
+"""`slipstream quantize`: writes a GGUF file with its matrices in another type, and reports the errors this makes.
 
 `slipstream quantize drafter.gguf drafter.q4-mix.gguf --type q4-mix`
 """
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 def command(
     source: Annotated[str, typer.Argument(metavar="IN", help="A GGUF file, a short name or a hub id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The GGUF file to write.")],
-    recipe: Annotated[RecipeName, typer.Option("--type", help="Type of the matrices, or a mix of types.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it is there.")] = False,
+    recipe: Annotated[RecipeName, typer.Option("--type", help="The type of the matrices, or a mix of types.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
     json_output: o.JsonOutput = False,
 ) -> None:
     """Store the matrices of a GGUF file in another type; norms and vectors stay F32.
 
-    q4_k_m: llama.cpp's mix of Q4_K and Q6_K. q4-mix: Q4_0 in the layers, Q8_0 in heads, projections and token tables.
-    Where rows do not divide by 256, q4_k becomes q5_0, q5_k q5_1 and q6_k q8_0; where not by 32 either, f16 or bf16.
-    What already has its type is copied.
+    q4_k_m is llama.cpp's mix of Q4_K and Q6_K. q4-mix uses Q4_0 in the layers and Q8_0 in heads, projections and token
+    tables. A matrix whose rows do not divide by 256 gets q5_0 instead of q4_k, q5_1 instead of q5_k and q8_0 instead of
+    q6_k; if they do not divide by 32 either, it gets f16 or bf16. A tensor that already has its type is copied.
     """
     from slipstream.formats.sources import resolve
     from slipstream.tools.requantize import quantize_file

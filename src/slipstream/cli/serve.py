@@ -1,4 +1,4 @@
-"""`slipstream serve`: the server people leave running, for OpenAI's and Anthropic's clients and a browser.
+"""`slipstream serve`: a long-running server for clients of OpenAI's and Anthropic's APIs and for a browser.
 
 `slipstream serve smollm2`, or `slipstream serve --models models.toml --port 8000`
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.ui import Ui
-from slipstream.config import EngineConfig
+from slipstream.config import Device, EngineConfig, Kernels, WeightFormat
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 _LISTENING, _LIMITS, _MODELS, _RECORDS = "Listening", "Limits", "Model", "Records"
 _DEFAULT_MODEL = "smollm2"
+# Requests that may wait. Each waiting request holds its prompt in memory; a client that gets 429 tries again later.
 _DEFAULT_QUEUE = 256
 
 
 ModelName = Annotated[
-    str | None, typer.Argument(help="A short name, a folder, a .gguf file or a hub id.", show_default=_DEFAULT_MODEL)
+    str | None,
+    typer.Argument(help="The model: a short name, a folder, a .gguf file or a hub id.", show_default=_DEFAULT_MODEL),
 ]
 ModelsFile = Annotated[
     Path | None,
@@ -37,14 +39,16 @@ ModelsFile = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="Drafter: like MODEL; 'auto' or 'none'.", show_default="auto", rich_help_panel=_MODELS),
+    typer.Option(
+        help="The drafter, named like MODEL; also 'auto' or 'none'.", show_default="auto", rich_help_panel=_MODELS
+    ),
 ]
 DraftLora = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]PATH[@SCALE]",
         rich_help_panel=_MODELS,
-        help="A LoRA adapter as a variant of the drafter (may be given again); requests name it as draft_lora.",
+        help="A LoRA adapter as a variant of the drafter; repeatable. Requests name it in the field draft_lora.",
     ),
 ]
 DraftLoraFolder = Annotated[
@@ -53,7 +57,7 @@ DraftLoraFolder = Annotated[
         metavar="FOLDER",
         show_default="nowhere",
         rich_help_panel=_MODELS,
-        help="Let clients add adapters from this folder, and remove variants, while the server runs.",
+        help="Let clients add adapters from this folder, and remove draft variants, while the server runs.",
     ),
 ]
 Memory = Annotated[
@@ -62,7 +66,7 @@ Memory = Annotated[
         metavar="SIZE",
         show_default="what is free",
         rich_help_panel=_MODELS,
-        help="Memory for all models together, like 4G; the least recently used one makes room.",
+        help="Memory for all models together, such as 4G; the least recently used model is unloaded to make room.",
     ),
 ]
 Idle = Annotated[
@@ -71,7 +75,7 @@ Idle = Annotated[
         metavar="SECONDS",
         show_default="never",
         rich_help_panel=_MODELS,
-        help="Put a model to sleep after so long without requests.",
+        help="Unload a model after this time without requests; the next request loads it again.",
     ),
 ]
 MaxSequences = Annotated[
@@ -80,37 +84,44 @@ MaxSequences = Annotated[
 MaxQueue = Annotated[
     int | None,
     typer.Option(
-        help="Requests that may wait; more get 429.", show_default=str(_DEFAULT_QUEUE), rich_help_panel=_LIMITS
+        help="Requests that may wait; the server answers further ones with 429.",
+        show_default=str(_DEFAULT_QUEUE),
+        rich_help_panel=_LIMITS,
     ),
 ]
-MaxBody = Annotated[str, typer.Option(metavar="SIZE", help="Largest request body.", rich_help_panel=_LIMITS)]
+MaxBody = Annotated[
+    str, typer.Option(metavar="SIZE", help="The largest request body that is accepted.", rich_help_panel=_LIMITS)
+]
 Timeout = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", help="Longest a request may take.", show_default="no limit", rich_help_panel=_LIMITS
+        metavar="SECONDS", help="The longest a request may take.", show_default="no limit", rich_help_panel=_LIMITS
     ),
 ]
 Grace = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="How long running requests may go on after SIGTERM.", rich_help_panel=_LIMITS),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_LISTENING)]
-Port = Annotated[int, typer.Option(help="Port; 0 is a free one.", rich_help_panel=_LISTENING)]
+Host = Annotated[str, typer.Option(help="The address to listen on.", rich_help_panel=_LISTENING)]
+Port = Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
         rich_help_panel=_LISTENING,
-        help="Ask for this key (may be given again). SLIPSTREAM_API_KEY does the same and shows in no process list.",
+        help="Require this key; repeatable. SLIPSTREAM_API_KEY does the same and appears in no process list.",
     ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Ask for one of these keys, one a line.", rich_help_panel=_LISTENING)
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Require one of the keys in this file, one per line.", rich_help_panel=_LISTENING
+    ),
 ]
 Cors = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="ORIGIN", help="Let web pages of this origin ask (may be given again).", rich_help_panel=_LISTENING
+        metavar="ORIGIN", help="Let web pages of this origin send requests; repeatable.", rich_help_panel=_LISTENING
     ),
 ]
 AllowHost = Annotated[
@@ -118,14 +129,14 @@ AllowHost = Annotated[
     typer.Option(
         metavar="NAME",
         rich_help_panel=_LISTENING,
-        help="Answer under this name as well, as a proxy or your DNS calls it (may be given again); * is any.",
+        help="Also answer requests for this host name, such as that of a proxy; repeatable. * allows any.",
     ),
 ]
 AllowPriority = Annotated[
-    bool, typer.Option("--allow-priority", help="Let requests ask to go before others.", rich_help_panel=_LIMITS)
+    bool, typer.Option("--allow-priority", help="Let requests ask to run before others.", rich_help_panel=_LIMITS)
 ]
 StreamSocket = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Also speak NDJSON on this Unix socket.", rich_help_panel=_LISTENING)
+    Path | None, typer.Option(metavar="PATH", help="Also serve NDJSON on this Unix socket.", rich_help_panel=_LISTENING)
 ]
 Record = Annotated[
     Path | None,
@@ -133,13 +144,54 @@ Record = Annotated[
         metavar="FOLDER",
         rich_help_panel=_RECORDS,
         show_default="off",
-        help="Write every conversation, prompts and answers included, into this folder.",
+        help="Write every conversation, with prompts and answers, into this folder.",
     ),
 ]
 LogPrompts = Annotated[
-    bool, typer.Option("--log-prompts", help="Let prompts and answers into the log.", rich_help_panel=_RECORDS)
+    bool, typer.Option("--log-prompts", help="Let prompts and answers appear in the log.", rich_help_panel=_RECORDS)
 ]
-JsonLines = Annotated[bool, typer.Option("--json", help="Start lines and log lines as JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print start lines and log lines as JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class SingleModelOptions:
+    """The options that describe the model of a server of one model; a models file describes several models instead."""
+
+    model: str | None = None
+    draft: str | None = None
+    mode: str | None = None
+    dtype: WeightFormat = "auto"
+    device: Device = "auto"
+    kernels: Kernels = "triton"
+    no_graphs: bool = False
+    exact: bool = False
+    threads: int = 0
+    max_context: int = 0
+    max_sequences: int | None = None
+    max_queue: int | None = None
+    draft_lora: Sequence[str] = ()
+
+    def first_given(self) -> str | None:
+        """The name on the command line of the first option that does not have its default; None without any."""
+        given = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        name = next(given, None)
+        return name if name is None else "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+    def spec(self) -> ModelSpec:
+        """What the router needs to load the model."""
+        from slipstream.server.serving.model_files import ModelSpec
+
+        config = o.engine_config(
+            self.dtype, self.threads, self.max_context, None, self.device, self.kernels, self.no_graphs, self.exact
+        )
+        engine = replace(
+            config,
+            max_sequences=EngineConfig().max_sequences if self.max_sequences is None else self.max_sequences,
+            max_waiting=_DEFAULT_QUEUE if self.max_queue is None else self.max_queue,
+        )
+        defaults = {} if self.mode is None else {"mode": str(o.speculation(self.mode).mode)}
+        target, draft = self.model or _DEFAULT_MODEL, self.draft or "auto"
+        return ModelSpec.from_options(target, draft, engine=engine, defaults=defaults, draft_lora=self.draft_lora)
 
 
 def command(
@@ -175,9 +227,24 @@ def command(
     log_prompts: LogPrompts = False,
     json_output: JsonLines = False,
 ) -> None:
-    """Serve a model, or several, until SIGTERM or Ctrl-C; a second one does not wait for running requests."""
+    """Serve one or several models until SIGTERM or Ctrl-C; a second one ends running requests at once."""
     from slipstream.server.operations.server_state import ServerSettings, read_api_keys, read_bytes
-    from slipstream.server.serving.router import ModelRouter
+
+    options = SingleModelOptions(
+        model,
+        draft,
+        mode,
+        dtype,
+        device,
+        kernels,
+        no_graphs,
+        exact,
+        threads,
+        max_context,
+        max_sequences,
+        max_queue,
+        tuple(draft_lora or ()),
+    )
 
     settings = ServerSettings(
         host=host,
@@ -192,50 +259,19 @@ def command(
         log_prompts=log_prompts,
         draft_lora_folder=draft_lora_folder,
     )
-    budget = None if memory is None else read_bytes(memory)
-    ui = Ui(json_output)
-    if models is not None:
-        said: dict[str, object] = {
-            "MODEL": model,
-            "--draft": draft,
-            "--mode": mode,
-            "--dtype": dtype != "auto" or None,
-            "--device": device != "auto" or None,
-            "--kernels": kernels != "triton" or None,
-            "--no-graphs": no_graphs or None,
-            "--exact": exact or None,
-            "--threads": threads or None,
-            "--max-context": max_context or None,
-            "--max-sequences": max_sequences,
-            "--max-queue": max_queue,
-            "--draft-lora": draft_lora or None,
-        }
-        router = _several(models, said, budget, idle)
-    else:
-        engine = replace(
-            o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs, exact),
-            max_sequences=EngineConfig().max_sequences if max_sequences is None else max_sequences,
-            max_waiting=_DEFAULT_QUEUE if max_queue is None else max_queue,
-        )
-        spec = _single(model or _DEFAULT_MODEL, draft or "auto", draft_lora or (), mode, engine)
-        router = ModelRouter([spec], memory_budget=budget, idle_s=idle or 0.0)
-    _serve(ui, settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
+    router = _router(options, models, None if memory is None else read_bytes(memory), idle)
+    _serve(Ui(json_output), settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
 
 
-def _several(models: Path, said: dict[str, object], budget: int | None, idle: float | None) -> ModelRouter:
+def _router(options: SingleModelOptions, models: Path | None, budget: int | None, idle: float | None) -> ModelRouter:
     from slipstream.server.serving.router import ModelRouter
 
-    misplaced = next((name for name, value in said.items() if value is not None), None)
+    if models is None:
+        return ModelRouter([options.spec()], memory_budget=budget, idle_s=idle or 0.0)
+    misplaced = options.first_given()
     if misplaced is not None:
-        raise ConfigError(f"{misplaced} is for a server of one model", f"say it in {models}, for the model it is for")
+        raise ConfigError(f"{misplaced} is for a server of one model", f"set it for the model in {models}")
     return ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
-
-
-def _single(target: str, draft: str, draft_lora: Sequence[str], mode: str | None, engine: EngineConfig) -> ModelSpec:
-    from slipstream.server.serving.model_files import ModelSpec
-
-    defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}
-    return ModelSpec.from_options(target, draft, engine=engine, defaults=defaults, draft_lora=draft_lora)
 
 
 def _serve(
@@ -271,7 +307,7 @@ def _serve(
         on_ready=ready,
     )
     if settings.host not in LOOPBACK and not settings.api_keys:
-        ui.warn(f"Everybody who can reach {settings.host} may use this server; --api-key asks for a key.")
+        ui.warn(f"Anyone who can reach {settings.host} may use this server; --api-key makes it require a key.")
     assert state.recorder is not None
     state.recorder.start()
     if ui.json_output:

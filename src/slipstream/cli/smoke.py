@@ -1,4 +1,4 @@
-"""`slipstream smoke`: checks running servers as a stranger would.
+"""`slipstream smoke`: checks running servers from the outside, without knowing anything about them.
 
 `slipstream smoke http://localhost:8080`
 """
@@ -19,28 +19,29 @@ from slipstream.errors import RequestError
 if TYPE_CHECKING:
     from slipstream.tools.server_checks import CheckResult, ServerReport
 
-FAILED = 1
-NOTHING_REACHABLE = 2
+FAILED = 1  # exit code when a check failed
+NOTHING_REACHABLE = 2  # exit code when no server answered
 _MARKS = {"pass": "[green]pass[/]", "fail": "[bold red]FAIL[/]", "skip": "[dim]skip[/]"}
 
 
 def command(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Servers, such as http://localhost:8080.")],
     api_key: Annotated[
-        str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key the servers ask for.", show_default="none")
+        str | None,
+        typer.Option(envvar="SLIPSTREAM_API_KEY", help="The key that the servers require.", show_default="none"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model to ask for.", show_default="the first ready one")] = None,
+    model: Annotated[str | None, typer.Option(help="The model to ask for.", show_default="the first ready one")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds one request may take.")] = 60.0,
     json_output: JsonOutput = False,
 ) -> None:
-    """Check running servers as a stranger would: chat, streams, drafts, caches, disconnects.
+    """Check running servers from the outside: chat, streams, drafts, caches, disconnects.
 
-    Any server with OpenAI's API will do; what it does not offer is skipped. Exit code 0: every check of every server
-    that answers passed; 1: a check failed; 2: no server answers.
+    Any server with OpenAI's API will do; checks of what it does not offer are skipped. Exit code 0: every check of
+    every server that answers passed; 1: a check failed; 2: no server answers.
     """
     if not timeout > 0:
         raise RequestError(f"--timeout is {timeout:g}", "it must be above 0")
-    # Imported here: --help must not wait for an HTTP client.
+    # The HTTP client is imported here, because --help must not wait for it.
     from slipstream.tools.server_checks import CHECKS, smoke
 
     ui = Ui(json_output)
@@ -58,7 +59,7 @@ def command(
 
 
 def draw(ui: Ui, reports: Sequence[ServerReport]) -> None:
-    """One server: its checks with their sentences. Several: a column each, then what did not pass, in words."""
+    """Draws one server's checks with their sentences; several servers as columns, then what did not pass in words."""
     reached = [report for report in reports if not report.unreachable]
     if len(reached) == 1:
         ui.table(_title(reached[0]), _one_server(reached[0].checks))

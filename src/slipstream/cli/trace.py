@@ -1,4 +1,6 @@
-"""A trace of decoding: one JSON line per step, on disk before the next step begins, so that a killed run keeps its own.
+"""Writes a trace of decoding: one JSON line per step, which is on disk before the next step begins.
+
+A run that is killed therefore keeps the lines of all its finished steps.
 
 `slipstream generate --prompt "Once upon a time" --trace steps.jsonl`
 """
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Trace:
-    """The file of --trace, or nothing at all where no trace was asked for."""
+    """The file of --trace; without a path it writes nothing."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -26,12 +28,12 @@ class Trace:
         self._file = None
         if path is not None:
             try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed on leaving the trace
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # `__exit__` closes it
             except OSError as error:
                 raise SourceError(f"cannot write the trace {path}: {error.strerror}", "name another file") from error
 
     def record(self, mode: str, event: GenEvent, tokenizer: Tokenizer) -> None:
-        """Writes the step behind an event; `mode` is what the request asked for, the step says what was chosen."""
+        """Writes the step of an event; `mode` is what the request asked for, the step says what was chosen."""
         if self._file is None or event.step is None:
             return
         self._steps[event.request_id] += 1
@@ -53,6 +55,6 @@ class Trace:
 
     def __exit__(self, *exc: object) -> Literal[False]:
         if self._file is not None:
-            with suppress(OSError):  # every line was flushed: what closing cannot write has been complained about
+            with suppress(OSError):  # every line was flushed, so an error of the disk has already been reported
                 self._file.close()
         return False

@@ -1,14 +1,15 @@
-"""Everything drawn on a terminal: streamed and tinted text, footers, tables and progress bars.
+"""Everything that is drawn on a terminal: streamed and tinted text, footers, tables and progress bars.
 
-Results go to stdout, everything else to stderr; bars are drawn only where stderr is a terminal.
+Results go to stdout and everything else to stderr; progress bars are drawn only if stderr is a terminal.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,21 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.stats import PolicyStats, RequestStats
+from slipstream.types import TokenOut
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 LoadProgress = Callable[[str, int, int], None]
-Span = tuple[str, Literal["accepted", "rejected", "bonus", "note"]]  # a piece of a drawn step and what it shows
+Span = tuple[str, Literal["accepted", "rejected", "bonus", "note"]]  # a piece of a drawn step, and its role
 DRAFTED_STYLE = "cyan"
 _SPAN_STYLES = {"accepted": "bold cyan", "rejected": "dim", "bonus": "bold", "note": ""}
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
-_BAR_WIDTH = 40
+_BAR_CHARACTERS = 40  # Width of the longest bar; names and remarks beside wider bars would not fit into 80 columns.
 
 
 class Ui:
-    """The two streams of one command; with `json_output` stdout belongs to `print_json` alone."""
+    """The two output streams of one command; with `json_output` only `print_json` writes to stdout."""
 
     def __init__(self, json_output: bool = False) -> None:
         self.json_output = json_output
@@ -38,37 +40,37 @@ class Ui:
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def print_json(self, value: Mapping[str, object]) -> None:
-        # ASCII, so that the object survives any locale of the terminal or pipe.
+        # The output is ASCII, so that it survives any locale of the terminal or pipe.
         print(json.dumps(value), flush=True)
 
     def write(self, text: str, style: str | None = None) -> None:
-        """Text as it comes, without a line end, markup or wrapping."""
+        """Writes a piece of text without a line end, markup or wrapping."""
         self.out.out(text, style=style, end="", highlight=False)
         self.out.file.flush()
 
     def line(self, text: str = "") -> None:
-        """One line of a result."""
+        """Prints one line of a result on stdout."""
         self.out.print(escape(text))
 
     def note(self, text: str) -> None:
-        """A remark beside the result."""
+        """Prints a remark on stderr."""
         self.err.print(escape(text), style="dim")
 
     def warn(self, text: str) -> None:
         self.err.print(escape(text), style="yellow")
 
     def draw(self, spans: Sequence[Span]) -> None:
-        """One line of a drawing beside the result."""
+        """Prints one line of a drawing on stderr."""
         self.err.print(Text.assemble(*[(text, _SPAN_STYLES[role]) for text, role in spans]))
 
     def table(self, title: str, table: Table) -> None:
-        # Printed apart: a table breaks its own title to the table's width.
+        # The title is printed apart, because a rich table breaks its own title at the width of the table.
         self.out.print(escape(title), style="bold")
         self.out.print(table, soft_wrap=False)
 
     @contextmanager
     def loading(self) -> Iterator[LoadProgress | None]:
-        """A bar per label for an engine that reports (label, done, total); None where nobody watches."""
+        """Yields a callback (label, done, total) that draws one bar per label; None if stderr is no terminal."""
         if not self.err.is_terminal:
             yield None
             return
@@ -84,7 +86,7 @@ class Ui:
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar over `total` pieces of work, advanced by calling what this yields."""
+        """Draws a bar over `total` pieces of work; each call of the yielded function advances it by one."""
         if not self.err.is_terminal:
             yield lambda: None
             return
@@ -107,7 +109,7 @@ def _progress(console: Console) -> Progress:
 
 
 def footer(stats: RequestStats, plain_speed: float = 0.0) -> str:
-    """One line about one answer; `plain_speed` is plain decoding's tokens a second on this machine, where known."""
+    """One line about one answer; `plain_speed` is plain decoding's tokens per second on this machine, 0 if unknown."""
     parts = [f"{stats.completion_tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s"]
     if stats.drafted:
         parts += [f"tau {stats.tau:.2f}", f"{stats.accept_rate:.0%} of drafts accepted"]
@@ -121,7 +123,7 @@ def footer(stats: RequestStats, plain_speed: float = 0.0) -> str:
 
 
 def policy_line(policy: PolicyStats) -> str:
-    """What the steps were how often, the commonest first."""
+    """How often each kind of step was chosen, the most frequent kind first."""
     steps = sum(policy.choices.values())
     ordered = sorted(policy.choices.items(), key=lambda item: -item[1])
     parts = [f"{choice} in {count}" for choice, count in ordered]
@@ -129,24 +131,24 @@ def policy_line(policy: PolicyStats) -> str:
 
 
 def bar_chart(rows: Sequence[tuple[str, float, str]]) -> list[str]:
-    """A horizontal bar per (name, value, remark), the longest value filling the width."""
+    """One horizontal bar per (name, value, remark); the largest value fills the width."""
     names = max((len(name) for name, _, _ in rows), default=0)
     longest = max([1e-9, *[value for _, value, _ in rows]])
     lines = []
     for name, value, remark in rows:
-        eighths = round(8 * _BAR_WIDTH * value / longest)
+        eighths = round(8 * _BAR_CHARACTERS * value / longest)
         bar = "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
-        lines.append(f"{name:<{names}} {bar:<{_BAR_WIDTH}} {remark}")
+        lines.append(f"{name:<{names}} {bar:<{_BAR_CHARACTERS}} {remark}")
     return lines
 
 
 def bars(shares: Sequence[float]) -> str:
-    """Shares between 0 and 1 as one character each."""
+    """Draws each share between 0 and 1 as one character."""
     return "".join(_LEVELS[min(len(_LEVELS) - 1, max(0, round(share * (len(_LEVELS) - 1))))] for share in shares)
 
 
 def size(count: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes in a readable unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -155,7 +157,7 @@ def size(count: float) -> str:
 
 
 def key_value_table(rows: Mapping[str, object], width: int = 100) -> Table:
-    """Two columns; long values are cut at `width` characters."""
+    """A table of keys and values; values longer than `width` characters are cut."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan")
     table.add_column(overflow="fold")
@@ -173,3 +175,33 @@ def columns_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*[escape(cell) for cell in row])
     return table
+
+
+class Detokenizer(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+
+
+class DraftTint:
+    """Splits the engine's text into spans that were drafted and spans that were not, so that they can be coloured.
+
+    The engine's text decides what is shown, because the engine holds back half characters and possible stop strings.
+    The detokenizer only tells how many characters each token added.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._origins: deque[bool] = deque()
+        self._last = False
+
+    def spans(self, tokens: Sequence[TokenOut], text: str) -> Iterator[tuple[str, bool]]:
+        for token in tokens:
+            self._origins.extend([token.drafted] * len(self._detokenizer.push([token.id])))
+        start = 0
+        for end in range(1, len(text) + 1):
+            origin = self._origins.popleft() if self._origins else self._last
+            if origin != self._last and end - 1 > start:
+                yield text[start : end - 1], self._last
+                start = end - 1
+            self._last = origin
+        if text[start:]:
+            yield text[start:], self._last

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine.scheduler import Requirements, ScheduledSequence
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.new_text import novel_steps
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
-from slipstream.stats import RequestStats
+from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer

@@ -15,12 +15,11 @@ from slipstream.engine.proposer import GATE_CLOSED, Proposer, StepTimes, longest
 from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
-from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape
-from slipstream.speculative.expected_gains import assumed
-from slipstream.speculative.gates import EmaGate
+from slipstream.speculative.expected_gains import assumed_gains
+from slipstream.speculative.gates import BatchGate, EmaGate
 from slipstream.speculative.policy import Offer
-from slipstream.speculative.slowest_share import Pace
+from slipstream.speculative.slowest_share import SlowestShare
 from slipstream.stats import Decision
 
 _FEW_SEQUENCES = 4  # up to so many, the policy chooses which sequences draft; choosing among more takes too long
@@ -138,7 +137,7 @@ class BatchPlanner:
         self._proposer = proposer
         self._steps = steps
         self._gate = BatchGate()
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, SlowestShare] = {}
         self._paced: tuple[ActiveSequence, ...] = ()
         self._batch: DeviceBatch | None = None
         self._plain: BatchPlan
@@ -217,7 +216,7 @@ class BatchPlanner:
         for rows in self._steps.widths(len(batch.columns)):
             tokens = float(len(sequences))
             for policy, depth in drafting:
-                gains = policy.gains if policy.gains.known else assumed(policy.proposals)
+                gains = policy.gains if policy.gains.known else assumed_gains(policy.proposals)
                 nodes = min(rows - 1, policy.max_nodes)
                 tokens += gains.expected(nodes, depth, branching=not policy.chains_only)
             shape = StepShape(len(sequences), rows * len(sequences), context, batch.sampled, branching=True)
@@ -264,9 +263,9 @@ class BatchPlanner:
             tokens *= 1.0 if step.crowded else share
         self._gate.observe(size, plan.free, step.rows, tokens, step.seconds)
 
-    def _pace(self, batch: DeviceBatch) -> Pace:
+    def _pace(self, batch: DeviceBatch) -> SlowestShare:
         """How the sequences of a batch differ; what is known of one batch says something about the next of its size."""
-        pace = self._paces.setdefault(bucket(len(batch.columns)), Pace())
+        pace = self._paces.setdefault(bucket(len(batch.columns)), SlowestShare())
         if self._paced is not batch.columns:
             self._paced = batch.columns
             pace.restart(len(batch.columns))

@@ -17,7 +17,7 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.policy import MAX_AUTO_ROWS, Choice, Offer, Policy, View
+from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, VerifyChoice, View
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -322,7 +322,7 @@ def _undrafted(sequence: ActiveSequence) -> Proposed:
     return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", note))
 
 
-def _chosen(sequence: ActiveSequence, tree: Growth, chain: Growth, choice: Choice) -> Proposed:
+def _chosen(sequence: ActiveSequence, tree: Growth, chain: Growth, choice: VerifyChoice) -> Proposed:
     growth = tree if choice.kind == "tree" else chain
     if choice.kind == "plain":
         if chain.nodes and sequence.policy is not None:

@@ -1,4 +1,4 @@
-"""What is kept of a verified proposal: pure functions on token ids."""
+"""Decides which rows of a verified proposal are kept, with pure functions on token ids."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from slipstream.types import Proposal, Verdict
 
-NO_TOKEN = -1  # the target could not choose: its logits after this row are not numbers
+NO_TOKEN = -1  # The target could not choose a token, because its logits after this row are NaN or infinite.
 
-NOT_CHOSEN = -2  # no token was chosen behind this drafted row, because its mask did not come in time
+NOT_CHOSEN = -2  # No token was chosen after this drafted row, because its grammar mask did not come in time.
 
 
 def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
-    """The row that carries a token behind a row."""
+    """Maps (row, token) to the row that carries this token as a child of that row."""
     return {
         (parent, token): row
         for row, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True))
@@ -21,10 +21,10 @@ def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
 
 
 def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
-    """`chosen[row]` is the target's own token after that row.
+    """The kept path and the committed tokens; `chosen[row]` is the target's own token after that row.
 
-    From the anchor on, the child that carries the target's token is kept; where there is none, or nothing was chosen
-    behind it, the token itself, the bonus, ends the run.
+    From the anchor on, the child that carries the target's token is kept. Where there is no such child, or no token
+    was chosen after it, the target's token itself, the bonus, ends the run.
     """
     children = children_of(proposal)
     row, path = 0, [0]

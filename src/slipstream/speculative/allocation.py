@@ -1,4 +1,8 @@
-"""Which drafted nodes a step verifies: those of all sequences in one order, cut where they are not worth their time."""
+"""Chooses the drafted nodes that a step verifies.
+
+The nodes of all sequences compete in one order by survival per millisecond, which is cut where a further node is not
+worth its time.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from slipstream.lazy import cached_property
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.sequence_policy import SequencePolicy
 
-# One sequence's drafts make the step longer for all. No sequence may expect less than this share of the tokens per
-# millisecond that plain steps would give it: without the limit, one text that is easy to draft makes the others in its
-# batch 2.8 times as slow.
+# One sequence's drafts make the step longer for all sequences. No sequence may expect less than this share of the
+# tokens per millisecond that plain steps would give it. Without the limit, one text that is easy to draft makes the
+# other sequences of its batch 2.8 times as slow.
 LEAST_SHARE = 0.5
 
 
 class Offer(NamedTuple):
-    """A decoding sequence after drafting: calibrated survival probabilities, or nothing if it did not draft.
+    """A decoding sequence after drafting: the calibrated survival probabilities of its nodes, or none without a draft.
 
-    `tree` is in best-first order, so that every prefix is a tree; `chain` is in depth order.
+    `tree` is in best-first order, so that every prefix of it is a tree; `chain` is in depth order.
     """
 
     policy: SequencePolicy
@@ -30,8 +34,8 @@ class Offer(NamedTuple):
     chain: Sequence[float] = ()
 
 
-class Step:
-    """The step a choice is made for: everybody in it plain, and what every further node would cost."""
+class StepTimes:
+    """The times of the step that a choice is made for: with every sequence plain, and with 1, 2, ... further nodes."""
 
     def __init__(self, costs: CostTable, plain: StepShape, most_nodes: int) -> None:
         self.batch = plain.batch
@@ -40,11 +44,11 @@ class Step:
         self._costs = costs
         self._rows = plain.rows
         self._most = plain.rows + most_nodes
-        self.straight = self._times(branching=False)  # ms by nodes
+        self.straight = self._times(branching=False)  # milliseconds by the number of nodes, if no node branches
         self.plain_rate = plain.batch / self.straight[0]
 
     def fair(self, ms: float, fewest_tokens: float) -> bool:
-        """Whether a step of `ms` is acceptable for the sequence that expects the fewest tokens of it."""
+        """Whether a step of `ms` milliseconds is acceptable for the sequence that expects the fewest tokens from it."""
         return fewest_tokens * self.straight[0] >= LEAST_SHARE * ms
 
     @cached_property
@@ -56,8 +60,8 @@ class Step:
         return times[self._rows : self._most + 1]
 
 
-class Taken(NamedTuple):
-    """Nodes taken from each offer, and what the step then promises."""
+class Allocation(NamedTuple):
+    """How many nodes a step takes from each offer, and the tokens and milliseconds that the step then promises."""
 
     nodes: tuple[int, ...]
     branching: bool
@@ -66,20 +70,20 @@ class Taken(NamedTuple):
     rate: float
 
     def worth(self, price: float) -> float:
-        """Tokens of the whole step beyond what its time is worth."""
+        """The tokens of the whole step beyond what its time would yield at `price` tokens per millisecond."""
         return (self.rate - price) * self.ms
 
 
 def best_prefix(
     costs: CostTable,
-    step: Step,
+    step: StepTimes,
     offers: Sequence[Offer],
     lists: Sequence[Sequence[float]],
     branching: bool,
     spent_ms: float,
     price: float,
-) -> Taken | None:
-    """The offers' nodes (`lists`) in one order by survival per millisecond, cut where they are not worth their time."""
+) -> Allocation | None:
+    """The best prefix of all offers' nodes (`lists`), which are ordered by survival per millisecond of their row."""
     if len(offers) == 1:
         return _best_of_one(step, offers[0], lists[0], branching, spent_ms, price)
     order, survivals = _merged(costs, offers, lists, step)
@@ -100,11 +104,11 @@ def best_prefix(
     counts = [chosen.count(index) for index in range(len(offers))]
     each = tuple(1.0 + sum(nodes[:count]) for nodes, count in zip(lists, counts, strict=True))
     ms = spent_ms + times[best - 1]
-    return Taken(tuple(counts), branching, each, ms, tokens[best] / ms)
+    return Allocation(tuple(counts), branching, each, ms, tokens[best] / ms)
 
 
 def _fewest_tokens(order: Sequence[int], survivals: Sequence[float], offers: int) -> list[float]:
-    """For every prefix of the nodes, the tokens that the offer with the least of them expects."""
+    """For every prefix of the nodes, the tokens that the least served offer expects."""
     expected, fewest = [1.0] * offers, []
     for index, survival in zip(order, survivals, strict=True):
         expected[index] += survival
@@ -113,9 +117,9 @@ def _fewest_tokens(order: Sequence[int], survivals: Sequence[float], offers: int
 
 
 def _best_of_one(
-    step: Step, offer: Offer, nodes: Sequence[float], branching: bool, spent_ms: float, price: float
-) -> Taken | None:
-    """The same where there is nobody to share with."""
+    step: StepTimes, offer: Offer, nodes: Sequence[float], branching: bool, spent_ms: float, price: float
+) -> Allocation | None:
+    """`best_prefix` for a single offer, whose nodes compete with no others."""
     if not nodes:
         return None
     times = step.straight
@@ -127,13 +131,13 @@ def _best_of_one(
     worths[0] = -inf
     best = worths.index(max(worths))
     ms = spent_ms + times[best]
-    return Taken((best,), branching, (1.0 + sum(nodes[:best]),), ms, tokens[best] / ms)
+    return Allocation((best,), branching, (1.0 + sum(nodes[:best]),), ms, tokens[best] / ms)
 
 
 def _merged(
-    costs: CostTable, offers: Sequence[Offer], lists: Sequence[Sequence[float]], step: Step
+    costs: CostTable, offers: Sequence[Offer], lists: Sequence[Sequence[float]], step: StepTimes
 ) -> tuple[list[int], Sequence[float]]:
-    """Whose node comes when, and the nodes' survivals in that order."""
+    """The offers' indices in the order in which their nodes are taken, and the nodes' survivals in that order."""
     some = [index for index, nodes in enumerate(lists) if nodes]
     if len(some) == 1:
         return some * len(lists[some[0]]), lists[some[0]]
@@ -147,7 +151,7 @@ def _merged(
 
 
 def _before_branching(order: Sequence[int], lists: Sequence[Sequence[float]], offers: Sequence[Offer]) -> int:
-    """How many of the first nodes belong to nothing but chains."""
+    """How many nodes at the start of the order belong to chains only, so that the step does not branch yet."""
     left = [common_nodes(nodes, offer.chain) for nodes, offer in zip(lists, offers, strict=True)]
     for count, index in enumerate(order):
         if not left[index]:
@@ -163,7 +167,7 @@ def offered_nodes(offer: Offer, branching: bool) -> Sequence[float]:
 
 
 def common_nodes(nodes: Sequence[float], chain: Sequence[float]) -> int:
-    """How many of the first nodes are those of the chain; equal survival makes them as good as the same."""
+    """How many of the first nodes are those of the chain; nodes of equal survival count as the same node."""
     for count, (node, chained) in enumerate(zip(nodes, chain, strict=False)):
         if node != chained:
             return count

@@ -1,4 +1,4 @@
-"""What one drafted block offers: per slot the best candidates and how likely each is behind a given token."""
+"""What one drafted block offers: the best candidates per slot, and how likely each one is after a given token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
-_NONE = Branch((), ())
+_NONE = Branch((), ())  # a branch without any candidate, at which growing ends
 
 
 class HeadWalk(Protocol):
-    """A drafter's heads on one block, asked token by token."""
+    """A drafter's heads on one block; they are asked token by token."""
 
     def first_state(self) -> object: ...
     def correct(self, slot: int, previous: int, state: Any) -> tuple[NDArray[np.float32], Any]: ...
@@ -28,8 +28,8 @@ class HeadWalk(Protocol):
 class BlockDrafts:
     """Candidates [slots, K] of one sequence, likeliest first; a head makes them depend on the token before.
 
-    `scores` are the candidates' log-probabilities. A head is asked within these candidates only: what is not among
-    them is taken to keep its probability.
+    `scores` are the candidates' log-probabilities. A head corrects these candidates only: every other token is
+    assumed to keep its probability.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class BlockDrafts:
         self._scale = scale
         self._min_confidence = min_confidence
         self._ready: dict[tuple[int, int], Branch] = {}
-        self.rule: DraftRule | None = None  # holds what is grown to a constraint
-        self.broken = False  # a head answered with numbers that are none; nothing is offered there
+        self.rule: DraftRule | None = None  # the rule that keeps drafts within a constraint, if the request has one
+        self.broken = False  # whether a head returned NaN or infinity; nothing is offered at such a place
 
     def bind(self, walk: HeadWalk, compiled: CompiledWalk | None = None) -> None:
-        """Gives the block the heads' walk, which is made from the candidates, and its compiled twin if there is one."""
+        """Sets the heads' walk, which is built from the candidates, and its compiled twin if there is one."""
         self._walk, self._compiled = walk, compiled
 
     @property
@@ -71,7 +71,7 @@ class BlockDrafts:
         seeded: bool = False,
         floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
-        """A chain of at most `length` nodes and a tree of at most `nodes`, as grow_chain and grow_tree have them."""
+        """A chain of at most `length` nodes and a tree of at most `nodes`; grow_chain and grow_tree define both."""
         compiled = grower()
         if compiled is None or (self._walk is not None and self._compiled is None) or self.slots >= MOST_ROWS:
             return self.grow_plainly(anchor, length, nodes, depth, calibration, seeded, floor)
@@ -100,7 +100,7 @@ class BlockDrafts:
         return chain, grow_tree(drafts, anchor, nodes, depth, calibrate, seeded, floor)
 
     def block(self) -> Block:
-        """The candidates as compiled code reads them; what it points to is this object's."""
+        """The candidates in the layout that compiled code reads; the memory it points to belongs to this object."""
         head = self._compiled
         return Block(
             *self.tokens.shape,
@@ -115,7 +115,8 @@ class BlockDrafts:
     def after(self, slot: int, previous: int, memory: object) -> Branch:
         if self._walk is None:
             previous = 0  # without a head all parents have the same children
-        # a branch without memory depends on nothing else, and the chain and the tree both pass through it
+        # A branch without memory depends only on slot and token. The chain and the tree both pass through it, so it is
+        # kept.
         found = self._ready.get((slot, previous)) if memory is None else None
         if found is None:
             walk = self._walk
@@ -135,7 +136,7 @@ class BlockDrafts:
         if not np.isfinite(correction).all() or (confidence is not None and not np.isfinite(confidence)):
             self.broken = True
             return _NONE
-        shift = max(0.0, float(corrected.max()))  # a low temperature may lift a correction out of exp's range
+        shift = max(0.0, float(corrected.max()))  # a low temperature may lift a correction out of the range of exp
         weights = np.exp(corrected - shift)
         branch = self._branch(slot, weights / (weights.sum() + self._rest[slot] * np.exp(-shift)), state)
         return branch if confidence is None or not branch.tokens else _trusting(branch, confidence)
@@ -148,7 +149,7 @@ class BlockDrafts:
 
 
 def _trusting(branch: Branch, confidence: float) -> Branch:
-    """The first candidate's probability as the confidence head has it; the others share what it leaves."""
+    """Gives the first candidate the probability of the confidence head; the others share the remainder."""
     left = 1.0 - branch.chances[0]
     share = (1.0 - confidence) / left if left > 0 else 0.0
     others = [min(confidence, chance * share) for chance in branch.chances[1:]]

@@ -1,4 +1,4 @@
-"""Drafts held to a constraint: of every branch only what may be written there, and what must be written is proposed."""
+"""Keeps drafts within a constraint: branches lose the tokens that the grammar forbids and gain the one it forces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slipstream.grammar.guide import Guide, GuideError, Mask, Path
 from slipstream.kernels.cpu.ranking import Candidates
 from slipstream.speculative.tree import Branch, Drafts, Growth
 
-_NONE = Branch((), ())
-Ranked = Callable[[int, Mask], Candidates | None]  # a slot's best tokens under a mask
+_NONE = Branch((), ())  # a branch without any candidate, at which growing ends
+Ranked = Callable[[int, Mask], Candidates | None]  # returns a slot's best tokens under a mask
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRule:
-    """How the drafts of one block are held to a constraint."""
+    """The rule that keeps the drafts of one block within a constraint."""
 
     guide: Guide
     ranked: Ranked
@@ -26,7 +26,7 @@ class DraftRule:
         return GuidedDrafts(drafts, self.guide, self.ranked)
 
     def fits(self, *growths: Growth) -> bool:
-        """Whether all of this may be written: in running text it nearly always may, and nothing need be held."""
+        """Whether the constraint allows all of these nodes; in running text it nearly always does."""
         try:
             return all(map(self._fits, growths))
         except GuideError:
@@ -43,10 +43,10 @@ class DraftRule:
 
 
 class GuidedDrafts:
-    """A block of drafts as a guide lets it be; a branch remembers the path to it beside what the head remembers."""
+    """A block of drafts filtered by a guide; each branch remembers the path to it beside the head's own memory."""
 
     def __init__(self, drafts: Drafts, guide: Guide, ranked: Ranked) -> None:
-        """`ranked` helps out where a branch's candidates are all forbidden."""
+        """`ranked` finds allowed tokens where the mask forbids all candidates of a branch."""
         self._drafts = drafts
         self._guide = guide
         self._ranked = ranked
@@ -67,7 +67,9 @@ class GuidedDrafts:
         try:
             mask = self._guide.draft_mask(path)
         except GuideError:
-            return _NONE  # masks take long in this step, or verify will say why should the text ever come here
+            # The masks of this step take too long, or the constraint is broken here; in that case verify reports the
+            # error if the text ever comes to this path.
+            return _NONE
         tokens, chances = self._kept(slot, branch, mask)
         return Branch(tokens, chances, (path, branch.memory))
 
@@ -81,7 +83,7 @@ class GuidedDrafts:
         pairs = [pair for pair in zip(branch.tokens, branch.chances, strict=True) if pair[0] in mask]
         if not pairs:
             return self._refilled(slot, mask)
-        # what is forbidden leaves its share to the rest, candidates or not
+        # The probability of forbidden tokens is divided among all other tokens, candidates or not.
         total = sum(chance for _, chance in pairs) + max(0.0, 1.0 - sum(branch.chances))
         return [token for token, _ in pairs], [min(1.0, chance / total) for _, chance in pairs]
 

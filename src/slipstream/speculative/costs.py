@@ -1,7 +1,8 @@
-"""What a step and a draft cost on this machine: curves measured at start-up, kept true by every step that is timed.
+"""Milliseconds of steps and drafts on this machine: curves measured at start-up and refreshed by every timed step.
 
 An estimate is the start-up curve times factors for the machine as a whole, the kind of step, its context and its
-rows. A timing moves all of its factors a little, so what one cell learns also informs cells that were never seen.
+rows. A timing moves all of its factors a little, so a timing of one shape also improves the estimates of shapes that
+were never timed.
 """
 
 from __future__ import annotations
@@ -15,17 +16,27 @@ from typing import NamedTuple
 
 from slipstream.errors import IntegrityError
 
-SHORT_CONTEXT = 512  # contexts up to here share a bucket; beyond, every doubling has its own
+# Tokens. Contexts up to this length share one bucket; above it every doubling has its own. A smaller
+# value would split the timings over more buckets, so that each bucket learns more slowly.
+SHORT_CONTEXT = 512
+# Rows or slots at which a curve has factors of its own; it is a straight line between them.
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
-_CLIP = math.log(2.0)  # a timing counts as at most twice, at least half of what was expected
-_GAINS = (0.08, 0.03, 0.03)  # of the machine's factor, the kind's, and that of kind and context
-_KNOT_GAINS = (0.02, 0.02, 0.02)  # the same for a number of rows
-_LESSONS = 16
-_USUAL_SIZES = 24
-_STALE = 5  # timings between two drawings of the curves: drawing takes time as well
-_FADING = 0.5 ** (1 / 400)  # kept of a cell's own factor at every timing, so that no bad spell rules it out
-_LEAST_UNIT = 1e-60
-_LEAST_ROW_SHARE = 0.002  # of a step: where rows are free, noise must not make one sequence's look dearer
+# The values below are settings chosen by hand; no measurement of the single values is recorded.
+_CLIP = math.log(2.0)  # A timing counts as at most twice and at least half of what was expected.
+# The share of a timing's error that each factor takes: the machine's, the kind's, and that of kind and context. Larger
+# shares follow noise, smaller ones follow a change of the machine's speed too slowly.
+_GAINS = (0.08, 0.03, 0.03)
+_KNOT_GAINS = (0.02, 0.02, 0.02)  # The same shares for the factors of single knots.
+_LESSONS = 16  # A careful measurement counts as this many timings.
+_USUAL_SIZES = 24  # Lists of times are computed up to at least this many rows, so that most steps find them complete.
+_STALE = 5  # Timings after which the curves are computed again; computing them takes time as well.
+# The share of a cell's own factor that is kept at every timing (half is left after 400). Without fading, one slow spell
+# could keep a shape from ever being chosen, and so from being timed, again.
+_FADING = 0.5 ** (1 / 400)
+_LEAST_UNIT = 1e-60  # The factors are scaled anew before their common unit gets this close to underflow.
+# One row costs at least this share of a step. Where rows are almost free, noise in the curve would otherwise make the
+# rows of one sequence look dearer than those of another.
+_LEAST_ROW_SHARE = 0.002
 
 Slice = tuple[Hashable, int]
 
@@ -34,28 +45,28 @@ class StepShape(NamedTuple):
     """What a target step's time depends on."""
 
     batch: int  # sequences in the step
-    rows: int  # over all sequences, anchors included
-    context: int  # the longest
+    rows: int  # over all sequences, with their anchors
+    context: int  # tokens of the longest sequence
     sampled: bool
-    branching: bool  # some sequence verifies a real tree
+    branching: bool  # whether some sequence verifies a tree that is not a chain
 
 
 class _Curve:
-    """One start-up curve and its factors; a slice is (kind, context bucket), x the rows or slots."""
+    """One start-up curve and its factors; a slice is (kind, context bucket), and x is the number of rows or slots."""
 
     def __init__(self, measured: Mapping[int, float]) -> None:
         sizes = sorted(measured)
-        # more work never takes less time, so a dip is noise
+        # More work never takes less time, so a dip in the measured curve is noise.
         times = list(accumulate((measured[size] for size in sizes), max))
         self.sizes = sizes
         self.knots = sorted({*sizes, *_KNOTS})
         self._base = [_line(sizes, times, knot) for knot in self.knots]
         self._machine = 0.0
-        # per level its own factor and those of the knots, as logarithms in units that fade with every timing
+        # Per level: its own factor and those of the knots, as logarithms in units that fade with every timing.
         self._factors: dict[Hashable, list[float]] = {}
         self._unit = 1.0
         self._recent: dict[tuple[Slice, int], deque[float]] = {}
-        self._times: dict[Slice, list[float]] = {}  # at the knots, until the next timing
+        self._times: dict[Slice, list[float]] = {}  # times at the knots, kept for a few timings
         self._listed: dict[Slice, list[float]] = {}
         self.observed = 0
 
@@ -66,7 +77,7 @@ class _Curve:
         return _line(self.knots, times, x)
 
     def upto(self, where: Slice, most: int) -> list[float]:
-        """The times of all sizes from 0 to `most` (or further)."""
+        """The times of all sizes from 0 to at least `most`."""
         listed = self._listed.get(where)
         if listed is None or len(listed) <= most:
             self.at(where, most)
@@ -76,7 +87,8 @@ class _Curve:
     def observe(self, where: Slice, x: int, ms: float) -> None:
         recent = self._recent.setdefault((where, x), deque(maxlen=3))
         recent.append(ms)
-        # the middle of three: one hiccup leaves no trace, a lasting change arrives one timing later
+        # The median of three is used: a single slow step leaves no trace, and a lasting change arrives one timing
+        # later.
         typical = sorted(recent)[(len(recent) - 1) // 2]
         error = math.log(typical / self.at(where, x))
         error = max(-_CLIP, min(_CLIP, error))
@@ -92,7 +104,7 @@ class _Curve:
             if level:
                 logs[0] += gain * error / self._unit
             else:
-                self._machine += gain * error  # the machine's own factor is always fresh
+                self._machine += gain * error  # the machine's own factor does not fade
             for place, share in shares:
                 logs[place + 1] += knot_gain * error * share / spread / self._unit
         if not self.observed % _STALE:
@@ -100,7 +112,7 @@ class _Curve:
             self._listed.clear()
 
     def _estimate(self, where: Slice) -> list[float]:
-        """Times at the knots, non-decreasing: halfway between the hulls from below and from above."""
+        """Times at the knots, made non-decreasing: halfway between the running maximum and the running minimum."""
         unit = self._unit
         logs = [unit * (a + b + c) for a, b, c in zip(*map(self._logs, _levels(where)), strict=True)]
         common = self._machine + logs[0]
@@ -112,7 +124,7 @@ class _Curve:
         return [(low + high) / 2 for low, high in zip(below, reversed(above), strict=True)]
 
     def _shares(self, x: int) -> list[tuple[int, float]]:
-        """The places of the knots around x and how much of it each stands for."""
+        """The places of the knots around x, and the share of x that each of them stands for."""
         right = bisect_left(self.knots, x)
         if right == len(self.knots):
             return [(right - 1, 1.0)]
@@ -132,9 +144,9 @@ class _Curve:
 class CostTable:
     """Milliseconds of target steps and draft passes, estimated for every shape and refreshed by observation.
 
-    `steps` maps rows to the time of a greedy one-sequence step on a short context that verifies a chain; `drafts`
-    maps slots to the time of drafting one block with that many slots through the output head. Without `drafts`
-    drafting is endlessly dear.
+    `steps` maps rows to the time of a greedy step of one sequence on a short context that verifies a chain. `drafts`
+    maps slots to the time of drafting one block with that many slots through the output head. Without `drafts` the
+    estimate for drafting is infinite, so that nothing is drafted.
     """
 
     def __init__(self, steps: Mapping[int, float], drafts: Mapping[int, float]) -> None:
@@ -151,7 +163,7 @@ class CostTable:
         return self._steps.at(_step_slice(shape), shape.rows)
 
     def steps_ms(self, shape: StepShape) -> list[float]:
-        """step_ms for 0 up to the shape's rows, by rows; a list because choices compare many widths."""
+        """`step_ms` for 0 rows up to the shape's rows; it is a list because a choice compares many widths."""
         return self._steps.upto(_step_slice(shape), shape.rows)
 
     def draft_ms(self, blocks: int, slots: int, context: int) -> float:
@@ -162,7 +174,7 @@ class CostTable:
         return self._drafts.at(_draft_slice(blocks, context), slots) * self._growth(blocks)
 
     def drafts_ms(self, blocks: int, options: Sequence[int], context: int) -> list[float]:
-        """draft_ms of several numbers of slots, all above 0."""
+        """`draft_ms` for several numbers of slots, all above 0."""
         if self._drafts is None:
             return [math.inf] * len(options)
         where, growth = _draft_slice(blocks, context), self._growth(blocks)
@@ -173,7 +185,7 @@ class CostTable:
             self._steps.observe(_step_slice(shape), shape.rows, ms)
 
     def teach(self, shape: StepShape, ms: float) -> None:
-        """Takes a careful measurement at its word, where a step's own timing only moves the estimate a little."""
+        """Takes in a careful measurement with far more weight than the timing of a single step has."""
         for _ in range(_LESSONS):
             self.observe_step(shape, ms)
 
@@ -182,13 +194,13 @@ class CostTable:
             self._drafts.observe(_draft_slice(blocks, context), slots, ms / self._growth(blocks))
 
     def row_ms(self, context: int, batch: int = 1, sampled: bool = False) -> float:
-        """What one more row costs around eight rows at that context."""
+        """The milliseconds of one more row, measured between 4 and 12 rows at that context."""
         where = _step_slice(StepShape(batch, 1, context, sampled, branching=False))
         few, many = self._steps.at(where, 4), self._steps.at(where, 12)
         return max((many - few) / 8, _LEAST_ROW_SHARE * few)
 
     def to_json(self) -> dict[str, object]:
-        """Today's estimates for one short greedy sequence at the sizes measured at start-up."""
+        """The current estimates for one short greedy sequence, at the sizes that were measured at start-up."""
         steps = {rows: round(self.step_ms(StepShape(1, rows, 0, False, False)), 3) for rows in self._steps.sizes}
         sizes = self._drafts.sizes if self._drafts else []
         return {
@@ -199,7 +211,7 @@ class CostTable:
         }
 
     def _growth(self, blocks: int) -> float:
-        """Blocks drafted together cost what rows of the target cost together: nothing extra where rows are free."""
+        """How much longer several blocks take than one: the factor is taken from target steps of as many rows."""
         if blocks == 1:
             return 1.0
         alone, together = (
@@ -230,7 +242,7 @@ def _context_bucket(context: int) -> int:
 
 
 def _line(sizes: list[int], times: list[float], x: int) -> float:
-    """Straight lines between the points, the first time before them, the last slope behind them."""
+    """Straight lines between the points; the first time before them, and the last slope behind them."""
     if x <= sizes[0] or len(sizes) == 1:
         return times[0]
     right = min(bisect_left(sizes, x), len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""Before drafting: which sequences to draft for, judged by what drafting has been worth lately and costs today."""
+"""Decides before drafting which sequences draft, from recent gains of drafting and current step times."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from slipstream.speculative.allocation import Step
+from slipstream.speculative.allocation import StepTimes
 from slipstream.speculative.costs import CostTable
-from slipstream.speculative.expected_gains import SIZES, Gains
+from slipstream.speculative.expected_gains import SIZES, ExpectedGains
 from slipstream.speculative.sequence_policy import SequencePolicy
 
+# Numbers of drafted slots that are compared, besides the full block. More options cost host time in every plan; fewer
+# make drafts too shallow or too deep. The values are those of `SIZES` up to a usual block, so no curve is interpolated.
 SLOT_OPTIONS = (3, 7, 15)
 
 
@@ -27,33 +29,33 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which sequences draft, and what that promises."""
+class DraftPlan:
+    """Which sequences draft, and the rate in tokens per millisecond that this promises."""
 
     drafting: frozenset[SequencePolicy]
     rate: float
-    worth: float  # the rate after the gates' margins
+    worth: float  # the rate divided by the largest margin that the gates of the drafting sequences ask for
 
 
-def best_plan(costs: CostTable, step: Step, prospects: Sequence[tuple[View, Gains]]) -> Plan | None:
-    """The best of all numbers of drafting sequences, slots and widths; the likeliest sequences draft first."""
+def best_plan(costs: CostTable, step: StepTimes, prospects: Sequence[tuple[View, ExpectedGains]]) -> DraftPlan | None:
+    """The best of all numbers of drafting sequences, slots and widths; sequences with the largest gains draft first."""
     deepest = max((most_slots(view) for view, _ in prospects), default=0)
     widest = max((view.policy.max_nodes for view, _ in prospects), default=0)
-    plans: list[Plan] = []
+    plans: list[DraftPlan] = []
     options = slot_options(deepest)
     spent = [costs.drafts_ms(count + 1, options, step.context) for count in range(len(prospects))]
     for slots, times in zip(options, zip(*spent, strict=True), strict=True):
         each = [(view.policy, gains, min(slots, most_slots(view))) for view, gains in prospects]
         best = max(_grow(step, each, width, branching, times) for width, branching in _ways(slots, widest))
         drafting = frozenset(view.policy for view, _ in prospects[: best[1]])
-        plans.append(Plan(worth=best[0], drafting=drafting, rate=best[2]))
+        plans.append(DraftPlan(worth=best[0], drafting=drafting, rate=best[2]))
     return max(plans, key=lambda plan: plan.worth, default=None)
 
 
-def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float:
-    """A sequence's speed over plain decoding if it drafts alone and answers for all the time that this takes.
+def own_outlook(costs: CostTable, step: StepTimes, view: View, gains: ExpectedGains) -> float:
+    """A sequence's speed over plain decoding if it drafts alone and pays for all the time that its draft takes.
 
-    In a batch everybody waits for its draft, so a good neighbour does not make a hopeless one look fair.
+    In a batch every sequence waits for this draft, so the gains of a good neighbour must not hide its cost.
     """
     best = 0.0
     options = slot_options(most_slots(view))
@@ -66,13 +68,13 @@ def own_outlook(costs: CostTable, step: Step, view: View, gains: Gains) -> float
 
 
 def _grow(
-    step: Step,
-    prospects: Sequence[tuple[SequencePolicy, Gains, int]],
+    step: StepTimes,
+    prospects: Sequence[tuple[SequencePolicy, ExpectedGains, int]],
     width: int,
     branching: bool,
     spent: Sequence[float],
 ) -> tuple[float, int, float]:
-    """The best of one, two, ... sequences drafting to their depth for so many nodes: worth, sequences, rate."""
+    """The best of 1, 2, ... drafting sequences, each verifying at most `width` nodes: (worth, sequences, rate)."""
     best = (0.0, 0, 0.0)
     tokens, nodes, margin, fewest = float(step.batch), 0, 0.0, inf
     times = step.branched if branching else step.straight
@@ -96,7 +98,7 @@ def most_slots(view: View) -> int:
 
 
 def cut_worths(chain: Sequence[float], times: Sequence[float], price: float) -> dict[int, float]:
-    """What a drafted chain is worth beyond the price of its rows if it is cut at each option of slots."""
+    """For each option of slots, the tokens that a chain cut there is worth beyond the price of its rows."""
     worths: dict[int, float] = {}
     best, start = 0.0, 0
     sums = list(accumulate(chain))
@@ -114,7 +116,7 @@ def slot_options(deepest: int) -> tuple[int, ...]:
 
 @cache
 def _ways(slots: int, widest: int) -> tuple[tuple[int, bool], ...]:
-    """Nodes to verify, and whether they may branch."""
+    """All numbers of nodes to verify, each with whether the nodes may branch."""
     return (*((width, False) for width in _widths(slots)), *((width, True) for width in _widths(widest)))
 
 

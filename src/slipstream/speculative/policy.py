@@ -1,4 +1,7 @@
-"""Whether, how deep and how wide to speculate: the choice with the most expected tokens per measured millisecond."""
+"""The adaptive policy: it decides per step whether, how deep and how wide to speculate.
+
+It takes the choice with the most expected tokens per millisecond, from measured step times and past acceptance.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,53 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from slipstream.speculative.allocation import Offer, Step, Taken, best_prefix, common_nodes, offered_nodes
+from slipstream.speculative.allocation import Allocation, Offer, StepTimes, best_prefix, common_nodes, offered_nodes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.expected_gains import Draft, Gains, Quotient, assumed, assumed_chain
-from slipstream.speculative.planning import Plan, View, best_plan, cut_worths, most_slots, own_outlook, slot_options
-from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, Memory, SequencePolicy
+from slipstream.speculative.expected_gains import BoundedRatio, DraftCurves, ExpectedGains, assumed_chain, assumed_gains
+from slipstream.speculative.planning import (
+    DraftPlan,
+    View,
+    best_plan,
+    cut_worths,
+    most_slots,
+    own_outlook,
+    slot_options,
+)
+from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, SequencePolicy, SharedRecord
 from slipstream.stats import Decision
 from slipstream.types import BASE_VARIANT, Gate, Mode
 
-__all__ = ["MAX_AUTO_ROWS", "Choice", "Offer", "Policy", "SequencePolicy", "View"]
+__all__ = ["MAX_AUTO_ROWS", "VerifyChoice", "Offer", "Policy", "SequencePolicy", "View"]
 
-_PROBE_SLACK = 1.1  # a probe takes more slots while they cost next to nothing
+# The values below are settings chosen by hand; no measurement of the single values is recorded.
+
+# A probe drafts more slots while the draft pass takes at most this many times as long as with the fewest. A larger
+# value makes probes dearer; with 1.0 probes say nothing about deep drafts.
+_PROBE_SLACK = 1.1
+# Steps that one plan serves. Planning takes host time, but a plan that is kept for longer follows a text too slowly.
 _PLAN_STEPS = 8
-_REST_STEPS = 32  # until plain decoding is looked at again before a probe is due: little can change without drafts
-_OTHER_PROMISE = 2.0  # times as much or as little as the gains promised when a plan was made calls for a new one
+# Steps for which a batch that decodes plainly is left alone before it is planned for again, unless a probe is due
+# earlier. Little can change without drafts, so a smaller value only costs host time.
+_REST_STEPS = 32
+# A plan is made again when the expected gains are this many times as large or as small as when the plan was made.
+_OTHER_PROMISE = 2.0
+# Bounds for the factor by which the choice after the draft improves the rate that the plan promised before it. Without
+# the bounds a few lucky steps would keep a losing plan alive.
 _BEYOND_PLAN = (1.0, 1.4)
+# The largest speed-up over plain decoding that the policy believes. It bounds the price of a millisecond, so that a
+# mistimed step cannot make every further row look too dear.
 _FASTEST = 8.0
-_SHARED_DRAFTS = 4  # one of so many is remembered for other requests as well
-_LOOK_DEEPER = 16  # every so many drafts the deepest, or what lies there would never be known
+# One choice of this many is also remembered for requests to come. Remembering every choice costs host time.
+_SHARED_DRAFTS = 4
+# Every draft with this number drafts the deepest option, because otherwise the policy would never learn what deep
+# slots are worth. A smaller value spends more time on slots that do not pay.
+_LOOK_DEEPER = 16
 
 _Fixed = tuple[int, int | None, int, bool]
 
 
-class Choice(NamedTuple):
-    """What one sequence verifies: the first `nodes` of its chain or tree."""
+class VerifyChoice(NamedTuple):
+    """What one sequence verifies in this step: the first `nodes` nodes of its chain or tree."""
 
     kind: Literal["plain", "chain", "tree"]
     nodes: int
@@ -38,36 +64,37 @@ class Choice(NamedTuple):
 
 
 class Policy:
-    """Chooses for all sequences of a step together; `costs` may be exchanged at any time."""
+    """Chooses for all sequences of a step together; `costs` may be replaced by another table at any time."""
 
     def __init__(self, costs: CostTable) -> None:
         self.costs = costs
-        # sampled and greedy requests accept differently, and so do those of other drafters: what one kind has shown
-        # says little about the others
-        self._memories: dict[tuple[str, bool], Memory] = {}
+        # One record per draft variant, and per sampled or greedy decoding: these kinds accept so differently that what
+        # one kind has shown says little about the others.
+        self._memories: dict[tuple[str, bool], SharedRecord] = {}
         self._plans = 0
         self._choices = 0
-        self._plan: Plan | None = None
+        self._plan: DraftPlan | None = None
         self._plan_key: tuple[object, ...] = ()
         self._plan_age = 0
         self._plan_promise = 0.0
         self._rested_key: tuple[object, ...] = ()
-        self._held_slots: list[int] = []  # of the last step, where everybody drafted because it pays
+        self._held_slots: list[int] = []  # slots per sequence of the last step, if all of them drafted because it paid
         self._held_key: tuple[object, ...] = ()
         self._planned_rate = 0.0
         self._plain_rate = 0.0
-        # what choosing after the draft makes of a plan made before it, and what speculation makes of plain decoding
-        self._beyond_plan = Quotient(1.0, *_BEYOND_PLAN)
-        self._speedup = Quotient(1.0, 1.0, _FASTEST)
+        # `_beyond_plan`: how much better the choice after the draft is than the plan before it. `_speedup`: how much
+        # faster steps with speculation are than plain steps.
+        self._beyond_plan = BoundedRatio(1.0, *_BEYOND_PLAN)
+        self._speedup = BoundedRatio(1.0, 1.0, _FASTEST)
 
     def sequence(
         self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False, variant: str = BASE_VARIANT
     ) -> SequencePolicy:
-        """A request's own policy; `proposals` is how many tokens a block of this variant of the drafter can draft."""
-        return SequencePolicy(mode, gate, proposals, self._memories.setdefault((variant, sampled), Memory()))
+        """The policy of one request; `proposals` is how many tokens a block of its draft variant can draft."""
+        return SequencePolicy(mode, gate, proposals, self._memories.setdefault((variant, sampled), SharedRecord()))
 
     def forget(self, variant: str) -> None:
-        """A variant is gone; another may come by its name."""
+        """Drops the record of a removed draft variant, because another variant may get the same name."""
         for sampled in (False, True):
             self._memories.pop((variant, sampled), None)
 
@@ -79,11 +106,10 @@ class Policy:
         fixed_context: int = 0,
         fixed_sampled: bool = False,
     ) -> list[int]:
-        """Before drafting: the slots to draft for each view, 0 for none.
+        """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft.
 
-        The `fixed` arguments describe the rest of the step, which comes along whatever is chosen here: its rows, how
-        many sequences of it commit a token (as many as rows if not given), its longest context, and whether any
-        of it is sampled.
+        The `fixed` arguments describe the rest of the step, which runs whatever is chosen here: its rows, how many of
+        its sequences commit a token (as many as rows if None), its longest context, and whether any of it is sampled.
         """
         if self.resting([view.policy for view in views]):
             return [0] * len(views)
@@ -119,7 +145,7 @@ class Policy:
                 view.policy.note = _why_plain(view, plan, plain)
         if not any(slots) and all(view.policy.backing_off for view in views):
             self._rested_key = self._key(views)
-        # a look deeper than what pays is for one step only
+        # A step that drafts deeper than what pays, in order to learn, must not be repeated by the following steps.
         self._held_slots = list(slots) if len(paying) == len(views) and self._plans % _LOOK_DEEPER else []
         self._held_key = (*self._plan_key, fixed_rows, fixed_sequences)
         return slots
@@ -131,8 +157,8 @@ class Policy:
         fixed_sequences: int | None = None,
         fixed_context: int = 0,
         fixed_sampled: bool = False,
-    ) -> list[Choice]:
-        """After drafting: what each offer verifies; `fixed` as in plan_drafts."""
+    ) -> list[VerifyChoice]:
+        """Says after drafting what each offer verifies; the `fixed` arguments mean the same as in `plan_drafts`."""
         drafted = [offer for offer in offers if offer.chain or offer.tree]
         fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
         if not drafted:
@@ -140,22 +166,22 @@ class Policy:
         chains, trees = ([offered_nodes(offer, branching) for offer in offers] for branching in (False, True))
         most = sum(max(len(chain), len(tree)) for chain, tree in zip(chains, trees, strict=True))
         step = self._step(offers, most, fixed)
-        # the estimate, not the time it took: a hiccup must not enter the choice
+        # The estimate is used and not the measured time, because a single slow draft must not affect the choice.
         spent_ms = self.costs.draft_ms(len(drafted), max(len(offer.chain) for offer in drafted), step.context)
         margin = max(offer.policy.gate.margin for offer in drafted)
         self._choices += 1
         self._plain_rate = step.plain_rate
-        # a millisecond is worth what it yields in the long run, not what it yields in this step
+        # A millisecond is priced at what it yields in the long run, not at what it yields in this step.
         price = step.plain_rate * max(self._speedup.value, margin)
         stay_ms = spent_ms + step.straight[0]
-        best = stay = Taken((0,) * len(offers), False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
+        best = stay = Allocation((0,) * len(offers), False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
         for branching, nodes in ((False, chains), (True, trees)):
             taken = best_prefix(self.costs, step, offers, nodes, branching, spent_ms, price)
             if taken and taken.worth(price) > best.worth(price):
                 best = taken
         if self._planned_rate:
             self._beyond_plan.add(best.rate * best.ms, self._planned_rate * best.ms)
-        # a sequence's share of what the step takes longer than a plain one
+        # The extra time of this step over a plain step is divided among the sequences by their blocks and nodes.
         per_block = spent_ms / len(drafted)
         per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
         for offer, chain, count, tokens in zip(offers, chains, best.nodes, best.tokens, strict=True):
@@ -167,10 +193,10 @@ class Policy:
         return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
 
     def verified(self, offers: Sequence[Offer], shape: StepShape, drafting: int) -> None:
-        """In place of `choose` where rows were fixed before the draft: all nodes of these offers were verified.
+        """Replaces `choose` where the rows were fixed before the draft: all nodes of these offers were verified.
 
-        `shape` is the whole step, in which so many sequences were `drafting`; those not among the offers are taken
-        to have promised as much.
+        `shape` describes the whole step, in which `drafting` sequences drafted. Sequences that drafted but have no
+        offer here are assumed to have promised as much as those that have one.
         """
         plain_ms, ms = self.costs.step_ms(shape._replace(rows=shape.batch, branching=False)), self.costs.step_ms(shape)
         spent_ms = self.costs.draft_ms(drafting, max(len(offer.chain) for offer in offers), shape.context)
@@ -187,38 +213,38 @@ class Policy:
             self._remember(offer, tokens, (per_block + nodes * per_node) * self._plain_rate)
 
     def row_price(self, context: int, sampled: bool) -> float:
-        """Tokens that the time of one more row yields elsewhere: a node less likely than that is not worth it."""
+        """The tokens that the time of one more row yields elsewhere; a node that is less likely is not worth a row."""
         plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
         return self.costs.row_ms(context, sampled=sampled) * self._speedup.value / plain_ms
 
     def progress(self, tokens: int, ms: float) -> None:
-        """What a whole step, drafting included, really committed and took."""
+        """Takes in how many tokens a whole step committed, and how long it took with its drafting."""
         if self._plain_rate:
             self._speedup.add(tokens, ms * self._plain_rate)
 
     @staticmethod
     def keep(policy: SequencePolicy, promised: float, committed: int) -> None:
-        """What one sequence's verified draft promised to commit, and what it did."""
+        """Takes in how many tokens one sequence's verified draft promised, and how many it committed."""
         policy.shared.kept.add(committed, promised)
 
     def _trusted(self, views: Sequence[View]) -> float:
-        """What a plan's rate turns out to be worth: choosing after the draft adds to it, broken promises take away."""
+        """The factor from planned to real rate: the choice after the draft raises it, broken promises lower it."""
         return self._beyond_plan.value * min(view.policy.shared.kept.value for view in views)
 
-    def _all_plain(self, offers: Sequence[Offer], shape: StepShape) -> list[Choice]:
-        """Nobody has drafted anything, so there is nothing to weigh."""
+    def _all_plain(self, offers: Sequence[Offer], shape: StepShape) -> list[VerifyChoice]:
+        """The choices of a step without any draft, in which there is nothing to weigh."""
         for offer in offers:
             if offer.policy.asked:
                 offer.policy.draft_failed()
         ms = self.costs.step_ms(shape)
         self._plain_rate = shape.batch / ms
-        return [Choice("plain", 0, Decision("plain", offer.policy.note, 1.0, ms)) for offer in offers]
+        return [VerifyChoice("plain", 0, Decision("plain", offer.policy.note, 1.0, ms)) for offer in offers]
 
     @staticmethod
     def _shape(
         present: Sequence[View] | Sequence[Offer], rows: int, sequences: int | None, context: int, sampled: bool
     ) -> StepShape:
-        """The step with every sequence decoding plainly."""
+        """The step as it would be if every sequence decoded plainly."""
         return StepShape(
             batch=max(1, len(present) + (rows if sequences is None else sequences)),
             rows=max(1, len(present) + rows),
@@ -227,17 +253,17 @@ class Policy:
             branching=False,
         )
 
-    def _step(self, present: Sequence[View] | Sequence[Offer], most_nodes: int, fixed: _Fixed) -> Step:
-        return Step(self.costs, self._shape(present, *fixed), most_nodes)
+    def _step(self, present: Sequence[View] | Sequence[Offer], most_nodes: int, fixed: _Fixed) -> StepTimes:
+        return StepTimes(self.costs, self._shape(present, *fixed), most_nodes)
 
     def _remember(self, offer: Offer, gained: float, forgone: float) -> None:
-        """Takes in an offer's curves; `forgone` are the tokens that plain steps would have made in its time."""
+        """Takes in an offer's curves; `forgone` is how many tokens plain steps would have made in the offer's time."""
         policy = offer.policy
         if offer.chain or offer.tree:
-            policy.shared.account.lose(forgone)
+            policy.shared.debt.lose(forgone)
             if gained > forgone * policy.gate.margin:
                 policy.paid()
-            draft = Draft.of(offer.chain, offer.tree)
+            draft = DraftCurves.of(offer.chain, offer.tree)
             policy.gains.blend(draft, policy.proposals)
             if self._common_knowledge(policy):
                 policy.shared.gains.blend(draft, policy.proposals)
@@ -245,18 +271,18 @@ class Policy:
             policy.draft_failed()
 
     def _common_knowledge(self, policy: SequencePolicy) -> bool:
-        """Whether this draft also counts for requests to come: some do, and the first of a kind."""
+        """Whether this draft is also remembered for requests to come: some are, and the first of a kind."""
         return not self._choices % _SHARED_DRAFTS or not policy.shared.gains.known
 
-    def _prospect(self, policy: SequencePolicy) -> Gains:
+    def _prospect(self, policy: SequencePolicy) -> ExpectedGains:
         if policy.gains.known:
             return policy.gains
-        return assumed(policy.proposals)
+        return assumed_gains(policy.proposals)
 
     def resting(self, policies: Sequence[SequencePolicy]) -> bool:
-        """Whether nothing can have changed since all of these, and nobody else, were found to do better without drafts.
+        """Whether exactly these policies were found to do better without drafts, and nothing can have changed since.
 
-        Asked once per step: the answer ages with the plan.
+        The caller must ask once per step, because each call makes the plan one step older.
         """
         rested = bool(self._rested_key) and self._plan_age < _REST_STEPS and self._rested_key == (self.costs, *policies)
         if not rested or any(policy.probe_due for policy in policies):
@@ -266,7 +292,7 @@ class Policy:
         return True
 
     def _same_again(self, views: Sequence[View], most: Sequence[int], fixed: _Fixed) -> bool:
-        """Whether everybody drafts as many slots as in the last step without a new look at the costs."""
+        """Whether all sequences draft as many slots as in the last step, without a new look at the costs."""
         if (
             not self._held_slots
             or self._held_key != (*self._key(views), *fixed[:2])
@@ -283,20 +309,20 @@ class Policy:
         return True
 
     def _key(self, views: Sequence[View]) -> tuple[object, ...]:
-        """Whom and what a plan was made for."""
+        """The costs and the sequences that a plan was made for; a plan with another key does not apply."""
         return (self.costs, *(view.policy for view in views))
 
     def _promise(self, views: Sequence[View]) -> float:
         return sum(view.policy.gains.expected(7, 7, branching=False) for view in views if view.policy.gains.known)
 
     def _holds(self, views: Sequence[View]) -> bool:
-        """Whether the last plan is young and the gains promise about what they did when it was made."""
+        """Whether the last plan is young, and the gains promise about as much as when it was made."""
         promise = self._promise(views)
         alike = promise <= _OTHER_PROMISE * self._plan_promise <= _OTHER_PROMISE**2 * promise
         return self._plan_age < _PLAN_STEPS and alike
 
-    def _plan_for(self, views: Sequence[View], step_of: Callable[[int], Step]) -> Plan | None:
-        """The best plan for these sequences; it holds for a few steps, since planning takes time as well."""
+    def _plan_for(self, views: Sequence[View], step_of: Callable[[int], StepTimes]) -> DraftPlan | None:
+        """The best plan for these sequences; a plan serves several steps, because planning takes time as well."""
         key = self._key(views)
         if key == self._plan_key and self._holds(views):
             self._plan_age += 1
@@ -309,11 +335,11 @@ class Policy:
         self._plan_key, self._plan_age = (key, 1) if settled else ((), 0)
         return self._plan
 
-    def _depth(self, step: Step, view: View, blocks: int) -> int:
-        """As many slots as have lately been worth their time, and now and then more: or nobody would know."""
+    def _depth(self, step: StepTimes, view: View, blocks: int) -> int:
+        """As many slots as have lately been worth their time; now and then more, in order to learn about them."""
         options = slot_options(most_slots(view))
         price = step.plain_rate * self._speedup.value
-        # what nobody has tried promises everything, but not of a drafter nobody has seen work
+        # A depth without any record counts as worth drafting, but only if this drafter has had a token accepted before.
         proven = view.policy.shared.calibration.proven
         assumed_worths = {} if proven else cut_worths(assumed_chain(options[-1]), step.straight, price)
         times = self.costs.drafts_ms(blocks, options, step.context)
@@ -328,15 +354,15 @@ class Policy:
             place += 1
         return options[place]
 
-    def _own_outlook(self, view: View, step_of: Callable[[int], Step]) -> float:
+    def _own_outlook(self, view: View, step_of: Callable[[int], StepTimes]) -> float:
         policy = view.policy
         if not policy.hopeful:
             return 0.0
         alone = own_outlook(self.costs, step_of(policy.max_nodes), view, self._prospect(policy))
         return alone * self._trusted([view])
 
-    def _due(self, views: Sequence[View], rest: Sequence[int], step_of: Callable[[int], Step]) -> list[int]:
-        """Sequences that draft although it does not seem to pay: never tried, or due for a probe."""
+    def _due(self, views: Sequence[View], rest: Sequence[int], step_of: Callable[[int], StepTimes]) -> list[int]:
+        """Sequences that draft although it does not seem to pay: they have never drafted, or their probe is due."""
         probing = []
         for index in rest:
             policy = views[index].policy
@@ -348,28 +374,28 @@ class Policy:
             probing += [index for index in rest if views[index].policy.probe_near and index not in probing]
         return probing
 
-    def _probe_slots(self, step: Step, views: Sequence[View], drafting: Sequence[int]) -> int:
+    def _probe_slots(self, step: StepTimes, views: Sequence[View], drafting: Sequence[int]) -> int:
         options = slot_options(max(most_slots(views[index]) for index in drafting))
         times = self.costs.drafts_ms(len(drafting), options, step.context)
         return max(slots for slots, ms in zip(options, times, strict=True) if ms <= _PROBE_SLACK * times[0])
 
 
-def _choice(offer: Offer, index: int, taken: Taken, plain: float) -> Choice:
+def _choice(offer: Offer, index: int, taken: Allocation, plain: float) -> VerifyChoice:
     nodes, tokens = taken.nodes[index], taken.tokens[index]
     rates = f"({taken.rate:.3f}/ms), plain {plain:.3f}/ms"
     if not nodes:
         reason = f"the draft promises too little for more rows, plain {plain:.3f}/ms"
         if not (offer.chain or offer.tree):
             reason = offer.policy.note
-        return Choice("plain", 0, Decision("plain", reason, tokens, taken.ms))
+        return VerifyChoice("plain", 0, Decision("plain", reason, tokens, taken.ms))
     tree = taken.branching and common_nodes(offered_nodes(offer, True), offer.chain) < nodes
     kind: Literal["chain", "tree"] = "tree" if tree else "chain"
     name = f"{kind}:{nodes + 1}"
     reason = f"{name} expects {tokens:.1f} tokens in {taken.ms:.0f} ms {rates}"
-    return Choice(kind, nodes, Decision(name, reason, tokens, taken.ms))
+    return VerifyChoice(kind, nodes, Decision(name, reason, tokens, taken.ms))
 
 
-def _why_plain(view: View, plan: Plan | None, plain: float) -> str:
+def _why_plain(view: View, plan: DraftPlan | None, plain: float) -> str:
     if view.room <= 1:
         return "one token is left to commit"
     wait = view.policy.tokens_to_probe

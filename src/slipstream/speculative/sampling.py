@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters and seeded Gumbel noise, row by row and independent of the batch."""
+"""From logits to tokens: penalties, filters and seeded Gumbel noise; each row is independent of its batch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,21 @@ from slipstream.speculative.accept import NOT_CHOSEN, children_of
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Proposal, SamplingParams
 
-_NUCLEUS_GUESS = 1024  # a nucleus is nearly always smaller, and sorting a whole vocabulary is slow
-_RANKED = (64, 1024)  # how much of a row is ranked to see where its filters cut: most rows need little
-_HIDDEN = float("-inf")
-_BAN = -100.0  # a bias that leaves a token no chance at all
-_GUIDED_CANDIDATES = 16  # per slot at least: the likeliest may all be forbidden
+# Tokens that are ranked first to find a nucleus, which is nearly always smaller. Ranking the whole vocabulary is slow,
+# so a larger value costs time in every row and a smaller one makes more rows rank the whole vocabulary afterwards.
+_NUCLEUS_GUESS = 1024
+# Tokens of a row that are ranked to find where its filters cut; the second number is used where the first is too small.
+# Most rows need few, and rows that both numbers leave undecided are filtered over the whole vocabulary.
+_RANKED = (64, 1024)
+_HIDDEN = float("-inf")  # the logit of a token that must not be chosen
+_BAN = -100.0  # A logit bias of this or less bans its token altogether, as the OpenAI API documents it.
+# Candidates per slot of a constrained request at least. The constraint may forbid the likeliest ones; with fewer
+# candidates more slots have to be ranked a second time under their mask.
+_GUIDED_CANDIDATES = 16
 
 
 def penalise(logits: Tensor, seen: Tensor, counts: Tensor, params: SamplingParams) -> Tensor:
-    """Repetition penalty on tokens `seen` anywhere, presence and frequency penalties on `counts` of generated ones."""
+    """Applies the repetition penalty to all `seen` tokens; presence and frequency penalties use generated `counts`."""
     if params.repetition_penalty != 1.0:
         weakened = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, weakened, logits)
@@ -42,7 +48,7 @@ def penalise(logits: Tensor, seen: Tensor, counts: Tensor, params: SamplingParam
 
 
 def filter_logits(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """Hides what min-p, top-k and top-p leave out; `scaled` is already divided by the temperature."""
+    """Hides the tokens that min-p, top-k and top-p leave out; `scaled` is already divided by the temperature."""
     if params.min_p > 0.0:
         floor = scaled.amax(dim=-1, keepdim=True) + torch.tensor(params.min_p).log()
         scaled = scaled.masked_fill(scaled < floor, _HIDDEN)
@@ -55,8 +61,9 @@ def filter_logits(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _nucleus_edge(scaled: Tensor, top_p: float) -> Tensor:
-    """The smallest logit inside the nucleus of each row: the fewest tokens whose probability reaches top_p."""
-    # not logsumexp: torch splits the sum of a single long row over its threads, so its last bit depends on the batch
+    """The smallest logit in each row's nucleus, which is the fewest tokens whose probability reaches top_p."""
+    # logsumexp is not used: torch splits the sum of a single long row over its threads, so that the last bit of the
+    # result would depend on the batch.
     total = scaled.amax(dim=-1, keepdim=True) - torch.log_softmax(scaled, dim=-1).amax(dim=-1, keepdim=True)
     size = min(_NUCLEUS_GUESS, scaled.shape[-1])
     while True:
@@ -71,7 +78,7 @@ def _nucleus_edge(scaled: Tensor, top_p: float) -> Tensor:
 def filter_floors(
     logits: Tensor, params: SamplingParams, temperature: float, ranked: Sequence[int] = _RANKED
 ) -> Floats:
-    """The smallest logit / temperature of each row that `filter_logits` keeps, from its best few where they suffice."""
+    """The smallest logit / temperature of each row that `filter_logits` keeps, found from the row's best few tokens."""
     values, _, total = top_scores(logits, ranked[0], temperature)
     floors = np.full(len(values), _HIDDEN, np.float32)
     if params.min_p > 0.0:
@@ -79,14 +86,15 @@ def filter_floors(
     narrowed = 0 < params.top_k < logits.shape[-1]
     if narrowed and params.top_k <= values.shape[1]:
         floors = np.maximum(floors, values[:, params.top_k - 1])
-    # nothing that is kept so far stands behind the last of the ranked values
+    # A row is complete if all tokens that the filters have kept so far are among the ranked values.
     complete = (floors > values[:, -1]) | np.isneginf(values[:, -1]) | (values.shape[1] == logits.shape[-1])
     settled = complete | (not narrowed or params.top_k <= values.shape[1])
     if params.top_p < 1.0:
         kept = values >= floors[:, None]
         if narrowed or params.min_p > 0.0:
             shares = np.where(kept, np.exp(values - values[:, :1]), np.float32(0.0))
-            shares /= np.maximum(shares.sum(axis=1, keepdims=True), np.float32(1e-30))  # 0 where values are not numbers
+            # the sum is 0 where the values are NaN
+            shares /= np.maximum(shares.sum(axis=1, keepdims=True), np.float32(1e-30))
             settled &= complete
         else:
             shares = np.exp(values - total[:, None])
@@ -113,7 +121,7 @@ def _least_kept(filtered: Tensor) -> Floats:
 
 
 class RowSampler:
-    """Chooses the tokens of one request; keeps what its penalties, bias, constraint and noise depend on."""
+    """Chooses the tokens of one request; it holds the state of its penalties, bias, constraint and noise."""
 
     def __init__(
         self,
@@ -126,7 +134,7 @@ class RowSampler:
         self.params = params
         self.share_noise = share_noise
         self.guide = guide
-        self.failure: str | None = None  # why no token can be chosen although the target's logits are numbers
+        self.failure: str | None = None  # the reason why no token can be chosen although the target's logits are finite
         self._bias = _bias(params.logit_bias, vocab_size) if params.logit_bias else None
         self._temperature = max(params.temperature, LEAST_TEMPERATURE)
         self._filtered = params.min_p > 0.0 or 0 < params.top_k < vocab_size or params.top_p < 1.0
@@ -136,7 +144,7 @@ class RowSampler:
             self._seen[torch.tensor(prompt)] = True
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Counts committed tokens for the penalties; a guide goes along."""
+        """Counts committed tokens for the penalties, and moves the guide of a constraint along."""
         if self.guide is not None:
             for token in tokens:
                 self.guide.observe(token)
@@ -146,9 +154,9 @@ class RowSampler:
             self._counts.index_add_(0, ids, torch.ones(len(tokens)))
 
     def choose(self, logits: Tensor, first_position: int, proposal: Proposal | None = None) -> Ids:
-        """The target's own token after each row, NO_TOKEN where its logits are not numbers.
+        """The target's own token after each row, or NO_TOKEN where its logits are NaN or infinite.
 
-        The token after row 0 will stand at `first_position`; further rows are the proposal's drafts.
+        The token after row 0 will stand at `first_position`; further rows are the drafts of the proposal.
         """
         if self.params.penalised:
             logits = penalise(logits, *self._history(logits.shape, proposal), self.params)
@@ -165,8 +173,8 @@ class RowSampler:
         return noisy_best(logits, positions, self.params.seed, self._temperature, self._floors(logits))[0]
 
     def _choose_guided(self, guide: Guide, logits: Tensor, first_position: int, proposal: Proposal | None) -> Ids:
-        """Follows the target's own tokens from the anchor on: only rows on that path have a mask, and need one."""
-        # off the path it only matters whether a row's logits are numbers
+        """Follows the target's own tokens from the anchor; only the rows on that path need a mask and get one."""
+        # For rows off the path it only matters whether their logits are finite.
         ids = best_tokens(logits)[0] if self._filtered else self._best(logits, first_position, proposal)
         children = children_of(proposal) if proposal is not None else {}
         row = 0
@@ -184,14 +192,14 @@ class RowSampler:
         return ids
 
     def _allowed(self, guide: Guide, logits: Tensor, position: int, path: Path, favourite: int) -> int:
-        """The target's token behind a path among those the guide allows there; `favourite` is it if all are."""
+        """The target's token after a path among those that the guide allows; `favourite` is its choice without mask."""
         try:
             mask = guide.mask(path)
         except GuideError as error:
             self.failure = str(error)
             return NO_BEST
         if mask is not None:
-            # without filters, whose cut depends on all that is allowed, the best of all is the best of the allowed
+            # Without filters the best token of all is also the best allowed one. A filter's cut depends on the mask.
             if not self._filtered and favourite in mask:
                 return favourite
             if mask.only is not None and self._bias is None:
@@ -211,16 +219,16 @@ class RowSampler:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known if the constraint leaves anything more to write."""
+        """Whether it is already known if the constraint leaves anything more to write."""
         return self.guide is None or self.guide.settled
 
     @property
     def slow(self) -> bool:
-        """Whether the constraint is too slow to hold drafts to it."""
+        """Whether the constraint's masks take too long for drafts to be kept within it."""
         return self.guide is not None and self.guide.slow
 
     def draft_rule(self, logits: Tensor, first_position: int) -> DraftRule | None:
-        """How drafts from these logits are held to the constraint; None without one."""
+        """The rule that keeps drafts from these logits within the constraint; None without a constraint."""
         if self.guide is None:
             return None
 
@@ -231,10 +239,10 @@ class RowSampler:
         return DraftRule(self.guide, ranked)
 
     def draft_candidates(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
-        """The `count` likeliest drafts of consecutive positions by the target's own rule on the drafter's logits.
+        """The `count` likeliest drafts of consecutive positions, by the target's own rule on the drafter's logits.
 
-        Above temperature 0 the noise the target will use there is added, which couples the two choices. None if
-        the drafter's numbers are not finite.
+        Above temperature 0 the noise that the target will use at each position is added, so that drafter and target
+        tend to choose the same token. The result is None if the drafter's logits are NaN or infinite.
         """
         logits = self._shaped(logits)
         if self.guide is not None:
@@ -262,14 +270,14 @@ class RowSampler:
 
     @property
     def draft_scale(self) -> float:
-        """What one unit of a draft logit is worth in a candidate's score."""
+        """The factor from a draft logit to a candidate's score."""
         return 1.0 if self.params.greedy else 1.0 / self._temperature
 
     def _floors(self, logits: Tensor) -> Floats | None:
         return filter_floors(logits, self.params, self._temperature) if self._filtered else None
 
     def _history(self, shape: torch.Size, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
-        """Per row, the committed tokens and those of its own ancestors."""
+        """Per row, which tokens were seen and how often: the committed ones and those of the row's own ancestors."""
         ahead = torch.zeros(shape)
         if proposal is not None:
             for row in range(1, len(proposal.tokens)):
@@ -279,7 +287,7 @@ class RowSampler:
 
 
 def _bias(pairs: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
-    """What is added to every logit."""
+    """A value for every token that is added to its logit."""
     bias = torch.zeros(vocab_size)
     for token, value in pairs:
         bias[token] = _HIDDEN if value <= _BAN else value
@@ -291,7 +299,7 @@ def _masked(logits: Tensor, mask: Mask) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each chosen token, and the `top` most likely ones, under the unmodified target."""
+    """The log-probability of each chosen token, and the `top` most likely tokens, under the unmodified target."""
     table = torch.log_softmax(logits, dim=-1)
     chosen = table.gather(1, tokens[:, None])[:, 0]
     values, ids = table.topk(top, dim=-1) if top else (table[:, :0], torch.empty((len(tokens), 0), dtype=torch.long))

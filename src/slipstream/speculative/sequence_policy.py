@@ -1,4 +1,7 @@
-"""What the policy knows about one sequence: its calibration, its gains, and when it may try to draft again."""
+"""What the policy knows about one sequence: its calibration, its gains, and when it may try to draft again.
+
+`DraftDebt` limits what all requests of a kind may lose by drafts that do not pay.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +10,103 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.speculative.calibration import Calibration, Outcome
-from slipstream.speculative.draft_debt import Account
-from slipstream.speculative.expected_gains import Depths, Gains, Quotient
+from slipstream.speculative.calibration import Calibration, DraftOutcome
+from slipstream.speculative.expected_gains import BoundedRatio, DepthGains, ExpectedGains
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
+# Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
+# of fewer rows; a larger value would leave that range.
 MAX_AUTO_ROWS = 64
-_DOUBT = 1.04  # times plain decoding's speed that drafting must promise: near break-even promises rather fail
-_LONGEST_WAIT, _SHORTEST_WAIT = 8, 0.25  # times the gate's probe
-_HOPELESS_GAIN = 0.15  # accepted tokens to expect of three drafted ones
-_HOPELESS_FACTOR = 4  # probes grow rare faster where there is no hope
-_FAR_FROM_PAYING = 0.1  # share of plain decoding's speed that is missing
-_FAILED_DRAFT = 0.5  # of the gains is left after a draft that did not come
-_KEPT = (0.7, 1.0)
-_OBSERVED_CHILDREN = 3  # per visited row: the many unlikely children of a tree would drown the rest
+# The values below are settings chosen by hand; no measurement of the single values is recorded.
+
+# Drafting must promise this many times plain decoding's speed, because promises near break-even tend to fail. With a
+# larger value small gains are lost; with 1.0 sequences near break-even get slower than plain decoding.
+_REQUIRED_SPEEDUP = 1.04
+# The longest and the shortest wait between two probes, in units of the gate's probe interval. Longer waits notice a
+# text that becomes easy too late; shorter waits cost time on hopeless texts.
+_LONGEST_WAIT, _SHORTEST_WAIT = 8, 0.25
+_HOPELESS_GAIN = 0.15  # A sequence that expects fewer accepted tokens than this of three drafted ones is hopeless.
+_HOPELESS_FACTOR = 4  # A hopeless sequence waits this many times as long after each probe; others wait twice as long.
+_FAR_FROM_PAYING = 0.1  # Waits grow only where more than this share of plain decoding's speed is missing.
+_FAILED_DRAFT = 0.5  # This share of the expected gains is left after a draft that did not come.
+# Bounds for the share of the promised tokens that verified drafts really committed. The lower bound keeps a bad spell
+# from ending all drafting, the upper one keeps luck from promising more than the calibration does.
+_KEPT_PROMISES = (0.7, 1.0)
+# Children per visited row from which the calibration learns. With all children, the many unlikely ones of a tree would
+# drown the likely ones.
+_OBSERVED_CHILDREN = 3
+
+# Drafting may lose this share of all tokens. A larger share makes losing texts slower, a smaller one notices too late
+# that drafting has begun to pay.
+_LOSS_SHARE = 0.006
+_FREE_START_TOKENS = 12.0  # Drafting may lose these tokens at the start, because nothing is known about it yet.
+_SAVED_TOKENS = 4.0  # At most this many tokens won in good times are saved for bad times.
+_MOST_DEBT_TOKENS = 1.0  # The debt is capped here, so that every kind of request may probe again after some time.
+_KEPT_PER_TOKEN = 0.999  # Written and lost tokens fade by this factor per token: losses and savings are forgotten.
+
+
+class DraftDebt:
+    """What drafting has lost, in tokens that plain decoding would have made in its time.
+
+    All requests of one kind share one debt, so that many short answers do not each pay to learn the same thing.
+    """
+
+    def __init__(self) -> None:
+        self._written = 0.0
+        self._lost = -_FREE_START_TOKENS
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether drafting has lost more than its share; then sequences that expect no gain wait with their probes."""
+        return self._lost > _LOSS_SHARE * self._written
+
+    def write(self, tokens: int) -> None:
+        """Takes in that this many tokens were written, with or without drafting."""
+        kept = _KEPT_PER_TOKEN**tokens
+        self._written = kept * self._written + tokens
+        self._lost *= kept
+
+    def lose(self, tokens: float) -> None:
+        """Takes in that a draft used the time of this many plain tokens."""
+        self._lost = min(_MOST_DEBT_TOKENS, self._lost + tokens)
+
+    def win(self, tokens: int) -> None:
+        """Takes in that this many drafted tokens were accepted."""
+        self._lost = min(self._lost, max(-_SAVED_TOKENS, self._lost - tokens))
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What requests of one kind have shown; a new one starts from it."""
+class SharedRecord:
+    """What requests of one kind have shown; a new request of the kind starts from it."""
 
     calibration: Calibration = field(default_factory=Calibration)
-    gains: Gains = field(default_factory=Gains)
-    depths: Depths = field(default_factory=Depths)
-    kept: Quotient = field(default_factory=lambda: Quotient(1.0, *_KEPT))  # of what verified drafts promised
-    account: Account = field(default_factory=Account)
+    gains: ExpectedGains = field(default_factory=ExpectedGains)
+    depths: DepthGains = field(default_factory=DepthGains)
+    # the share of the promised tokens that verified drafts committed
+    kept: BoundedRatio = field(default_factory=lambda: BoundedRatio(1.0, *_KEPT_PROMISES))
+    debt: DraftDebt = field(default_factory=DraftDebt)
 
 
 class SequencePolicy:
-    """The policy's memory of one request; `calibration` turns the drafter's claims into chances."""
+    """The policy's memory of one request; `calibration` turns the drafter's claims into acceptance probabilities."""
 
-    def __init__(self, mode: Mode, gate: Gate, proposals: int, shared: Memory) -> None:
+    def __init__(self, mode: Mode, gate: Gate, proposals: int, shared: SharedRecord) -> None:
         self.gate = gate
-        self.margin = gate.margin * _DOUBT
+        self.margin = gate.margin * _REQUIRED_SPEEDUP
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
         self.deepest = min(proposals, self.max_nodes)
         self.shared = shared
         self.calibration = Calibration(shared.calibration)
-        self.gains = Gains(shared.gains)
-        self.depths = Depths(shared.depths)
-        self.note = ""  # why the last plan drafted nothing
-        self.asked = False  # whether the last plan drafted
+        self.gains = ExpectedGains(shared.gains)
+        self.depths = DepthGains(shared.depths)
+        self.note = ""  # why the last plan drafted nothing for this sequence
+        self.asked = False  # whether the last plan drafted for this sequence
         self._tried = False
-        self._interval = 0  # plain tokens between probes; 0 while speculation pays
+        self._interval = 0  # tokens between two probes; 0 while speculation pays
         self._wait = 0
-        self._probing = False  # the last plan drafted although it did not seem to pay
+        self._probing = False  # whether the last plan drafted although it did not seem to pay
         self._break_even = math.inf
         self._shadow: deque[tuple[int, float, int]] = deque()
 
@@ -63,11 +116,11 @@ class SequencePolicy:
 
     @property
     def probe_due(self) -> bool:
-        return self.backing_off and self._wait <= 0 and not self.shared.account.in_debt
+        return self.backing_off and self._wait <= 0 and not self.shared.debt.exceeded
 
     @property
     def probe_near(self) -> bool:
-        """Close enough to the next probe to share another sequence's draft pass."""
+        """Whether the next probe is close enough for this sequence to take part in another sequence's draft pass."""
         return self.backing_off and 2 * self._wait <= self._interval
 
     @property
@@ -76,7 +129,7 @@ class SequencePolicy:
 
     @property
     def hopeful(self) -> bool:
-        """Whether there is reason to draft at all: gains that are known, or that nobody has looked for."""
+        """Whether there is reason to draft at all: the gains are known, or the sequence has never drafted."""
         return self.gains.known or not self._tried
 
     def planned(self, slots: int) -> None:
@@ -84,7 +137,7 @@ class SequencePolicy:
         self._tried = self._tried or self.asked
 
     def draft_failed(self) -> None:
-        """A draft was asked for and none came; a drafter that keeps failing must not be asked at every step."""
+        """Takes in that a requested draft did not come, so that a failing drafter is not asked in every step."""
         self.gains.correct(_FAILED_DRAFT)
 
     @property
@@ -93,14 +146,14 @@ class SequencePolicy:
 
     @property
     def hopeless(self) -> bool:
-        """Whether next to nothing of what was drafted lately, here or for others, was right."""
+        """Whether almost no recently drafted token was accepted, in this request or in others of its kind."""
         return self.gains.known and self.gains.expected(3, 3, branching=False) < _HOPELESS_GAIN
 
     def back_off(self, outlook: float) -> None:
-        """Speculation does not pay: plain decoding until the first probe.
+        """Begins to decode plainly until the first probe, because speculation does not pay.
 
-        `outlook` is its expected speed over plain decoding. Close to break-even a probe costs next to nothing, so
-        it comes early.
+        `outlook` is the expected speed over plain decoding. Close to break-even a probe costs almost nothing, so the
+        first probe comes early.
         """
         if not self.backing_off:
             nearness = min(1.0, max(_SHORTEST_WAIT, (1.0 - outlook) / _FAR_FROM_PAYING))
@@ -110,9 +163,9 @@ class SequencePolicy:
             self._break_even = math.inf
 
     def probed(self, break_even: float, outlook: float) -> None:
-        """A probe is under way; unless it succeeds the next one comes after as many tokens, or far more.
+        """Begins a probe; unless it succeeds, the next one comes after the same wait or a much longer one.
 
-        `break_even` is how many tokens of the draft must turn out right for it to have been worth verifying.
+        `break_even` is how many tokens of the draft must be accepted for the draft to be worth verifying.
         """
         self._break_even, self._probing = break_even, True
         if self._tried and outlook < 1.0 - _FAR_FROM_PAYING:
@@ -121,26 +174,26 @@ class SequencePolicy:
         self._wait = self._interval
 
     def believed(self) -> None:
-        """Drafting seems to pay again; should it still not, the next wait is neither a long one nor the shortest."""
+        """Takes in that drafting seems to pay again; if it does not, the next wait is a medium one."""
         self._probing = False
         if self.backing_off:
             self._interval = self._wait = max(self._interval // 4, self.gate.probe)
 
     def _outcome(self, right: int) -> None:
-        """A probe whose draft would have paid is reason to look again at once, not yet to believe."""
+        """Takes in a probe's accepted tokens; a probe that would have paid is followed by another one at once."""
         if self.backing_off and right >= self._break_even:
             self.believed()
             self._wait = 0
 
     def paid(self) -> None:
-        """The latest draft promises to pay; of a probe, made in bad times, that has to come true first."""
+        """Takes in that the latest draft promises to pay; the promise of a probe counts only once it has come true."""
         if not self._probing:
             self._interval = self._wait = 0
 
     def learn(self, proposal: Proposal, verdict: Verdict, truth: Sequence[int]) -> None:
-        """Compares a verified proposal with what the target chose (`truth`: the verdict's tokens)."""
+        """Compares a verified proposal with the tokens that the target chose (`truth`, the tokens of the verdict)."""
         self._shadow.clear()
-        self.shared.account.win(verdict.accepted)
+        self.shared.debt.win(verdict.accepted)
         self._outcome(verdict.accepted)
         if not proposal.chances or verdict.failed:
             return
@@ -149,7 +202,7 @@ class SequencePolicy:
         for row, parent in enumerate(proposal.parents):
             if parent in children:
                 children[parent].append(row)
-        outcomes: list[Outcome] = []
+        outcomes: list[DraftOutcome] = []
         for depth, (siblings, chosen) in enumerate(zip(children.values(), truth, strict=False), start=1):
             if len(siblings) > 1:
                 siblings.sort(key=chances.__getitem__, reverse=True)
@@ -158,16 +211,16 @@ class SequencePolicy:
         self._revalue(outcomes)
 
     def shadow(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
-        """Remembers a drafted chain that is not verified: the tokens to come will tell what it was worth."""
+        """Remembers a drafted chain that is not verified, so that the tokens to come show what it was worth."""
         self._shadow = deque(zip(tokens, chances, range(1, len(tokens) + 1), strict=True))
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """Every step's tokens: they bring the next probe nearer and judge the remembered chain."""
+        """Takes in the tokens of a step: they bring the next probe nearer and judge the remembered chain."""
         self._wait -= len(tokens)
-        self.shared.account.write(len(tokens))
+        self.shared.debt.write(len(tokens))
         if not self._shadow:
             return
-        outcomes: list[Outcome] = []
+        outcomes: list[DraftOutcome] = []
         for token in tokens:
             if not self._shadow:
                 break
@@ -178,8 +231,8 @@ class SequencePolicy:
                 self._outcome(depth if token == drafted else depth - 1)
         self._revalue(outcomes)
 
-    def _revalue(self, outcomes: Sequence[Outcome]) -> None:
-        """What was gained before the latest outcomes is worth as much less as trust has fallen, or more."""
+    def _revalue(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Learns from outcomes, and scales earlier gains by the factor by which trust in the drafter has changed."""
         own, shared = self.calibration.learn(outcomes)
         self.gains.correct(own)
         self.shared.gains.correct(shared)

@@ -1,7 +1,7 @@
-"""How fast a drafting batch is for those of its sequences that accept least.
+"""The speed of a drafting batch as seen by the sequences that accept the fewest tokens.
 
-In a batch all sequences take part in every step. Where drafting pays on average, those with few accepted tokens may
-still be slower than plain decoding would be, and a batch is done when the last of them is.
+In a batch all sequences take part in every step. Even where drafting pays on average, the sequences with few accepted
+tokens may be slower than with plain decoding, and a batch is finished only when its last sequence is.
 """
 
 from __future__ import annotations
@@ -9,54 +9,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-_SLOWEST = 4  # one of so many sequences counts
-_LEAST = 0.7  # of the mean counts at least: where the others gain far more, the slowest have to bear it
-_MEMORY = 64.0  # steps, after which what was seen counts half
-_FULL = 0.75  # of the columns are taken: then the sequences are as different as they come
-_PRIOR = 16.0  # steps that the sequences before are worth
+# The values below are settings chosen by hand; no measurement of the single values is recorded.
+_SLOWEST_PART = 4  # The slowest fourth of the sequences counts. A smaller part is noise, a larger one hides slow texts.
+# The slowest count as at least this share of the mean. Where the other sequences gain far more, the slowest ones bear
+# it.
+_LEAST_SHARE = 0.7
+_MEMORY_STEPS = 64.0  # After this many steps all counts are halved, so that older steps count less.
+_FULL_SHARE = 0.75  # Shares are remembered only while this share of the columns is taken; the last ones are no example.
+_PRIOR_STEPS = 16.0  # The share of the batch before counts as this many steps.
 
 
-class Pace:
-    """Tokens per drafted step of every sequence, told from luck by how much sequences would differ by that alone."""
+class SlowestShare:
+    """Counts tokens per drafted step of every sequence, and separates real differences of sequences from luck."""
 
     def __init__(self) -> None:
         self._sums: list[float] = []
-        self._squares = 0.0  # of all numbers of tokens, on average of the sequences
+        self._squares = 0.0  # sum over steps of the mean squared number of tokens
         self._steps = 0.0
         self._share: float | None = None
         self._before: float | None = None
 
     def restart(self, columns: int) -> None:
-        """Other sequences come, so many at most. Until they have shown it, they are taken to differ as the last did."""
+        """Starts anew for at most `columns` other sequences, which are first assumed to differ as the last ones did."""
         self._sums = [0.0] * columns
         self._squares = self._steps = 0.0
         self._before = self._share
 
     def slowest_share(self, places: Sequence[int], tokens: Sequence[int]) -> float:
-        """Takes in what a step gave the sequences at these places; returns what the slowest have of the mean."""
+        """Takes in a step's tokens of the sequences at these places; returns the slowest ones' share of the mean."""
         sums = self._sums
         for place, count in zip(places, tokens, strict=True):
             sums[place] += count
         self._squares += fmean([count * count for count in tokens])
         self._steps += 1.0
-        if self._steps >= _MEMORY:
+        if self._steps >= _MEMORY_STEPS:
             self._sums = sums = [each / 2.0 for each in sums]
             self._squares, self._steps = self._squares / 2.0, self._steps / 2.0
         own = sorted([sums[place] / self._steps for place in places])
-        slowest, mean = fmean(own[: -(-len(own) // _SLOWEST)]), fmean(own)
+        slowest, mean = fmean(own[: -(-len(own) // _SLOWEST_PART)]), fmean(own)
         share = 1.0 - self._real(own, mean) * (1.0 - slowest / mean) if mean else 1.0
         if self._before is not None:
-            share += (self._before - share) * _PRIOR / (_PRIOR + self._steps)
-        if _FULL * len(self._sums) <= len(own):
-            self._share = share  # who is left in the end is no example
-        return max(_LEAST, share)
+            share += (self._before - share) * _PRIOR_STEPS / (_PRIOR_STEPS + self._steps)
+        if _FULL_SHARE * len(self._sums) <= len(own):
+            self._share = share
+        return max(_LEAST_SHARE, share)
 
     def _real(self, own: Sequence[float], mean: float) -> float:
-        """What part of the differences between these averages is more than luck."""
+        """The part of the differences between these averages that luck does not explain."""
         spread = fmean([(each - mean) ** 2 for each in own])
         if not spread or self._steps <= 1.0:
             return 0.0
-        # averages of n steps spread by what sequences differ and by an n-th of what luck makes of a step
+        # The variance of averages over n steps is the real variance between sequences plus 1/n of a step's variance.
         whole = max(0.0, self._squares / self._steps - mean * mean)
         differ = (spread - whole / self._steps) / (1.0 - 1.0 / self._steps)
         return min(1.0, max(0.0, differ / spread))

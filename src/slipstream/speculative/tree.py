@@ -1,7 +1,7 @@
-"""Draft trees: which drafted prefixes are worth a row of the verify step. Pure; knows no model.
+"""Grows draft trees: it decides which drafted prefixes are worth a row of the verify step, without knowing any model.
 
-A block of drafts gives, per slot, candidates and their probabilities, possibly depending on the token before. The
-tree holds the prefixes with the largest product of probabilities, found best first.
+A block of drafts gives candidates per slot with their probabilities, which may depend on the token before. The tree
+holds the prefixes with the largest product of probabilities, and the most probable prefix is added first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Calibrate = Callable[[float, int], float]  # (claimed probability, depth from 1)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The candidates after one token, likeliest first, and what the drafter's head remembers of the way there."""
+    """The candidates after one token, likeliest first, and the memory of the drafter's head on the way there."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -32,12 +32,12 @@ class Drafts(Protocol):
     @property
     def slots(self) -> int: ...
     def after(self, slot: int, previous: int, memory: object) -> Branch:
-        """The candidates of `slot` (0 is the first proposal) behind the token `previous`."""
+        """The candidates of `slot` after the token `previous`; slot 0 is the first proposed token."""
 
 
 @dataclass(slots=True)
 class Growth:
-    """Nodes in the order they were added; any prefix of them is a tree. Row 0 is the anchor."""
+    """Nodes in the order in which they were added, so that any prefix of them is a tree; row 0 is the anchor."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -68,14 +68,14 @@ def as_claimed(claimed: float, depth: int) -> float:
 
 
 def grow_chain(drafts: Drafts, anchor: int, length: int, calibrate: Calibrate = as_claimed) -> Growth:
-    """The likeliest candidate of each slot behind the one chosen before it."""
+    """The chain of the likeliest candidates: each slot's candidates follow the token chosen before it."""
     growth = Growth([anchor])
     _extend_chain(drafts, growth, min(length, drafts.slots), calibrate)
     return growth
 
 
 def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibrate) -> list[Branch]:
-    """Appends up to `length` nodes below the last one; returns the branches met on the way."""
+    """Appends up to `length` nodes below the last one; returns the branches that it passed."""
     branches: list[Branch] = []
     row, memory = 0, None
     for slot in range(length):
@@ -98,9 +98,9 @@ def grow_tree(
     seeded: bool = False,
     floor: float = 0.0,
 ) -> Growth:
-    """At most `nodes` prefixes no deeper than `depth`, the most probable ones first, none less likely than `floor`.
+    """At most `nodes` prefixes no deeper than `depth`, the most probable first, none less likely than `floor`.
 
-    A seeded tree holds the likeliest chain before anything else (cut to `nodes`), so it never accepts less than it.
+    A seeded tree begins with the likeliest chain (cut to `nodes`), so it never accepts less than that chain.
     """
     growth = Growth([anchor])
     depth = min(depth, drafts.slots)
@@ -110,7 +110,8 @@ def grow_tree(
     def offer(parent: int, rank: int, branch: Branch, ceiling: float) -> None:
         if rank < len(branch.tokens):
             own = growth.survivals[parent] * calibrate(branch.chances[rank], growth.depths[parent] + 1)
-            # a calibration need not be monotone, but a worse-ranked sibling never goes first
+            # Calibrated probabilities may rise with the rank, but a worse-ranked sibling never goes before a better
+            # one.
             heapq.heappush(heap, (-min(own, ceiling), next(order), parent, rank, branch))
 
     def open_below(row: int, memory: object) -> None:

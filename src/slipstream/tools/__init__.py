@@ -1,0 +1,1 @@
+"""Tools around model files and servers: inspect, check, convert, quantize, compare, and smoke tests of a server."""

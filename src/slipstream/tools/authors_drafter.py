@@ -1,4 +1,4 @@
-"""The DFlash authors' own package as a drafter to compare with: the same weights, its arithmetic.
+"""Runs a drafter with the DFlash authors' own package, to compare its arithmetic with ours on the same weights.
 
 The package is not a dependency; it is imported when a comparison asks for it.
 """
@@ -33,7 +33,7 @@ def _package() -> Any:
 
 
 class AuthorBlocks:
-    """The authors' drafter behind the same taps, embedding and head as one of ours."""
+    """The authors' drafter with the taps, the embedding and the head of one of our drafters."""
 
     label = LABEL
 
@@ -49,7 +49,7 @@ class AuthorBlocks:
                     "compare it with another file instead",
                 )
             self._model = build_authors_drafter(model, model.config)
-        # a confidence head chooses no tokens, so only this one is missed
+        # The confidence head is missing there too, but it chooses no tokens, so only the Markov head is reported.
         self.left_out = "the Markov head" if ours.drafter.config.parts.markov_rank else ""
 
     def begin(self, ids: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class AuthorBlocks:
 
     @torch.inference_mode()
     def block(self, position: int) -> tuple[Tensor, list[int]]:
-        """The block behind `position`, computed from the taps our side has read; nothing is cached in between."""
+        """The block after `position`, from the taps that our side has read; nothing is cached between blocks."""
         ours, model = self._ours, self._model
         size, config = ours.drafter.config.block_size, ours.drafter.config
         first = max(0, position - ours.window) if ours.window else 0
@@ -74,7 +74,7 @@ class AuthorBlocks:
         return logits, self._selected(hidden, logits, position)
 
     def _selected(self, hidden: Tensor, logits: Tensor, position: int) -> list[int]:
-        """The authors' selector slot by slot, told the text's own token before each as our side is."""
+        """Runs the authors' selector slot by slot; as on our side, each slot gets the text's own token before it."""
         chosen = []
         for slot in range(len(logits)):
             before = self._ids[min(position + slot, len(self._ids) - 1)]
@@ -86,7 +86,7 @@ class AuthorBlocks:
 
 
 def build_authors_drafter(model: ModelFile, config: DFlashConfig) -> Any:
-    """Their drafter with the file's weights, in fp32."""
+    """The authors' drafter with the file's weights, in fp32."""
     authors = _package()
     cls = authors.DFlash2DraftModel if config.parts.selector_rank else authors.DFlashDraftModel
     built = cls(_their_config(config)).eval()
@@ -108,7 +108,7 @@ def _their_config(config: DFlashConfig) -> Any:
     as_typed = all(pattern.causal == bool(pattern.window) for pattern in config.patterns)
     windows = {pattern.window for pattern in config.patterns if pattern.window}
     if len(windows) > 1 or not (as_typed or len(causal) == 1):
-        raise ConfigError(f"{config.label} mixes windows or causality", "the authors' package has one of each")
+        raise ConfigError(f"{config.label} mixes windows or causality", "the authors' package has one value for each")
     parts = config.parts
     settings: dict[str, Any] = {} if as_typed else {"is_causal": causal.pop()}
     if windows:

@@ -1,6 +1,6 @@
-"""Whether a model file is whole and sane: all of its data, the tensors its configuration implies, numbers that can be.
+"""Checks that a model file is complete and sane: its data, the tensors that its configuration implies, its values.
 
-Every check says what it looked at and lists all it found, so that one run names everything there is to mend.
+Every check says what it looked at and lists everything that it found, so that one run names all that must be repaired.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from slipstream.tools.file_report import inspect_file
 from slipstream.tools.model_file import ModelFile, open_model
 
 Progress = Callable[[str, int, int], None]
-SAMPLED_ROWS = 32  # of each tensor, evenly spread, its first and last among them
-SAMPLED_ELEMENTS = 2**18  # at most, where rows are long
-MAX_LISTED = 8  # problems of one kind, then a count
-_MOST_BLOCK = 256
+# Rows of each tensor that are checked, evenly spread, with the first and the last. More rows take longer; fewer miss
+# damage that covers only a part of a tensor.
+SAMPLED_ROWS = 32
+SAMPLED_ELEMENTS = 2**18  # Values of each tensor that are checked at most, if its rows are long.
+MAX_LISTED = 8  # Problems of one kind that are named; the rest is counted.
+# Limits of what is plausible. A value outside of them is reported, because it usually means a damaged file.
+_MOST_BLOCK_TOKENS = 256
 _LEAST_THETA, _MOST_THETA = 1e2, 1e9
 _MOST_EPS = 1e-2
 
 
 @dataclass(slots=True)
 class Check:
-    """One question about a file: what was looked at, and what was wrong."""
+    """One check of a file: what it looked at, and the problems that it found."""
 
     name: str
     seen: str = ""
@@ -46,7 +49,7 @@ class Check:
 
 
 def check_file(path: Path, progress: Progress | None = None) -> list[Check]:
-    """Asks everything that can still be asked; a file that is not whole is not looked into any further."""
+    """Runs every check that is possible; a file that is not complete is not checked any further."""
     whole = _complete(path)
     if whole.problems:
         return [whole]
@@ -92,11 +95,11 @@ def _metadata(model: ModelFile) -> Check:
 def _shape_problems(config: DecoderConfig | DFlashConfig) -> Iterator[str]:
     theta, eps = config.rope.theta, config.rms_eps
     if not (math.isfinite(theta) and _LEAST_THETA <= theta <= _MOST_THETA):
-        yield f"rope theta is {theta:g}, between {_LEAST_THETA:g} and {_MOST_THETA:g} are plausible"
+        yield f"rope theta is {theta:g}, but only {_LEAST_THETA:g} to {_MOST_THETA:g} are plausible"
     if not (math.isfinite(eps) and 0 < eps <= _MOST_EPS):
-        yield f"the epsilon of the norms is {eps:g}, above 0 and up to {_MOST_EPS:g} is plausible"
+        yield f"the epsilon of the norms is {eps:g}, but only values above 0 and up to {_MOST_EPS:g} are plausible"
     if config.head_dim % 2:
-        yield f"heads are {config.head_dim} wide, rotary embeddings need an even number"
+        yield f"heads are {config.head_dim} wide, but rotary embeddings need an even number"
 
 
 def _drafter_problems(config: DFlashConfig) -> Iterator[str]:
@@ -109,23 +112,23 @@ def _drafter_problems(config: DFlashConfig) -> Iterator[str]:
         yield f"a tap reads layer {min(taps)}"
     if config.mask_token_id >= config.vocab_size:
         yield f"the mask token {config.mask_token_id} is not in the vocabulary of {config.vocab_size}"
-    if config.block_size > _MOST_BLOCK:
+    if config.block_size > _MOST_BLOCK_TOKENS:
         yield f"a block of {config.block_size} is not plausible"
     if config.output_multiplier == 0 or not math.isfinite(config.output_multiplier):
         yield f"logits are multiplied by {config.output_multiplier:g}"
 
 
 def _vocabulary_problems(model: ModelFile, config: DecoderConfig) -> Iterator[str]:
-    """A target answers in text: its tokenizer must load and stay inside the embedding table."""
+    """The problems of a target's tokenizer, which must load and stay inside the embedding table."""
     try:
         tokenizer = Tokenizer.load(model.path, model.file.metadata)
     except SlipstreamError as error:
         yield str(error)
         return
     if tokenizer.vocab_size > config.vocab_size:
-        yield f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {config.vocab_size} rows"
+        yield f"the tokenizer has {tokenizer.vocab_size} tokens, but the embedding only {config.vocab_size} rows"
     if not tokenizer.eos_ids:
-        yield "no token ends an answer: generation would only stop at its limit"
+        yield "no token ends an answer, so generation would only stop at its limit"
     outside = [
         index
         for index in (tokenizer.bos_id, *tokenizer.eos_ids)
@@ -138,7 +141,7 @@ def _vocabulary_problems(model: ModelFile, config: DecoderConfig) -> Iterator[st
     if isinstance(declared, int) and "model.embed_tokens.weight" in model.found:
         rows = model.tensors["model.embed_tokens.weight"].shape[0]
         if rows != declared:
-            yield f"the config counts {declared} tokens, the embedding has {rows} rows"
+            yield f"the config counts {declared} tokens, but the embedding has {rows} rows"
 
 
 def _known(model: ModelFile) -> Check:
@@ -147,7 +150,7 @@ def _known(model: ModelFile) -> Check:
         check.problems.append(model.misfit)
         return check
     expected = model.expected
-    # without a configuration there is nothing to hold the tensors against, which the metadata check has said
+    # Without a configuration there is nothing to compare the tensors with; the metadata check has reported that.
     missing = [name for name in expected if name not in model.found]
     optional = {"lm_head.weight"} if isinstance(model.config, DecoderConfig) else set()
     unused = [name for name in model.found if expected and name not in expected and name not in optional]
@@ -196,7 +199,7 @@ def _finite(model: ModelFile, progress: Progress | None) -> Check:
 
 
 def sample_rows(tensor: WeightTensor) -> torch.Tensor:
-    """Some rows of a tensor, the first and the last among them; all of a short one."""
+    """Some rows of a tensor with its first and its last; a short tensor is returned completely."""
     width = math.prod(tensor.shape[1:])
     count = max(2, min(SAMPLED_ROWS, SAMPLED_ELEMENTS // max(1, width)))
     if len(tensor.shape) < 2 or tensor.shape[0] <= count:

@@ -1,4 +1,4 @@
-"""Converts models between Hugging Face folders and GGUF files: drafters and targets, both ways, whole or not at all."""
+"""Converts drafters and targets between Hugging Face folders and GGUF files; a failed conversion leaves no file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {name.lower(): name for name in FLOATS}
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What was written, for people and for JSON."""
+    """Describes what was written, for people and for JSON."""
 
     source: str
     out: str
@@ -31,7 +31,7 @@ class ConversionReport:
     tensors: int
     parameters: int
     bytes: int
-    types: dict[str, int] = field(default_factory=dict)  # tensors of each type
+    types: dict[str, int] = field(default_factory=dict)  # how many tensors have each type
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
@@ -81,9 +81,9 @@ def _to_gguf(
     progress: Progress | None,
 ) -> ConversionReport:
     if out.suffix != ".gguf":
-        raise RequestError(f"a folder is converted to GGUF, and {out.name} does not end in .gguf", "name the file so")
+        raise RequestError(f"a folder is converted to GGUF, but {out.name} does not end in .gguf", "rename the output")
     if out.exists() and not (force and out.is_file()):
-        raise RequestError(f"{out} is there already", "use --force to replace a file")
+        raise RequestError(f"{out} already exists", "use --force to replace a file")
     if convert_drafter.is_drafter(source):
         made = convert_drafter.to_gguf(source, asked, naming, target, progress)
     elif target is not None or naming != NAMINGS[0]:
@@ -99,11 +99,11 @@ def _to_folder(
 ) -> ConversionReport:
     if out.suffix in (".gguf", ".safetensors"):
         raise RequestError(
-            f"a GGUF file is converted to a folder, and {out.name} names a file",
+            f"a GGUF file is converted to a folder, but {out.name} names a file",
             "name a folder, or use slipstream quantize to write another GGUF",
         )
     if out.exists():
-        raise RequestError(f"{out} is there already", "remove it or choose another name")
+        raise RequestError(f"{out} already exists", "remove it or choose another name")
     drafter = convert_drafter.is_drafter(source)
     made, config = (
         convert_drafter.to_folder(source, asked, target) if drafter else convert_target.to_folder(source, asked)

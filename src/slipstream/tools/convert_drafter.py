@@ -1,4 +1,4 @@
-"""DFlash, DSpark and DFlash 2 drafters between a Hugging Face folder and GGUF, in llama.cpp's or lucebox's naming."""
+"""Converts DFlash, DSpark and DFlash 2 drafters between a folder and GGUF, in llama.cpp's or lucebox's naming."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ Naming = Literal["llama.cpp", "lucebox"]
 NAMINGS: tuple[Naming, ...] = get_args(Naming)
 DRAFTER_ARCHITECTURES = ("dflash", *LUCEBOX_ARCHS)
 _ARCH: dict[Naming, str] = {"llama.cpp": "dflash", "lucebox": LUCEBOX_ARCH}
-# what a GGUF file has no words for, by the field of the configuration that would not survive
+# Fields of the configuration that GGUF cannot express, each with the words for the error message.
 _WORDLESS = {
     "patterns": "the windows and causality of its layers",
     "rope": "scaled positions",
     "mlp_bias": "biases",
     "qk_norm": "layers without query and key norms",
 }
-_KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # the second says the same the other way round
+_KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # both hold the same map between draft and target ids, in opposite directions
 _FUSED = "qkv_proj.weight"
 _SHOWN_BY_TENSORS = ("tap_norms", "context_norm", "gate_width")
-_NO_TOKENIZER = "without --target the file has no tokenizer: it serves here, llama.cpp would refuse it"
+_NO_TOKENIZER = "without --target the file has no tokenizer: slipstream accepts it, but llama.cpp would refuse it"
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether what lies at `path` is a drafter, by its config.json or its GGUF architecture."""
+    """Whether `path` holds a drafter, judged by its config.json or its GGUF architecture."""
     config = read_config(path)
     if config is None:
         with open_weights(path) as file:
@@ -76,7 +76,7 @@ def is_drafter(path: Path) -> bool:
 def to_gguf(
     path: Path, asked: str | None, naming: Naming, target: Path | None, progress: Progress | None = None
 ) -> Conversion:
-    """A Hugging Face drafter folder as the contents of a GGUF file."""
+    """The contents of a GGUF file for a Hugging Face drafter folder."""
     file = open_weights(path)
     config = read_drafter_config(path, file)
     names = names_in(file)
@@ -102,7 +102,7 @@ def to_gguf(
 
 
 def to_folder(path: Path, asked: str | None, target: Path | None) -> tuple[Conversion, dict[str, object]]:
-    """A GGUF drafter as safetensors and the config.json that belongs to them."""
+    """The safetensors of a GGUF drafter, and the config.json that belongs to them."""
     file = open_weights(path)
     config = read_drafter_config(path, file)
     tensors = take_tensors(file, drafter_tensors(config, file), names_in(file))
@@ -117,7 +117,7 @@ def to_folder(path: Path, asked: str | None, target: Path | None) -> tuple[Conve
 
 
 def _apart(config: DFlashConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
-    """GGUF has queries, keys and values in tensors of their own; some folders have them in one."""
+    """Splits fused query, key and value tensors, which some folders have, because GGUF stores them separately."""
     found: dict[str, WeightTensor] = {}
     counts = [heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)]
     for name, tensor in tensors.items():
@@ -130,21 +130,21 @@ def _apart(config: DFlashConfig, tensors: Mapping[str, WeightTensor]) -> dict[st
 
 
 def _known_tokens(stored: WeightTensor, *, as_offsets: bool) -> TensorPlan:
-    """The target's ids of the tokens a drafter knows; folders store how far each is from its place."""
+    """The target's ids of the tokens that a drafter knows; folders store each id's distance from its place instead."""
     places = torch.arange(stored.shape[0])
     values = stored.dense().long() + (-places if as_offsets else places)
     return TensorPlan(_KNOWN, "I64", stored.shape, lambda: [np.asarray(values, "<i8").tobytes()])
 
 
 def gguf_tensor_name(name: str, naming: Naming) -> str:
-    """What a tensor is called in a GGUF file; lucebox marks what a drafter adds to a plain stack with a prefix."""
+    """A tensor's name in a GGUF file; lucebox adds a prefix to tensors that a plain decoder does not have."""
     spellings = gguf_spellings(name)
     marked = [spelling for spelling in spellings if spelling.startswith("dflash.")]
     return marked[0] if marked and naming == "lucebox" else spellings[0]
 
 
 def drafter_entries(config: DFlashConfig, naming: Naming, context: int, tap_width: int) -> list[MetadataEntry]:
-    """Everything a drafter's configuration says, as GGUF keys."""
+    """All settings of a drafter's configuration as GGUF entries."""
     arch = _ARCH[naming]
     numbers: dict[str, int] = {
         f"{arch}.context_length": context,
@@ -206,7 +206,7 @@ def _speculation_entries(config: DFlashConfig, naming: Naming, tap_width: int) -
         }
         entries += [ids, *(number_entry(prefix + key, value, ValueKind.UINT32) for key, value in counts.items())]
     else:
-        # llama.cpp records layer inputs, hence one more than the layer whose output is meant
+        # llama.cpp records the inputs of layers, so the number is one more than the layer whose output is meant.
         layers = [layer + 1 for layer in config.target_layer_ids]
         entries.append(array_entry("dflash.target_layers", layers, ValueKind.INT32))
         entries.append(number_entry(MASK_KEY, config.mask_token_id, ValueKind.UINT32))
@@ -218,7 +218,7 @@ def _speculation_entries(config: DFlashConfig, naming: Naming, tap_width: int) -
 
 
 def _part_entries(config: DFlashConfig, prefix: str, own: bool) -> list[MetadataEntry]:
-    """The heads and convolutions; lucebox keeps DSpark's in a section of its own."""
+    """The entries for heads and convolutions; lucebox keeps DSpark's heads in a section of their own."""
     parts, heads = config.parts, f"{prefix}dspark." if own else prefix
     entries: list[MetadataEntry] = []
     if parts.markov_rank:
@@ -243,7 +243,7 @@ def _part_entries(config: DFlashConfig, prefix: str, own: bool) -> list[Metadata
 
 
 def _refuse_what_is_lost(config: DFlashConfig, metadata: list[MetadataEntry], naming: Naming, file: WeightFile) -> None:
-    """Reads the new metadata as a reader of the file will, and refuses a drafter that would come out another one."""
+    """Reads the new metadata as a reader of the file will, and refuses to write a drafter that would differ."""
     found: Mapping[str, object] = as_read(metadata)
     if naming == "lucebox":
         found = dflash_config.llama_cpp_keys(found, _ARCH[naming])
@@ -253,12 +253,12 @@ def _refuse_what_is_lost(config: DFlashConfig, metadata: list[MetadataEntry], na
         if one != other:
             what = _WORDLESS.get(item.name, f"its '{item.name}' ({getattr(config, item.name)!r})")
             raise ConfigError(
-                f"{config.label}: GGUF has no words for {what}", "use the drafter from its folder of safetensors"
+                f"{config.label}: GGUF cannot express {what}", "use the drafter from its folder of safetensors"
             )
 
 
 def _rounded(value: object) -> object:
-    """A value as a 32-bit float keeps it."""
+    """A value with the precision of a 32-bit float."""
     if isinstance(value, float):
         return float(np.float32(value))
     if isinstance(value, RopeConfig):
@@ -267,16 +267,18 @@ def _rounded(value: object) -> object:
 
 
 def check_target(config: DFlashConfig, tap_width: int, target: Path) -> None:
-    """Refuses a target that the drafter was not made for."""
+    """Refuses a target for which the drafter was not trained."""
     other, _, _ = read_target(target)
-    hint, taps = "name the target the drafter was trained for", len(config.target_layer_ids)
+    hint, taps = "name the target that the drafter was trained for", len(config.target_layer_ids)
     if config.vocab_size != other.vocab_size:
         raise PairError(
-            f"the drafter's vocabulary has {config.vocab_size} tokens, that of {target.name} {other.vocab_size}", hint
+            f"the drafter's vocabulary has {config.vocab_size} tokens, that of {target.name} has {other.vocab_size}",
+            hint,
         )
     if tap_width != taps * other.hidden_size:
         raise PairError(
-            f"the drafter reads {taps} taps {tap_width // taps} wide, those of {target.name} are {other.hidden_size}",
+            f"the drafter reads {taps} taps {tap_width // taps} wide, but those of {target.name} are "
+            f"{other.hidden_size} wide",
             hint,
         )
     if config.num_target_layers not in (None, other.layers) or max(config.target_layer_ids) >= other.layers:
@@ -294,7 +296,7 @@ def _context(config: DFlashConfig, file: WeightFile, target: Path | None) -> int
         return read_target(target)[0].max_positions
     if config.trained_length:
         return config.trained_length
-    raise ConfigError(f"{file.path.name}: no '{key}'", "name the target with --target")
+    raise ConfigError(f"{file.path.name} does not state '{key}'", "name the target with --target")
 
 
 def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> dict[str, object]:

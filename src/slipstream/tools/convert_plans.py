@@ -1,4 +1,4 @@
-"""How tensors pass from one file format into another: which type each gets there, and its bytes made piece by piece."""
+"""Plans how each tensor is written into another file format: its type there, and its bytes, made piece by piece."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from slipstream.formats.quantise import BLOCK_SIZES, encode_rows
 from slipstream.formats.weight_files import WeightTensor
 
 FLOATS = ("F32", "F16", "BF16")
-_WIDENED_KEY = "slipstream.widened."  # followed by a type: the tensors that were of it before they became F32
+_WIDENED_KEY = "slipstream.widened."  # + a type: names the tensors that had this type before they were widened to F32
 _EXACT_IN = {"F64": "F32", "F8_E4M3": "BF16", "F8_E5M2": "BF16"}
+# Values that are converted at a time; this bounds the memory, and smaller pieces would only take longer.
 _PIECE_ELEMENTS = 2**22
-# llama.cpp's numbers for the type most of a file has
+# The numbers by which llama.cpp names the type that most of a file has.
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
 _HF_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTIZATION_VERSION = 2
-# matrices that stay exact all the same, as llama.cpp wants them: routers and the kernels of recurrent layers
+# Matrices that stay in F32 because llama.cpp expects it: routers and the kernels of recurrent layers.
 _EXACT = re.compile(r"conv1d|ffn_gate_inp|mlp\.gate\.|router\.proj|shared_expert_gate")
 _EXPERTS = re.compile(r"experts\.|_exps\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is to be written, and what the user should know about it."""
+    """What is to be written, and the notes that the user should read."""
 
     kind: str  # target or drafter
     metadata: list[MetadataEntry]
@@ -47,13 +48,13 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
-    """A tensor made of others: laid one behind the other and given a shape, their values perhaps changed on the way."""
+class DerivedTensor:
+    """A tensor made of others: they are joined and reshaped, and `change` may alter their values."""
 
     name: str
     sources: tuple[WeightTensor, ...]
     shape: tuple[int, ...]
-    change: Callable[[Tensor], Tensor] | None = None  # of some rows at a time
+    change: Callable[[Tensor], Tensor] | None = None  # applied to some rows at a time
 
     @property
     def type_name(self) -> str:
@@ -63,20 +64,20 @@ class Derived:
         parts = [source.dense() for source in self.sources]
         return torch.cat([part if self.change is None else self.change(part) for part in parts]).reshape(self.shape)
 
-    def rows(self, index: Tensor) -> Derived:
-        """The same tensor with its first dimension selected by `index`, of which several sources hold equal shares."""
+    def rows(self, index: Tensor) -> DerivedTensor:
+        """The tensor with only the rows `index` of its first dimension, of which all sources hold equal shares."""
         share = len(self.sources) // self.shape[0]
         chosen = [self.sources[row * share + place] for row in index.tolist() for place in range(share)]
         sources = tuple(chosen) if len(self.sources) > 1 else (self.sources[0].rows(index),)
-        return Derived(self.name, sources, (len(index), *self.shape[1:]), self.change)
+        return DerivedTensor(self.name, sources, (len(index), *self.shape[1:]), self.change)
 
 
-Source = WeightTensor | Derived
+Source = WeightTensor | DerivedTensor
 
 
 def tensor_plan(name: str, tensor: Source, type_name: str) -> TensorPlan:
-    """Writes a tensor under a new name: byte for byte where the type stays, else decoded and encoded in pieces."""
-    sources, change = (tensor.sources, tensor.change) if isinstance(tensor, Derived) else ((tensor,), None)
+    """Plans a tensor under a new name: its bytes are copied if the type stays, and else decoded and encoded again."""
+    sources, change = (tensor.sources, tensor.change) if isinstance(tensor, DerivedTensor) else ((tensor,), None)
 
     def pieces() -> Iterator[Piece]:
         for source in sources:
@@ -94,14 +95,14 @@ def tensor_plan(name: str, tensor: Source, type_name: str) -> TensorPlan:
 
 
 def is_matrix(tensor: Source) -> bool:
-    """Whether a tensor is worth a short type; norms, biases, kernels and single rows stay exact in F32."""
+    """Whether a tensor may get a short type; norms, biases, kernels and single rows stay in F32."""
     stacked = len(tensor.shape) == 3 and _EXPERTS.search(tensor.name) is not None
     flat = len(tensor.shape) == 2 and tensor.shape[0] > 1 and not _EXACT.search(tensor.name)
     return stacked or flat
 
 
 def gguf_type(tensor: Source, asked: str | None) -> str:
-    """The type a tensor of a Hugging Face folder gets in a GGUF file; rows no block divides become BF16."""
+    """The type of a folder's tensor in a GGUF file; a row that does not divide into blocks becomes BF16."""
     stored = _EXACT_IN.get(tensor.type_name, tensor.type_name)
     if stored not in FLOATS:
         raise FormatError(f"tensor '{tensor.name}' is stored as {tensor.type_name}", "weights must be floating point")
@@ -113,7 +114,7 @@ def gguf_type(tensor: Source, asked: str | None) -> str:
 
 
 def widened_entries(plans: Mapping[str, tuple[TensorPlan, Source]]) -> list[MetadataEntry]:
-    """Remembers what was widened to F32, so that the way back can restore the very bytes."""
+    """Records which tensors were widened to F32, so that converting back restores the same bytes."""
     entries = []
     for type_name in ("BF16", "F16"):
         names = [
@@ -127,7 +128,7 @@ def widened_entries(plans: Mapping[str, tuple[TensorPlan, Source]]) -> list[Meta
 
 
 def widened_types(metadata: Mapping[str, object]) -> dict[str, str]:
-    """The types tensors of a GGUF file had before they were widened, by their names in the file."""
+    """The types that tensors of a GGUF file had before they were widened, by their names in the file."""
     types: dict[str, str] = {}
     for type_name in ("BF16", "F16"):
         names = metadata.get(_WIDENED_KEY + type_name.lower())
@@ -136,11 +137,11 @@ def widened_types(metadata: Mapping[str, object]) -> dict[str, str]:
 
 
 def safetensors_type(tensor: Source, asked: str | None, widened: Mapping[str, str]) -> str:
-    """The type a tensor of a GGUF file gets in a safetensors file: its own, or F32 where it is quantised."""
+    """The type of a GGUF file's tensor in a safetensors file: its own, or F32 if it is quantised."""
     if is_matrix(tensor):
         return asked or (tensor.type_name if tensor.type_name in FLOATS else "F32")
     before = widened.get(tensor.name, "F32")
-    # the file may have been edited since: nothing is narrowed that does not fit
+    # The file may have been edited since, so a tensor is narrowed only if its values fit.
     return before if before == "F32" or _fits(tensor, before) else "F32"
 
 
@@ -151,7 +152,7 @@ def _fits(tensor: Source, type_name: str) -> bool:
 
 
 def general_entries(architecture: str, name: str, plans: Sequence[TensorPlan]) -> list[MetadataEntry]:
-    """The keys every GGUF model begins with."""
+    """The entries with which every GGUF model begins."""
     return [
         text_entry("general.architecture", architecture),
         text_entry("general.type", "model"),
@@ -162,17 +163,17 @@ def general_entries(architecture: str, name: str, plans: Sequence[TensorPlan]) -
 
 
 def hf_dtype(plans: Sequence[TensorPlan]) -> str:
-    """The number type a config.json names."""
+    """The number type for a config.json."""
     return _HF_TYPES[_main_type(plans)]
 
 
 def shortest(value: float) -> float:
-    """A number stored as a 32-bit float as people write it: 1e-06, not 9.999999974752427e-07."""
+    """The shortest decimal of a 32-bit float: 1e-06 instead of 9.999999974752427e-07."""
     return float(str(np.float32(value)))
 
 
 def _main_type(plans: Sequence[TensorPlan]) -> str:
-    """The type that most of the numbers have."""
+    """The type that most of the values have."""
     totals: dict[str, int] = {}
     for plan in plans:
         totals[plan.type_name] = totals.get(plan.type_name, 0) + torch.Size(plan.shape).numel()

@@ -1,4 +1,4 @@
-"""Targets of every family between a Hugging Face folder and llama.cpp's GGUF conventions."""
+"""Converts targets of every family between a Hugging Face folder and llama.cpp's GGUF conventions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from slipstream.tools.family_tensors import folder_tensors, gguf_tensors
 from slipstream.tools.tensor_lists import decoder_tensors, take_tensors
 
 _FACTORS = "rope_freqs.weight"
-_STANDS_STILL = 1e30  # what llama.cpp divides a frequency by that does not turn
-_LLAMA3 = "slipstream.rope."  # what llama3 scaling was made of; the GGUF tensor only has its outcome
+_STANDS_STILL = 1e30  # llama.cpp divides a frequency by this if it does not rotate
+_LLAMA3 = "slipstream.rope."  # + a setting of llama3 scaling; the GGUF tensor holds only the resulting factors
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
-# fields that files spell in different ways without meaning anything else; what layers make of them is compared
+# Fields that files express in different ways with the same meaning; what layers derive from them is compared instead.
 _SPELLING = {
     "as_gguf",
     "family",
@@ -71,13 +71,13 @@ _WORDS = {
 
 
 def read_target(path: Path) -> tuple[DecoderConfig, FamilyNames, WeightFile]:
-    """The configuration of the target at `path`, how its file spells things, and the file itself."""
+    """The configuration of the target at `path`, the names that its file uses, and the open file."""
     file = open_weights(path)
     return *read_target_config(path, file), file
 
 
 def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> Conversion:
-    """A Hugging Face target folder as the contents of a GGUF file."""
+    """The contents of a GGUF file for a Hugging Face target folder."""
     config, names, file = read_target(path)
     tensors = take_tensors(file, decoder_tensors(config, names, file), names.file_name, names.ignored)
     plans = {
@@ -104,7 +104,7 @@ def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> 
 
 
 def to_folder(path: Path, asked: str | None) -> tuple[Conversion, dict[str, object]]:
-    """A GGUF target as safetensors and the config.json that belongs to them."""
+    """The safetensors of a GGUF target, and the config.json that belongs to them."""
     config, names, file = read_target(path)
     if not isinstance(config, Gemma4Config):
         config = replace(config, rope=_original_rope(config.rope, file))
@@ -127,22 +127,22 @@ def _token_ids(metadata: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
-# ---- what a format has no words for
+# ---- what a format cannot express
 
 
 def _refuse_what_is_lost(config: DecoderConfig, back: DecoderConfig, label: str, into: str) -> None:
-    """Holds what a reader of the new file will understand against what was meant."""
+    """Compares what a reader of the new file will understand with the original, and refuses a difference."""
     meant, understood = _traits(config), _traits(back)
     lost = [name for name, value in meant.items() if understood.get(name) != value]
     ropes = [(config.layer(index).rope, back.layer(index).rope) for index in range(config.layers if not lost else 0)]
     lost += ["rope"] if not all(_turn_alike(*pair) for pair in ropes) else []
     if lost:
         what = _WORDS.get(lost[0], f"its '{lost[0]}' ({getattr(config, lost[0])!r})")
-        raise ConfigError(f"{label}: {into} has no words for {what} in this family", "use it in the format it has")
+        raise ConfigError(f"{label}: {into} cannot express {what} in this family", "use it in the format it has")
 
 
 def _traits(config: DecoderConfig) -> dict[str, object]:
-    """What the model will compute, however a file says it; numbers as 32-bit floats keep them."""
+    """What the model will compute, independent of the file's notation; numbers have the precision of 32-bit floats."""
     layers = [config.layer(index) for index in range(config.layers)]
     traits: dict[str, object] = {
         item.name: _rounded(getattr(config, item.name)) for item in fields(config) if item.name not in _SPELLING
@@ -187,7 +187,7 @@ def _as_written(plans: Sequence[TensorPlan], factors: Tensor | None) -> WeightFi
 
 
 def _factors(config: DecoderConfig) -> Tensor | None:
-    """What each plain frequency is divided by, where GGUF has a tensor for it: in llama3 scaling and Gemma's layers."""
+    """The divisor of each plain frequency if GGUF stores it as a tensor: for llama3 scaling and Gemma's full layers."""
     rope = config.full_rope if isinstance(config, Gemma4Config) else config.rope
     if rope.kind != "llama3" and not rope.factors:
         return None
@@ -206,7 +206,7 @@ def _llama3_entries(rope: RopeConfig) -> list[MetadataEntry]:
 
 
 def _original_rope(rope: RopeConfig, file: WeightFile) -> RopeConfig:
-    """The scaling whose outcome a file stores; a config.json cannot hold that outcome itself."""
+    """The scaling from which a file's stored factors were computed; a config.json cannot hold the factors."""
     if not rope.factors:
         return rope
     reader = ConfigReader(file.metadata, file.path.name)

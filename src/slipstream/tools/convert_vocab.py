@@ -1,4 +1,4 @@
-"""Tokenizers between tokenizer.json and the `tokenizer.*` keys of GGUF files, checked by what they do to text."""
+"""Converts tokenizers between tokenizer.json and the `tokenizer.*` keys of GGUF, and checks them on sample texts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from slipstream.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MASK_KEY = "tokenizer.ggml.mask_token_id"
-NO_END = "the tokenizer names no end of sequence: llama.cpp would take a token of its own choice for it"
-# How byte-level families cut text; the first under which the vocabulary does what the folder's tokenizer does is it.
+NO_END = "the tokenizer names no end-of-sequence token, so llama.cpp would choose one itself"
+# Rules by which byte-level families split text. The first rule is taken under which the vocabulary gives the same ids
+# as the folder's tokenizer.
 _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "default")
-_GEMMA_TURN = "<turn|>"  # tells Gemma 4's vocabulary, which has a kind of its own, from other SentencePiece ones
+_GEMMA_TURN = "<turn|>"  # only Gemma 4's vocabulary has it, and it needs its own tokenizer model in GGUF
 _PROBES = (
     "Hello world, it's 12345 o'clock (or 7:05)!",
     "  two leading spaces\n\n\tand a tab  \r\n",
@@ -50,12 +51,12 @@ _PROBES = (
 
 
 def folder_entries(folder: Path, vocab_size: int, progress: Progress | None = None) -> list[MetadataEntry]:
-    """The tokenizer of a model folder as GGUF keys; what GGUF cannot express is an error."""
+    """The tokenizer of a model folder as GGUF entries; it refuses a tokenizer that GGUF cannot express."""
     tokenizer = Tokenizer.load(folder)
     described = read_json_object(folder / "tokenizer.json")
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type") not in ("BPE", None):
-        raise ConfigError(f"{folder.name}: GGUF knows BPE tokenizers only", "convert a model that has one")
+        raise ConfigError(f"{folder.name}: GGUF supports only BPE tokenizers", "convert a model that has one")
     tokens, types = _tokens(described, model, vocab_size, folder.name)
     common = [
         array_entry("tokenizer.ggml.tokens", tokens, ValueKind.STRING),
@@ -64,19 +65,19 @@ def folder_entries(folder: Path, vocab_size: int, progress: Progress | None = No
     ]
     spellings = _spellings(model, tokens)
     for tried, entries in enumerate(spellings):
-        # a large vocabulary takes a second or two to build, and there may be several to try
+        # A large vocabulary takes a second or two to build, and several may have to be tried.
         if progress is not None:
             progress("matching the tokenizer", tried, len(spellings))
         if _same(tokenizer, [*entries, *common]):
             return [*entries, *common]
     raise ConfigError(
-        f"{folder.name}: no pre-tokenizer that GGUF knows cuts text as this tokenizer does",
+        f"{folder.name}: no pre-tokenizer of GGUF splits text as this tokenizer does",
         f"known: {', '.join(_PRE_TOKENIZERS)}",
     )
 
 
 def target_entries(target: Path, vocab_size: int, progress: Progress | None = None) -> list[MetadataEntry]:
-    """The tokenizer keys of a target, from its GGUF file or made of its folder."""
+    """The tokenizer entries of a target: those of its GGUF file, or new ones made from its folder."""
     if target.is_dir() and (target / "tokenizer.json").is_file():
         return folder_entries(target, vocab_size, progress)
     file = target if target.is_file() else next(iter(sorted(target.glob("*.gguf"))), None)
@@ -93,9 +94,9 @@ def names_an_end(entries: Sequence[MetadataEntry]) -> bool:
 
 
 def write_folder(metadata: Mapping[str, object], folder: Path) -> str:
-    """Writes the tokenizer of a GGUF file beside its weights; returns why not where that cannot be done, else ''."""
+    """Writes the tokenizer of a GGUF file beside its weights; returns '', or the reason why this is not possible."""
     if "tokenizer.ggml.model" not in metadata:
-        return "the file carries no tokenizer"
+        return "the file has no tokenizer"
     try:
         vocab = gguf_vocab.build(metadata)
     except SlipstreamError as error:
@@ -122,7 +123,7 @@ def write_folder(metadata: Mapping[str, object], folder: Path) -> str:
 def _tokens(
     described: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int, label: str
 ) -> tuple[list[str], list[int]]:
-    """Tokens and their types by id; ids nobody uses, which padded tables have, get names of their own."""
+    """Tokens and their types by id; unused ids, which padded tables have, get names such as [PAD7]."""
     found: dict[int, tuple[str, int]] = {
         index: (token, BYTE if model.get("byte_fallback") and _is_byte(token) else NORMAL)
         for token, index in model.get("vocab", {}).items()
@@ -172,7 +173,7 @@ def _special_entries(
 
 
 def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[MetadataEntry]]:
-    """The keys that say how text is cut and joined, in every way that may fit."""
+    """Every set of entries for splitting and joining text that may fit this tokenizer."""
     merged = model.get("merges", [])
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merged]
     merges = array_entry("tokenizer.ggml.merges", [f"{left} {right}" for left, right in pairs], ValueKind.STRING)
@@ -181,7 +182,7 @@ def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[Met
             [text_entry("tokenizer.ggml.model", "gpt2"), text_entry("tokenizer.ggml.pre", pre), merges]
             for pre in _PRE_TOKENIZERS
         ]
-    # SentencePiece ranks pieces by score: the piece that is merged first scores best
+    # SentencePiece ranks pieces by score, so the piece that is merged first gets the best score.
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
@@ -198,7 +199,7 @@ def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[Met
 
 
 def _same(tokenizer: Tokenizer, entries: Sequence[MetadataEntry]) -> bool:
-    """Whether the keys make a tokenizer that does to text what the folder's does."""
+    """Whether the entries make a tokenizer that gives the same ids as the folder's tokenizer on sample texts."""
     try:
         other = Tokenizer.from_gguf(as_read(entries))
     except SlipstreamError:

@@ -1,4 +1,4 @@
-"""The numbers of a target's configuration as llama.cpp's GGUF keys and as a config.json, family by family."""
+"""Writes the settings of a target's configuration as llama.cpp's GGUF keys and as a config.json, for each family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.models.rope import RopeConfig
 from slipstream.tools.convert_plans import shortest
 
 Value = int | float | bool | str | Sequence[int] | Sequence[bool]
-# family -> llama.cpp's architecture, and Hugging Face's model type and class
+# For each family: llama.cpp's architecture, Hugging Face's model type, and Hugging Face's class.
 FAMILY_NAMES = {
     "gemma4": ("gemma4", "gemma4_text", "Gemma4ForCausalLM"),
     "laguna": ("laguna", "laguna", "LagunaForCausalLM"),
@@ -27,16 +27,16 @@ FAMILY_NAMES = {
     "qwen3_5_moe": ("qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3_moe": ("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-_SIGMOID = 2  # llama.cpp's number of that routing rule
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-_STILL = 1e20  # a frequency divided by more does not turn
+_SIGMOID = 2  # llama.cpp's number for routing by sigmoid
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # the defaults, which files do not state
+_STILL = 1e20  # a frequency that is divided by more does not rotate
 
 
 # ---- GGUF keys
 
 
 def gguf_entries(config: DecoderConfig) -> list[MetadataEntry]:
-    """Everything llama.cpp asks of a file of this family."""
+    """All keys that llama.cpp requires in a file of this family."""
     arch = FAMILY_NAMES[config.family][0]
     return [_entry(f"{arch}.{key}", value) for key, value in (_common_keys(config) | _own_keys(config)).items()]
 
@@ -73,7 +73,7 @@ def _common_keys(config: DecoderConfig) -> dict[str, Value]:
 
 
 def rope_keys(rope: RopeConfig, suffix: str = "") -> dict[str, Value]:
-    """How positions turn; llama3's scaling has no keys, its outcome is a tensor."""
+    """The keys for rotary embeddings; llama3 scaling has none, because a tensor holds its result."""
     keys: dict[str, Value] = {f"rope.freq_base{suffix}": rope.theta, f"rope.dimension_count{suffix}": rope.dim}
     if rope.kind in ("default", "llama3"):
         return keys
@@ -89,7 +89,7 @@ def rope_keys(rope: RopeConfig, suffix: str = "") -> dict[str, Value]:
 
 
 def _yarn_extras(rope: RopeConfig) -> dict[str, float]:
-    """What a YaRN scaling says beyond what everybody takes for granted."""
+    """The settings of a YaRN scaling that differ from their defaults."""
     usual = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     found = {} if math.isclose(rope.attention_factor, usual, rel_tol=1e-6) else {"attn_factor": rope.attention_factor}
     return found | {name: getattr(rope, name) for name, value in _YARN_BETAS.items() if getattr(rope, name) != value}
@@ -169,7 +169,7 @@ def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
 
 
 def rotary_sections(pairs: int) -> tuple[int, int, int]:
-    """How time, height and width share the turning pairs; in text all three are the position."""
+    """How time, height and width share the rotating pairs; in text all three equal the position."""
     first = -(-pairs // 3)
     second = -(-(pairs - first) // 2)
     return first, second, pairs - first - second
@@ -179,7 +179,7 @@ def rotary_sections(pairs: int) -> tuple[int, int, int]:
 
 
 def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str, object]:
-    """The config.json of a target; `context` holds what its configuration does not know, such as token ids."""
+    """The config.json of a target; `context` holds what the configuration does not know, such as token ids."""
     _, model_type, architecture = FAMILY_NAMES[config.family]
     found: dict[str, object] = {
         "architectures": [architecture],
@@ -204,7 +204,7 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
 
 
 def rope_section(rope: RopeConfig) -> dict[str, object]:
-    """One rotation as `rope_parameters` has it; Gemma's full layers turn the first of their frequencies only."""
+    """One rotation as `rope_parameters` states it; Gemma's full layers rotate only their first frequencies."""
     found: dict[str, object] = {"rope_type": rope.kind, "rope_theta": shortest(rope.theta)}
     if rope.partial:
         found["partial_rotary_factor"] = rope.dim / rope.width

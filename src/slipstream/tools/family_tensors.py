@@ -1,7 +1,8 @@
-"""A target's tensors as llama.cpp's GGUF files have them and as Hugging Face folders do, each made of the other.
+"""Turns a target's tensors from the layout of Hugging Face folders into that of llama.cpp's GGUF files, and back.
 
-llama.cpp stacks the experts of a layer, turns the rotary rows of Llama, and stores Qwen3.5 ready for use: norms hold
-what they multiply by, rates are no logarithms, and value heads come in rounds over the key heads.
+llama.cpp stacks the experts of a layer, reorders the rotary rows of Llama, and stores Qwen3.5 ready for use: norms hold
+the factor itself, decay rates are not logarithms, and the first value head of every key head
+comes before the second of any.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from slipstream.models.decoder import DecoderConfig
 from slipstream.models.llama import gguf_name, stored_rotary_rows
 from slipstream.models.moe import GGUF_MOE
 from slipstream.models.qwen3_5 import Qwen35Config
-from slipstream.tools.convert_plans import Derived, Source
+from slipstream.tools.convert_plans import DerivedTensor, Source
 
 _OWN_NAMES: dict[str, Mapping[str, str]] = {
     "gemma4": gemma4.GGUF_OWN,
@@ -34,7 +35,7 @@ _DELTA = ".linear_attn."
 
 
 def gguf_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
-    """The tensors of a folder, by Hugging Face's names, as a GGUF file has them, by llama.cpp's."""
+    """Takes a folder's tensors by their Hugging Face names and returns a GGUF file's tensors by llama.cpp's names."""
     spell = partial(gguf_name, own=_OWN_NAMES.get(config.family, {}))
     found: dict[str, Source] = {}
     experts: dict[str, list[WeightTensor]] = {}
@@ -53,7 +54,7 @@ def gguf_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> 
 
 
 def folder_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
-    """The tensors of a GGUF file, by Hugging Face's names, as the folders of their families have them."""
+    """Takes a GGUF file's tensors by their Hugging Face names and returns them in the layout of its folders."""
     found: dict[str, Source] = {}
     for name, tensor in tensors.items():
         experts = _ALL_EXPERTS.match(name)
@@ -71,26 +72,26 @@ def folder_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -
 
 
 def _halves(tensor: WeightTensor) -> tuple[list[WeightTensor], list[WeightTensor]]:
-    """Every expert's first rows (its gate) and its last ones (up)."""
+    """The first half of every expert's rows (gate), and the second half (up)."""
     half = tensor.shape[1] // 2
     parts = [tensor.part(index) for index in range(tensor.shape[0])]
     return [one.rows(torch.arange(half)) for one in parts], [one.rows(torch.arange(half, 2 * half)) for one in parts]
 
 
-def _stacked(name: str, each: list[WeightTensor]) -> Derived:
-    return Derived(name, tuple(each), (len(each), *each[0].shape))
+def _stacked(name: str, each: list[WeightTensor]) -> DerivedTensor:
+    return DerivedTensor(name, tuple(each), (len(each), *each[0].shape))
 
 
 def _joined_experts(prefix: str, kind: str, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
-    """Gemma's folders have gate and up of all experts in one tensor; its GGUF files have them in one or in two."""
+    """Joins gate and up of all experts, which Gemma's folders have in one tensor and its GGUF files in one or two."""
     tensor = tensors[prefix + kind]
     if kind in ("gate_up_proj", "down_proj"):
         return {prefix + kind: tensor}
     if kind == "up_proj":
-        return {}  # joined with its gate
+        return {}  # it was joined with the gate
     up, name = tensors[prefix + "up_proj"], prefix + "gate_up_proj"
     pairs = tuple(one.part(index) for index in range(tensor.shape[0]) for one in (tensor, up))
-    return {name: Derived(name, pairs, (tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2]))}
+    return {name: DerivedTensor(name, pairs, (tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2]))}
 
 
 def _for_gguf(name: str, tensor: WeightTensor, config: DecoderConfig) -> Source:
@@ -108,15 +109,15 @@ def _for_folder(name: str, tensor: WeightTensor, config: DecoderConfig) -> Sourc
 
 
 def _rotary_order(name: str, config: DecoderConfig) -> Tensor | None:
-    """Which row of a Llama's GGUF file stands in which place of its folder."""
+    """For each row of a Llama folder's tensor, its row in the GGUF file; None for tensors with the same order."""
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get((name.split(".") + [""] * 5)[4])
     return None if config.family != "llama" or heads is None else stored_rotary_rows(heads, config.head_dim)
 
 
 def _qwen35(name: str, tensor: WeightTensor, config: Qwen35Config, *, to_gguf: bool) -> Source:
-    if name.endswith("shared_expert_gate.weight"):  # one row, which llama.cpp keeps as a vector
+    if name.endswith("shared_expert_gate.weight"):  # it has one row, which llama.cpp stores as a vector
         width = tensor.shape[-1]
-        return Derived(tensor.name, (tensor,), (width,) if to_gguf else (1, width))
+        return DerivedTensor(tensor.name, (tensor,), (width,) if to_gguf else (1, width))
     if _DELTA not in name:
         shift = 1.0 if to_gguf else -1.0
         return _changed(tensor, lambda rows: rows + shift) if name.endswith("norm.weight") else tensor
@@ -131,16 +132,16 @@ def _qwen35(name: str, tensor: WeightTensor, config: Qwen35Config, *, to_gguf: b
         return _changed(taken, (lambda rows: -rows.exp()) if to_gguf else (lambda rows: (-rows).log()))
     if kind == "conv1d":
         kernel = (config.delta.kernel,) if to_gguf else (1, config.delta.kernel)
-        return Derived(tensor.name, (taken,), (config.delta.channels, *kernel))
+        return DerivedTensor(tensor.name, (taken,), (config.delta.channels, *kernel))
     return taken
 
 
-def _changed(tensor: WeightTensor, change: Callable[[Tensor], Tensor]) -> Derived:
-    return Derived(tensor.name, (tensor,), tensor.shape, change)
+def _changed(tensor: WeightTensor, change: Callable[[Tensor], Tensor]) -> DerivedTensor:
+    return DerivedTensor(tensor.name, (tensor,), tensor.shape, change)
 
 
 def _value_order(kind: str, config: Qwen35Config) -> Tensor | None:
-    """Where a GGUF file takes each row (of out_proj: each column) from; a folder keeps a key head's values together."""
+    """The source of each row (of out_proj: each column) of a GGUF file; folders keep a key head's values together."""
     delta = config.delta
     keys = 2 * delta.key_heads * delta.key_dim
     widths = {"A_log": 1, "dt_bias": 1, "in_proj_a": 1, "in_proj_b": 1, "norm": 0}

@@ -1,4 +1,4 @@
-"""What a model file holds, as plain data: a truncated file is described as far as it goes rather than refused."""
+"""Describes what a model file holds as plain data; of a truncated file it describes what is there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_g
 from slipstream.models.dflash_names import DrafterNames, ShapeOf
 from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
 
-SHOWN_ELEMENTS = 16  # longer arrays are summarised by their length
-SHOWN_CHARACTERS = 4096
+SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
+SHOWN_CHARACTERS = 4096  # longer texts, such as chat templates, are cut
 
 _PLURALS = {str: "strings", int: "integers", float: "numbers", bool: "flags", list: "arrays"}
 
@@ -38,7 +38,7 @@ def _gguf(path: Path) -> dict[str, object]:
         missing = header.missing_bytes
         problem = f"the file ends {missing} bytes early: truncated" if missing else ""
     except gguf.TruncatedHeader as error:
-        # Only a lower bound: the part that is cut off would have said how much more there should be.
+        # The count of missing bytes is a lower bound, because the missing part of the header lists further data.
         header, missing, problem = error.header, error.missing, error.message
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
@@ -90,7 +90,7 @@ def _folder(folder: Path) -> dict[str, object]:
 def _drafter(
     config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
 ) -> dict[str, object]:
-    """How a drafter proposes, or why it cannot be used."""
+    """How a drafter proposes tokens, or why it cannot be used."""
     shape_of = _shapes(entries, is_gguf)
     try:
         refuse_false_layers(config, len(entries), label)
@@ -165,5 +165,5 @@ def _summary(value: object) -> object:
         return {key: _summary(item) for key, item in value.items()}
     if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
         return f"{value[:SHOWN_CHARACTERS]}... ({len(value)} characters)"
-    # JSON has no infinities and no NaN
+    # JSON cannot express infinity and NaN, so they become text.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

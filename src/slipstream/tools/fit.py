@@ -1,4 +1,4 @@
-"""Whether a pair fits into some memory with some context, and what would: read from headers, nothing is loaded."""
+"""Says whether a pair fits into memory with a given context, and what would fit; it reads headers and loads nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from slipstream.tools.model_file import open_model
 from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
 
 Progress = Callable[[str, int, int], None]
-# Python, torch and the work space of a step: what a process with the default pair holds beyond weights and cache.
+# Python, torch and the work space of a step, as measured in a process with the default pair beyond weights and cache.
+# If it is too small, a pair that is said to fit runs out of memory.
 RUNTIME_BYTES = 480 * 10**6
-# What `slipstream quantize` could make of the target.
+# The types that `slipstream quantize` could give the target.
 QUANTS: tuple[RecipeName, ...] = ("bf16", "q8_0", "q6_k", "q5_k", "q5_0", "q4_k_m", "q4_k", "q4_0")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -30,7 +31,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class QuantFit:
-    """The same pair with the target quantised by a recipe of `slipstream quantize`."""
+    """The same pair if the target were quantised with a recipe of `slipstream quantize`."""
 
     recipe: str
     weight_bytes: int
@@ -40,17 +41,17 @@ class QuantFit:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """A pair's needs against a memory; counts are for the context that was asked for."""
+    """What a pair needs, compared with a memory; counts are for the requested context."""
 
     memory_bytes: int
     context: int
     target_bytes: int
     draft_bytes: int
     runtime_bytes: int
-    token_bytes: int  # of the cache, target and draft context together
-    trained_context: int  # what the target was made for
+    token_bytes: int  # of the cache, for target and draft context together
+    trained_context: int  # the longest context that the target supports
     quants: tuple[QuantFit, ...]
-    without_draft: bool  # would fit if there were no drafter
+    without_draft: bool  # whether the target would fit without the drafter
 
     @property
     def weight_bytes(self) -> int:
@@ -70,7 +71,7 @@ class FitReport:
 
     @property
     def largest_context(self) -> int:
-        """The longest single sequence there is room for, in whole pages; 0 if not even the weights fit."""
+        """The longest single sequence that there is room for, in whole pages; 0 if not even the weights fit."""
         return min(self._room() * PAGE_TOKENS, self.trained_context)
 
     @property
@@ -84,11 +85,11 @@ class FitReport:
 
     @property
     def best_quant(self) -> str | None:
-        """The largest quantised target that fits with this context; None if none does."""
+        """The largest quantised target that fits with this context; None if none fits."""
         return next((quant.recipe for quant in self.quants if quant.fits), None)
 
     def advice(self) -> list[str]:
-        """What would fit, in sentences; the first says whether this does."""
+        """Says in sentences what would fit; the first sentence says whether this pair does."""
         if self.fits:
             count = "one sequence" if self.sequences == 1 else f"{self.sequences} sequences"
             return [f"It fits: {count} of {self.context} tokens at once."]
@@ -128,14 +129,14 @@ class FitReport:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `8G`, `512MiB`, `1.5GB` or a plain number; G is a thousand million, Gi 2 to the 30."""
+    """Bytes from `8G`, `512MiB`, `1.5GB` or a plain number; G means 10 to the 9, Gi means 2 to the 30."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise RequestError(f"'{text}' is no size of memory", "give bytes, or a unit as in 8GB or 512MiB")
+        raise RequestError(f"'{text}' is not a size of memory", "give bytes, or a unit as in 8GB or 512MiB")
     number, unit, binary = found.groups()
     size = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
     if size < 1:
-        raise RequestError(f"'{text}' is no memory at all", "give a size above 0")
+        raise RequestError(f"'{text}' is less than one byte of memory", "give a size above 0")
     return size
 
 
@@ -148,10 +149,10 @@ def fit(
     weight_format: WeightFormat = "auto",
     progress: Progress | None = None,
 ) -> FitReport:
-    """The needs of a pair with one sequence of `context` tokens (0: all the target can), against `memory` bytes."""
+    """What a pair needs for one sequence of `context` tokens (0: all the target allows), against `memory` bytes."""
     if context < 0:
-        raise RequestError(f"a context of {context} tokens is none", "give 1 or more, or 0 for the target's own")
-    config = EngineConfig(weight_format=weight_format, cache_tokens=PAGE_TOKENS)  # the pool is reckoned here
+        raise RequestError(f"a context cannot have {context} tokens", "give 1 or more, or 0 for the target's own")
+    config = EngineConfig(weight_format=weight_format, cache_tokens=PAGE_TOKENS)  # the pool's size is computed below
     alone = footprint(target, "none", config, progress)
     pair = footprint(target, draft, config, progress)
     available = memory if memory is not None else available_bytes()
@@ -185,7 +186,7 @@ def fit(
 
 
 def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[RecipeName, int]:
-    """What a target's tensors would weigh after `slipstream quantize --type`; nothing is quantised for that."""
+    """The bytes of a target's tensors after `slipstream quantize --type`, computed without quantising anything."""
     with open_model(path) as model:
         stored: Mapping[str, Source] = {own: model.file.tensor(own) for own in model.found.values()}
         if isinstance(model.config, DecoderConfig) and read_config(path) is not None:

@@ -1,6 +1,6 @@
-"""Whether a target is the instruct model a drafter was trained on, or the base model behind it, judged by its files.
+"""Judges by its files whether a target is the instruct model that a drafter was trained on, or its base model.
 
-A base model of the same shape loads and runs under such a drafter, and only loses acceptance: nothing else tells.
+A base model of the same shape loads and runs with such a drafter and only accepts fewer tokens, so no error shows it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slipstream.text.tokenizer import TURN_ENDS, Tokenizer
 Says = Literal["instruct", "base", "nothing"]
 _INSTRUCT = re.compile(r"(?<![a-z])(instruct|instruction|chat|it|sft|dpo|rlhf|thinking|assistant)(?![a-z])")
 _BASE = re.compile(r"(?<![a-z])(base|pretrain|pretrained|pt)(?![a-z])")
-_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")  # end documents, and so say nothing about turns
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")  # they end documents, so they say nothing about turns
 _NAME_KEYS = ("general.name", "general.basename", "general.finetune", "_name_or_path")
-# where drafters of different writers name the model they were trained on
+# The keys under which drafters of different authors name the model that they were trained on.
 _TRAINED_ON = ("general.base_model.0.name", "base_model_name_or_path", "target_model", "target_model_name_or_path")
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """One thing that was looked at: what it was and what it says about the target."""
+    """One piece of evidence: where it was found, what was seen, and what it says about the target."""
 
     name: str
     seen: str
@@ -36,7 +36,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class InstructReport:
-    """What a target seems to be and what the drafter needs; `refused` is empty where they go together."""
+    """What a target seems to be and what the drafter needs; `refused` is empty if they go together."""
 
     target: str
     verdict: Literal["instruct", "base"]
@@ -55,7 +55,7 @@ class InstructReport:
 
 
 def check_instruct(target: Path, drafter: Path | None = None) -> InstructReport:
-    """Judges the target; drafters count as trained on the instruct model unless they name a base model."""
+    """Judges the target; a drafter counts as trained on the instruct model unless it names a base model."""
     metadata, config = _read(target)
     try:
         tokenizer: Tokenizer | None = Tokenizer.load(target, metadata)
@@ -73,12 +73,12 @@ def check_instruct(target: Path, drafter: Path | None = None) -> InstructReport:
     refused = ""
     if verdict != wanted:
         reasons = "; ".join(w.seen for w in witnesses[:3] if w.says == verdict)
-        refused = f"{target.name} is the {verdict} model, the drafter was trained on the {wanted} one: {reasons}"
+        refused = f"{target.name} is the {verdict} model, but the drafter was trained on the {wanted} one: {reasons}"
     return InstructReport(target.name, verdict, wanted, tuple(witnesses), refused)
 
 
 def _is_instruct(witnesses: Sequence[Witness]) -> bool:
-    """Without a template nothing was trained to answer; with one, the end token is believed before the name."""
+    """Without a chat template the model is a base model; with one, its end token counts more than its name."""
     template, ending, name = (witness.says for witness in witnesses)
     if template == "base" or name == "base":
         return False
@@ -97,7 +97,7 @@ def _template(template: str | None) -> Witness:
 
 
 def _ending(template: str | None, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Witness:
-    """A tuned model ends with the token that closes its turns; some base models carry the template, but not that."""
+    """An instruct model ends with the token that closes its turns; some base models have a template, but not that."""
     name = "end token"
     if tokenizer is None or not ends:
         return Witness(name, "no end token is declared", "nothing")
@@ -114,7 +114,7 @@ def _ending(template: str | None, tokenizer: Tokenizer | None, ends: Sequence[in
 
 
 def _own_ends(path: Path, metadata: Mapping[str, object]) -> list[int]:
-    """The end tokens the files declare themselves, without those a tokenizer adds for safety."""
+    """The end tokens that the files themselves declare, without those that our tokenizer adds for safety."""
     found: list[object] = []
     if metadata:
         found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -147,6 +147,6 @@ def _trained_on(drafter: Path) -> Witness:
     if isinstance(verifier, Mapping) and verifier.get("name_or_path"):
         names.append(str(verifier["name_or_path"]))
     if not names:
-        return Witness("drafter", f"{drafter.name} does not name its target: taken for an instruct one", "nothing")
+        return Witness("drafter", f"{drafter.name} does not name its target, which counts as instruct", "nothing")
     said = _named("drafter", names)
     return Witness("drafter", f"{drafter.name} was trained on {', '.join(names)}", said.says)

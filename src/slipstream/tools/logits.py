@@ -1,7 +1,7 @@
-"""Two drafters or two targets on the same inputs: how far apart their logits are, how often they choose alike.
+"""Runs two drafters or two targets on the same inputs and compares their logits and their choices.
 
-The inputs are answers the target itself wrote. A drafter's block is computed wherever a step of either drafter would
-begin, so that the steps both need for the same text (tau) come out as well.
+The inputs are answers that the target itself wrote. A drafter's block is computed wherever a step of either drafter
+would begin, so that the number of steps that each needs for the same text, and so its tau, is known as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
 
 Progress = Callable[[str, int, int], None]
-_CHUNK = 256
+_CHUNK_TOKENS = 256  # tokens of a text that go through a target at a time; it bounds the memory for logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Passage:
     """A prompt and the target's own greedy answer to it."""
 
     ids: tuple[int, ...]
-    start: int  # where the answer begins: its first token is the first anchor
+    start: int  # where the answer begins; its first token is the first anchor
 
 
 @dataclass(slots=True)
 class LogitComparison:
-    """Sums over all rows that both sides computed; differences are of the second from the first."""
+    """Sums over all rows that both sides computed; a difference is the second side's from the first's."""
 
     first: str
     second: str
@@ -45,17 +45,17 @@ class LogitComparison:
     rows: int = 0
     tokens: int = 0
     max_difference: float = 0.0
-    differences: float = 0.0  # mean absolute difference of each row, summed
-    divergence: float = 0.0  # KL of each row in nats, summed
+    differences: float = 0.0  # sum over rows of the mean absolute difference
+    divergence: float = 0.0  # sum over rows of the KL divergence in nats
     max_divergence: float = 0.0
     same: int = 0  # rows on which both choose the same token
-    non_finite: int = 0  # rows left out because a side's logits are no numbers
+    non_finite: int = 0  # rows that are left out because the logits of a side are NaN or infinite
     taus: tuple[float | None, float | None] = (None, None)
     notes: list[str] = field(default_factory=list)
 
     def add(self, first: Tensor, second: Tensor, choices: tuple[Sequence[int], Sequence[int]]) -> None:
-        """Logits [rows, vocabulary] of both and what each would choose."""
-        # rows that are no numbers can be counted but not subtracted
+        """Takes in logits [rows, vocabulary] of both sides, and the tokens that each would choose."""
+        # Rows with NaN or infinity are counted, because they cannot be subtracted.
         finite = torch.isfinite(first).all(-1) & torch.isfinite(second).all(-1)
         self.non_finite += int((~finite).sum())
         first, second = first[finite], second[finite]
@@ -104,7 +104,7 @@ class LogitComparison:
 
 
 class BlockSource(Protocol):
-    """A drafter that can be asked for the block behind any position of a passage, in ascending order."""
+    """A drafter that computes the block after any position of a passage; positions must ascend."""
 
     label: str
     proposals: int
@@ -114,8 +114,8 @@ class BlockSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How to run both sides."""
+class CompareSettings:
+    """The settings with which both sides run."""
 
     weight_format: WeightFormat = "auto"
     threads: int = 0
@@ -126,9 +126,9 @@ class Settings:
 
 
 def write_passages(
-    target: str, draft: str | None, prompts: Sequence[str], settings: Settings, progress: Progress | None = None
+    target: str, draft: str | None, prompts: Sequence[str], settings: CompareSettings, progress: Progress | None = None
 ) -> tuple[list[Passage], float | None]:
-    """The target's own greedy answers and, with a drafter, the tau of full chains on the way there."""
+    """The target's own greedy answers and, with a drafter, the tau of full chains on them."""
     with LLM(target, draft, config=settings.engine(), progress=progress) as llm:
         chat = bool(llm.tokenizer.chat_template)
         mode = "chain" if llm.has_draft else "plain"
@@ -153,11 +153,13 @@ def compare_drafters(
     weight_format: str,
     progress: Progress | None = None,
 ) -> LogitComparison:
-    """Both drafters wherever a step of either begins; their taus are those of full greedy chains."""
+    """Compares both drafters wherever a step of either begins; their taus are those of full greedy chains."""
     result = LogitComparison(first.label, second.label, "drafter", weight_format)
     if first.proposals != second.proposals:
         fewer = min(first.proposals, second.proposals)
-        result.notes.append(f"their blocks propose {first.proposals} and {second.proposals}: the first {fewer} count")
+        result.notes.append(
+            f"their blocks propose {first.proposals} and {second.proposals} tokens: only the first {fewer} count"
+        )
     steps = [0, 0]
     for done, passage in enumerate(passages, 1):
         for source in (first, second):
@@ -167,7 +169,7 @@ def compare_drafters(
         result.tokens += len(passage.ids) - passage.start
         if progress is not None:
             progress("comparing logits", done, len(passages))
-    # the first token of an answer comes with the prompt, without a step
+    # The first token of an answer comes with the prompt and needs no step.
     decoded = result.tokens - len(passages)
     one, two = (decoded / count if count else None for count in steps)
     result.taus = one, two
@@ -175,7 +177,7 @@ def compare_drafters(
 
 
 def _walk(first: BlockSource, second: BlockSource, passage: Passage, result: LogitComparison) -> list[int]:
-    """Steps through one answer with both, and counts the steps of each."""
+    """Goes through one answer with both drafters, and returns the number of steps of each."""
     end, at, steps = len(passage.ids) - 1, [passage.start, passage.start], [0, 0]
     while (position := min(at)) < end:
         (one, chosen_one), (two, chosen_two) = first.block(position), second.block(position)
@@ -189,13 +191,13 @@ def _walk(first: BlockSource, second: BlockSource, passage: Passage, result: Log
 
 
 def _agreeing(chosen: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens from the first on are the same."""
+    """How many tokens at the beginning are the same."""
     pairs = enumerate(zip(chosen, text, strict=False))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(chosen), len(text)))
 
 
-def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], settings: Settings) -> list[OurBlocks]:
-    """The drafters around one target, in the format the engine would run them in."""
+def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], settings: CompareSettings) -> list[OurBlocks]:
+    """The drafters with one target, in the weight format in which the engine would run them."""
     model = load_target(target, settings.weight_format).model
     own = "int8" if model.weight_format in ("int4", "int8") else model.weight_format
     return [OurBlocks(label, model, load_drafter(path, own)) for label, path in drafters]
@@ -206,10 +208,10 @@ def compare_targets(
     second: Path,
     labels: tuple[str, str],
     passages: Sequence[Passage],
-    settings: Settings,
+    settings: CompareSettings,
     progress: Progress | None = None,
 ) -> LogitComparison:
-    """Both targets on the first one's answers; every position that predicts a token of an answer counts."""
+    """Compares both targets on the first one's answers, at every position that predicts a token of an answer."""
     one, two = (load_target(path, settings.weight_format).model for path in (first, second))
     if one.config.vocab_size != two.config.vocab_size:
         raise ConfigError(
@@ -219,7 +221,8 @@ def compare_targets(
     result = LogitComparison(*labels, "target", one.weight_format)
     for done, passage in enumerate(passages, 1):
         ids, position = passage.ids[:-1], 0
-        for mine, theirs in zip(text_logits(one, ids, _CHUNK), text_logits(two, ids, _CHUNK), strict=True):
+        sides = text_logits(one, ids, _CHUNK_TOKENS), text_logits(two, ids, _CHUNK_TOKENS)
+        for mine, theirs in zip(*sides, strict=True):
             skipped = max(0, passage.start - 1 - position)
             position += len(mine)
             mine, theirs = mine[skipped:], theirs[skipped:]

@@ -1,4 +1,4 @@
-"""A model's tensors under one set of names and in one row order, whichever file they lie in."""
+"""Opens a model file and gives its tensors the same names and row order, whatever its format is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.tools.tensor_lists import decoder_tensors, drafter_tensors
 
 Shape = tuple[int, ...]
 Kind = Literal["target", "drafter"]
-DRAFTER_ARCH = "dflash"  # part of every name a drafter's architecture has been given
+DRAFTER_ARCH = "dflash"  # it is part of every architecture name that drafters have in GGUF files
 
 _LAYER = re.compile(r"(?:^|\.)(?:blk|layers)\.(\d{1,6})\.")
 _TARGET_GLOBAL = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -54,19 +54,19 @@ _CONVOLUTIONS = tuple(
 
 @dataclass(slots=True)
 class ModelFile:
-    """An opened model. Names are those of Hugging Face checkpoints, a drafter's without a prefix."""
+    """An opened model. Names are those of Hugging Face checkpoints; a drafter's names have no prefix."""
 
     path: Path
     file: WeightFile
     kind: Kind
-    config: DecoderConfig | DFlashConfig | None  # None where it cannot be read: `problem` says why
+    config: DecoderConfig | DFlashConfig | None  # None if it cannot be read; `problem` says why
     problem: str
     found: dict[str, str] = field(default_factory=dict)  # name -> the file's own name
-    unknown: list[str] = field(default_factory=list)  # the file's names nobody knows
-    ignored: list[str] = field(default_factory=list)  # known to hold nothing a model computes with
-    tensors: dict[str, Source] = field(default_factory=dict)  # as Hugging Face folders have them, whatever the file
-    expected: dict[str, Shape] = field(default_factory=dict)  # every tensor the configuration implies
-    misfit: str = ""  # why the configuration and the tensors cannot be held against each other
+    unknown: list[str] = field(default_factory=list)  # names in the file that belong to no known tensor
+    ignored: list[str] = field(default_factory=list)  # names of tensors that no model computes with
+    tensors: dict[str, Source] = field(default_factory=dict)  # in the layout of Hugging Face folders
+    expected: dict[str, Shape] = field(default_factory=dict)  # every tensor that the configuration implies
+    misfit: str = ""  # why the tensors cannot be compared with the configuration
 
     @property
     def label(self) -> str:
@@ -83,7 +83,7 @@ class ModelFile:
 
 
 def open_model(path: Path) -> ModelFile:
-    """Opens a target or a drafter; a configuration that cannot be read is a problem to report, not an error."""
+    """Opens a target or a drafter; if its configuration cannot be read, `problem` reports it instead of an error."""
     file = open_weights(path)
     try:
         return _named(path, file)
@@ -93,7 +93,7 @@ def open_model(path: Path) -> ModelFile:
 
 
 def kind_of(metadata: Mapping[str, object], config: Mapping[str, object] | None, names: Sequence[str]) -> Kind:
-    """Whether files hold a drafter or a target, by what they call themselves and, failing that, by their tensors."""
+    """Whether files hold a drafter or a target, judged by their metadata and, without that, by their tensors."""
     if config is not None and ("model_type" in config or "architectures" in config or "dflash_config" in config):
         return "drafter" if configures_drafter(config) else "target"
     if "general.architecture" in metadata:
@@ -108,7 +108,7 @@ def configures_drafter(config: Mapping[str, object]) -> bool:
 
 
 def refuse_false_layers(values: Mapping[str, object], tensors: int, label: str) -> None:
-    """A layer is many tensors: a claim beyond their count is false, and lists of that length must not be made."""
+    """Refuses a file that claims more layers than it has tensors, because lists of that length would exhaust memory."""
     for key, value in values.items():
         if (key == "num_hidden_layers" or key.endswith(".block_count")) and isinstance(value, int) and value > tensors:
             raise ConfigError(
@@ -156,7 +156,7 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
 
 
 def _as_in_folders(model: ModelFile, is_gguf: bool) -> dict[str, Source]:
-    """What llama.cpp stores in another way is turned back, unless tensors are missing or misshapen."""
+    """Brings a GGUF file's tensors into the layout of folders, unless some of them are missing or misshapen."""
     stored = {name: model.file.tensor(own) for name, own in model.found.items()}
     whole = all(name in stored and stored[name].shape == shape for name, shape in model.expected.items())
     if not is_gguf or not whole or not isinstance(model.config, DecoderConfig):
@@ -171,7 +171,7 @@ def _holds_nothing(name: str) -> bool:
 
 
 def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:
-    """Every name a model of this kind with these layers could have."""
+    """Every name that a tensor of a model of this kind with these layers could have."""
     layers = sorted({int(found[1]) for name in names if (found := _LAYER.search(name))})
     prefix = "model.layers" if kind == "target" else "layers"
     yield from _TARGET_GLOBAL if kind == "target" else _DRAFTER_GLOBAL

@@ -1,6 +1,6 @@
-"""Proves, or fails to prove, that two texts part at a near-tie: an independent fp64 forward in numpy.
+"""Checks with an independent fp64 forward in numpy whether two texts differ because of a near-tie.
 
-Nothing of the engine's arithmetic is used, so a mistake there cannot excuse itself here.
+It uses nothing of the engine's arithmetic, so a mistake there cannot hide itself here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from slipstream.formats.weight_files import WeightFile, open_weights, read_confi
 from slipstream.types import SamplingParams
 
 Array = NDArray[np.float64]
-# How far two logits may lie apart and still trade places through rounding alone, per weight format.
+# The largest difference between two logits that rounding alone may reverse, per weight format. A larger value would
+# excuse real mistakes, a smaller one would report rounding as a mistake.
 TOLERANCE = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 0.25, "int8": 0.1, "int4": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
 class NearTie:
-    """Where two texts part, and how far apart the two tokens' scores are in fp64."""
+    """The first token at which two texts differ, and how far apart the two tokens' scores are in fp64."""
 
     index: int
     tokens: tuple[int, int]
@@ -59,17 +60,17 @@ def explain_difference(
 ) -> NearTie:
     """Measures the margin at the first token in which two completions of one prompt differ.
 
-    Where sums are `exact`, rounding is no excuse and only a true tie passes.
+    If the engine's sums are `exact`, rounding cannot explain a difference, and only a true tie passes.
     """
     pairs = enumerate(zip(first, second, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), None)
     tolerance = 0.0 if exact else TOLERANCE[weight_format]
     if index is None:
-        # one text is a beginning of the other: no choice between two tokens explains that
+        # One text is the beginning of the other, which no choice between two tokens explains.
         return NearTie(min(len(first), len(second)), (-1, -1), math.inf, tolerance)
     tokens = (first[index], second[index])
     if sampling.penalised or sampling.top_k or sampling.top_p < 1.0 or sampling.min_p:
-        # the edge of a filter can decide too, and this proof does not cover it
+        # The edge of a filter can decide as well, and this check does not cover it.
         return NearTie(index, tokens, math.inf, tolerance)
     context = [*prompt_ids, *first[:index]]
     scores = next_logits(path, context)
@@ -80,7 +81,7 @@ def explain_difference(
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Array:
-    """The noise at one position by the definition: Philox4x32-10 keyed by the seed, counter (token, position)."""
+    """The noise at one position by definition: Philox4x32-10 with the seed as key, (token, position) as counter."""
     low = np.uint64(0xFFFFFFFF)
     words = [np.arange(-(-vocab_size // 4), dtype=np.uint64)]
     words += [np.full_like(words[0], value) for value in (position & 0xFFFFFFFF, position >> 32, 0)]
@@ -99,7 +100,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Array:
 
 
 def next_logits(path: Path, context: Sequence[int]) -> Array:
-    """Logits after a context, every step in fp64."""
+    """The logits after a context, with every operation in fp64."""
     file, config = open_weights(path), read_config(path)
     shape = _shape(config if config is not None else file.metadata, file, gguf=config is None)
     length = len(context)

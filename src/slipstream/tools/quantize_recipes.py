@@ -1,8 +1,9 @@
-"""Which type each tensor of a model gets: the plain types, the two mixes, and what stands in where rows do not divide.
+"""Chooses the type of each tensor of a model: plain types, two mixes, and a fallback if rows do not divide into blocks.
 
-A plain type goes to every matrix. `q4_k_m` is llama.cpp's mix for dense models: Q4_K, but Q6_K for the output head (the
-token table where there is none) and for attn_v and ffn_down in the first and last eighth of the layers and in every
-third between. `q4-mix` keeps what surrounds a drafter's layers (fc, heads, codebooks, token tables) in Q8_0.
+A plain type applies to every matrix. `q4_k_m` is llama.cpp's mix for dense models: Q4_K, but Q6_K for the output head
+(or the token table if there is none) and for attn_v and ffn_down in the first and last eighth of the layers and in
+every third layer between. `q4-mix` keeps the matrices around a drafter's layers (fc, heads, codebooks, token tables) in
+Q8_0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RecipeName = Literal["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q4-mix"]
-# recipe -> the type of most matrices, and the number that `general.file_type` has for such files
+# For each recipe: the type of most matrices, and the number of `general.file_type` for such files.
 RECIPES: dict[RecipeName, tuple[str, int]] = {
     "f16": ("F16", 1),
     "bf16": ("BF16", 32),
@@ -29,21 +30,21 @@ RECIPES: dict[RecipeName, tuple[str, int]] = {
     "q4-mix": ("Q4_0", 2),
 }
 EXACT = "F32"
-SUPER_BLOCK, BLOCK = 256, 32
-# What llama.cpp takes where rows do not divide into super-blocks: the next finer type with blocks of 32.
+SUPER_BLOCK, BLOCK = 256, 32  # values per block of the K types and of the others, as ggml defines them
+# The types that llama.cpp uses for rows that do not divide into super-blocks: the next finer type with blocks of 32.
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTPUTS = ("output.weight", "lm_head.weight")
 _TOKEN_TABLES = ("token_embd.weight", "embed_tokens.weight")
 _FINER_IN_SOME_LAYERS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
-# Small, and every step depends on them: norms, routers, convolution kernels, the head that says when to stop drafting.
+# These are small, and every step depends on them: norms, routers, convolution kernels, and the confidence head.
 _SENSITIVE = re.compile(r"norm|ffn_gate_inp|conv1d|conv_base|conf_proj|confidence")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The type a tensor gets; `wanted` differs where its rows do not divide, and `reason` then says why."""
+class TypeChoice:
+    """The type that a tensor gets; `wanted` differs from it if its rows do not divide, and `reason` then says so."""
 
     type_name: str
     wanted: str
@@ -51,7 +52,7 @@ class Choice:
 
 
 class Recipe:
-    """One recipe applied to the tensors of one model, which are known by name."""
+    """One recipe applied to the tensors of one model, which it knows by name."""
 
     def __init__(self, name: RecipeName, tensor_names: Collection[str]) -> None:
         self.name = name
@@ -60,8 +61,8 @@ class Recipe:
         self._layers = 1 + max((int(match[1]) for match in found if match), default=-1)
         self._has_output = any(tensor in _OUTPUTS for tensor in tensor_names)
 
-    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> Choice | None:
-        """The type for a matrix that is stored as `stored`; None for what stays exact."""
+    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> TypeChoice | None:
+        """The type for a matrix that is stored as `stored`; None for a tensor that stays exact."""
         experts = len(shape) == 3 and tensor.endswith("_exps.weight")
         if (len(shape) != 2 and not experts) or shape[-2] == 1 or _SENSITIVE.search(tensor):
             return None
@@ -85,12 +86,12 @@ class Recipe:
         return layer < eighth or layer >= 7 * self._layers // 8 or (layer - eighth) % 3 == 2
 
 
-def divided(wanted: str, width: int, stored: str) -> Choice:
-    """The wanted type, or what stands in for it in rows of `width` elements."""
+def divided(wanted: str, width: int, stored: str) -> TypeChoice:
+    """The wanted type, or its fallback if rows of `width` elements do not divide into its blocks."""
     chosen, reason = wanted, ""
     if wanted in SMALLER_BLOCKS and width % SUPER_BLOCK:
         chosen, reason = SMALLER_BLOCKS[wanted], f"rows of {width} do not divide by {SUPER_BLOCK}"
     if chosen.startswith("Q") and width % BLOCK:
-        # Either keeps a model in bfloat16 as it is, or has three bits more than bfloat16 would have.
+        # A model in bfloat16 stays as it is; for any other, float16 has three bits more than bfloat16.
         chosen, reason = "BF16" if stored == "BF16" else "F16", f"rows of {width} do not divide by {BLOCK}"
-    return Choice(chosen, wanted, reason)
+    return TypeChoice(chosen, wanted, reason)

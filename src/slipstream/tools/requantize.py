@@ -1,4 +1,4 @@
-"""Rewrites a GGUF file with its matrices in another type, and says what that cost every tensor."""
+"""Rewrites a GGUF file with its matrices in another type, and reports the error of every tensor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from slipstream.formats.gguf_write import (
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
-from slipstream.tools.quantize_recipes import EXACT, Choice, Recipe, RecipeName
+from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
 
-CHUNK_ELEMENTS = 2**21  # unpacked at a time: bounds the memory, however large a tensor is
-QUANTISATION_VERSION = 2  # ggml's number for the block layouts written here
-_AS_THEY_ARE = {*NUMPY_TYPES} - {"F32", "F16"}  # integers (and doubles, which nothing asks for) are not weights
+CHUNK_ELEMENTS = 2**21  # values that are decoded at a time; this bounds the memory, however large a tensor is
+QUANTISATION_VERSION = 2  # ggml's number for the block layouts that are written here
+_COPIED_TYPES = {*NUMPY_TYPES} - {"F32", "F16"}  # integers and doubles are no weights and are copied unchanged
 
 
 @dataclass(slots=True)
 class TensorResult:
-    """One tensor before and after; `wanted` is empty where a tensor was to stay exact, `reason` names a fallback's."""
+    """One tensor before and after; `wanted` is empty if it was to stay exact, `reason` explains a fallback type."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorResult:
 
     @property
     def relative_rms(self) -> float:
-        """The size of the error relative to the size of the numbers."""
+        """The root mean square of the error relative to that of the values."""
         return math.sqrt(self._error_squares / self._squares) if self._squares else 0.0
 
     def add(self, values: Floats, kept: Floats) -> None:
@@ -68,7 +68,7 @@ class TensorResult:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What a file was made into."""
+    """Describes the file that was written."""
 
     source: Path
     out: Path
@@ -81,7 +81,7 @@ class QuantizeReport:
 
     @property
     def share(self) -> float:
-        """The share of the matrices' weights that have the type the recipe wants for them."""
+        """The share of the matrices' weights that have the type which the recipe wants for them."""
         total = sum(tensor.elements for tensor in self.matrices)
         served = sum(tensor.elements for tensor in self.matrices if tensor.after == tensor.wanted)
         return served / total if total else 0.0
@@ -101,7 +101,7 @@ class QuantizeReport:
 def quantize_file(
     source: Path, out: Path, recipe_name: RecipeName, *, force: bool = False, progress: Progress | None = None
 ) -> QuantizeReport:
-    """Writes the GGUF file `source` as `out` with its matrices as the recipe says; norms and vectors become F32."""
+    """Writes the GGUF file `source` as `out` with its matrices in the recipe's types; norms and vectors become F32."""
     source = _gguf_at(source)
     _refuse_unsafe(source, out, force)
     with open_weights(source) as file:
@@ -130,7 +130,7 @@ def quantize_file(
 def _gguf_at(source: Path) -> Path:
     path = find_gguf(source) if source.is_dir() and any(source.glob("*.gguf")) else source
     if path.is_dir() or path.suffix == ".safetensors":
-        raise FormatError(f"{source} is no GGUF file", "make one of it first: slipstream convert")
+        raise FormatError(f"{source} is not a GGUF file", "make one of it first: slipstream convert")
     return path
 
 
@@ -138,21 +138,21 @@ def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
     if not out.exists():
         return
     if source.exists() and out.samefile(source):
-        raise RequestError(f"{out} is the file to be read", "write to another one")
+        raise RequestError(f"{out} is the file that is read", "write to another one")
     if out.is_dir():
         raise RequestError(f"{out} is a folder", "name a file in it")
     if not force:
-        raise RequestError(f"{out} is there already", "overwrite it with --force or name another file")
+        raise RequestError(f"{out} already exists", "overwrite it with --force or name another file")
 
 
-def _choose(recipe: Recipe, tensor: WeightTensor) -> Choice:
-    if tensor.type_name in _AS_THEY_ARE:
-        return Choice(tensor.type_name, "")
-    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or Choice(EXACT, "")
+def _choose(recipe: Recipe, tensor: WeightTensor) -> TypeChoice:
+    if tensor.type_name in _COPIED_TYPES:
+        return TypeChoice(tensor.type_name, "")
+    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or TypeChoice(EXACT, "")
 
 
 def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator[Bytes]]:
-    """The tensor's bytes in its new type, a few rows at a time; the errors are added up on the way."""
+    """Makes the tensor's bytes in its new type, a few rows at a time, and sums up the errors meanwhile."""
     width = tensor.shape[-1]
 
     def pieces() -> Iterator[Bytes]:
@@ -167,11 +167,11 @@ def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator
 
 
 def _rewritten(stored: Bytes, result: TensorResult) -> Bytes:
-    if result.before in _AS_THEY_ARE:
+    if result.before in _COPIED_TYPES:
         return stored
     values = decode_rows(stored, result.before)
     if result.before == result.after:
-        # The same blocks again would lose a little; what stands there is what was asked for.
+        # The stored blocks already have the wanted type, and encoding them again would lose a little.
         if not np.isfinite(values).all():
             raise FormatError(f"tensor '{result.name}' holds numbers that are not finite", "fetch the model again")
         return stored

@@ -1,6 +1,6 @@
-"""Checks of a running server as a stranger makes them: over HTTP, trusting only what it answers.
+"""Checks a running server from the outside: over HTTP, and trusting only what it answers.
 
-What a server does not offer is skipped and said so; what it offers must hold.
+A check of something that the server does not offer is skipped and reported; whatever it offers must work.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from slipstream.tools.smoke_http import Broken, Client, JsonObject, Refused, Run
 
 Verdict = Literal["pass", "fail", "skip"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TOKENS = 64
-LONG_PROMPT_TOKENS = 512
-ENDLESS_TOKENS = 1024
-FEWEST_CHUNKS = 3  # a stream is left once it is certainly under way
-SLOT_FREE_S = 3.0
-REPEATS = 5
-# Of the text, how much came from drafts: a cached prompt must keep at least this part of it. Without its draft context
-# next to nothing is left, while what else differs between two runs stays well inside.
+TOKENS = 64  # tokens of most answers; enough for drafts to be accepted, and quick on a slow machine
+LONG_PROMPT_TOKENS = 512  # a long prompt must have more, so that it takes several chunks of prefill
+ENDLESS_TOKENS = 1024  # tokens of the answer from which the client disconnects; it must not end before
+FEWEST_CHUNKS = 3  # the client disconnects after this many chunks, when the stream is certainly running
+SLOT_FREE_S = 3.0  # seconds within which the slot of a disconnected client must be free
+REPEATS = 5  # identical prompts whose answers must be identical
+# A cached prompt must keep at least this part of the share of text that came from drafts. If a cache loses its draft
+# context almost nothing is left, while other differences between two runs are far smaller.
 KEPT_AFTER_HIT = 0.5
-TELLING_SHARE = 0.1
-# Code has many words that follow from those before, so that any drafter worth the name has some of them accepted.
+TELLING_SHARE = 0.1  # If drafts made less of the first answer than this share, a comparison says nothing.
+# Code has many words that follow from the words before, so that any working drafter has some of them accepted.
 TASK = "Write a Python function that checks whether a word is a palindrome."
 BEGINNING = "def is_palindrome(word):\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """What one check found, in a sentence."""
 
     verdict: Verdict
@@ -51,7 +51,7 @@ class CheckResult:
 
 @dataclass(slots=True)
 class ServerReport:
-    """Everything found out about one server; `unreachable` is the reason why nothing was."""
+    """Everything that was found out about one server; `unreachable` is the reason if no check could run."""
 
     url: str
     model: str | None = None
@@ -67,14 +67,15 @@ class ServerReport:
 
 
 class _Skip(Exception):
-    """The server does not offer what a check is about."""
+    """The server does not offer what the check is about."""
 
 
 @dataclass(slots=True)
-class Session:
-    """One server, the model it is asked for, and every run so far.
+class ServerSession:
+    """One server, the model that it is asked for, and all runs so far.
 
-    `steady` are fields that make two runs draft alike, where the server knows such: a policy measures time.
+    `steady` holds request fields that make two runs draft alike, if the server knows such fields; an adaptive policy
+    measures time and so drafts differently in each run.
     """
 
     client: Client
@@ -87,7 +88,7 @@ class Session:
         return self.run(name, CHAT, {"messages": messages, **fields}, stream)
 
     def run(self, name: str, path: str, fields: JsonObject, stream: bool = False) -> Run:
-        """One greedy generation, whole or streamed; what it must have whatever it says is checked here."""
+        """Runs one greedy generation, whole or streamed, and checks what every answer must have."""
         body = {"model": self.model, "temperature": 0, "seed": 7, "max_tokens": TOKENS, **fields}
         run = Run(name)
         if stream:
@@ -102,93 +103,95 @@ class Session:
         if stream and not run.ended:
             raise Broken(f"{name}: the stream ended without [DONE]")
         if not run.output:
-            raise Broken(f"{name}: no text came back, neither content nor reasoning_content")
+            raise Broken(f"{name}: the answer has neither content nor reasoning_content")
         if run.finish_reason is None:
-            raise Broken(f"{name}: no finish_reason")
+            raise Broken(f"{name}: the answer has no finish_reason")
         self.runs.append(run)
         return run
 
     def entry(self) -> JsonObject:
-        """What /v1/models says about the model."""
+        """The entry of the model in /v1/models."""
         return next((model for model in models(self.client) if model.get("id") == self.model), {})
 
 
-def check_models(session: Session) -> Outcome:
+def check_models(session: ServerSession) -> CheckOutcome:
     listed = models(session.client)
     names = [str(model["id"]) for model in listed]
     if not names:
-        return Outcome("fail", "/v1/models lists nothing")
+        return CheckOutcome("fail", "/v1/models lists no models")
     if session.model and session.model not in names:
-        return Outcome("fail", f"{session.model} is not among {', '.join(names)}")
+        return CheckOutcome("fail", f"{session.model} is not among {', '.join(names)}")
     if not session.model:
         resident = [str(model["id"]) for model in listed if model.get("state") in ("ready", "loaded")]
         session.model = (resident or names)[0]
     many = f"{len(names)} models" if len(names) > 1 else "one model"
-    return Outcome("pass", f"{many} listed; {session.model} is asked")
+    return CheckOutcome("pass", f"{many} listed; {session.model} is checked")
 
 
-def check_drafter_listed(session: Session) -> Outcome:
+def check_drafter_listed(session: ServerSession) -> CheckOutcome:
     entry = session.entry()
     if "draft" not in entry or "mode" not in entry:
         raise _Skip("/v1/models does not say which drafter and mode are in effect")
     if not entry["draft"]:
-        return Outcome("pass", f"{session.model} has no drafter, mode {entry['mode']}")
-    return Outcome("pass", f"{session.model} is drafted for by {entry['draft']}, mode {entry['mode']}")
+        return CheckOutcome("pass", f"{session.model} has no drafter, mode {entry['mode']}")
+    return CheckOutcome("pass", f"{entry['draft']} drafts for {session.model}, mode {entry['mode']}")
 
 
-def check_chat(session: Session) -> Outcome:
+def check_chat(session: ServerSession) -> CheckOutcome:
     run = session.chat("chat")
     written = run.tokens("completion")
     if written is not None and not 0 < written <= TOKENS:
-        return Outcome("fail", f"{written} completion tokens where 1 to {TOKENS} were asked for")
+        return CheckOutcome("fail", f"{written} completion tokens, but 1 to {TOKENS} were asked for")
     thought = f", {len(run.reasoning)} characters of them reasoning" if run.reasoning else ""
-    return Outcome("pass", f"{len(run.output)} characters{thought}, ended by {run.finish_reason}")
+    return CheckOutcome("pass", f"{len(run.output)} characters{thought}, ended by {run.finish_reason}")
 
 
-def check_completions(session: Session) -> Outcome:
+def check_completions(session: ServerSession) -> CheckOutcome:
     run = session.run("completions", COMPLETIONS, {"prompt": BEGINNING})
-    return Outcome("pass", f"{len(run.output)} characters, ended by {run.finish_reason}")
+    return CheckOutcome("pass", f"{len(run.output)} characters, ended by {run.finish_reason}")
 
 
-def check_streaming(session: Session) -> Outcome:
+def check_streaming(session: ServerSession) -> CheckOutcome:
     whole, streamed = session.chat("not streamed"), session.chat("streamed", stream=True)
     for what in ("content", "reasoning", "finish_reason"):
         if (said := getattr(whole, what)) != (came := getattr(streamed, what)):
-            return Outcome("fail", f"{what} differs: {_difference(said or '', came or '')}")
+            return CheckOutcome("fail", f"{what} differs: {_difference(said or '', came or '')}")
     counted, also = whole.tokens("completion"), streamed.tokens("completion")
     if counted is not None and also is not None and counted != also:
-        return Outcome("fail", f"{counted} completion tokens whole, {also} streamed")
-    return Outcome("pass", f"the same {len(whole.output)} characters in {streamed.chunks} chunks")
+        return CheckOutcome("fail", f"{counted} completion tokens whole, {also} streamed")
+    return CheckOutcome("pass", f"the same {len(whole.output)} characters in {streamed.chunks} chunks")
 
 
-def check_plain(session: Session) -> Outcome:
+def check_plain(session: ServerSession) -> CheckOutcome:
     usual = session.chat("as configured")
     if not usual.drafted:
-        raise _Skip("nothing was drafted, or the server does not tell")
+        raise _Skip("nothing was drafted, or the server does not report it")
     try:
         plain = session.chat("plain", speculative={"mode": "plain"})
     except Refused as error:
         raise _Skip(f"the mode cannot be chosen per request ({error})") from None
     if plain.drafted:
-        raise _Skip("the server drafts although plain decoding was asked for: it does not know the field")
+        raise _Skip("the server drafts although plain decoding was asked for, so it does not know the field")
     session.steady = {"speculative": {"mode": "chain"}}
     if plain.output != usual.output:
-        return Outcome("fail", f"the text differs: {_difference(plain.output, usual.output)}")
-    return Outcome("pass", "the same text with and without speculation")
+        return CheckOutcome("fail", f"the text differs: {_difference(plain.output, usual.output)}")
+    return CheckOutcome("pass", "the same text with and without speculation")
 
 
-def check_long_prompt(session: Session) -> Outcome:
+def check_long_prompt(session: ServerSession) -> CheckOutcome:
     run = session.chat("long prompt", long_prompt(), stream=True)
     read = run.tokens("prompt")
     if read is None:
-        return Outcome("fail", "the stream told no usage although stream_options.include_usage asked for it")
+        return CheckOutcome("fail", "the stream reported no usage although stream_options.include_usage asked for it")
     if read <= LONG_PROMPT_TOKENS:
-        return Outcome("fail", f"only {read} prompt tokens were counted where more than {LONG_PROMPT_TOKENS} were sent")
-    return Outcome("pass", f"{read} prompt tokens, {len(run.output)} characters in {run.chunks} chunks")
+        return CheckOutcome(
+            "fail", f"only {read} prompt tokens were counted, but more than {LONG_PROMPT_TOKENS} were sent"
+        )
+    return CheckOutcome("pass", f"{read} prompt tokens, {len(run.output)} characters in {run.chunks} chunks")
 
 
-def check_cache(session: Session) -> Outcome:
-    """A prompt nobody has sent before, then again: the second answer must not have lost its drafts."""
+def check_cache(session: ServerSession) -> CheckOutcome:
+    """Sends a new prompt twice: the second answer, whose prompt is cached, must not have lost its drafts."""
     prompt = long_prompt()
     cold, warm = (session.chat(name, prompt, **session.steady) for name in ("cold", "after a cache hit"))
     if warm.cached is None:
@@ -196,42 +199,42 @@ def check_cache(session: Session) -> Outcome:
     if not warm.cached or (cold.cached or 0) >= warm.cached:
         raise _Skip("the same prompt was not taken from a cache the second time")
     if cold.output != warm.output:
-        return Outcome("fail", f"the text differs after a cache hit: {_difference(cold.output, warm.output)}")
+        return CheckOutcome("fail", f"the text differs after a cache hit: {_difference(cold.output, warm.output)}")
     before, after = _drafted_share(cold), _drafted_share(warm)
     if before is None or after is None:
         raise _Skip("timings do not say how many drafts were accepted")
     if before < TELLING_SHARE:
         raise _Skip(f"only {before:.0%} of the cold answer came from drafts, too little to compare")
     seen = f"{before:.0%} of the answer from drafts when cold, {after:.0%} with {warm.cached} prompt tokens cached"
-    return Outcome("pass" if after >= KEPT_AFTER_HIT * before else "fail", seen)
+    return CheckOutcome("pass" if after >= KEPT_AFTER_HIT * before else "fail", seen)
 
 
-def check_repeats(session: Session) -> Outcome:
+def check_repeats(session: ServerSession) -> CheckOutcome:
     runs = [session.chat(f"repeat {index + 1}", **session.steady) for index in range(REPEATS)]
     for index, run in enumerate(runs):
         if run.output != runs[0].output:
-            return Outcome("fail", f"answer {index + 1} differs: {_difference(runs[0].output, run.output)}")
+            return CheckOutcome("fail", f"answer {index + 1} differs: {_difference(runs[0].output, run.output)}")
     shares = [share for run in runs if (share := _drafted_share(run)) is not None]
     if shares and shares[0] >= TELLING_SHARE and min(shares) < KEPT_AFTER_HIT * shares[0]:
         told = ", ".join(f"{share:.0%}" for share in shares)
-        return Outcome("fail", f"acceptance falls from answer to answer: {told} of the text came from drafts")
-    return Outcome("pass", f"{REPEATS} identical prompts gave {REPEATS} identical answers")
+        return CheckOutcome("fail", f"acceptance falls from answer to answer: {told} of the text came from drafts")
+    return CheckOutcome("pass", f"{REPEATS} identical prompts gave {REPEATS} identical answers")
 
 
-def check_last_used(session: Session) -> Outcome:
+def check_last_used(session: ServerSession) -> CheckOutcome:
     before = session.entry().get("last_used_ms")
     if not isinstance(before, int | float):
         raise _Skip("/v1/models has no last_used_ms")
-    time.sleep(0.002)  # a millisecond clock must have had the chance to move
+    time.sleep(0.002)  # a clock in milliseconds needs this time to move
     session.chat("last used", max_tokens=TOKENS // 2)
     after = session.entry().get("last_used_ms")
     if not isinstance(after, int | float) or after <= before:
-        return Outcome("fail", f"last_used_ms was {before} before a request and {after} after it")
-    return Outcome("pass", "last_used_ms advanced")
+        return CheckOutcome("fail", f"last_used_ms was {before} before a request and {after} after it")
+    return CheckOutcome("pass", "last_used_ms advanced")
 
 
-def check_disconnect(session: Session) -> Outcome:
-    """Leaves in the middle of a long answer; its slot must be free again and the next request served."""
+def check_disconnect(session: ServerSession) -> CheckOutcome:
+    """Disconnects in the middle of a long answer; its slot must become free, and the next request must be served."""
     idle = running(session.client)
     body = {
         "model": session.model,
@@ -247,40 +250,40 @@ def check_disconnect(session: Session) -> Outcome:
     ours = (during or set()) - (idle or set())
     while ours & (running(session.client) or set()):
         if time.monotonic() - left > SLOT_FREE_S:
-            return Outcome("fail", f"the slot of a client that left was still taken after {SLOT_FREE_S:g} s")
+            return CheckOutcome("fail", f"the slot of a client that left was still taken after {SLOT_FREE_S:g} s")
         time.sleep(0.02)
-    freed = f"its slot was free after {time.monotonic() - left:.2f} s" if ours else "no slot of it was seen in /slots"
+    freed = f"its slot was free after {time.monotonic() - left:.2f} s" if ours else "/slots showed no slot of it"
     session.chat("after a disconnect")
-    return Outcome("pass", f"a client left in mid-stream, {freed}, and the next was served")
+    return CheckOutcome("pass", f"a client left in mid-stream, {freed}, and the next request was served")
 
 
-def check_engaged(session: Session) -> Outcome:
+def check_engaged(session: ServerSession) -> CheckOutcome:
     told = [run for run in session.runs if run.drafted is not None]
     if not told:
-        raise _Skip("no answer tells timings.draft_n")
+        raise _Skip("no answer reports timings.draft_n")
     drafted, accepted = sum(run.drafted or 0 for run in told), sum(run.accepted or 0 for run in told)
     if not drafted:
         entry = session.entry()
         if "draft" in entry and not entry["draft"] or entry.get("mode") == "plain":
             raise _Skip("the model runs without a drafter")
-        return Outcome("fail", f"nothing was drafted in {len(told)} answers")
-    return Outcome("pass", f"{drafted} tokens drafted, {accepted} accepted in {len(told)} answers")
+        return CheckOutcome("fail", f"nothing was drafted in {len(told)} answers")
+    return CheckOutcome("pass", f"{drafted} tokens drafted, {accepted} accepted in {len(told)} answers")
 
 
-def check_acceptance(session: Session) -> Outcome:
-    """No run may have drafted for nothing: that is how a drafter fails silently."""
+def check_acceptance(session: ServerSession) -> CheckOutcome:
+    """Checks that every run that drafted had a token accepted, because a drafter may fail without any error."""
     told = [run for run in session.runs if run.drafted and run.accepted is not None]
     if not told:
-        raise _Skip("nothing was drafted, or the server does not tell")
+        raise _Skip("nothing was drafted, or the server does not report it")
     for run in told:
         if not run.accepted:
-            return Outcome("fail", f"{run.name}: 0 accepted of {run.drafted} drafted")
+            return CheckOutcome("fail", f"{run.name}: 0 accepted of {run.drafted} drafted")
     worst = min(told, key=lambda run: (run.accepted or 0) / (run.drafted or 1))
-    return Outcome("pass", f"at worst {worst.accepted} accepted of {worst.drafted} drafted ({worst.name})")
+    return CheckOutcome("pass", f"at worst {worst.accepted} accepted of {worst.drafted} drafted ({worst.name})")
 
 
-# The checks of every answer come last: they judge what the others saw.
-CHECKS: Sequence[tuple[str, Callable[[Session], Outcome]]] = (
+# The checks over all answers come last, because they judge the runs of the other checks.
+CHECKS: Sequence[tuple[str, Callable[[ServerSession], CheckOutcome]]] = (
     ("models listed", check_models),
     ("drafter and mode listed", check_drafter_listed),
     ("chat", check_chat),
@@ -304,7 +307,7 @@ def smoke(
     timeout_s: float = 60.0,
     done: Callable[[], None] = lambda: None,
 ) -> list[ServerReport]:
-    """Checks all servers at the same time, each of them one check after the other."""
+    """Checks all servers at the same time, and each server with one check after the other."""
     clients = [Client(url, api_key, timeout_s) for url in urls]
     with ThreadPoolExecutor(max(1, len(clients))) as pool:
         return list(pool.map(lambda client: check_server(client, model, done), clients))
@@ -317,7 +320,7 @@ def check_server(client: Client, model: str | None, done: Callable[[], None]) ->
     except Unreachable as error:
         report.unreachable = str(error)
         return report
-    session = Session(client, model or "")
+    session = ServerSession(client, model or "")
     for name, check in CHECKS:
         report.checks.append(_perform(name, check, session))
         done()
@@ -325,24 +328,24 @@ def check_server(client: Client, model: str | None, done: Callable[[], None]) ->
     return report
 
 
-def _perform(name: str, check: Callable[[Session], Outcome], session: Session) -> CheckResult:
+def _perform(name: str, check: Callable[[ServerSession], CheckOutcome], session: ServerSession) -> CheckResult:
     began = time.monotonic()
     try:
         if check is not check_models and not session.model:
-            raise _Skip("no model to ask: name one with --model")
+            raise _Skip("there is no model to ask: name one with --model")
         outcome = check(session)
     except _Skip as reason:
-        outcome = Outcome("skip", str(reason))
+        outcome = CheckOutcome("skip", str(reason))
     except Refused as error:
         may_lack = error.not_offered and check not in (check_models, check_chat)
-        outcome = Outcome("skip", "the server does not offer it") if may_lack else Outcome("fail", str(error))
+        outcome = CheckOutcome("skip", "the server does not offer it") if may_lack else CheckOutcome("fail", str(error))
     except SlipstreamError as error:
-        outcome = Outcome("fail", str(error))
+        outcome = CheckOutcome("fail", str(error))
     return CheckResult(name, outcome.verdict, outcome.sentence, round(time.monotonic() - began, 3))
 
 
 def _wait_until_loaded(client: Client) -> None:
-    """Gives a server that is still loading its model the time of one request to get ready."""
+    """Waits at most one request's timeout for a server that is still loading its model."""
     until = time.monotonic() + client.timeout_s
     while True:
         try:
@@ -352,18 +355,18 @@ def _wait_until_loaded(client: Client) -> None:
             if error.status != 503 or time.monotonic() > until:
                 return
         except Broken:
-            return  # an answer, though no health page worth the name: the checks will tell what works
+            return  # the server answers, though not with a proper health page; the checks show what works
         time.sleep(0.25)
 
 
 def long_prompt() -> str:
-    """More than 512 tokens in any tokenizer, never the same twice, so that no cache knows it."""
+    """A prompt of more than 512 tokens in any tokenizer; it is different each time, so that no cache knows it."""
     nights = (f"Night {night}: the lamp of the lighthouse burned for {5 + night % 7} hours." for night in range(1, 45))
     return f"Logbook {secrets.token_hex(8)}.\n" + "\n".join(nights) + f"\n\n{TASK}"
 
 
 def _drafted_share(run: Run) -> float | None:
-    """How much of the text the drafter wrote: unlike the accepted share of drafts, it does not depend on the width."""
+    """The share of the text that came from drafts; unlike the acceptance rate it is independent of the width."""
     written = run.timings.get("predicted_n") or run.tokens("completion")
     if run.accepted is None or not isinstance(written, int | float) or not written:
         return None

@@ -1,4 +1,4 @@
-"""The stranger's side of a server: requests and streams over HTTP, with the standard library and nothing else."""
+"""An HTTP client for the server checks, with requests and streams; it uses only the standard library."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 from slipstream.errors import RequestError, SlipstreamError
 
 JsonObject = Mapping[str, Any]
-SHOWN_CHARACTERS = 160
-_NOT_OFFERED = (404, 405, 501)
+SHOWN_CHARACTERS = 160  # longer error texts of a server are cut, so that a report stays readable
+_NOT_OFFERED = (404, 405, 501)  # statuses that mean that a server does not have an endpoint
 
 
 class Unreachable(SlipstreamError):
-    """Nobody answers at this address, or nothing in time."""
+    """No server answers at this address, or it does not answer in time."""
 
 
 class Broken(SlipstreamError):
-    """The connection ended, stalled, or carried something that is not what the API promises."""
+    """The connection ended or stalled, or its data is not what the API promises."""
 
 
 class Refused(SlipstreamError):
@@ -38,7 +38,7 @@ class Refused(SlipstreamError):
 
 @dataclass(slots=True)
 class Run:
-    """What one generation gave, streamed or whole; `output` counts reasoning as much as content."""
+    """The result of one generation, streamed or whole; `output` holds reasoning and content."""
 
     name: str
     content: str = ""
@@ -47,7 +47,7 @@ class Run:
     usage: JsonObject = field(default_factory=dict)
     timings: JsonObject = field(default_factory=dict)
     chunks: int = 0
-    ended: bool = False  # a stream said [DONE]
+    ended: bool = False  # whether a stream ended with [DONE]
 
     @property
     def output(self) -> str:
@@ -69,9 +69,9 @@ class Run:
         return _count(self.usage.get(f"{kind}_tokens"))
 
     def add(self, body: object) -> None:
-        """Takes in a whole answer or one chunk of a streamed one."""
+        """Takes in a whole answer, or one chunk of a streamed one."""
         if not isinstance(body, Mapping):
-            raise Broken("an answer that is no JSON object")
+            raise Broken("the answer is not a JSON object")
         if isinstance(body.get("error"), Mapping):
             raise Broken(f"the answer ended with an error: {_error_text(body, '')}")
         for key in ("usage", "timings"):
@@ -79,17 +79,17 @@ class Run:
                 setattr(self, key, body[key])
         choices = body.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
-            raise Broken("an answer without a list of 'choices'")
+            raise Broken("the answer has no list of 'choices'")
         for choice in choices:
             self._add_choice(choice)
 
     def _add_choice(self, choice: JsonObject) -> None:
         said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         if not isinstance(said, Mapping):
-            raise Broken("a message that is no JSON object")
+            raise Broken("the message is not a JSON object")
         content, reasoning = said.get("content") or "", said.get("reasoning_content") or ""
         if not isinstance(content, str) or not isinstance(reasoning, str):
-            raise Broken("a message whose content is no text")
+            raise Broken("the content of the message is not text")
         self.content += content
         self.reasoning += reasoning
         self.chunks += bool(content or reasoning)
@@ -97,7 +97,7 @@ class Run:
 
 
 class Client:
-    """One server; every call opens its own connection and takes no longer than the timeout."""
+    """A client of one server; every call opens its own connection and takes no longer than the timeout."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -106,7 +106,7 @@ class Client:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise RequestError(f"'{url}' is no address of a server", "give one such as http://localhost:8080")
+            raise RequestError(f"'{url}' is not the address of a server", "give one such as http://localhost:8080")
         self.url = url
         self.timeout_s = timeout_s
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
@@ -121,12 +121,12 @@ class Client:
         return self._whole("POST", path, body)
 
     def events(self, path: str, body: JsonObject) -> Generator[JsonObject | None, None, None]:
-        """The JSON objects of an event stream, then None for its [DONE]; closing the iterator hangs up."""
+        """The JSON objects of an event stream, then None for its [DONE]; closing the iterator closes the connection."""
         lines = self._lines("POST", path, {**body, "stream": True})
         with closing(lines):
             for line in lines:
                 if not line.startswith(b"data:"):
-                    continue  # comments keep the connection alive; event names repeat what the data says
+                    continue  # comments only keep the connection alive, and event names repeat what the data says
                 data = line[5:].strip()
                 yield None if data == b"[DONE]" else _object(data)
 
@@ -135,7 +135,7 @@ class Client:
             return _parse(b"".join(lines))
 
     def _lines(self, method: str, path: str, body: JsonObject | None) -> Generator[bytes, None, None]:
-        """The lines of a good answer as they come."""
+        """The lines of a successful answer as they arrive."""
         until = time.monotonic() + self.timeout_s
         headers = {**self._headers, "Accept": "*/*", **({"Content-Type": "application/json"} if body else {})}
         answered = False
@@ -149,9 +149,9 @@ class Client:
                     while line := response.readline():
                         yield line
                         if time.monotonic() > until:
-                            raise Broken(f"{path} was not done after {self.timeout_s:g} s")
+                            raise Broken(f"{path} was not complete after {self.timeout_s:g} s")
             except TimeoutError:
-                raise _lost(answered, f"{path} said nothing for {self.timeout_s:g} s") from None
+                raise _lost(answered, f"{path} sent nothing for {self.timeout_s:g} s") from None
             except (OSError, http.client.HTTPException) as error:
                 raise _lost(answered, f"{path}: the connection broke ({_reason(error)})") from None
 
@@ -165,7 +165,7 @@ class Client:
         try:
             connection.connect()
         except OSError as error:
-            raise Unreachable(f"nobody answers at {self.url}: {_reason(error)}") from None
+            raise Unreachable(f"no server answers at {self.url}: {_reason(error)}") from None
         return connection
 
 
@@ -178,7 +178,7 @@ def models(client: Client) -> list[JsonObject]:
 
 
 def running(client: Client) -> set[str] | None:
-    """Who holds a slot, as /slots names them; None where it is not offered."""
+    """The requests that hold a slot, as /slots names them; None if the server does not offer /slots."""
     try:
         body = client.get("/slots")
     except (Refused, Broken):
@@ -187,7 +187,7 @@ def running(client: Client) -> set[str] | None:
 
 
 def _slots(body: Any) -> list[JsonObject]:
-    """The slots in a list, a list under `slots`, or such a list for every model."""
+    """Finds the slots in a list, in a list under `slots`, or in one such list per model."""
     if isinstance(body, Mapping):
         inner = body.get("slots", body.get("data", body.get("models", [])))
         body = list(inner.values()) if isinstance(inner, Mapping) else inner

@@ -1,6 +1,6 @@
-"""Two files of one model, tensor by tensor: how far apart their numbers are, and which tensors stand out.
+"""Compares two files of one model tensor by tensor: how far their values differ, and which tensors are outliers.
 
-Names, formats and row orders may differ; memory stays within a few rows of each tensor.
+Names, formats and row orders may differ; only a few rows of each tensor are in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slipstream.tools.model_file import ModelFile, open_model
 
 Progress = Callable[[str, int, int], None]
 Array = NDArray[np.float64]
-CHUNK_ELEMENTS = 2**20  # of each file in memory at once
-# A tensor stands out when it is this many times as far off as the middle one of its types...
+CHUNK_ELEMENTS = 2**20  # values of each file that are in memory at once
+# A tensor is an outlier if its error is this many times the median error of tensors stored in the same two types...
 OUTLIER_FACTOR = 4.0
-# ... and by more than rounding in the last place of a float32.
+# ... and larger than rounding in the last place of a float32.
 OUTLIER_FLOOR = 1e-6
-_UNLIKE = 0.5  # relative RMS no quantisation causes, however many tensors share it
-_SAMPLED_ROWS = 8  # that tell whether two tensors are the same one
-_NO_SETTINGS = ("label", "expected_tau")  # say nothing about what a model computes
-_SAME = 0.3  # relative error below which a tensor under another name or order counts as found
+_UNLIKE = 0.5  # No quantisation causes a relative RMS above this, so such a tensor is an outlier in any case.
+_SAMPLED_ROWS = 8  # Rows that are compared to find out whether two tensors are the same.
+_NO_SETTINGS = ("label", "expected_tau")  # fields of a configuration that do not affect what a model computes
+_SAME = 0.3  # A tensor with another name or row order counts as the same if its relative error is below this.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class TensorDifference:
     types: tuple[str, str]
     shape: tuple[int, ...]
     elements: int
-    relative_rms: float  # root of the mean squared difference over the root mean square
-    max_error: float  # largest absolute difference
-    worst_row: int  # the row that is furthest off...
-    row_error: float  # ... and how far, relative to its own norm or the mean one's, whichever is larger
-    non_finite: int = 0  # values that are no numbers in either file
-    outlier: str = ""  # why it stands out
-    explanation: str = ""  # what the second file seems to hold instead
+    relative_rms: float  # root mean square of the difference over that of the first file's values
+    max_error: float  # the largest absolute difference
+    worst_row: int  # the row with the largest error
+    row_error: float  # that row's error relative to its own norm or the mean norm, whichever is larger
+    non_finite: int = 0  # values that are NaN or infinite in either file
+    outlier: str = ""  # why the tensor is an outlier; empty if it is none
+    explanation: str = ""  # what the second file seems to hold in its place
 
     def to_json(self) -> dict[str, object]:
         found = asdict(self) | {"types": list(self.types), "shape": list(self.shape)}
@@ -56,16 +56,16 @@ class TensorDifference:
 
 @dataclass(slots=True)
 class FileComparison:
-    """What two files share, what only one of them has, and where they disagree."""
+    """The tensors of both files, those of only one file, and the settings that differ."""
 
     first: str
     second: str
     kind: str
     tensors: list[TensorDifference] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # in the first file only
-    extra: list[str] = field(default_factory=list)  # in the second file only
+    missing: list[str] = field(default_factory=list)  # tensors of the first file only
+    extra: list[str] = field(default_factory=list)  # tensors of the second file only
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    settings: list[tuple[str, object, object]] = field(default_factory=list)  # that differ
+    settings: list[tuple[str, object, object]] = field(default_factory=list)  # settings that differ
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -74,14 +74,14 @@ class FileComparison:
 
     @property
     def largest_error(self) -> float:
-        """The largest relative RMS of any tensor; one that cannot be compared is infinitely far off."""
+        """The largest relative RMS of any tensor; infinite if a tensor cannot be compared."""
         if self.missing or self.extra or self.shapes:
             return math.inf
         return max((tensor.relative_rms for tensor in self.tensors), default=0.0)
 
     @property
     def mean_error(self) -> float:
-        """The relative RMS over all tensors, each weighed by its elements."""
+        """The relative RMS over all tensors, weighted by their elements."""
         total = sum(tensor.elements for tensor in self.tensors)
         return math.sqrt(sum(t.relative_rms**2 * t.elements for t in self.tensors) / total) if total else 0.0
 
@@ -129,12 +129,12 @@ def compare_files(first: Path, second: Path, progress: Progress | None = None) -
 
 
 def _names(model: ModelFile) -> dict[str, Source]:
-    """Every tensor; those without a known name go by the file's own."""
+    """All tensors of a model; a tensor without a known name keeps the file's own name."""
     return model.tensors | {name: model.file.tensor(name) for name in model.unknown}
 
 
 def _same_values(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    """Some writers drop a dimension of size one; the numbers are the same."""
+    """Whether two shapes hold the same values; some writers leave out dimensions of size one."""
     return [size for size in first if size > 1] == [size for size in second if size > 1]
 
 
@@ -158,7 +158,7 @@ def _flat(values: Mapping[str, object]) -> dict[str, object]:
 
 def _close(first: object, second: object) -> bool:
     if isinstance(first, float) and isinstance(second, float):
-        # GGUF keeps 32-bit floats where JSON has 64
+        # GGUF stores 32-bit floats where JSON has 64 bits.
         return math.isclose(first, second, rel_tol=1e-6)
     return first == second
 
@@ -223,7 +223,7 @@ def _relative(errors: float, squares: float) -> float:
 
 
 def mark_outliers(tensors: Sequence[TensorDifference]) -> list[TensorDifference]:
-    """Says of each tensor whether, and how, it is far above the middle one of those stored in the same two types."""
+    """Marks the tensors whose error is far above the median of those stored in the same two types."""
     groups: dict[tuple[str, str], list[TensorDifference]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.types, []).append(tensor)
@@ -242,14 +242,14 @@ def _reason(tensor: TensorDifference, rms: float, row: float) -> str:
     if tensor.relative_rms > _UNLIKE:
         return "nothing like the reference"
     if tensor.row_error > max(OUTLIER_FACTOR * row, OUTLIER_FLOOR):
-        # one bad row of a large matrix hardly moves its RMS
+        # A single bad row of a large matrix hardly changes the matrix's RMS.
         times = f": {tensor.row_error / row:.1f} x the median worst row" if row else ""
         return f"row {tensor.worst_row}{times}"
     return ""
 
 
 def _explained(tensor: TensorDifference, a: ModelFile, b: ModelFile) -> TensorDifference:
-    """Looks for what the second file holds in this tensor's place; nothing is said where nothing fits."""
+    """Looks for what the second file holds in this tensor's place; the explanation stays empty if nothing fits."""
     if tensor.non_finite or tensor.name not in a.tensors or tensor.relative_rms < _SAME:
         return tensor
     mine = a.tensors[tensor.name]
@@ -290,5 +290,5 @@ def _near(first: Array, second: Array) -> bool:
 
 
 def _json_number(value: object) -> object:
-    """JSON has no infinities and no NaN."""
+    """A number as JSON can express it, which has neither infinity nor NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

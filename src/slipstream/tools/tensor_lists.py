@@ -1,6 +1,6 @@
-"""Which tensors a model must have and of what shape, by their Hugging Face names: the model itself is asked.
+"""Finds out which tensors a model must have, and their shapes, by building the model with placeholder weights.
 
-A model is built as ever, except that its weights stand for nothing: they note what is taken and hand out blanks.
+The placeholders record every tensor that the model asks for and return empty ones, so no weights are read.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from slipstream.models.weights import Weights
 Shape = tuple[int, ...]
 _FLOAT_BYTES = 4
 _FOREIGN = "the config does not belong to these weights"
-_UNKNOWN = "the model has parts this version does not know, and leaving them out would change it"
+_UNKNOWN = "the model has parts that this version does not know, and leaving them out would change it"
 
 
 def decoder_tensors(config: DecoderConfig, names: FamilyNames, file: WeightFile) -> dict[str, Shape]:
-    """The tensors of a target; where files store the same thing in different ways, as this file does."""
+    """The tensors of a target; if files may store the same values in different ways, as this file stores them."""
     weights = _Asked(file, names.file_name)
     FAMILIES[config.family].MODEL(config, weights, names)
     return weights.shapes
 
 
 def drafter_tensors(config: DFlashConfig, file: WeightFile) -> dict[str, Shape]:
-    """The tensors of a drafter by their canonical names; what a drafter may do without is listed if the file has it."""
+    """The tensors of a drafter by their canonical names; optional tensors are listed if the file has them."""
     weights = _Asked(file, names_in(file))
     DFlashDrafter(config, weights)
     return weights.shapes
 
 
 class _Nothing:
-    """In the place of a matrix nobody will multiply with, and of a table nobody will read."""
+    """Replaces a matrix or a table that is never used."""
 
     nbytes = out_features = in_features = 0
     place = (0, 0)
 
 
 class _Asked(Weights):
-    """Notes every tensor that is asked for; those the file lacks, or has in another shape, are zeros."""
+    """Records every tensor that a model asks for; a tensor that the file lacks, or has in another shape, is zeros."""
 
     def __init__(self, file: WeightFile, file_name: Callable[[str], str]) -> None:
         super().__init__(file, "fp32", file_name)
@@ -62,12 +62,12 @@ class _Asked(Weights):
         if self.has(name):
             found = self.file.tensor(self._file_name(name))
             if (1, *found.shape) == shape:
-                self.shapes[name] = found.shape  # as the file has it
+                self.shapes[name] = found.shape  # the file stores the row as a vector
                 return found.as_row()
             if found.shape == shape:
                 return found
         elements = math.prod(shape)
-        # a false claim must not decide how much is allocated
+        # A false claim in a damaged file must not decide how much memory is allocated.
         if elements > self._most:
             raise ConfigError(f"'{name}' would be {list(shape)}, more than all of {self.file.path.name}", _FOREIGN)
         self._zeros = self._zeros or MemoryBytes(np.zeros(self._most * _FLOAT_BYTES, np.uint8))
@@ -77,7 +77,7 @@ class _Asked(Weights):
         return _Nothing()
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
-        """What nobody asked for is the caller's business."""
+        """Does nothing, because the caller handles tensors that the model did not ask for."""
 
 
 def take_tensors(
@@ -86,7 +86,7 @@ def take_tensors(
     file_name: Callable[[str], str],
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, WeightTensor]:
-    """The tensors of a file under their Hugging Face names; a missing, a misshapen and an unknown one are errors."""
+    """The tensors of a file by their Hugging Face names; it refuses missing, misshapen and unknown tensors."""
     found: dict[str, WeightTensor] = {}
     for name, shape in shapes.items():
         tensor = file.tensor(file_name(name))
