@@ -1,7 +1,7 @@
-"""Reads LoRA adapters, PEFT folders and llama.cpp's GGUF files: pairs of thin matrices that change large ones.
+"""Reads LoRA adapters from PEFT folders and llama.cpp's GGUF files: pairs of thin matrices that change large ones.
 
-Everything a file can be wrong about on its own is refused here, from its header where possible; whether its pairs
-belong to the matrices of a model is for the model to say.
+Everything that can be wrong with a file on its own is refused here, from its header where possible. Whether its pairs
+fit the matrices of a model is checked by the model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.quants import decode_rows
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
 
-BASE_NAME = "base"  # the drafter as it is
+BASE_NAME = "base"  # the name of the drafter without an adapter
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # what the known writers store
-MAX_RANK = 2**16
+FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # the types that the known writers store
+MAX_RANK = 2**16  # far above any real rank; a larger number in a file is a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FORMS = "give PATH or NAME=PATH, with @SCALE behind it if the adapter is to count more or less"
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _PEFT_PREFIX = "base_model.model."
-_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # which factor, and whether of an embedding
+_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # the factor, and whether the matrix is an embedding
     ".lora_A.weight": ("a", False),
     ".lora_B.weight": ("b", False),
     ".lora_embedding_A": ("a", True),
     ".lora_embedding_B": ("b", True),
 }
-# PEFT settings that change what the pairs mean, or promise weights beside them
+# These PEFT settings change what the pairs mean, or announce weights beside them.
 _OTHER_METHODS = (
     "use_dora",
     "lora_bias",
@@ -52,14 +52,14 @@ _OTHER_METHODS = (
     "trainable_token_indices",
     "target_parameters",
 )
-# other ways of starting (pissa, olora, corda, ...) change the base weights too, which are not these
+# Other initialisations (pissa, olora, corda, ...) also change the base weights, which the adapter does not contain.
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _GGUF_EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter as a user names it."""
+    """An adapter as the user named it."""
 
     name: str
     path: Path
@@ -75,18 +75,18 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        # ggml's tools drop a last dimension of one, which is the first here
+        # ggml's tools drop a last dimension of size one, which is the first dimension in torch's order
         rows, columns = (1, *self.tensor.shape) if len(self.tensor.shape) == 1 else self.tensor.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
     def dense(self) -> torch.Tensor:
-        """The matrix as float32."""
+        """Reads the matrix as float32."""
         stored = self.tensor.dense()
         stored = stored[None] if stored.dim() == 1 else stored
         return stored.t().contiguous() if self.transposed else stored
 
     def rows(self, start: int, stop: int) -> Factor:
-        """Some rows of the matrix, still unread."""
+        """Returns some rows of the matrix, still unread."""
         if self.transposed or len(self.tensor.shape) == 1:
             raise FormatError(f"the adapter's tensor '{self.tensor.name}' cannot be split", "adapt each part by itself")
         return Factor(self.tensor.rows(torch.arange(start, stop)))
@@ -94,9 +94,9 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """What is added to one matrix: `factor * up @ down`, with `up` [out, rank] and `down` [rank, in]."""
+    """The change to one matrix: `factor * up @ down`, with `up` [out, rank] and `down` [rank, in]."""
 
-    name: str  # of the matrix, as the adapter spells it
+    name: str  # the name of the matrix, as the adapter spells it
     down: Factor
     up: Factor
     factor: float
@@ -108,16 +108,16 @@ class AdapterPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter on disk whose own claims hold; its numbers are still in the file."""
+    """An adapter on disk that is consistent in itself; its numbers are still in the file."""
 
     source: AdapterSource
-    fingerprint: str  # of all its bytes
-    architecture: str | None  # of the model it was made for, where the file says
+    fingerprint: str  # a hash of all bytes of the adapter
+    architecture: str | None  # the model for which it was made, if the file says so
     pairs: tuple[AdapterPair, ...]
 
 
 def parse_source(text: str) -> AdapterSource:
-    """Reads PATH, NAME=PATH, PATH@SCALE or NAME=PATH@SCALE; a path that exists is meant as it stands."""
+    """Reads PATH, NAME=PATH, PATH@SCALE or NAME=PATH@SCALE; a text that is an existing path is taken as that path."""
     name, rest = "", text
     if not _exists(text):
         head, mark, tail = text.partition("=")
@@ -135,7 +135,7 @@ def parse_source(text: str) -> AdapterSource:
     if not path_text:
         raise SourceError(f"'{text}' names no adapter", _FORMS)
     path = Path(path_text)
-    with suppress(RuntimeError):  # nobody of that name here: reading will say that there is no such file
+    with suppress(RuntimeError):  # there is no such user; reading will report that there is no such file
         path = path.expanduser()
     name = name or (path.stem if path.suffix in (".gguf", ".safetensors") else path.resolve().name)
     if not _NAME.fullmatch(name):
@@ -148,12 +148,12 @@ def parse_source(text: str) -> AdapterSource:
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # too long to be one, or somebody else's home
+    except (OSError, RuntimeError):  # the text is too long for a path, or names a user that does not exist
         return False
 
 
 def read_adapter(source: AdapterSource) -> AdapterFile:
-    """Reads a PEFT folder (or its safetensors file) or a GGUF adapter; its numbers are looked at, not kept."""
+    """Reads a PEFT folder (or its safetensors file) or a GGUF adapter; its numbers are checked and not kept."""
     path = source.path
     if not _exists(str(path)):
         raise SourceError(f"there is no adapter at {path}", _FORMS)
@@ -190,7 +190,7 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
         found.add(f"{module}.weight", side, weights.tensor(name), embedding)
     pairs = []
     for name, (a, b, embedding) in found.pairs().items():
-        # an embedding's pair makes the table's transpose
+        # the pair of an embedding gives the transpose of the embedding table
         down, up = (Factor(b, True), Factor(a, True)) if embedding else (Factor(a), Factor(b))
         rank = _common_rank(down, up)
         module = name.removesuffix(".weight")
@@ -205,7 +205,7 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
 
 
 class _PeftRules:
-    """What an adapter_config.json says of ranks and scales; what is not plain LoRA is refused by its key."""
+    """The ranks and scales of an adapter_config.json; a config that is not plain LoRA is refused, naming its key."""
 
     def __init__(self, config: Mapping[str, object], label: str) -> None:
         self._config = config
@@ -226,7 +226,7 @@ class _PeftRules:
             raise ConfigError(f"the adapter {label} has modules_to_save ({named})", "only LoRA pairs can be merged")
         if config.get("bias", "none") != "none":
             raise ConfigError(f"the adapter {label} trained biases ({config['bias']!r})", "train it with bias none")
-        # `fan_in_fan_out` only tells how the base stores its weights: a drafter's are [out, in] whatever it says
+        # `fan_in_fan_out` only says how the base model stores its weights; a drafter's weights are always [out, in]
         for key in ("use_rslora", "fan_in_fan_out"):
             if not isinstance(config.get(key), bool | None):
                 raise ConfigError(f"the adapter {label} has {key} {config[key]!r}", "it must be true or false")
@@ -241,13 +241,16 @@ class _PeftRules:
         return next((rank for key, rank in self._ranks.items() if _names(key, module)), self._rank)
 
     def strength(self, module: str) -> float:
-        """What the product of a module's pair is multiplied by."""
+        """Returns the factor by which the product of a module's pair is multiplied."""
         alpha = next((alpha for key, alpha in self._alphas.items() if _names(key, module)), self._alpha)
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self._root else rank)
 
     def check_targets(self, modules: Sequence[str]) -> None:
-        """The modules the config lists and those that have pairs must be the same; an expression is not looked at."""
+        """Checks that the listed target modules and the modules with pairs are the same.
+
+        A config may give an expression instead of a list; an expression is not checked.
+        """
         targets = self._config.get("target_modules")
         if not isinstance(targets, list):
             return
@@ -268,7 +271,7 @@ class _PeftRules:
         if not isinstance(patterns, dict):
             raise ConfigError(f"the adapter {self._label} has a '{key}' that is no object", "map modules to numbers")
         for pattern in patterns:
-            # any other expression could take for ever to match
+            # any other expression could take forever to match
             if not _PLAIN_PATTERN.fullmatch(pattern):
                 raise ConfigError(
                     f"the adapter {self._label} has the expression '{pattern}' in its {key}", "write module names out"
@@ -285,7 +288,7 @@ class _PeftRules:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a module is the one named, or lies under other modules and ends in the name."""
+    """Whether a pattern names a module by its full name or by the end of its name."""
     plain = pattern.removeprefix("^").removesuffix("$")
     return module == plain or (not pattern.startswith("^") and module.endswith(f".{plain}"))
 
@@ -306,11 +309,11 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
     architecture = keys.get("general.architecture")
     pairs = []
     for name, (a, b, _) in _gguf_factors(weights).pairs().items():
-        # llama.cpp looks up rows of the first factor of an embedding, so the two change places
+        # llama.cpp looks up rows of an embedding's first factor, so the two factors change places
         flipped = name == _GGUF_EMBEDDING
         down, up = (Factor(b, True), Factor(a)) if flipped else (Factor(a), Factor(b))
         rank = _common_rank(down, up)
-        # without an alpha llama.cpp takes the product as it is
+        # without an alpha llama.cpp does not scale the product
         strength = alpha / rank if alpha else 1.0
         pairs.append(AdapterPair(name, down, up, source.scale * strength))
     return AdapterFile(
@@ -333,7 +336,7 @@ def _gguf_factors(weights: WeightFile) -> _FactorTable:
 
 
 class _FactorTable:
-    """Collects the factors of a file under the matrices they belong to."""
+    """Collects the factors of a file under the matrices to which they belong."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -394,7 +397,7 @@ def _refuse_non_finite(tensor: WeightTensor) -> None:
     stored = tensor.raw()
     step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
     for start in range(0, len(stored), step):
-        # decoded a piece at a time: the floats of a large tensor are never in memory together
+        # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
         with np.errstate(all="ignore"):
             values = decode_rows(stored[start : start + step], tensor.type_name)
         if not np.isfinite(values).all():
@@ -402,7 +405,7 @@ def _refuse_non_finite(tensor: WeightTensor) -> None:
 
 
 def _fingerprint(*paths: Path) -> str:
-    """Names the bytes of the files, so that what another adapter made is never taken for this one's."""
+    """Hashes the files' bytes, so that draft context of one adapter is never taken for another adapter's."""
     whole = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

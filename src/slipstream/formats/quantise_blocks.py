@@ -1,6 +1,6 @@
-"""Blocks of 32 numbers as ggml stores them: Q4_0, Q5_0 and Q8_0 with a scale, Q4_1 and Q5_1 with an offset as well.
+"""Encodes ggml's blocks of 32 numbers: Q4_0, Q5_0 and Q8_0 have a scale, Q4_1 and Q5_1 also an offset.
 
-Codes are chosen for the scales as they are stored, not for the ones the search found before rounding.
+Codes are chosen for the scale as it is stored, not for the scale that the search found before rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def encode_q5_1(blocks: Floats) -> Bytes:
 
 
 def encode_q8_0(blocks: Floats) -> Bytes:
-    # With 255 codes the largest number decides: a finer search gains nothing that could be measured.
+    # With 255 codes the largest number decides the scale; a finer search has no gain that could be measured.
     scale = to_halves(np.abs(blocks).max(axis=1) / np.float32(127))
     codes = np.rint(blocks * inverse(scale.astype(np.float32))[:, None]).clip(-127, 127)
     return np.hstack((_bytes(scale), codes.astype(np.int8).view(np.uint8)))
@@ -61,7 +61,7 @@ def _bytes(halves: Halves) -> Bytes:
 
 
 def _nibbles(codes: Bytes) -> Bytes:
-    """The low four bits of a block's first half in the low nibbles, of its second half in the high ones."""
+    """Packs the low four bits: a block's first half into the low nibbles, its second half into the high ones."""
     half = codes.shape[1] // 2
     return (codes[:, :half] & np.uint8(0x0F)) | (codes[:, half:] << np.uint8(4))
 

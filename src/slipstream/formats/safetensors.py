@@ -1,4 +1,4 @@
-"""A safetensors header parser that checks every claim, for single files and for shards joined by an index."""
+"""Parses safetensors headers and checks every claim in them, for single files and for shards joined by an index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from slipstream.formats.file_bytes import (
 )
 from slipstream.formats.quants import NUMPY_TYPES
 
-MAX_HEADER = 100_000_000
+# The limits are those of the reference reader or far above real files; they bound what a damaged header can cause.
+MAX_HEADER = 100_000_000  # bytes
 MAX_DIMS = 8
 TYPE_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -28,7 +29,7 @@ _DAMAGED = "the file is damaged: fetch it again"
 
 
 def parse_header(data: bytes | StoredBytes, file_name: str) -> list[TensorEntry]:
-    """Reads the tensors a file describes; data missing at its end is left for `refuse_truncation` to find."""
+    """Reads the tensors that a file describes; `refuse_truncation` checks whether their data is complete."""
     stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
     size = len(stored)
     if size < 8:
@@ -46,19 +47,20 @@ def parse_header(data: bytes | StoredBytes, file_name: str) -> list[TensorEntry]
 
 
 def read_entries(data: StoredBytes, file_name: str) -> list[TensorEntry]:
-    """Reads the header of a file that must be whole."""
+    """Reads the header of a file and checks that the file is complete."""
     entries = parse_header(data, file_name)
     refuse_truncation(entries, len(data), file_name)
     return entries
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Reads a shard index: tensor name to the name of the shard file beside the index."""
+    """Reads a shard index, which maps a tensor's name to the shard file beside the index that holds it."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{path.name} has no weight_map", "it must map tensor names to shard files")
     for name, shard in weight_map.items():
-        # A shard stands beside its index: anything else could name a file the user did not mean to open.
+        # A shard must be beside its index; any other path could make the program open a file that the user did not
+        # mean.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard or "\0" in shard:
             raise FormatError(f"{path.name} sends tensor '{name}' to {shard!r}", "a shard is a file beside the index")
     return weight_map

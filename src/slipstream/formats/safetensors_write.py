@@ -1,4 +1,4 @@
-"""Writes safetensors files whole or not at all, each tensor's bytes made when its turn comes."""
+"""Writes safetensors files completely or not at all; each tensor's bytes are made when it is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADER_ALIGNMENT = 8
 
 
 def write_safetensors(path: Path, tensors: Sequence[TensorPlan], progress: Progress | None = None) -> None:
-    """Writes plain (not block-quantised) tensors, in the given order."""
+    """Writes tensors of plain (not block-quantised) types in the given order."""
     refuse_repeats([plan.name for plan in tensors], "tensor", path)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

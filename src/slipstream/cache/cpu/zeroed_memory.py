@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def zeros(*shape: int) -> Tensor:
-    """Zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN.
+    """Returns a zeroed tensor; a masked slot still enters a sum as 0 * value, and other memory may hold NaN.
 
-    Zero pages straight from the system, of which none is touched: a pool costs memory only as it fills. An allocator
-    would hand out what an earlier pool left behind, and would have to write zeros over it.
+    The memory are zero pages of the operating system, none of which is touched here, so a pool takes memory only as it
+    fills. An allocator would hand out memory that an earlier pool left behind, and would have to write zeros into it.
     """
     size = math.prod(shape)
     if not size:

@@ -1,4 +1,4 @@
-"""Picks the attention kernel: the compiled one where it can serve, torch's otherwise."""
+"""Chooses the attention kernel: the compiled one if it supports the shapes, otherwise torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.kernels.rows import RowGroup
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
-    """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
     compiled = library()
     if compiled is not None and serves(queries, keys, values):
         return native_attention(compiled, queries, keys, values, groups, scale, threads())

@@ -1,4 +1,4 @@
-"""One matrix per expert, multiplied with the rows that chose it; a row's sums never depend on the rows beside it."""
+"""One matrix per expert, multiplied with the rows that chose it; a row's sums do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows that stand together by expert, `counts` of each, times their own expert's matrix."""
+    """Multiplies rows, sorted by expert with `counts` of each, with the matrix of their expert."""
     compiled, packed = library(), [matrix.packed for matrix in matrices if isinstance(matrix, NativeMatrix)]
     if compiled is not None and len(packed) == len(matrices):
         return multiply_grouped(compiled, packed, counts, rows, threads())
@@ -36,7 +36,10 @@ def mix_experts(
     shares: Tensor,
     activation: Activation,
 ) -> Tensor:
-    """The shares [rows, k] of the experts chosen [rows, k] by each row, added in the order of the row's own ranking."""
+    """Adds up the answers of each row's chosen experts [rows, k], weighted by `shares` [rows, k].
+
+    The answers are added in the order of the row's own ranking, so that the sum does not depend on other rows.
+    """
     ranks = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(down)).tolist()

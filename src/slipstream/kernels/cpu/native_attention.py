@@ -1,4 +1,4 @@
-"""Row attention by the compiled kernel, and the plain-C description of a batch's rows that native code reads."""
+"""Row attention by the compiled kernel, and the C structs that describe a batch's rows to native code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_library import Library
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup
 
-LANES = 16  # the kernel takes head sizes that are multiples of this, up to MAX_DIM
-MAX_DIM = 256
+LANES = 16  # the kernel supports head sizes that are multiples of this, up to MAX_DIM
+MAX_DIM = 256  # the size of the kernel's fixed buffers
 _Pointer = ctypes.c_void_p
 _INT = ctypes.c_int32
 
 
 class SlipBatch(ctypes.Structure):
-    """The struct of that name in native.h; keeps the arrays it points to alive."""
+    """The struct of that name in native.h; it keeps alive the arrays to which it points."""
 
     _fields_ = (
         ("rows", _INT),
@@ -40,7 +40,7 @@ class SlipBatch(ctypes.Structure):
 
 
 def batch_struct(batch: RowBatch, pattern: AttentionPattern) -> SlipBatch:
-    """The rows of a batch as layers of one pattern see them; made once, since the layers share it."""
+    """Describes the rows of a batch for layers of one pattern; the result is cached, because these layers share it."""
     found = batch.derived.get(pattern)
     if not isinstance(found, SlipBatch):
         columns = (batch.position_list, batch.page_list, batch.offset_list)
@@ -53,10 +53,10 @@ def batch_struct(batch: RowBatch, pattern: AttentionPattern) -> SlipBatch:
 
 
 def group_struct(groups: Sequence[RowGroup]) -> SlipBatch:
-    """The groups alone, for attention that is called layer by layer; where rows are stored is left out."""
+    """Describes groups only, for attention that is called layer by layer; the places of the rows are left out."""
     others = list(groups[1:])
     kept = groups[0].derived.get("native")
-    # a group may stand in several batches: what was made for other company does not count
+    # a group may be part of several batches, so the cached struct is valid only for the same neighbours
     if kept is not None and len(kept[0]) == len(others) and all(map(operator.is_, kept[0], others)):
         made: SlipBatch = kept[1]
         return made
@@ -92,7 +92,7 @@ def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
 
 
 def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the compiled kernel computes this attention; torch's serves otherwise."""
+    """Whether the compiled kernel supports this attention; otherwise torch computes it."""
     dim = queries.shape[-1]
     return (
         dim % LANES == 0
@@ -113,7 +113,7 @@ def native_attention(
     scale: float,
     threads: int,
 ) -> Tensor:
-    """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
     rows, heads, dim = queries.shape
     if queries.stride(2) != 1 or queries.stride(1) != dim:
         queries = queries.contiguous()

@@ -1,4 +1,4 @@
-"""Many matrices of one shape, each with rows of its own, multiplied in one call of the compiled kernels."""
+"""Multiplies many matrices of one shape, each with its own rows, in one call of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 def multiply_grouped(
     library: Library, linears: Sequence[PackedLinear], counts: Sequence[int], rows: Tensor, threads: int
 ) -> Tensor:
-    """Rows [n, in] that stand together by matrix, `counts` of each, times their own matrix."""
+    """Multiplies rows [n, in], sorted by matrix with `counts` of each, with their matrix."""
     touched = [(linear, count) for linear, count in zip(linears, counts, strict=True) if count]
     addresses = (_POINTER * len(touched))(*[linear.address for linear, _ in touched])
     numbers = array("i", [count for _, count in touched])

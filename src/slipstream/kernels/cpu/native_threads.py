@@ -1,4 +1,4 @@
-"""How many threads native kernels use: one number for the process, as all engines share one team."""
+"""The number of threads of native kernels: one for the process, because all its engines share one team of threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _chosen = 0
 
 
 def set_threads(count: int) -> None:
-    """Sizes the team; 0 follows torch's own number."""
+    """Sets the size of the team; 0 means as many threads as torch uses."""
     global _chosen
     _chosen = count
 
