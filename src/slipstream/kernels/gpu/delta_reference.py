@@ -1,4 +1,4 @@
-"""The launchers of kernels/gpu/delta_net_launch.py in plain torch: the same operations, a row at a time."""
+"""The launchers of kernels/gpu/delta_net_launch.py in plain torch: the same operations, one row at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_reference(rows: DeviceRows, states: DeviceStates) -> None:
 
 
 def _steps(paths: list[list[int]]) -> list[int]:
-    """A walk through a tree: branches follow what they continue, the largest of them last."""
+    """Returns the steps of a walk through a tree: rows follow their parents, and the largest branch comes last."""
     sizes = [sum(row in path for path in paths) for row in range(len(paths))]
     steps: list[int] = []
 
@@ -44,7 +44,7 @@ def _steps(paths: list[list[int]]) -> list[int]:
 
 
 def _line(rows: DeviceRows, sequence: int, row: int) -> list[int]:
-    """The rows that lead to one, itself included."""
+    """Returns the rows that lead to a row, including the row itself."""
     if is_line(rows):
         return list(range(row + 1))
     at = sequence * rows.each + row
@@ -74,7 +74,7 @@ def mix_reference(
 
 
 def _written(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """A state [heads, value dim, key dim] behind a row, and what the row has added."""
+    """Returns a state [heads, value dim, key dim] behind a row, and what the row has added to it."""
     keys, values, write, left, _ = brought
     key, rest = shape.for_values(keys[row][None])[0, :, None, :], left[row][:, None]
     learnt = (values[row] - (state * key).sum(-1) * rest) * write[row][:, None]
