@@ -13,7 +13,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Kernels = Literal["triton", "reference"]
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 KERNELS: tuple[Kernels, ...] = ("triton", "reference")
-PAGE_TOKENS = 64  # tokens in a cache page; the attention kernels are built for it
+PAGE_TOKENS = 64  # tokens in a cache page; the GPU's attention needs a power of two
 DRAFT_WINDOW_LIMIT = 2048  # tokens; the largest attention window that a drafter gets by default
 MOST_THREADS = 1024  # more than one machine has cores; a larger value would only cost memory for thread stacks
 

@@ -16,7 +16,7 @@ LENGTH = 70
 
 
 def decoded(llm: LLM, held: bool) -> torch.Tensor:
-    """Draft keys of a prompt that goes through the target token by token, its taps held or written at once."""
+    """Returns the draft keys of a prompt that runs token by token, with its taps held back or written at once."""
     engine = llm.engine
     runner, pools = engine._runner, engine._pools
     state = SequenceState(engine._table, PAGE_TOKENS, pools, drafting=True)

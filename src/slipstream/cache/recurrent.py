@@ -20,7 +20,7 @@ States = Any  # a recurrent state in the form that the memory's own forward prod
 
 
 @dataclass(frozen=True, slots=True)
-class InSlot:
+class StateInSlot:
     """A state that already lies in a slot."""
 
     slot: int
@@ -37,17 +37,17 @@ class StateMemory(Protocol):
 class TriedRows(Protocol):
     """Rows that have been through the target and may or may not be kept."""
 
-    def after(self, item: int, path: Sequence[int]) -> States | InSlot | None: ...
+    def after(self, item: int, path: Sequence[int]) -> States | StateInSlot | None: ...
 
 
-class InSlots:
+class StatesInSlots:
     """Rows behind some of which the forward has written the state; maps the number of kept rows to the slot."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._slots = slots
 
-    def after(self, item: int, path: Sequence[int]) -> InSlot | None:
-        return InSlot(self._slots[len(path)]) if len(path) in self._slots else None
+    def after(self, item: int, path: Sequence[int]) -> StateInSlot | None:
+        return StateInSlot(self._slots[len(path)]) if len(path) in self._slots else None
 
 
 def page_key(table: PageTable, page: int) -> PageKey:
@@ -96,15 +96,15 @@ class StatePool:
     def has(self, key: PageKey) -> bool:
         return key in self._checkpoints
 
-    def remember(self, key: PageKey, states: States | InSlot | None) -> None:
+    def remember(self, key: PageKey, states: States | StateInSlot | None) -> None:
         """Keeps a state behind a page, unless the state is unknown or sequences hold every slot."""
         if states is not None and key not in self._checkpoints and self._room:
             slot = self.allocate()
             self.store(slot, states)
             self._checkpoints[key] = slot
 
-    def store(self, slot: int, states: States | InSlot) -> None:
-        if isinstance(states, InSlot):
+    def store(self, slot: int, states: States | StateInSlot) -> None:
+        if isinstance(states, StateInSlot):
             self.memory.copy(states.slot, slot)
         else:
             self.memory.write(slot, states)
@@ -159,7 +159,7 @@ class RecurrentState:
     @property
     def spare_slot(self) -> int:
         if self._spare is None:
-            raise IntegrityError("a sequence without a second slot runs where forwards write states")
+            raise IntegrityError("a sequence has no spare slot, although forwards write states")
         return self._spare
 
     @property
@@ -184,15 +184,15 @@ class RecurrentState:
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
         """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
         if self._lost:
-            raise IntegrityError("a sequence goes on behind rows whose recurrent state is not known")
+            raise IntegrityError("a sequence continues behind rows whose recurrent state is unknown")
         self._give_back()
         self._tried, self._lent = (tried, item), lent
 
     def land(self, rows: int) -> None:
         """Notes that a forward has written the state behind this many rows into the spare slot, and no other state."""
-        self.try_rows(InSlots({rows: self.spare_slot}), 0)
+        self.try_rows(StatesInSlots({rows: self.spare_slot}), 0)
 
-    def after(self, rows: Sequence[int]) -> States | InSlot | None:
+    def after(self, rows: Sequence[int]) -> States | StateInSlot | None:
         """Returns the state behind some of the rows being tried, or None if it is not known."""
         if self._tried is None:
             raise IntegrityError("rows are kept that no forward has run")
@@ -203,7 +203,7 @@ class RecurrentState:
         if rows and self.slot is not None:
             states = self.after(rows)
             self._lost = states is None
-            if isinstance(states, InSlot) and states.slot == self._spare:
+            if isinstance(states, StateInSlot) and states.slot == self._spare:
                 self.slot, self._spare = self._spare, self.slot
             elif states is not None:
                 self.pool.store(self.slot, states)

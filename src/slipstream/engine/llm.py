@@ -29,8 +29,7 @@ from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
 from slipstream.kernels.cpu.delta_rule import delta_is_exact
 from slipstream.kernels.cpu.exactness import ROW_INVARIANT_FORMATS, attention_is_exact, matrix_is_exact
-from slipstream.kernels.cpu.native_library import availability, library
-from slipstream.kernels.cpu.native_threads import set_threads
+from slipstream.kernels.cpu.native_library import availability, library, set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.lazy import cached_property
 from slipstream.models.dflash import DFlashDrafter

@@ -141,7 +141,9 @@ def parse_source(text: str) -> AdapterSource:
     if not _NAME.fullmatch(name):
         raise SourceError(f"'{name}' cannot be the name of an adapter", "name it with letters and digits: NAME=PATH")
     if name == BASE_NAME:
-        raise SourceError(f"an adapter cannot be called '{BASE_NAME}'", "so is the drafter without any: use NAME=PATH")
+        raise SourceError(
+            f"an adapter cannot be called '{BASE_NAME}'", "the drafter without an adapter has it: use NAME=PATH"
+        )
     return AdapterSource(name, path, scale)
 
 
@@ -175,7 +177,7 @@ def read_adapter(source: AdapterSource) -> AdapterFile:
 def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
     config_path = path.parent / PEFT_CONFIG
     if not config_path.is_file():
-        raise SourceError(f"there is no {PEFT_CONFIG} beside {path.name}", "it says how large the adapter counts")
+        raise SourceError(f"there is no {PEFT_CONFIG} beside {path.name}", "it holds the adapter's rank and scale")
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {PEFT_WEIGHTS}", "save the adapter as safetensors")
     rules = _PeftRules(read_json_object(config_path), path.parent.name)
@@ -263,13 +265,16 @@ class _PeftRules:
         strange = next((module for module in modules if not any(_names(target, module) for target in covered)), None)
         if strange is not None:
             raise FormatError(
-                f"the adapter's tensors of '{strange}' are not among its target_modules", "the config is another's"
+                f"the adapter's tensors of '{strange}' are not among its target_modules",
+                "the config belongs to another adapter",
             )
 
     def _patterns(self, key: str) -> dict[str, object]:
         patterns = self._config.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"the adapter {self._label} has a '{key}' that is no object", "map modules to numbers")
+            raise ConfigError(
+                f"the adapter {self._label} has a '{key}' that is not an object", "map modules to numbers"
+            )
         for pattern in patterns:
             # any other expression could take forever to match
             if not _PLAIN_PATTERN.fullmatch(pattern):
@@ -301,7 +306,7 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
     keys = weights.metadata
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if keys.get(key) != wanted:
-            raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter's is '{wanted}'")
+            raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter has '{wanted}'")
     if "adapter.alora.invocation_tokens" in keys:
         raise ConfigError(f"{path.name} only acts behind certain tokens", "only plain LoRA adapters can be merged")
     given = keys.get("adapter.lora.alpha", 0.0)
@@ -353,12 +358,12 @@ class _FactorTable:
             )
         known, factors = self._found.setdefault(name, (embedding, {}))
         if side in factors or known != embedding:
-            raise FormatError(f"the adapter's tensor '{tensor.name}' comes in two ways", "keep one pair per matrix")
+            raise FormatError(f"the adapter's tensor '{tensor.name}' appears in two forms", "keep one pair per matrix")
         factors[side] = tensor
 
     def pairs(self) -> dict[str, tuple[WeightTensor, WeightTensor, bool]]:
         if not self._found:
-            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or no adapter")
+            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or not an adapter")
         pairs = {}
         for name, (embedding, factors) in self._found.items():
             if len(factors) < 2:
@@ -384,7 +389,7 @@ def _no_factor(name: str, label: str) -> FormatError:
     if "lora_magnitude" in name:
         return FormatError(f"tensor '{name}' of {label} belongs to a DoRA adapter", "only plain LoRA can be merged")
     hint = "save it without embedding layers, norms and whole modules: only LoRA pairs can be merged"
-    return FormatError(f"tensor '{name}' of {label} is no factor of a LoRA pair", hint)
+    return FormatError(f"tensor '{name}' of {label} is not a factor of a LoRA pair", hint)
 
 
 def _finite(value: object, what: str) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.errors import FormatError, IntegrityError, SourceError
 from slipstream.formats.quants import Bytes
 
-MAX_ELEMENTS = 2**48  # elements of one tensor; no real tensor is this large, and products of sizes stay exact
+MAX_ELEMENTS = 2**48  # elements of one tensor; no real tensor is this large
 
 
 @dataclass(frozen=True, slots=True)

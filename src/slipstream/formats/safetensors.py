@@ -1,13 +1,16 @@
-"""Parses safetensors headers and checks every claim in them, for single files and for shards joined by an index."""
+"""Reads and writes safetensors files, and reads shards joined by an index; every claim of a header is checked."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slipstream.errors import FormatError
+from slipstream.formats.atomic import atomic_file
 from slipstream.formats.file_bytes import (
     MAX_ELEMENTS,
     MemoryBytes,
@@ -18,6 +21,7 @@ from slipstream.formats.file_bytes import (
     refuse_overlaps,
     refuse_truncation,
 )
+from slipstream.formats.gguf_write import Progress, TensorPlan, refuse_repeats, write_pieces
 from slipstream.formats.quants import NUMPY_TYPES
 
 # The limits are those of the reference reader or far above real files; they bound what a damaged header can cause.
@@ -25,6 +29,7 @@ MAX_HEADER = 100_000_000  # bytes
 MAX_DIMS = 8
 TYPE_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
+_HEADER_ALIGNMENT = 8  # bytes, as in the reference writer
 _DAMAGED = "the file is damaged: fetch it again"
 
 
@@ -93,3 +98,24 @@ def _entry(name: str, value: Any, data_offset: int, file_name: str) -> TensorEnt
 def _sizes(value: Any) -> list[int] | None:
     valid = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
     return value if valid else None
+
+
+def write_safetensors(path: Path, tensors: Sequence[TensorPlan], progress: Progress | None = None) -> None:
+    """Writes tensors of plain (not block-quantised) types in the given order.
+
+    If anything fails, no file is left; each tensor's bytes are made when it is written.
+    """
+    refuse_repeats([plan.name for plan in tensors], "tensor", path)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for plan in tensors:
+        if plan.type_name not in TYPE_BYTES:
+            raise FormatError(f"tensor '{plan.name}' cannot be stored as {plan.type_name}", "use f32, f16 or bf16")
+        end = offset + plan.nbytes
+        header[plan.name] = {"dtype": plan.type_name, "shape": list(plan.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with atomic_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        write_pieces(file, tensors, 1, progress, path.name)

@@ -77,7 +77,7 @@ class WeightTensor:
             raise IntegrityError(f"tensor '{self.name}' has no rows to select")
         index = index.detach().to(device="cpu", dtype=torch.int64)
         if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
-            raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
+            raise IntegrityError(f"rows outside tensor '{self.name}', which has {self.shape[0]}, were requested")
         return WeightTensor(self._entry, self._data, index if self._index is None else self._index[index])
 
     def as_row(self) -> WeightTensor:

@@ -131,7 +131,7 @@ class Guide:
         A draft can be dropped without changing the text, so a step does not wait long for its mask.
         """
         if path not in self._masks and (self._clock.exhausted or not self.knows(path)):
-            raise GuideError("the masks of this step take long enough")
+            raise GuideError("the masks of this step take too long")
         return self.mask(path)
 
     def observe(self, token: int) -> None:

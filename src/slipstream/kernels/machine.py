@@ -19,7 +19,7 @@ import torch
 from slipstream.config import WeightFormat
 from slipstream.kernels.cpu.linear import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_threads import threads as native_threads
+from slipstream.kernels.cpu.native_library import threads as native_threads
 from slipstream.paths import user_cache
 
 # Some cloud machines advertise AMX and then kill a process that uses it. This instruction set is the next best one;

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.state_tensors import StateTensors
-from slipstream.cache.cpu.zeroed_memory import zeros
+from slipstream.cache.cpu.state_tensors import StateTensors, zeros
 from slipstream.cache.recurrent import StatePool
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.cpu.native_pools import RowMover

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.zeroed_memory import zeros
 from slipstream.cache.recurrent import RecurrentState
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape, DeltaStep, Parents
@@ -15,6 +17,19 @@ from slipstream.kernels.cpu.delta_rule import DeltaShape, DeltaStep, Parents
 # The states behind all rows of a step are kept if they take at most this much memory. A larger value costs memory in
 # every step; a smaller one makes more steps run the kept rows again.
 _ROW_STATE_BYTES = 32 << 20
+
+
+def zeros(*shape: int) -> Tensor:
+    """Returns a zeroed tensor; a masked slot still enters a sum as 0 * value, and other memory may hold NaN.
+
+    The memory are zero pages of the operating system, none of which is touched here, so a pool takes memory only as it
+    fills. An allocator would hand out memory that an earlier pool left behind, and would have to write zeros into it.
+    """
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(shape)
+    memory = mmap.mmap(-1, size * torch.float32.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

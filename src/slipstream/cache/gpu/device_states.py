@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.cpu.state_tensors import SlotTensors
-from slipstream.cache.recurrent import InSlots, RecurrentState, StatePool
+from slipstream.cache.recurrent import RecurrentState, StatePool, StatesInSlots
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeltaLog, DeviceStates, Replay
@@ -103,7 +103,7 @@ def device_tensors(pool: StatePool | None) -> GpuStateTensors | None:
     if pool is None:
         return None
     if not isinstance(pool.memory, GpuStateTensors):
-        raise IntegrityError("recurrent states are not where the target runs")
+        raise IntegrityError("recurrent states are not on the device on which the target runs")
     return pool.memory
 
 
@@ -116,5 +116,5 @@ def save_chunk(recurrent: RecurrentState, rows: int, wanted: Sequence[int]) -> d
     saved = {row: slot for row in wanted if row < rows - 1 and (slot := pool.lend()) is not None}
     lent = list(saved.values())
     saved[rows - 1] = recurrent.spare_slot
-    recurrent.try_rows(InSlots({row + 1: slot for row, slot in saved.items()}), 0, lent)
+    recurrent.try_rows(StatesInSlots({row + 1: slot for row, slot in saved.items()}), 0, lent)
     return saved

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.token_choice import Settings
+from slipstream.kernels.gpu.token_choice import SamplingSettings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 from slipstream.speculative.calibration import Calibration
 from slipstream.types import SamplingParams
@@ -55,7 +55,7 @@ class DecodeState:
         self.length = torch.zeros(most_sequences, dtype=torch.int32, device=device)
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
-        self.settings = Settings.empty(most_sequences, device)
+        self.settings = SamplingSettings.empty(most_sequences, device)
         # side by side, so that one copy brings all three
         self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
         nodes, depth, shape = self._wanted

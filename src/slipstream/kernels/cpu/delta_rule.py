@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm
+from slipstream.kernels.cpu.torch_kernels import rms_norm, row_by_row
 
 _NORM_EPS = 1e-6  # added to the squared norm of queries and keys; the models define it
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.kernels.cpu.attention import attention
 from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.native_attention import attention
 from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
-_ROWS = 16  # rows of a typical verify step
+_ROWS = 16  # rows that are computed together and then one by one
 _LENGTHS = (20, 150, 700)  # context lengths: within one page, over a few pages, over many
 # int8 sums are integers, and int4 and native sums follow the order of the inputs; torch's dense GEMMs promise neither.
 ROW_INVARIANT_FORMATS = ("native", "int4", "int8")

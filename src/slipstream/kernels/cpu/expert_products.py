@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
-from slipstream.kernels.cpu.native_experts import multiply_grouped
-from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_threads import threads
+from slipstream.kernels.cpu.native_library import Library, library, threads
+from slipstream.kernels.cpu.native_matrix import PackedLinear
 
 Activation = Callable[[Tensor], Tensor]
+_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -26,6 +30,31 @@ def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[i
             parts.append(matrix(rows[start : start + count]))
             start += count
     return torch.cat(parts)
+
+
+def multiply_grouped(
+    compiled: Library, linears: Sequence[PackedLinear], counts: Sequence[int], rows: Tensor, team_threads: int
+) -> Tensor:
+    """Multiplies rows [n, in], sorted by matrix with `counts` of each, with their matrix."""
+    touched = [(linear, count) for linear, count in zip(linears, counts, strict=True) if count]
+    addresses = (_POINTER * len(touched))(*[linear.address for linear, _ in touched])
+    numbers = array("i", [count for _, count in touched])
+    rows = rows.contiguous()
+    out = torch.empty(rows.shape[0], linears[0].out_features)
+    _grouped_matmul(compiled)(
+        ctypes.addressof(addresses),
+        numbers.buffer_info()[0],
+        len(touched),
+        rows.data_ptr(),
+        out.data_ptr(),
+        team_threads,
+    )
+    return out
+
+
+@functools.cache
+def _grouped_matmul(compiled: Library) -> Any:
+    return compiled.function("slip_grouped_matmul", [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT])
 
 
 def mix_experts(

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native_library import Library, availability, library
+from slipstream.kernels.cpu.native_library import Library, availability, library, threads
 from slipstream.kernels.cpu.native_matrix import Coarsened, PackedLinear, StoredTensor, multiply
-from slipstream.kernels.cpu.native_threads import threads
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INT4_GROUP = 32  # weights that share a scale, as in GGUF's 4-bit types

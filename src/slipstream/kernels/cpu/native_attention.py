@@ -1,4 +1,4 @@
-"""Row attention by the compiled kernel, and the C structs that describe a batch's rows to native code."""
+"""Row attention by the compiled kernel, or by torch where that cannot serve, and the C structs that describe rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_library import Library, library, threads
+from slipstream.kernels.cpu.torch_kernels import row_attention
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup
 
 LANES = 16  # the kernel supports head sizes that are multiples of this, up to MAX_DIM
-MAX_DIM = 256  # the size of the kernel's fixed buffers
+MAX_DIM = 256  # torch computes the attention of larger heads
 _Pointer = ctypes.c_void_p
 _INT = ctypes.c_int32
 
@@ -74,7 +75,7 @@ def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
         needed = -(-(group.base + group.stop - group.start) // size)
         own = group.page_ids[:needed]
         if len(own) < needed or group.page_tokens != size:
-            raise IntegrityError("a group of rows stands outside its pages")
+            raise IntegrityError("a group has rows outside its pages")
         first_parent = -1
         if group.parents is not None:
             if any(map(operator.ge, group.parents, range(len(group.parents)))):
@@ -91,6 +92,14 @@ def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
     return struct
 
 
+def attention(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
+    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    compiled = library()
+    if compiled is not None and serves(queries, keys, values):
+        return native_attention(compiled, queries, keys, values, groups, scale, threads())
+    return row_attention(queries, keys, values, groups, scale)
+
+
 def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the compiled kernel supports this attention; otherwise torch computes it."""
     dim = queries.shape[-1]
@@ -105,20 +114,20 @@ def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def native_attention(
-    library: Library,
+    compiled: Library,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     groups: Sequence[RowGroup],
     scale: float,
-    threads: int,
+    team_threads: int,
 ) -> Tensor:
-    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    """Computes `attention` with the compiled kernel."""
     rows, heads, dim = queries.shape
     if queries.stride(2) != 1 or queries.stride(1) != dim:
         queries = queries.contiguous()
     out = torch.empty(rows, heads * dim)
-    _kernel(library)(
+    _kernel(compiled)(
         ctypes.byref(group_struct(groups)),
         queries.data_ptr(),
         queries.stride(0),
@@ -129,12 +138,12 @@ def native_attention(
         dim,
         scale,
         out.data_ptr(),
-        threads,
+        team_threads,
     )
     return out
 
 
 @functools.cache
-def _kernel(library: Library) -> Any:
+def _kernel(compiled: Library) -> Any:
     arguments = [_Pointer, _Pointer, _INT, _Pointer, _Pointer, _INT, _INT, _INT, ctypes.c_float, _Pointer, _INT]
-    return library.function("slip_attention", arguments)
+    return compiled.function("slip_attention", arguments)

@@ -44,7 +44,7 @@ class CompiledWalk:
         self.confidence_at: int | None = None if confidence is None else confidence.ctypes.data
 
 
-class Block(ctypes.Structure):
+class CandidateBlock(ctypes.Structure):
     """SlipBlock: candidates and what corrects them. The caller keeps alive what the pointers refer to."""
 
     _fields_ = [
@@ -86,7 +86,7 @@ class CalibrationTable(ctypes.Structure):
     ]
 
 
-class Grown(ctypes.Structure):
+class GrownNodes(ctypes.Structure):
     """SlipGrown: nodes in the order in which they were added, the anchor first."""
 
     _fields_ = [
@@ -133,7 +133,7 @@ class Grower:
 
     def grow(
         self,
-        block: Block,
+        block: CandidateBlock,
         calibration: CalibrationTable | None,
         anchor: int,
         length: int,
@@ -141,9 +141,9 @@ class Grower:
         depth: int,
         seeded: bool,
         floor: float,
-    ) -> tuple[Grown, Grown, bool]:
+    ) -> tuple[GrownNodes, GrownNodes, bool]:
         """Returns a chain of at most `length` nodes, a tree of at most `nodes`, and whether a head gave NaN or Inf."""
-        chain, tree = Grown(), Grown()
+        chain, tree = GrownNodes(), GrownNodes()
         table = None if calibration is None else ctypes.addressof(calibration)
         state = self._call(
             ctypes.addressof(block),

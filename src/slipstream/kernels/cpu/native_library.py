@@ -1,4 +1,4 @@
-"""Loads the compiled kernels and says which instruction set they use here, or why torch's kernels are used instead."""
+"""Loads the compiled kernels: which instruction set they use here, or why torch's are used instead; their threads."""
 
 from __future__ import annotations
 
@@ -90,3 +90,21 @@ def _built() -> Path | None:
         return Path(os.environ[PATH_VARIABLE])
     here = Path(__file__).parent
     return next((here / f"_rows{suffix}" for suffix in EXTENSION_SUFFIXES if (here / f"_rows{suffix}").is_file()), None)
+
+
+_chosen_threads = 0  # 0 means as many threads as torch uses
+
+
+def set_threads(count: int) -> None:
+    """Sets how many threads native kernels use, for the whole process, because all its engines share one team.
+
+    0 means as many as torch uses.
+    """
+    global _chosen_threads
+    _chosen_threads = count
+
+
+def threads() -> int:
+    import torch  # imported here, because the policy imports this module and does not need torch
+
+    return _chosen_threads or torch.get_num_threads()

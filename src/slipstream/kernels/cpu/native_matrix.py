@@ -218,5 +218,5 @@ class RowTable:
         if not self._decode(
             self._kind, self._count, self._width, self._address, token_ids.data_ptr(), count, out.data_ptr()
         ):
-            raise IntegrityError(f"a token is not in the table of {self._count}")
+            raise IntegrityError(f"a token id is outside the table of {self._count} rows")
         return out

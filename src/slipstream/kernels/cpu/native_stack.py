@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.native_attention import SlipBatch, batch_struct
-from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_library import Library, threads
 from slipstream.kernels.cpu.native_matrix import PackedLinear, SlipLinear
-from slipstream.kernels.cpu.native_threads import threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 
 MAX_PATTERNS = 4  # attention patterns per stack; step.cpp has room for this many

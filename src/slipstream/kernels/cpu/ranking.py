@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.cpu.native_library import Library, address, library
-from slipstream.kernels.cpu.native_threads import threads
+from slipstream.kernels.cpu.native_library import Library, address, library, threads
 from slipstream.kernels.noise import gumbel_rows
 
 NO_BEST = -1  # the token of a row that has none, because its logits are not finite or all are masked
@@ -30,14 +29,14 @@ Ids: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 
-class Candidates(NamedTuple):
+class SlotCandidates(NamedTuple):
     """The K likeliest tokens of each drafted slot, best first; a score of -inf marks an empty place."""
 
     tokens: Ids
     scores: Floats  # log-probabilities
 
     @classmethod
-    def of(cls, ranked: tuple[Floats, Ids, Floats]) -> Candidates | None:
+    def of(cls, ranked: tuple[Floats, Ids, Floats]) -> SlotCandidates | None:
         """Converts a result of `top_scores` or `noisy_top`; returns None if some row is not finite."""
         values, ids, total = ranked
         return cls(ids, values - total[:, None]) if all(map(math.isfinite, total.tolist())) else None

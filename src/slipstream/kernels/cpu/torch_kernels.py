@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,22 @@ from slipstream.kernels.rows import AttentionPattern, RowGroup
 # MKL sums few rows in another order than many: up to 3 rows everywhere, and with large heads on some processors up to
 # 15. Padding to this many rows gives one order for all.
 MIN_ATTENTION_ROWS = 16
+# Torch processes this many numbers together, and those left at a tensor's end one by one with another formula.
+_VECTOR = 32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def row_by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Applies a function to every number of rows [..., width], in whole vectors only.
+
+    A number's result then does not depend on its place, although torch rounds a tensor's end differently.
+    """
+    width = rows.shape[-1]
+    missing = -width % _VECTOR
+    return function(F.pad(rows, (0, missing)))[..., :width] if missing else function(rows)
 
 
 def softcapped(logits: Tensor, cap: float) -> Tensor:

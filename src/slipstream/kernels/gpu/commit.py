@@ -24,7 +24,7 @@ _TAPS_AT_ONCE = 2048  # numbers of a row's taps that a program copies
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommitOutcome:
     """What the host learns of a step; a sequence that failed, or that is only padding, has taken no rows."""
 
     path: Tensor  # int32 [sequences, MAX_DEPTH]: kept rows from the anchor on, then -1
@@ -33,7 +33,7 @@ class Outcome:
     failed: Tensor  # int32 [sequences]: 1 if the logits after any row are not finite, since that may spoil other rows
 
     @classmethod
-    def empty(cls, sequences: int, device: torch.device) -> Outcome:
+    def empty(cls, sequences: int, device: torch.device) -> CommitOutcome:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -185,7 +185,7 @@ def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_p
 
 
 def accept(
-    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
     scratch_place: int,
 ) -> None:
     """Keeps the path along which the target's tokens (int32 [rows]) agree with the drafted ones.
@@ -201,7 +201,7 @@ def accept(
     )
 
 
-def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutcome) -> None:
     """Moves kept rows of pools [layers, pages, heads, page tokens, dim] to consecutive slots, in all layers at once."""
     layers, _, heads, page_tokens, dim = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[3:] == (dim, 1)
@@ -212,7 +212,7 @@ def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) ->
 
 
 def accept_reference(
-    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
     scratch_place: int,
 ) -> None:
     """`accept` in plain Python."""
@@ -243,7 +243,7 @@ def accept_reference(
             anchors[sequence] = own[path[-1]]
 
 
-def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutcome) -> None:
     """`compact` in plain torch."""
     page_tokens = keys.shape[3]
     for sequence, taken in enumerate(outcome.taken.tolist()):

@@ -161,7 +161,7 @@ def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
     shape, log, walk = states.shape, states.log, states.walk
     keys, values, write, left, kept = log.of(layer)
     tree, overlap = not is_line(rows), can_overlap(states.memories.device)
-    assert states.saves is None or not tree, "states behind the rows of a tree are committed"
+    assert states.saves is None or not tree, "states behind the rows of a tree must be committed, not saved"
     shelves = most_shelves(rows.each) if tree else 0
     assert shelves <= MOST_SHELVES, "a tree has at most 64 rows"
     tiles, sizes = _tiles(shape)

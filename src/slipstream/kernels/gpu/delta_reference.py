@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm
+from slipstream.kernels.cpu.torch_kernels import rms_norm, row_by_row
 from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeviceStates, Replay, is_line
 from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, ROW, SHELF
 from slipstream.kernels.gpu.device_rows import DeviceRows

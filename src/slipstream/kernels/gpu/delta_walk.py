@@ -23,7 +23,7 @@ SHELF = tl.constexpr(2048)  # times the index of the shelf for KEEP and BACK
 
 @triton.jit
 def fresh(at, inside):  # type: ignore[no-untyped-def]
-    """Reads what the kernel before has written, past the first cache, which may hold older data of another kernel."""
+    """Reads what the kernel before wrote, past the first cache, which does not see other multiprocessors' writes."""
     return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
 
 

@@ -22,7 +22,7 @@ _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class CorrectionGate:
     """A gate of a head, opened by the hidden row, through which the previous token's row passes."""
 
     inner: Tensor  # fp32 [rank, rank]
@@ -47,7 +47,7 @@ class HeadWeights:
     before: Tensor | None = None  # [vocabulary, rank] in any float type; None if nothing is corrected
     after: Tensor | None = None
     weigh: Tensor | None = None  # fp32 [rank, hidden]: with it the hidden row weighs the product
-    gate: Gate | None = None
+    gate: CorrectionGate | None = None
     trust: Trust | None = None
 
 
@@ -124,7 +124,7 @@ def _previous_tokens(candidates: Tensor, anchors: Tensor) -> Tensor:
     return torch.cat((first, candidates[:, :-1]), dim=1)
 
 
-def _gated(weights: HeadWeights, gate: Gate, hidden: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
+def _gated(weights: HeadWeights, gate: CorrectionGate, hidden: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
     """Returns the gated rows [sequences, slots, K, rank] of the tokens before."""
     assert weights.before is not None
     rows = weights.before[_previous_tokens(candidates, anchors)].float()

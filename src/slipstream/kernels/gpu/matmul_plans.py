@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.kernels.gpu.packing import TILE_ROWS, Kind
+from slipstream.kernels.gpu.packing import TILE_ROWS, BlockKind
 
 ROW_COUNTS = (16, 32, 64)  # the padded row counts of a decoding step
-_MOST_SPLITS = 16  # programs that share the inputs of a tile; more would spend their time on partial sums
+_MOST_SPLITS = 16  # the most programs that share the inputs of a tile
 _WANTED_BYTE_PROGRAMS = 256  # about two for each of 132 multiprocessors
 _WANTED_NIBBLE_PROGRAMS = 384  # about three for each multiprocessor
 _MULTIPROCESSORS = 132  # the number of an H200
@@ -36,7 +36,7 @@ class Launch:
     registers: int | None = None  # the most per thread, set where a few fewer let one more program run
 
 
-def quant_plan(kind: Kind, tiles: int, steps: int) -> ShapePlan:
+def quant_plan(kind: BlockKind, tiles: int, steps: int) -> ShapePlan:
     unroll = _unroll(kind, steps)
     wanted = _WANTED_BYTE_PROGRAMS if kind.bits == 8 else _WANTED_NIBBLE_PROGRAMS
     return ShapePlan(_split(tiles, steps * kind.step, wanted, steps // unroll), unroll)
@@ -47,19 +47,19 @@ def dense_plan(outputs: int, inputs: int) -> ShapePlan:
     return ShapePlan(_split(-(-outputs // TILE_ROWS), inputs, _WANTED_DENSE_PROGRAMS, -(-inputs // depth)), depth)
 
 
-def expert_depth(kind: Kind | None, inputs: int) -> int:
+def expert_depth(kind: BlockKind | None, inputs: int) -> int:
     """Returns the depth of one turn of a product with experts, which no programs share; a kind of None means dense."""
     if kind is None:
         return _EXPERT_DEPTH
     return 1 if _few_turns(kind, inputs) else _unroll(kind, -(-inputs // kind.step))
 
 
-def _few_turns(kind: Kind, inputs: int) -> bool:
+def _few_turns(kind: BlockKind, inputs: int) -> bool:
     """Whether a row of nibbles is read in few turns; programs with more outputs and smaller turns are then faster."""
     return kind.bits == 4 and not kind.high and inputs <= _FEW_INPUTS
 
 
-def _unroll(kind: Kind, steps: int) -> int:
+def _unroll(kind: BlockKind, steps: int) -> int:
     return next(unroll for unroll in (256 // kind.step, 2, 1) if steps % unroll == 0)
 
 
@@ -105,13 +105,13 @@ _DENSE_LAUNCHES = {
 }
 
 
-def quant_launch(kind: Kind, tiles: int, split: int, rows: int) -> Launch:
+def quant_launch(kind: BlockKind, tiles: int, split: int, rows: int) -> Launch:
     launches = _HIGH_BIT_LAUNCHES if kind.high else _BYTE_LAUNCHES if kind.bits == 8 else _NIBBLE_LAUNCHES
     launch = launches[rows][split == 1]
     return launch if tiles % (launch.tile // TILE_ROWS) == 0 else Launch(TILE_ROWS, 4, launch.stages)
 
 
-def expert_launch(kind: Kind | None, inputs: int, alone: bool) -> Launch:
+def expert_launch(kind: BlockKind | None, inputs: int, alone: bool) -> Launch:
     """`alone` selects the launch for a single row, whose experts have few programs."""
     if kind is None:
         return Launch(64, 4, max(2, min(_MOST_EXPERT_STAGES, inputs // (2 * _EXPERT_DEPTH))))

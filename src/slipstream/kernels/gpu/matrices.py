@@ -53,7 +53,7 @@ class Scratch:
     def reserve(self, partials: int = 0, dense: int = 0) -> None:
         """Makes room for this many partial sums and expanded weights."""
         if self._sealed and (partials > self.partials.numel() or dense > self.dense.numel()):
-            raise IntegrityError("a matrix is loaded that needs more scratch memory than captured graphs know of")
+            raise IntegrityError("a matrix needs more scratch memory than the captured graphs have")
         if partials > self.partials.numel():
             self.partials = torch.empty(partials, dtype=torch.float32, device=self.device)
         if dense > self.dense.numel():
@@ -80,7 +80,7 @@ class GpuMatrix(ABC):
         """Returns rows @ weight^T for bf16 rows [n, in]; n is 16, 32, 64 or more."""
         count = rows.shape[0]
         if count not in ROW_COUNTS and count < _MOST_ROWS:
-            raise IntegrityError(f"a product with {count} rows is asked for, which should be padded to 16, 32 or 64")
+            raise IntegrityError(f"a product with {count} rows was requested; they must be padded to 16, 32 or 64")
         if out is None:
             out = torch.empty(count, self.out_features, dtype=self.result_dtype, device=rows.device)
         self.multiply(rows, out)
@@ -259,7 +259,7 @@ class GpuStacked(GpuMatrix):
             start += part.out_features
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
-        raise IntegrityError("a table of token embeddings is made of one tensor")
+        raise IntegrityError("token embeddings cannot be a stack of several tensors")
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts])

@@ -31,7 +31,7 @@ _TOP_EXPONENT = -7  # the exponent of the largest scale in units: times those fa
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class UnpackedBlocks:
     """Unpacked blocks with a scale per `group` inputs: (code - zero) * scale, or with minima code * scale - minimum."""
 
     codes: Tensor  # uint8 [rows, inputs]
@@ -40,7 +40,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """What kernels must know of a block type.
 
     `high` says that two bits of a code are in a separate plane. `zero` is the middle of the range of codes; subtracting
@@ -54,7 +54,7 @@ class Kind:
     minima: bool
     block: int  # weights per block
     block_bytes: int
-    unpack: Callable[[Tensor], Blocks]
+    unpack: Callable[[Tensor], UnpackedBlocks]
 
     @property
     def planes(self) -> int:
@@ -70,7 +70,7 @@ class Kind:
 class QuantPlanes:
     """A packed weight [outputs, inputs]: ((code - zero) * scale * 2^-133 + offset) * unit, scale and offset in bf16."""
 
-    kind: Kind
+    kind: BlockKind
     outputs: int
     inputs: int
     words: Tensor  # int16 [tiles, steps, 64, group]
@@ -101,17 +101,17 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-2)
 
 
-def _unpack_q8_0(blocks: Tensor) -> Blocks:
-    return Blocks(blocks[..., 2:].flatten(1) ^ 128, _halves(blocks[..., :2]).flatten(1), None)
+def _unpack_q8_0(blocks: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(blocks[..., 2:].flatten(1) ^ 128, _halves(blocks[..., :2]).flatten(1), None)
 
 
-def _unpack_q4_0(blocks: Tensor) -> Blocks:
-    return Blocks(_nibbles(blocks[..., 2:]).flatten(1), _halves(blocks[..., :2]).flatten(1), None)
+def _unpack_q4_0(blocks: Tensor) -> UnpackedBlocks:
+    return UnpackedBlocks(_nibbles(blocks[..., 2:]).flatten(1), _halves(blocks[..., :2]).flatten(1), None)
 
 
-def _unpack_q4_1(blocks: Tensor) -> Blocks:
+def _unpack_q4_1(blocks: Tensor) -> UnpackedBlocks:
     scales, minima = _halves(blocks[..., :2]), -_halves(blocks[..., 2:4])
-    return Blocks(_nibbles(blocks[..., 4:]).flatten(1), scales.flatten(1), minima.flatten(1))
+    return UnpackedBlocks(_nibbles(blocks[..., 4:]).flatten(1), scales.flatten(1), minima.flatten(1))
 
 
 def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,42 +122,42 @@ def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (scales * _halves(blocks[..., :2])).flatten(1), (minima * _halves(blocks[..., 2:4])).flatten(1)
 
 
-def _unpack_q4_k(blocks: Tensor) -> Blocks:
+def _unpack_q4_k(blocks: Tensor) -> UnpackedBlocks:
     codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
-    return Blocks(codes.flatten(1), *_six_bit_scales(blocks))
+    return UnpackedBlocks(codes.flatten(1), *_six_bit_scales(blocks))
 
 
-def _unpack_q5_k(blocks: Tensor) -> Blocks:
+def _unpack_q5_k(blocks: Tensor) -> UnpackedBlocks:
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-3, -2)
     places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = (blocks[..., None, 16:48] >> places) & 1
-    return Blocks((codes | fifth << 4).flatten(1), *_six_bit_scales(blocks))
+    return UnpackedBlocks((codes | fifth << 4).flatten(1), *_six_bit_scales(blocks))
 
 
-def _unpack_q6_k(blocks: Tensor) -> Blocks:
+def _unpack_q6_k(blocks: Tensor) -> UnpackedBlocks:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (2, 32)).flatten(-3, -2)
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places) & 3
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _halves(blocks[..., 208:210])
-    return Blocks((low | high << 4).flatten(1), scales.flatten(1), None)
+    return UnpackedBlocks((low | high << 4).flatten(1), scales.flatten(1), None)
 
 
-KINDS: dict[str, Kind] = {
-    "Q8_0": Kind(8, False, 32, 128, False, 32, 34, _unpack_q8_0),
-    "Q4_0": Kind(4, False, 32, 8, False, 32, 18, _unpack_q4_0),
-    "Q4_1": Kind(4, False, 32, 8, True, 32, 20, _unpack_q4_1),
-    "Q4_K": Kind(4, False, 32, 8, True, 256, 144, _unpack_q4_k),
-    "Q5_K": Kind(4, True, 32, 16, True, 256, 176, _unpack_q5_k),
-    "Q6_K": Kind(4, True, 16, 32, False, 256, 210, _unpack_q6_k),
+KINDS: dict[str, BlockKind] = {
+    "Q8_0": BlockKind(8, False, 32, 128, False, 32, 34, _unpack_q8_0),
+    "Q4_0": BlockKind(4, False, 32, 8, False, 32, 18, _unpack_q4_0),
+    "Q4_1": BlockKind(4, False, 32, 8, True, 32, 20, _unpack_q4_1),
+    "Q4_K": BlockKind(4, False, 32, 8, True, 256, 144, _unpack_q4_k),
+    "Q5_K": BlockKind(4, True, 32, 16, True, 256, 176, _unpack_q5_k),
+    "Q6_K": BlockKind(4, True, 16, 32, False, 256, 210, _unpack_q6_k),
 }
 
 
-def unpacked(raw: Tensor, kind: Kind) -> Blocks:
+def unpacked(raw: Tensor, kind: BlockKind) -> UnpackedBlocks:
     """Unpacks the blocks of contiguous rows of bytes [rows, bytes]."""
     return kind.unpack(raw.unflatten(1, (-1, kind.block_bytes)))
 
 
-def dequantised(raw: Tensor, kind: Kind) -> Tensor:
+def dequantised(raw: Tensor, kind: BlockKind) -> Tensor:
     """Returns the weights of rows of bytes in fp32."""
     blocks = unpacked(raw, kind)
     codes, scales = blocks.codes.float().unflatten(1, (-1, kind.group)), blocks.scales[..., None]
@@ -174,7 +174,7 @@ def pieces(stored: Sequence[RawRows], inputs: int, device: torch.device) -> Iter
             yield torch.from_numpy(raw[start : start + rows].copy()).to(device)
 
 
-def pack(stored: Sequence[RawRows], kind: Kind, inputs: int, device: torch.device) -> QuantPlanes:
+def pack(stored: Sequence[RawRows], kind: BlockKind, inputs: int, device: torch.device) -> QuantPlanes:
     """Packs tensors of a file one below the other; all but the last must have a multiple of 64 rows."""
     outputs = sum(raw.shape[0] for raw in stored)
     tiles, steps = -(-outputs // TILE_ROWS), -(-inputs // kind.step)

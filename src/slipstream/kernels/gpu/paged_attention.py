@@ -170,7 +170,7 @@ def _prefill(
     _, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     if rows.kind != "chain":
-        raise IntegrityError(f"{rows.each} rows of kind {rows.kind} in a sequence: no more than {page} can be attended")
+        raise IntegrityError(f"a sequence has {rows.each} rows of kind {rows.kind}; attention supports at most {page}")
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
     tiling = _tiling(dim)

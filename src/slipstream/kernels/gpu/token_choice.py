@@ -28,7 +28,7 @@ _NO_BEST = tl.constexpr(NO_BEST)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """How each sequence samples; a top_k of 0, a top_p of 1 and a min_p of 0 leave everything in."""
 
     temperature: Tensor  # fp32 [sequences]; at 0 the largest logit wins
@@ -39,7 +39,7 @@ class Settings:
     shared: Tensor  # int32: whether drafts are ranked with the noise that the target will use
 
     @classmethod
-    def empty(cls, sequences: int, device: torch.device) -> Settings:
+    def empty(cls, sequences: int, device: torch.device) -> SamplingSettings:
         """Makes settings of greedy sequences without filters."""
         def numbers(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((sequences,), value, dtype=dtype, device=device)
@@ -211,7 +211,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def _rank(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
     scores: Tensor | None, scratch: RankingScratch,
 ) -> None:
     rows, size = logits.shape
@@ -238,7 +238,7 @@ def _rank(
 
 
 def choose(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, out: Tensor, scratch: RankingScratch
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
     """Chooses the target's token (int32 [rows]) after each row of fp32 logits [rows, vocabulary]; NO_BEST if it has
     none.
@@ -250,8 +250,8 @@ def choose(
 
 
 def top_candidates(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor, scores: Tensor,
-    scratch: RankingScratch,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
+    scores: Tensor, scratch: RankingScratch,
 ) -> None:
     """Finds the likeliest tokens (int32 [rows, K]) of drafted rows and their log-probabilities (fp32), best first.
 
@@ -262,7 +262,7 @@ def top_candidates(
 
 
 def choose_reference(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, out: Tensor, scratch: RankingScratch
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
     """`choose` in plain torch."""
     sums, usable = _reference_sums(logits, positions + 1, settings, each, noisy=settings.temperature > 0)
@@ -271,8 +271,8 @@ def choose_reference(
 
 
 def top_candidates_reference(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor, scores: Tensor,
-    scratch: RankingScratch,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
+    scores: Tensor, scratch: RankingScratch,
 ) -> None:
     """`top_candidates` in plain torch."""
     count = scratch.count
@@ -287,7 +287,7 @@ def top_candidates_reference(
 
 
 def _reference_sums(
-    logits: Tensor, places: Tensor, settings: Settings, each: int, noisy: Tensor
+    logits: Tensor, places: Tensor, settings: SamplingSettings, each: int, noisy: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns what is compared, in fp32, and which rows are usable; a row's token gets the position in `places`."""
     sums, usable = logits.float().clone(), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -305,7 +305,7 @@ def _reference_sums(
     return sums, usable
 
 
-def _hide_filtered(scaled: Tensor, settings: Settings, sequence: int) -> None:
+def _hide_filtered(scaled: Tensor, settings: SamplingSettings, sequence: int) -> None:
     """Sets to -inf what min-p removes, then top-k, and then top-p from what is left."""
     most, share = int(settings.top_k[sequence]), float(settings.top_p[sequence])
     least = settings.min_p[sequence]

@@ -14,7 +14,7 @@ namespace SLIP_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kDotQueries = 3;  // queries that share the loads of 16 keys; more would not fit into the registers
+constexpr int kDotQueries = 3;  // queries that share the loads of 16 keys
 #else
 constexpr int kDotQueries = 1;
 #endif
