@@ -84,7 +84,7 @@ class Helper:
         self._child: _Child | None = None
         self._first: bytes | None = None  # the first message to a new child: what to build, and its limits
         self._lock = threading.Lock()
-        self._rested_at = 0.0  # when the next call may begin
+        self._next_call_at = 0.0  # when the next call may begin
         _helpers.add(self)
 
     def __call__(self, *values: Any) -> Any:
@@ -97,7 +97,7 @@ class Helper:
         if not self._lock.acquire(timeout=self._limits.wait_s):
             raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
         try:
-            time.sleep(max(0.0, self._rested_at - time.monotonic()))
+            time.sleep(max(0.0, self._next_call_at - time.monotonic()))
             answer = self._exchange(message)
             if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
                 self._end()  # memory that earlier calls left behind must not count against a later call's limit
@@ -146,7 +146,7 @@ class Helper:
             raise OverrunError(_cause(child.status(), self._limits)) from None
         finally:
             now = time.monotonic()
-            self._rested_at = now + self._limits.rest * (now - began)
+            self._next_call_at = now + self._limits.rest * (now - began)
 
     def _start(self) -> _Child:
         limits = self._limits
@@ -191,7 +191,7 @@ class _Child:
         deadline = time.monotonic() + seconds
         self.socket.settimeout(seconds)
         _send(self.socket, message)
-        received = _received(self.socket, answer_bytes, deadline)
+        received = _receive(self.socket, answer_bytes, deadline)
         answer: Mapping[str, Any] = json.loads(received.decode("utf-8", "surrogatepass"))
         return answer
 
@@ -258,14 +258,14 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(message)
 
 
-def _received(connection: socket.socket, most_bytes: int | None = None, deadline: float = math.inf) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+def _receive(connection: socket.socket, most_bytes: int | None = None, deadline: float = math.inf) -> bytes:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline))
     if most_bytes is not None and length > most_bytes:
         raise OverrunError(f"gave more than {most_bytes // MIB} MiB")
-    return _exactly(connection, length, deadline)
+    return _receive_exactly(connection, length, deadline)
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     found = bytearray()
     while len(found) < count:
         if deadline != math.inf:
@@ -287,18 +287,18 @@ def child() -> None:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, OSError):
-        factory, arguments, cpu_s, memory_bytes = json.loads(_received(connection))
-        work = _answer(connection, 0, _made, factory, arguments)
+        factory, arguments, cpu_s, memory_bytes = json.loads(_receive(connection))
+        work = _answer(connection, 0, _build_work, factory, arguments)
         del arguments
         start_bytes = _address_space_bytes()
         while work is not None:
-            values = json.loads(_received(connection).decode("utf-8", "surrogatepass"))
+            values = json.loads(_receive(connection).decode("utf-8", "surrogatepass"))
             _limit_next(cpu_s, memory_bytes)
             _answer(connection, start_bytes, work, *values)
             del values
 
 
-def _made(factory: str, arguments: Sequence[Any]) -> Work:
+def _build_work(factory: str, arguments: Sequence[Any]) -> Work:
     module, _, name = factory.partition(":")
     work: Work = getattr(importlib.import_module(module), name)(*arguments)
     return work

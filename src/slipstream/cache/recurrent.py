@@ -184,7 +184,7 @@ class RecurrentState:
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
         """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
         if self._lost:
-            raise IntegrityError("a sequence continues behind rows whose recurrent state is unknown")
+            raise IntegrityError("a sequence continues behind rows whose recurrent state is not known")
         self._give_back()
         self._tried, self._lent = (tried, item), lent
 

@@ -25,11 +25,11 @@ from slipstream.formats.quants import GGML_TYPES
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32  # bytes; the format's own default
 # The limits below are far above those of real files. They bound the work and memory that a damaged header can cause.
-MAX_ALIGNMENT = 2**20  # bytes
+MAX_ALIGNMENT_BYTES = 2**20
 MAX_DIMS = 4  # ggml has no tensors of more dimensions
-MAX_ARRAY = 2**24  # elements
+MAX_ARRAY_ELEMENTS = 2**24
 MAX_ARRAY_DEPTH = 4
-MAX_NAME = 2**16  # bytes
+MAX_NAME_BYTES = 2**16
 
 _WINDOW_BYTES = 1 << 20  # read ahead, because a header consists of very many small values
 
@@ -135,7 +135,7 @@ class _Parser:
         return version
 
     def _pair(self) -> None:
-        key = self._string("a metadata key", MAX_NAME)
+        key = self._string("a metadata key", MAX_NAME_BYTES)
         if key in self.header.metadata:
             raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
         kind, start = self._u32(), self.position
@@ -157,8 +157,8 @@ class _Parser:
             raise FormatError(f"the metadata key '{key}' of {self.name} nests arrays too deeply", _DAMAGED)
         kind, count = self._u32(), self._u64()
         what = f"elements of '{key}'"
-        if count > MAX_ARRAY:
-            raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY} are read")
+        if count > MAX_ARRAY_ELEMENTS:
+            raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY_ELEMENTS} are read")
         if kind == _STRING:
             self._claim(count, _LEAST_STRING, what)
             what = f"the metadata value '{key}'"
@@ -172,7 +172,7 @@ class _Parser:
         return [bool(value) for value in values] if kind == _BOOL else values
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string("a tensor name", MAX_NAME)
+        name = self._string("a tensor name", MAX_NAME_BYTES)
         if not name:
             raise FormatError(f"a tensor of {self.name} has no name", _DAMAGED)
         dims = self._u32()
@@ -212,7 +212,7 @@ class _Parser:
 
     def _alignment(self) -> int:
         value = self.header.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT_BYTES or value & (value - 1):
             raise FormatError(f"{self.name} declares the alignment {value}", "it must be a power of two")
         return value
 

@@ -22,11 +22,11 @@ from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS,
 from slipstream.formats.quants import GGML_TYPES, Bytes
 
 VERSION = 3
-MAX_TENSOR_NAME = 63  # bytes; ggml keeps a name in 64 bytes, of which the last is a zero
+MAX_TENSOR_NAME_BYTES = 63  # ggml keeps a name in 64 bytes, of which the last is a zero
 Piece = bytes | memoryview | Bytes
 Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
-_COPIED = 2**22  # bytes that are copied at a time
+_COPY_BYTES = 2**22  # copied at a time
 _TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
 
 
@@ -144,7 +144,7 @@ def copied_tensors(path: Path, header: GgufHeader) -> list[TensorPlan]:
             with path.open("rb") as file:
                 file.seek(offset)
                 while (left := end - file.tell()) > 0:
-                    yield file.read(min(left, _COPIED))
+                    yield file.read(min(left, _COPY_BYTES))
 
         return pieces
 
@@ -187,8 +187,8 @@ def write_pieces(
 
 
 def _description(plan: TensorPlan, offset: int) -> bytes:
-    if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME:
-        raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME} bytes fit")
+    if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME_BYTES:
+        raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME_BYTES} bytes fit")
     dims, number = plan.shape[::-1], _TYPE_NUMBERS[plan.type_name][0]
     return _text(plan.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
 

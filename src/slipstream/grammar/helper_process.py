@@ -22,7 +22,7 @@ from slipstream.grammar.reference_bounds import check_bounds
 # The library takes up to 21 KiB of stack for a reference, and a constraint may have 500 (`reference_bounds.py`).
 _COMPILE_STACK_BYTES = 16 * 2**20
 # A trial computes this many masks from the start of a text on; the first one includes everything the constraint forces.
-_MASKS = 4
+_TRIAL_MASKS = 4
 _REMEMBERED_GRAMMARS = 16  # grammars kept beside those in use; one may take 20 MiB
 # On few cores these processes give way to the model's threads: a trial gets a tenth of such a thread's time, masks get
 # a seventieth. At normal priority, a client whose grammar is refused again and again makes other requests twice as
@@ -49,7 +49,7 @@ def trial(*vocabulary: Any) -> Work:
 
 def _take_masks(matcher: LLMatcher) -> None:
     """Computes the first masks, each behind the lowest token that the mask before allows."""
-    for _ in range(_MASKS):
+    for _ in range(_TRIAL_MASKS):
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             raise refusal(matcher.get_error())

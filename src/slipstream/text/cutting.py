@@ -23,8 +23,8 @@ PIECE_CHARS = 1 << 15  # tokenising a piece takes up to 10 MB; smaller pieces wo
 # The known patterns match nothing across such a place and do not look back over it, and a text that ends there has the
 # same matches before it.
 _CUT = re.compile(r"[ \n](?<=\S.)(?=\S)", re.DOTALL)
-_SEARCHED = 1 << 16  # characters per search: a search blocks other threads, and this many take 3 ms at most
-_COUNTED = 1 << 16  # bytes per count: counting takes 8 bytes of memory for each
+_SEARCH_CHARS = 1 << 16  # a search blocks other threads, and this many take 3 ms at most
+_COUNT_BYTES = 1 << 16  # counting takes 8 bytes of memory for each of them
 _CROSSING = re.compile(r"\S |\n\S")  # a token that contains one of these could span a cut
 
 Part = dict[str, Any]
@@ -42,8 +42,8 @@ def pieces(text: str) -> Iterator[str]:
 
 def _next_cut(text: str, start: int) -> int:
     """Returns the first place to cut at or behind `start`, or the end of the text if there is none."""
-    for place in range(start, len(text), _SEARCHED):
-        if found := _CUT.search(text, place, place + _SEARCHED + 1):
+    for place in range(start, len(text), _SEARCH_CHARS):
+        if found := _CUT.search(text, place, place + _SEARCH_CHARS + 1):
             return found.start() if found[0] == " " else found.end()
     return len(text)
 
@@ -57,7 +57,7 @@ def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
     if any(map(_CROSSING.search, added)):
         return False
     if pre_tokenizers:
-        return all(map(_cuts_there, pre_tokenizers)) and any(map(_splits_words, pre_tokenizers))
+        return all(map(_splits_at_cuts, pre_tokenizers)) and any(map(_splits_words, pre_tokenizers))
     # without a split into words, no token of the vocabulary may span a cut, because merging could produce it
     texts = (token.decode("utf-8", "replace") for token in vocabulary)
     return _has_all_bytes(vocabulary) and not any(map(_CROSSING.search, texts))
@@ -94,8 +94,8 @@ def fewest_tokens(data: bytes, shares: Shares) -> int:
         values = values[:-1][values[1:] < 128]
     # the count runs in stretches, because it takes 8 bytes of memory for each byte it looks at
     counts = np.zeros(256, np.int64)
-    for start in range(0, len(values), _COUNTED):
-        counts += np.bincount(values[start : start + _COUNTED], minlength=256)
+    for start in range(0, len(values), _COUNT_BYTES):
+        counts += np.bincount(values[start : start + _COUNT_BYTES], minlength=256)
     return int(np.ceil(float(counts @ shares) - 1e-6))
 
 
@@ -125,7 +125,7 @@ def _marks_spaces(part: Part) -> bool:
     return part["type"] == "Replace" and (part["pattern"], part["content"]) == ({"String": " "}, SPACE_MARK)
 
 
-def _cuts_there(part: Part) -> bool:
+def _splits_at_cuts(part: Part) -> bool:
     """Whether a pre-tokenizer never joins the text on the two sides of a cut."""
     if part["type"] == "Split":
         known = part["pattern"].get("Regex") in SPLIT_PATTERNS

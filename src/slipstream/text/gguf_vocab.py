@@ -16,9 +16,8 @@ from slipstream.errors import ConfigError, FormatError
 from slipstream.text.token_bytes import SPACE_MARK
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # the GGUF codes of token types
-# Characters. In practice merging does not produce longer tokens, and finding a token's splits costs the square of its
-# length.
-MAX_MERGED = 256
+# In practice merging does not produce longer tokens, and finding a token's splits costs the square of its length.
+MAX_MERGED_CHARS = 256
 
 _PREFIX = "tokenizer.ggml."
 _DAMAGED = "the file is damaged or was converted badly"
@@ -166,7 +165,7 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: list[float])
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
-        if token not in pieces or len(token) > MAX_MERGED:
+        if token not in pieces or len(token) > MAX_MERGED_CHARS:
             continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

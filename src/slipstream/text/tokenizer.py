@@ -32,7 +32,7 @@ TURN_ENDS = (
     "[EOT]",
 )
 _SAMPLE = "Aé 1.\n"  # has every kind of piece that tokenizers distinguish: letters, a digit, spaces, punctuation
-_MAX_UTF8 = 4  # bytes; the longest UTF-8 character
+_MAX_UTF8_BYTES = 4  # the longest UTF-8 character
 _PROBE = "a"  # a text that shows which tokens a backend adds around every text
 
 
@@ -193,7 +193,7 @@ class Tokenizer:
 
         The result is 0 if nothing is certain, or if it cannot exceed `limit`.
         """
-        if _MAX_UTF8 * sum(map(len, texts)) <= limit:
+        if _MAX_UTF8_BYTES * sum(map(len, texts)) <= limit:
             return 0
         try:
             data = "".join(texts).encode()
