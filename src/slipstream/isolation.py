@@ -82,7 +82,7 @@ class Helper:
         self._limits = limits
         self._called = called
         self._child: _Child | None = None
-        self._first: bytes | None = None  # the first message to a new child: what to build, and its limits
+        self._opening_message: bytes | None = None  # the first message to a new child: what to build, and its limits
         self._lock = threading.Lock()
         self._next_call_at = 0.0  # when the next call may begin
         _helpers.add(self)
@@ -143,7 +143,7 @@ class Helper:
         except TimeoutError:
             raise OverrunError(f"took more than {wall_s} s") from None
         except (OSError, EOFError):
-            raise OverrunError(_cause(child.status(), self._limits)) from None
+            raise OverrunError(_exit_reason(child.status(), self._limits)) from None
         finally:
             now = time.monotonic()
             self._next_call_at = now + self._limits.rest * (now - began)
@@ -151,12 +151,12 @@ class Helper:
     def _start(self) -> _Child:
         limits = self._limits
         # kept for later children, because writing a large vocabulary takes a quarter of a second
-        if self._first is None:
+        if self._opening_message is None:
             arguments = self._arguments()
-            self._first = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()
+            self._opening_message = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()
         try:
             self._child = _Child(self)
-            _result(self._child.exchange(self._first, _START_S, limits.answer_bytes), limits)
+            _result(self._child.exchange(self._opening_message, _START_S, limits.answer_bytes), limits)
         except (OSError, EOFError, OverrunError) as error:
             self._end()
             reason = str(error) or type(error).__name__
@@ -225,7 +225,7 @@ def _result(answer: Mapping[str, Any], limits: Limits) -> Any:
     raise OverrunError(_needs_memory(limits) if answer["failed"] == _NO_MEMORY else answer["failed"])
 
 
-def _cause(status: int, limits: Limits) -> str:
+def _exit_reason(status: int, limits: Limits) -> str:
     """Says why a process ended, from its exit status."""
     known: dict[int, str] = {
         signal.SIGXCPU: f"took more than {limits.cpu_s} s of processor time",

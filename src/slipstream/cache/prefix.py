@@ -113,23 +113,27 @@ class PrefixCache:
         if pages_wanted <= 0:
             return 0
         order = itertools.count()  # breaks ties, because heap entries of the same age must not compare nodes
-        leaves = [(found.last_used, next(order), node, key) for node in self._nodes for key, found in self._free(node)]
+        leaves = [
+            (found.last_used, next(order), node, key)
+            for node in self._nodes
+            for key, found in self._evictable_pages(node)
+        ]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < pages_wanted:
             _, _, node, key = heapq.heappop(leaves)
-            if node not in self._nodes or not any(key == free for free, _ in self._free(node)):
+            if node not in self._nodes or not any(key == free for free, _ in self._evictable_pages(node)):
                 continue  # the entry is out of date: the page is gone, or has got a child in the tree
             self._forget_page(node, key)
             freed += 1
             # the page's parent may have become a leaf, and may be older than the leaves in the heap
             for near in (node, node.parent):
                 if near in self._nodes:
-                    for free, found in self._free(near):
+                    for free, found in self._evictable_pages(near):
                         heapq.heappush(leaves, (found.last_used, next(order), near, free))
         return freed
 
-    def _free(self, node: _Node) -> list[tuple[str | None, _Page]]:
+    def _evictable_pages(self, node: _Node) -> list[tuple[str | None, _Page]]:
         """Returns the pages of a node that can be evicted now, with their draft keys."""
         return [
             (key, found)
@@ -149,7 +153,7 @@ class PrefixCache:
             for node in _leaves_first(top):
                 if enough is not None and count >= enough:
                     return count
-                count += self._removable(node, stuck, kept)
+                count += self._count_removable(node, stuck, kept)
         return count
 
     def held(self) -> list[int]:
@@ -194,7 +198,7 @@ class PrefixCache:
             if self._states is not None:
                 self._states.forget_free(self._table, [found.page])
 
-    def _removable(self, node: _Node, stuck: set[int], kept: set[int]) -> int:
+    def _count_removable(self, node: _Node, stuck: set[int], kept: set[int]) -> int:
         """Counts how many pages of a node eviction could free, after its children have been counted."""
         children = node.children.values()
         staying = [

@@ -177,7 +177,7 @@ class SequenceState:
             self._memory.copy_page(self.pages[keep - 1], own)
             self._table.release([self.pages[keep - 1]])
             self.pages[keep - 1] = own
-        self._let_go(self.pages[keep:])
+        self._release_pages(self.pages[keep:])
         del self.pages[keep:]
         del self.tokens[tokens:]
         self.waiting = [(start, taps[: length - start]) for start, taps in self.waiting if start < length]
@@ -217,13 +217,13 @@ class SequenceState:
             self.spoiled = False
         if self.recurrent is not None:
             self.recurrent.release()
-        self._let_go(self.pages)
+        self._release_pages(self.pages)
         self.pages = []
         self.tokens = []
         self.waiting = []
         self.length = self.draft_length = self.branch = 0
 
-    def _let_go(self, pages: Sequence[int]) -> None:
+    def _release_pages(self, pages: Sequence[int]) -> None:
         self._table.release(pages)
         if self.recurrent is not None:
             self.recurrent.pool.forget_free(self._table, pages)

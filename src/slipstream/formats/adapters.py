@@ -186,7 +186,7 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
     for name in weights.names():
         ending = next((ending for ending in _PEFT_ENDINGS if name.endswith(ending)), None)
         if ending is None:
-            raise _no_factor(name, path.name)
+            raise _not_a_factor(name, path.name)
         side, embedding = _PEFT_ENDINGS[ending]
         module = name.removesuffix(ending).removeprefix(_PEFT_PREFIX)
         found.add(f"{module}.weight", side, weights.tensor(name), embedding)
@@ -240,11 +240,11 @@ class _PeftRules:
         self._alphas = {key: self._number(f"alpha_pattern.{key}", value) for key, value in alphas.items()}
 
     def rank(self, module: str) -> int:
-        return next((rank for key, rank in self._ranks.items() if _names(key, module)), self._rank)
+        return next((rank for key, rank in self._ranks.items() if _matches_module(key, module)), self._rank)
 
     def strength(self, module: str) -> float:
         """Returns the factor by which the product of a module's pair is multiplied."""
-        alpha = next((alpha for key, alpha in self._alphas.items() if _names(key, module)), self._alpha)
+        alpha = next((alpha for key, alpha in self._alphas.items() if _matches_module(key, module)), self._alpha)
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self._root else rank)
 
@@ -256,13 +256,15 @@ class _PeftRules:
         targets = self._config.get("target_modules")
         if not isinstance(targets, list):
             return
-        covered = {target for target in map(str, targets) if any(_names(target, module) for module in modules)}
+        covered = {target for target in map(str, targets) if any(_matches_module(target, module) for module in modules)}
         if lacking := [str(target) for target in targets if str(target) not in covered]:
             raise FormatError(
                 f"the adapter {self._label} has no tensors for '{lacking[0]}', one of its target_modules",
                 "the file is incomplete: save or fetch it again",
             )
-        strange = next((module for module in modules if not any(_names(target, module) for target in covered)), None)
+        strange = next(
+            (module for module in modules if not any(_matches_module(target, module) for target in covered)), None
+        )
         if strange is not None:
             raise FormatError(
                 f"the adapter's tensors of '{strange}' are not among its target_modules",
@@ -292,7 +294,7 @@ class _PeftRules:
         return _finite(value, f"the adapter {self._label} has {key} {value!r}")
 
 
-def _names(pattern: str, module: str) -> bool:
+def _matches_module(pattern: str, module: str) -> bool:
     """Whether a pattern names a module by its full name or by the end of its name."""
     plain = pattern.removeprefix("^").removesuffix("$")
     return module == plain or (not pattern.startswith("^") and module.endswith(f".{plain}"))
@@ -333,7 +335,7 @@ def _gguf_factors(weights: WeightFile) -> _FactorTable:
         if side == "a" or side == "b":
             found.add(stem, "a" if side == "a" else "b", weights.tensor(name), False)
         else:
-            raise _no_factor(name, weights.path.name)
+            raise _not_a_factor(name, weights.path.name)
     return found
 
 
@@ -385,7 +387,7 @@ def _common_rank(down: Factor, up: Factor) -> int:
     return down.shape[0]
 
 
-def _no_factor(name: str, label: str) -> FormatError:
+def _not_a_factor(name: str, label: str) -> FormatError:
     if "lora_magnitude" in name:
         return FormatError(f"tensor '{name}' of {label} belongs to a DoRA adapter", "only plain LoRA can be merged")
     hint = "save it without embedding layers, norms and whole modules: only LoRA pairs can be merged"

@@ -12,22 +12,22 @@ from slipstream.formats.quants import Bytes, Floats
 
 
 def encode_q4_0(blocks: Floats) -> Bytes:
-    scale, codes = _scaled(blocks, 8)
+    scale, codes = _encode_with_scale(blocks, 8)
     return np.hstack((_bytes(scale), _nibbles(codes)))
 
 
 def encode_q5_0(blocks: Floats) -> Bytes:
-    scale, codes = _scaled(blocks, 16)
+    scale, codes = _encode_with_scale(blocks, 16)
     return np.hstack((_bytes(scale), _fifth_bits(codes), _nibbles(codes)))
 
 
 def encode_q4_1(blocks: Floats) -> Bytes:
-    scale, offset, codes = _offset(blocks, 15)
+    scale, offset, codes = _encode_with_offset(blocks, 15)
     return np.hstack((_bytes(scale), _bytes(offset), _nibbles(codes)))
 
 
 def encode_q5_1(blocks: Floats) -> Bytes:
-    scale, offset, codes = _offset(blocks, 31)
+    scale, offset, codes = _encode_with_offset(blocks, 31)
     return np.hstack((_bytes(scale), _bytes(offset), _fifth_bits(codes), _nibbles(codes)))
 
 
@@ -38,13 +38,13 @@ def encode_q8_0(blocks: Floats) -> Bytes:
     return np.hstack((_bytes(scale), codes.astype(np.int8).view(np.uint8)))
 
 
-def _scaled(blocks: Floats, levels: int) -> tuple[Halves, Bytes]:
+def _encode_with_scale(blocks: Floats, levels: int) -> tuple[Halves, Bytes]:
     scale = to_halves(fit_scale(blocks, levels))
     codes = np.rint(blocks * inverse(scale.astype(np.float32))[:, None]) + np.float32(levels)
     return scale, codes.clip(0, 2 * levels - 1).astype(np.uint8)
 
 
-def _offset(blocks: Floats, top: int) -> tuple[Halves, Halves, Bytes]:
+def _encode_with_offset(blocks: Floats, top: int) -> tuple[Halves, Halves, Bytes]:
     fitted_scale, fitted_offset = fit_range(blocks, top, offset_up_to_zero=False)
     scale = to_halves(fitted_scale)
     with np.errstate(over="ignore"):

@@ -19,12 +19,12 @@ _NEIGHBOURS = (0, -1, 1)  # offsets from the rounded scale that are tried; of eq
 
 
 def encode_q4_k(blocks: Floats) -> Bytes:
-    head, codes = _ranged(blocks, 15)
+    head, codes = _encode_with_minima(blocks, 15)
     return np.hstack((head, _nibble_pairs(codes)))
 
 
 def encode_q5_k(blocks: Floats) -> Bytes:
-    head, codes = _ranged(blocks, 31)
+    head, codes = _encode_with_minima(blocks, 31)
     # One byte per position in a group holds the fifth bits of the eight groups.
     high = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
     return np.hstack((head, high, _nibble_pairs(codes)))
@@ -59,7 +59,7 @@ def encode_q6_k(blocks: Floats) -> Bytes:
     return np.hstack((low.reshape(count, -1), high.reshape(count, -1), scales, halves))
 
 
-def _ranged(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
+def _encode_with_minima(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
     """Returns the head of each super-block (two halves, packed scales and minima) and its codes [n, 8, 32]."""
     count = len(blocks)
     groups = blocks.reshape(count, -1, _GROUP)

@@ -41,11 +41,14 @@ class Grammars:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self.lane = Lane()
-        self._good: set[tuple[str, bytes, Thinking | None]] = set()
+        self._accepted: set[tuple[str, bytes, Thinking | None]] = set()
         self._trial = Helper(
-            "slipstream.grammar.helper_process:trial", _LIMITS, self._described, "process that tries constraints"
+            "slipstream.grammar.helper_process:trial",
+            _LIMITS,
+            self._vocabulary_arguments,
+            "process that tries constraints",
         )
-        self._masks = MaskProcess(partial(self._described, whole=True))
+        self._masks = MaskProcess(partial(self._vocabulary_arguments, whole=True))
 
     def close(self) -> None:
         """Ends both processes; the next call that needs one starts a new one."""
@@ -60,7 +63,7 @@ class Grammars:
         if constraint is None:
             return None if budget is None else Guide(None, self.lane, budget, self._vocab_size)
         self.prepare(constraint, thinking)
-        matcher = self._masks.open(constraint.kind, constraint.grammar, self._behind(thinking))
+        matcher = self._masks.open(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         return Guide(matcher, self.lane, budget, self._vocab_size)
 
     def prepare(self, constraint: Constraint, thinking: Thinking | None) -> None:
@@ -68,12 +71,12 @@ class Grammars:
         # the budget of the reasoning does not change the grammar
         digest = sha256(constraint.grammar.encode("utf-8", "surrogatepass")).digest()
         key = (constraint.kind, digest, replace(thinking, budget=None) if thinking is not None else None)
-        if key in self._good:
+        if key in self._accepted:
             return
         self._try(constraint, thinking)
-        if len(self._good) >= _REMEMBERED:
-            self._good.clear()
-        self._good.add(key)
+        if len(self._accepted) >= _REMEMBERED:
+            self._accepted.clear()
+        self._accepted.add(key)
 
     def _try(self, constraint: Constraint, thinking: Thinking | None) -> None:
         name = _NAMES[constraint.kind]
@@ -81,14 +84,14 @@ class Grammars:
         if size_bytes > MOST_SOURCE_BYTES:
             raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
         try:
-            self._trial(constraint.kind, constraint.grammar, self._behind(thinking))
+            self._trial(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         except OverrunError as error:
             raise RequestError(f"the {name} cannot be used: compiling it {error}", "make it simpler") from None
         except RequestError as error:
             hint = error.hint or "change it or leave it out"
             raise RequestError(f"the {name} cannot be used: {error.message}", hint) from None
 
-    def _behind(self, thinking: Thinking | None) -> str | None:
+    def _reasoning_grammar(self, thinking: Thinking | None) -> str | None:
         """Returns the grammar of the reasoning that precedes the answer, or None if there is no reasoning."""
         if thinking is None:
             return None
@@ -102,7 +105,7 @@ class Grammars:
         special = len(ids) == 1 and self._vocabulary.is_special(ids[0]) and tag not in _TAGS
         return f"<[{ids[0]}]>" if special else json.dumps(tag)
 
-    def _described(self, whole: bool = False) -> Sequence[Any]:
+    def _vocabulary_arguments(self, whole: bool = False) -> Sequence[Any]:
         """Describes the vocabulary for another process: bytes, special tokens, end tokens, BOS, and the tokenizer.
 
         The tokenizer is included only if `whole` is set.

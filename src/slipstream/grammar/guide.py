@@ -94,7 +94,7 @@ class Guide:
         self._written: list[int] = []
         # by path behind the committed text: the masks (or errors) that are known, and those that the lane is computing
         self._masks: dict[Path, Mask | GuideError | None] = {}
-        self._coming: dict[Path, Future[Allowed]] = {}
+        self._requested: dict[Path, Future[Allowed]] = {}
         self._clock = _Clock()
         self.complete = False  # whether only an end token may follow
 
@@ -141,14 +141,14 @@ class Guide:
         if self._budget is not None:
             self._budget.observe(token)
         self._masks = {path[1:]: found for path, found in self._masks.items() if path[:1] == (token,)}
-        for path in [path for path in self._coming if path[:1] != (token,)]:
-            self._coming.pop(path).cancel()
-        self._coming = {path[1:]: future for path, future in self._coming.items()}
+        for path in [path for path in self._requested if path[:1] != (token,)]:
+            self._requested.pop(path).cancel()
+        self._requested = {path[1:]: future for path, future in self._requested.items()}
         self._note_end(self._find((), patient=not self.slow))
 
     def abandon(self) -> None:
         """Ends the guide when its request is over, and cancels masks that have not been started."""
-        for future in self._coming.values():
+        for future in self._requested.values():
             future.cancel()
         if self._matcher is not None:
             self._lane.submit(self._matcher.close)
@@ -171,13 +171,13 @@ class Guide:
         elif self._matcher is None:
             self._masks[path] = None
         else:
-            if path not in self._coming:
+            if path not in self._requested:
                 work = partial(self._matcher, tuple(self._written), path)
-                self._coming[path] = self._lane.submit(work, urgent=not self.slow)
-            future = self._coming[path]
+                self._requested[path] = self._lane.submit(work, urgent=not self.slow)
+            future = self._requested[path]
             began = time.monotonic()
             try:
-                self._masks[path] = self._taken(self._lane.result(future, patient))
+                self._masks[path] = self._counted_mask(self._lane.result(future, patient))
             except TimeoutError:
                 if patient and future.running():
                     self._clock.waited_in_vain()
@@ -186,10 +186,10 @@ class Guide:
                 self._masks[path] = error
             finally:
                 self._clock.waited_s += time.monotonic() - began
-            del self._coming[path]
+            del self._requested[path]
         return True
 
-    def _taken(self, answer: Allowed) -> Mask:
+    def _counted_mask(self, answer: Allowed) -> Mask:
         self._clock.add(answer.work_s)
         self._clock.check()
         return Mask(answer.bits, self._vocab_size, answer.stopped)

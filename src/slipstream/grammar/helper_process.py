@@ -112,19 +112,19 @@ class _Place:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher  # stands behind the written text
-        self._scout = matcher  # stands behind the written text and `_ahead`; a copy whenever `_ahead` is not empty
-        self._ahead: tuple[int, ...] = ()
+        self._scout = matcher  # stands behind the written text and `_drafted`; a copy whenever `_drafted` is not empty
+        self._drafted: tuple[int, ...] = ()
 
     def write(self, tokens: list[int]) -> None:
         if tokens:
-            self._scout, self._ahead = self._matcher, ()
+            self._scout, self._drafted = self._matcher, ()
             self._matcher.consume_tokens(tokens)
-            _must_live(self._matcher)
+            _raise_failure(self._matcher)
 
     def mask(self, path: tuple[int, ...]) -> tuple[bytes, bool]:
         scout = self._at(path)
         bits = scout.compute_bitmask()
-        _must_live(scout)
+        _raise_failure(scout)
         return bits, scout.is_stopped()
 
     def _at(self, path: tuple[int, ...]) -> LLMatcher:
@@ -133,23 +133,23 @@ class _Place:
         A matcher is never rolled back, because its cached knowledge about masks would survive and would also be used
         for other texts of the same length.
         """
-        known = len(self._ahead)
-        if path[:known] != self._ahead or len(path) == known == 0:
-            self._scout, self._ahead, known = self._matcher, (), 0
+        known = len(self._drafted)
+        if path[:known] != self._drafted or len(path) == known == 0:
+            self._scout, self._drafted, known = self._matcher, (), 0
         if len(path) > known:
             if not known:
                 self._scout = self._matcher.deep_copy()
-            self._ahead = path
+            self._drafted = path
             self._scout.consume_tokens(list(path[known:]))
         try:
-            _must_live(self._scout)
+            _raise_failure(self._scout)
         except GrammarError:
-            self._scout, self._ahead = self._matcher, ()
+            self._scout, self._drafted = self._matcher, ()
             raise
         return self._scout
 
 
-def _must_live(matcher: LLMatcher) -> None:
+def _raise_failure(matcher: LLMatcher) -> None:
     """Raises the matcher's error if it has one; a matcher with an error never recovers."""
     if matcher.is_error():
         raise refusal(matcher.get_error())

@@ -162,11 +162,11 @@ class _RemoteMatcher:
         self._process = process
         self._number = number
         self._opening = opening
-        self._told = 0  # how many of the written tokens the process knows
+        self._known_tokens = 0  # how many of the written tokens the process knows
 
     def __call__(self, written: Sequence[int], path: Path) -> Allowed:
         try:
-            answer = self._ask(None, written[self._told :], path)
+            answer = self._ask(None, written[self._known_tokens :], path)
             if answer is None:  # the process is new, or does not know this request
                 answer = self._ask(self._opening, written, path)
         except OverrunError as error:
@@ -175,7 +175,7 @@ class _RemoteMatcher:
             raise GuideError(f"the constraint cannot go on: {error.message}") from None
         except Exception as error:  # any failure must end this request only
             raise GuideError(f"the constraint cannot go on: {type(error).__name__}: {error}") from error
-        self._told = len(written)
+        self._known_tokens = len(written)
         bits, stopped, work_s = answer
         return Allowed(base64.b64decode(bits), stopped, work_s)
 

@@ -38,7 +38,7 @@ class ChoiceLike(Protocol):
 
 def json_schema(schema: Mapping[str, Any]) -> Constraint:
     """Constrains a text to JSON that fits the schema."""
-    return Constraint("json_schema", _dumped(_with_blanks(schema)))
+    return Constraint("json_schema", _schema_text(_with_blanks(schema)))
 
 
 def json_object() -> Constraint:
@@ -72,21 +72,21 @@ def tool_constraint(tools: Sequence[ToolLike], choice: ChoiceLike, *, parallel: 
         raise RequestError("two tools have the same name", "name every tool differently")
     must = choice.kind == "required" or choice.name is not None
     once = not parallel or choice.name is not None
-    functions = [f"function_{index}: {_function(tool)}" for index, tool in enumerate(allowed)]
+    functions = [f"function_{index}: {_call_rule(tool)}" for index, tool in enumerate(allowed)]
     rules = [
-        *(_compelled(once) if must else _offered(once)),
+        *(_required_call_rules(once) if must else _optional_call_rules(once)),
         f"body: {' | '.join(f'function_{index}' for index in range(len(allowed)))}",
         *functions,
     ]
     return Constraint("lark", "\n".join(rules) + "\n")
 
 
-def _compelled(once: bool) -> list[str]:
+def _required_call_rules(once: bool) -> list[str]:
     further = "" if once else rf' ("\n" call){{0,{_MOST_CALLS - 1}}}'
     return [f"start: call{further}", rf'call: "{CALL_START}\n" body "\n{CALL_END}"']
 
 
-def _offered(once: bool) -> list[str]:
+def _optional_call_rules(once: bool) -> list[str]:
     return [
         "start: TEXT | call" if once else "start: call* TEXT",
         rf'call: before "\n" body "\n{CALL_END}"',
@@ -95,20 +95,20 @@ def _offered(once: bool) -> list[str]:
     ]
 
 
-def _function(tool: ToolLike) -> str:
+def _call_rule(tool: ToolLike) -> str:
     """Returns the rule of one tool's call; its schema stays a document of its own, so that its references are valid."""
     head = json.dumps(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = tool.parameters if tool.parameters else {"type": "object"}
     if schema.get("type", "object") != "object":
         raise RequestError(f"the parameters of tool '{tool.name}' are not an object", "give them type object")
-    return f'{head} %json {_dumped({"type": "object", **_with_blanks(schema)})} "}}"'
+    return f'{head} %json {_schema_text({"type": "object", **_with_blanks(schema)})} "}}"'
 
 
 def _with_blanks(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": _BLANKS}
 
 
-def _dumped(schema: Mapping[str, Any]) -> str:
+def _schema_text(schema: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

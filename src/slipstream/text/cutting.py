@@ -51,7 +51,7 @@ def _next_cut(text: str, start: int) -> int:
 def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
     """Whether the tokens of the `pieces` of any text are the tokens of the whole text."""
     normalizers, pre_tokenizers = parts_of(backend.normalizer), parts_of(backend.pre_tokenizer)
-    if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_places, normalizers)):
+    if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_cuts, normalizers)):
         return False
     added = [token.content.replace(SPACE_MARK, " ") for token in backend.get_added_tokens_decoder().values()]
     if any(map(_CROSSING.search, added)):
@@ -116,7 +116,7 @@ def _strips(backend: Backend) -> bool:
     return any(token.lstrip or token.rstrip or token.single_word for token in added)
 
 
-def _keeps_places(part: Part) -> bool:
+def _keeps_cuts(part: Part) -> bool:
     """Whether a normalizer changes the pieces of a text exactly as it changes the whole text."""
     return part["type"] == "NFC" or _marks_spaces(part)
 

@@ -210,7 +210,7 @@ class DeltaStep:
             rows = level.rows
             if level.parents is not None:
                 states = states[level.parents]
-            states = _written(states, keys[rows], values[rows], write[rows], left[rows])
+            states = _advanced(states, keys[rows], values[rows], write[rows], left[rows])
             read[rows] = (states * queries[rows][..., None]).sum(-2)
             if level.kept is not None:
                 kept.append(states[level.kept])
@@ -241,11 +241,11 @@ class DeltaStep:
         states, write, left = memory[None], run.write[rows], run.left[rows]
         for row in range(len(rows)):
             one = slice(row, row + 1)
-            states = _written(states, keys[one], values[one], write[one], left[one])
+            states = _advanced(states, keys[one], values[one], write[one], left[one])
         return states[0]
 
 
-def _written(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: Tensor) -> Tensor:
+def _advanced(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: Tensor) -> Tensor:
     """Advances states [n, heads, key dim, value dim] by one row each.
 
     A state fades, and then learns the difference between the row's value and what the faded state predicts for its key.

@@ -71,17 +71,17 @@ class _Arena:
 
 
 _common = _Arena()
-_own: ContextVar[_Arena | None] = ContextVar("own", default=None)
+_separate_arena: ContextVar[_Arena | None] = ContextVar("own", default=None)
 
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
     """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
-    before = _own.set(_Arena())
+    before = _separate_arena.set(_Arena())
     try:
         yield
     finally:
-        _own.reset(before)
+        _separate_arena.reset(before)
 
 
 class PackedLinear:
@@ -135,7 +135,7 @@ def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[n
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
     row_bytes, size, pack = _packers(library)
-    data = (_own.get() or _common).take(size(KINDS[kind], outputs, inputs))
+    data = (_separate_arena.get() or _common).take(size(KINDS[kind], outputs, inputs))
     if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
     pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)

@@ -78,7 +78,7 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
     parts = [_run_scores(grouped, keys[first:last]) for first, last in runs]
     if tail is not None:
         parts.append(_tail_scores(grouped, _own_rows(keys, tail)))
-    scores = _joined(parts)
+    scores = _concatenated(parts)
     pages = scores.shape[0]
     flat = scores.permute(1, 2, 0, 3).reshape(kv_heads, padded, share, pages * page_tokens)
     weights = torch.softmax(flat.add_(mask[None, :, None, :]), dim=-1)
@@ -91,7 +91,7 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         done += last - first
     if tail is not None:
         parts.append(_tail_sums(paged[done:], _own_rows(values, tail)))
-    total = _joined(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
+    total = _concatenated(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
     return total.permute(1, 0, 2, 3).reshape(padded, heads * dim)[:rows]
 
 
@@ -105,7 +105,7 @@ def _tail_scores(grouped: Tensor, own_keys: Tensor) -> Tensor:
     """Computes the scores of every row against its own keys: [pages, kv heads, rows * share, page tokens]."""
     pages, kv_heads, rows, page_tokens, dim = own_keys.shape
     share = grouped.shape[1] // rows
-    queries = _enough(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
+    queries = _padded_heads(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
     flat = torch.bmm(queries.reshape(-1, queries.shape[3], dim), own_keys.reshape(-1, page_tokens, dim).transpose(1, 2))
     return flat.view(*queries.shape[:4], page_tokens)[:, :, :, :share].reshape(pages, kv_heads, -1, page_tokens)
 
@@ -114,18 +114,18 @@ def _tail_sums(weights: Tensor, own_values: Tensor) -> Tensor:
     """Computes the weighted sums of every row's own values: [pages, kv heads, rows * share, dim]."""
     pages, kv_heads, rows, page_tokens, dim = own_values.shape
     share = weights.shape[2] // rows
-    padded = _enough(weights.reshape(pages, kv_heads, rows, share, page_tokens))
+    padded = _padded_heads(weights.reshape(pages, kv_heads, rows, share, page_tokens))
     flat = torch.bmm(padded.reshape(-1, padded.shape[3], page_tokens), own_values.reshape(-1, page_tokens, dim))
     return flat.view(*padded.shape[:4], dim)[:, :, :, :share].reshape(pages, kv_heads, -1, dim)
 
 
-def _enough(rows: Tensor) -> Tensor:
+def _padded_heads(rows: Tensor) -> Tensor:
     """Repeats the last query head if there are few, so that MKL sums in the order that it uses for many rows."""
     missing = MIN_ATTENTION_ROWS - rows.shape[3]
     return rows if missing <= 0 else torch.cat((rows, rows[:, :, :, -1:].expand(-1, -1, -1, missing, -1)), dim=3)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
