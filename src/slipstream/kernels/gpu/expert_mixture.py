@@ -20,7 +20,7 @@ from slipstream.config import WeightFormat
 from slipstream.kernels.cpu.native_matrix import StoredTensor
 from slipstream.kernels.cpu.torch_kernels import softcapped
 from slipstream.kernels.gpu import expert_kernels as kernels
-from slipstream.kernels.gpu.elementwise import add_norm_reference, warps_for
+from slipstream.kernels.gpu.elementwise import add_norm_reference, or_any, warps_for
 from slipstream.kernels.gpu.matmul_plans import ROW_COUNTS, expert_depth, expert_launch
 from slipstream.kernels.gpu.matrices import EARLY, INTERPRETED, GpuDense, GpuMatrix, brain_floats, matmul_reference
 from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack, unpacked_planes
@@ -202,8 +202,8 @@ def route(
     """
     rule, rows = out.rule, out.rows
     kernels.route_kernel[(rows,)](
-        logits, _or(bias, logits), _or(expert_scale, logits), places, out.shares, out.experts, out.lists, out.tiles,
-        out.counts, logits.stride(0), logits.stride(1), scratch_place, rows, rule.softcap, rule.scale,
+        logits, or_any(bias, logits), or_any(expert_scale, logits), places, out.shares, out.experts, out.lists,
+        out.tiles, out.counts, logits.stride(0), logits.stride(1), scratch_place, rows, rule.softcap, rule.scale,
         PARTS=logits.shape[0], EXPERTS=rule.experts, WIDTH=max(_LANES, triton.next_power_of_2(rule.experts)),
         LANES=max(_LANES, triton.next_power_of_2(rule.ranks)), ACTIVE=rule.active, SIGMOID=rule.sigmoid,
         RENORMALISE=rule.renormalise, SOFTCAP=rule.softcap > 0, HAS_BIAS=bias is not None,
@@ -271,7 +271,7 @@ def combine(mixture: Mixture, out: Tensor) -> None:
     answers, routing, places = mixture.answers, mixture.routing, mixture.places
     rule, width = routing.rule, answers.shape[1]
     kernels.combine_kernel[(triton.cdiv(width, _COMBINED), out.shape[0])](
-        answers, routing.shares, _or(mixture.extra, answers), places, out, routing.experts, routing.counts,
+        answers, routing.shares, or_any(mixture.extra, answers), places, out, routing.experts, routing.counts,
         routing.counts[-1:], routing.rows, width, mixture.scratch_place, RANKS=rule.ranks,
         SHARES=routing.shares.shape[1], LANES=triton.next_power_of_2(rule.ranks), BLOCK=_COMBINED, EARLY=EARLY,
         num_warps=4, launch_pdl=EARLY, enable_fp_fusion=False,
@@ -299,8 +299,9 @@ def combine_norm(
     answers, routing, (rows, width) = mixture.answers, mixture.routing, residual.shape
     block = triton.next_power_of_2(width)
     kernels.combine_norm_kernel[(rows,)](
-        answers, routing.shares, _or(mixture.extra, answers), mixture.places, residual, weight, out, _or(tap, out),
-        routing.experts, routing.counts, routing.counts[-1:], 0 if tap is None else tap.stride(0), routing.rows, eps,
+        answers, routing.shares, or_any(mixture.extra, answers), mixture.places, residual, weight, out,
+        or_any(tap, out), routing.experts, routing.counts, routing.counts[-1:],
+        0 if tap is None else tap.stride(0), routing.rows, eps,
         mixture.scratch_place, WIDTH=width, BLOCK=block, RANKS=routing.rule.ranks, SHARES=routing.shares.shape[1],
         LANES=triton.next_power_of_2(routing.rule.ranks), HAS_TAP=tap is not None, EARLY=EARLY,
         num_warps=warps_for(block), launch_pdl=EARLY, enable_fp_fusion=False,
@@ -338,8 +339,8 @@ def _multiply(
         return
     kind = weights.kind
     kernels.quant_experts_kernel[grid](
-        weights.words, _or(weights.high, weights.words), weights.scales, _or(weights.offsets, weights.scales), rows,
-        out, *chosen, rows.stride(0), stack.outputs, stack.inputs, weights.steps, weights.unit,
+        weights.words, or_any(weights.high, weights.words), weights.scales, or_any(weights.offsets, weights.scales),
+        rows, out, *chosen, rows.stride(0), stack.outputs, stack.inputs, weights.steps, weights.unit,
         BITS=kind.bits, HIGH=kind.high, GROUP=kind.group, ZERO=kind.zero, OFFSETS=kind.minima, UNROLL=stack.depth,
         EVEN=stack.inputs == weights.steps * kind.step, **common,
     )
@@ -351,8 +352,3 @@ def _by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
     for expert in chosen.unique().tolist():
         if expert >= 0:
             yield expert, torch.nonzero(chosen == expert).flatten()
-
-
-def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Returns a stand-in for a missing tensor, because a kernel argument that is never read still needs an address."""
-    return stand_in if tensor is None else tensor
