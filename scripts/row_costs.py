@@ -13,10 +13,9 @@ import time
 import numpy as np
 import torch
 
-from slipstream.kernels.cpu.native_library import Library, availability
+from slipstream.kernels.cpu.native_library import Library, availability, set_threads
 from slipstream.kernels.cpu.native_matrix import PackedLinear
 from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
-from slipstream.kernels.cpu.native_threads import set_threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 30, 576, 9, 3, 64, 1536, 49152

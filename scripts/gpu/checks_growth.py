@@ -19,9 +19,9 @@ from checks_elementwise import COPY_GB_S, Asked, median_us
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
-from slipstream.kernels.gpu.commit import ContextRows, HeldTaps, Outcome
+from slipstream.kernels.gpu.commit import CommitOutcome, ContextRows, HeldTaps
 from slipstream.kernels.gpu.device_rows import DeviceRows
-from slipstream.kernels.gpu.head_tables import Gate, HeadWeights, Trust, score_heads, score_heads_reference
+from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust, score_heads, score_heads_reference
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.speculative.calibration import Calibration
@@ -145,7 +145,7 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
     results = []
     for accept, compact in ((commit.accept, commit.compact), (commit.accept_reference, commit.compact_reference)):
         base, anchors = step.rows.base.clone(), torch.full((sequences,), 5, dtype=torch.int32, device=device)
-        outcome = Outcome.empty(sequences, device)
+        outcome = CommitOutcome.empty(sequences, device)
         context = ContextRows.empty(sequences, step.rows.each, device)
         moved, moved_values = keys.clone(), -keys
         for part in (outcome.path, outcome.tokens, outcome.taken, outcome.failed, context.gather, context.places):
@@ -259,7 +259,7 @@ def random_heads(
         before,
         after,
         floats(rank, hidden) if kind == "selector" else None,
-        Gate(floats(rank, rank), floats(rank, hidden), floats(rank)) if kind == "gated" else None,
+        CorrectionGate(floats(rank, rank), floats(rank, hidden), floats(rank)) if kind == "gated" else None,
         Trust(floats(hidden), 0.1, before, floats(rank)),
     )
     tokens = torch.randint(0, vocabulary, (sequences, slots, candidates), device=device).int()
@@ -308,11 +308,11 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
             size = f"{sequences:>9} {each:>5} {candidates:>3} {'yes' if with_heads else 'no':>5}"
             lines.append(f"{'grow ' + name:<16} {size} {us:>8.2f}")
         chosen = verified(step)
-        outcome, context = Outcome.empty(sequences, device), ContextRows.empty(sequences, each, device)
+        outcome, context = CommitOutcome.empty(sequences, device), ContextRows.empty(sequences, each, device)
         anchors, base = step.wishes.anchors.clone(), step.rows.base.clone()
 
         def accept(
-            outcome: Outcome = outcome,
+            outcome: CommitOutcome = outcome,
             context: ContextRows = context,
             chosen: Tensor = chosen,
             step: Step = step,
@@ -325,7 +325,7 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
         lines.append(f"{'accept + a copy':<16} {size} {median_us([accept] * 10):>8.2f}")
         pool = torch.zeros(2, layers, MOST_PAGES * sequences + 1, 8, PAGE, 128, dtype=torch.bfloat16, device=device)
 
-        def compact(pool: Tensor = pool, step: Step = step, outcome: Outcome = outcome) -> None:
+        def compact(pool: Tensor = pool, step: Step = step, outcome: CommitOutcome = outcome) -> None:
             commit.compact(pool[0], pool[1], step.rows, outcome)
 
         us = median_us([compact] * 10)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slipstream.kernels.gpu.matmul_plans import Launch, ShapePlan, dense_launch, quant_launch, quant_plan
 from slipstream.kernels.gpu.matrices import GpuDense, GpuMatrix, GpuQuantised, Scratch, library_product, rows_agree
-from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, Kind, QuantPlanes, dequantised, pack
+from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, BlockKind, QuantPlanes, dequantised, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ MOST_SPLITS = 16
 # ---- matrices of random bits, made on the device that uses them
 
 
-def random_planes(kind: Kind, outputs: int, inputs: int, device: torch.device) -> QuantPlanes:
+def random_planes(kind: BlockKind, outputs: int, inputs: int, device: torch.device) -> QuantPlanes:
     tiles, steps = -(-outputs // TILE_ROWS), -(-inputs // kind.step)
 
     def bits(count: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.kernels.gpu import token_choice as sampling
 from slipstream.kernels.gpu.filters import FilterScratch, find_floors
-from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 
 VOCABULARIES = {"qwen3-8b": 151936, "smollm2": 49152}
 # For each name: temperature, top_k, top_p, min_p.
@@ -34,8 +34,8 @@ KINDS = {
 NEAR = 1e-4  # scores closer than this may trade places, because logarithms differ in their last bits
 
 
-def settings_of(kinds: Sequence[str], device: torch.device) -> Settings:
-    settings = Settings.empty(len(kinds), device)
+def settings_of(kinds: Sequence[str], device: torch.device) -> SamplingSettings:
+    settings = SamplingSettings.empty(len(kinds), device)
     columns = list(zip(*(KINDS[kind] for kind in kinds), strict=True))
     parts = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
     for part, column in zip(parts, columns, strict=True):

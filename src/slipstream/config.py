@@ -1,4 +1,4 @@
-"""One place for every default of the engine."""
+"""The settings of an engine and their defaults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Device = Literal["auto", "cpu", "cuda"]
 Kernels = Literal["triton", "reference"]
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 KERNELS: tuple[Kernels, ...] = ("triton", "reference")
-PAGE_TOKENS = 64
-DRAFT_WINDOW_LIMIT = 2048
-MOST_THREADS = 1024  # more than one machine has cores; each thread takes memory for its stack
+PAGE_TOKENS = 64  # tokens in a cache page; the GPU's attention needs a power of two
+DRAFT_WINDOW_LIMIT = 2048  # tokens; the largest attention window that a drafter gets by default
+MOST_THREADS = 1024  # more than one machine has cores; a larger value would only cost memory for thread stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,26 @@ class EngineConfig:
     """Settings of one engine; a request cannot change them."""
 
     weight_format: WeightFormat = "auto"
-    device: Device = "auto"  # a GPU where there is one
-    kernels: Kernels = "triton"  # on a GPU; "reference" is plain torch, slow, for comparison
-    graphs: bool = True  # on a GPU: steps are captured once and replayed
-    exact: bool = False  # on a GPU: no step has more rows than sum alike, whatever the batch loses by it
-    max_context: int = 0  # tokens a sequence may hold; 0: what the target's config allows
+    device: Device = "auto"  # "auto" takes a GPU if there is one
+    kernels: Kernels = "triton"  # on a GPU only; "reference" is plain torch, slow and meant for comparison
+    graphs: bool = True  # on a GPU only: a step is captured once as a CUDA graph and replayed
+    exact: bool = False  # on a GPU only: limits a step to the rows whose sums do not depend on the batch; costs speed
+    max_context: int = 0  # tokens a sequence may hold; 0 means what the target's config allows
     max_sequences: int = 8
-    cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0: chosen from free memory
-    prefill_chunk: int = 0  # rows of a prompt in a step; 0: `chunk_rows` of the device
-    step_rows: int = 512  # of prompts in one step where nothing is decoded; beside that it is one chunk's rows
+    cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0 means a size chosen from free memory
+    prefill_chunk: int = 0  # rows of one prompt in a step; 0 means the device's default, see `chunk_rows`
+    step_rows: int = 512  # rows of all prompts in a step without decoding; beside decoding the limit is one chunk
     max_waiting: int = 1024
-    draft_window: int | None = None  # None: the drafter's own safe default; 0: unlimited
+    draft_window: int | None = None  # tokens; None means the drafter's own safe default, 0 means unlimited
     prefix_cache: bool = True
     check_integrity: bool = False
-    threads: int = 0  # 0: the cores this process may use
+    threads: int = 0  # 0 means one per core that this process may use
 
     def chunk_rows(self, on_gpu: bool) -> int:
-        """Rows of a prompt in a step. On two cores 128 take up to 0.14 s, while streams beside them are silent. A GPU
-        reads all weights for any number of rows, and more rows are nearly free.
+        """Returns how many rows of one prompt a step computes.
+
+        On two CPU cores 128 rows take up to 0.14 s, and sequences that are decoded get no token in that time. A GPU
+        reads all weights for any number of rows, so 256 rows cost little more than 128.
         """
         return self.prefill_chunk or (256 if on_gpu else 128)
 

@@ -1,10 +1,10 @@
-"""Every error a user can cause or meet, each one sentence with a hint about what to do next."""
+"""The errors that a user can cause or meet. Each one has a message of one sentence and a hint what to do next."""
 
 from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """A problem that is explained to the user in one sentence; the CLI prints it and exits with 2."""
+    """A problem that one sentence explains to the user; the CLI prints it and exits with status 2."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -13,19 +13,19 @@ class SlipstreamError(Exception):
 
 
 class FormatError(SlipstreamError):
-    """A model file is damaged, truncated or of a kind we do not read."""
+    """A model file is damaged, truncated or of a kind that Slipstream does not read."""
 
 
 class ConfigError(SlipstreamError):
-    """A model's configuration is missing something, contradicts its tensors, or asks for the unsupported."""
+    """A model's configuration lacks something, contradicts the model's tensors, or asks for something unsupported."""
 
 
 class PairError(SlipstreamError):
-    """A drafter and a target that do not belong together."""
+    """A drafter and a target do not belong together."""
 
 
 class RequestError(SlipstreamError):
-    """A request that can never be served as asked."""
+    """A request can never be served as it was asked."""
 
 
 class SourceError(SlipstreamError):
@@ -33,11 +33,11 @@ class SourceError(SlipstreamError):
 
 
 class IntegrityError(SlipstreamError):
-    """An internal invariant does not hold; always a bug of ours, never of the user."""
+    """An internal invariant does not hold; this is always a bug in Slipstream, never a mistake of the user."""
 
 
 class BusyError(SlipstreamError):
-    """No room in the queue now; asking again after `retry_after_s` seconds may help."""
+    """The queue has no room now; the caller may try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, hint: str = "try again later", retry_after_s: float = 1.0) -> None:
         super().__init__(message, hint)
@@ -45,8 +45,8 @@ class BusyError(SlipstreamError):
 
 
 class EngineFailedError(SlipstreamError):
-    """The thread that ran an engine has ended, and with it everything that ran there."""
+    """The thread that ran an engine has ended, and with it every request of that engine."""
 
 
 class StaleEpochError(SlipstreamError):
-    """Somebody acts on a state of a request that is over: it was resumed, paused again or ended since."""
+    """A command names an earlier state of a request, which has been resumed, paused again or ended since."""

@@ -1,7 +1,8 @@
-"""Work that may crash, hang or swallow memory, in a child process that may be ended at any time.
+"""Runs work that may crash, hang or use too much memory in a child process that can be ended at any time.
 
-A `Helper` keeps one child. It makes a function there, once, and calls it with JSON values, one call after the other.
-The child is a fresh interpreter, never a fork; it starts with the first call and ends with its helper.
+A `Helper` keeps one child process. The child builds one function at its start, and the helper then calls that function
+with JSON values, one call after the other. The child is a fresh interpreter and never a fork; it starts with the
+helper's first call and ends with the helper.
 """
 
 from __future__ import annotations
@@ -29,67 +30,81 @@ from slipstream.errors import BusyError, RequestError, SlipstreamError
 
 MIB = 2**20
 _LENGTH = struct.Struct("!Q")
-_WALL_PER_CPU = 5  # on a busy machine a second of processor time takes several on the clock
-_START_S = 60.0  # a fresh interpreter needs 0.2 s; a machine that swaps needs longer
-_END_S = 5.0  # the kernel needs milliseconds to take a process down
-_PIECE_BYTES = MIB
+# A call may take this many seconds on the clock per second of processor time that it may use: on a busy machine one
+# second of processor time takes several. A smaller value would end correct calls there.
+_WALL_PER_CPU = 5
+_START_S = 60.0  # a fresh interpreter starts in 0.2 s; a machine that swaps needs far longer
+_END_S = 5.0  # the kernel removes a process in milliseconds; after this time the parent kills it
+_PIECE_BYTES = MIB  # the most that one read of the connection asks for
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slipstream import isolation; isolation.child()"
-# What the interpreter and its libraries need to start, and the time zone; no key goes to the child.
+# The child gets the variables that the interpreter and its libraries need to start, and the time zone. It gets no
+# others, because they may hold keys.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TZ")
-_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}  # each further heap would take 64 MiB of the address space that is limited
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}  # each further heap would take 64 MiB of the limited address space
 
-_NO_MEMORY = "MemoryError"
+_NO_MEMORY = "MemoryError"  # the child's word for an allocation that failed
 
 Work = Callable[..., Any]
 
 
 class OverrunError(Exception):
-    """A call passed a limit or took its process with it; the message says which, and goes on from "it"."""
+    """A call exceeded a limit, or its process ended during the call.
+
+    The message says which, as a phrase without a subject: callers put "it", "the chat template" and so on before it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may take."""
+    """The limits of one call."""
 
     cpu_s: int
-    memory_bytes: int  # beyond what the child has after its start
+    memory_bytes: int  # address space beyond what the child uses after its start
     answer_bytes: int
-    growth_bytes: int = 0  # a child that keeps more than this between calls is replaced; 0: half of `memory_bytes`
-    wait_s: float = 5.0  # for other calls to end
-    rest: float = 0.0  # of the time of a call must pass before the next begins: 1 leaves half of a core to others
+    growth_bytes: int = 0  # a child that keeps more than this between calls is replaced; 0 means half of `memory_bytes`
+    wait_s: float = 5.0  # how long a call waits for earlier calls to end before it is refused
+    rest: float = 0.0  # pause after a call, as a share of its duration: 1 leaves half of a core to other work
 
 
 class Helper:
-    """One child process and what it is asked to do; any thread may call, one call runs at a time."""
+    """Owns one child process and sends it calls. Any thread may call it; one call runs at a time."""
 
     def __init__(
         self, factory: str, limits: Limits, arguments: Callable[[], Sequence[Any]] = tuple, called: str = "helper"
     ) -> None:
-        """`factory` is `module:function`; called with `arguments()` in the child it gives the function that works."""
+        """`factory` is `module:function`; the child calls it with `arguments()` and gets the function that does the
+        work.
+
+        `called` is the helper's name in error messages.
+        """
         self._factory = factory
         self._arguments = arguments
         self._limits = limits
         self._called = called
         self._child: _Child | None = None
-        self._first: bytes | None = None  # what a new child is told
+        self._opening_message: bytes | None = None  # the first message to a new child: what to build, and its limits
         self._lock = threading.Lock()
-        self._rested_at = 0.0  # when the next call may begin
+        self._next_call_at = 0.0  # when the next call may begin
         _helpers.add(self)
 
     def __call__(self, *values: Any) -> Any:
-        """The function's result; what it raised if that is an error of ours; `OverrunError` if it passed a limit."""
+        """Returns the function's result.
+
+        If the function raised a `SlipstreamError`, the same error is raised here. `OverrunError` says that the call
+        exceeded a limit; `BusyError` that earlier calls did not end in time.
+        """
         message = self._message(values)
         if not self._lock.acquire(timeout=self._limits.wait_s):
             raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
         try:
-            time.sleep(max(0.0, self._rested_at - time.monotonic()))
+            time.sleep(max(0.0, self._next_call_at - time.monotonic()))
             answer = self._exchange(message)
             if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
-                self._end()  # what earlier calls left behind must not become a later call's limit
+                self._end()  # memory that earlier calls left behind must not count against a later call's limit
             return _result(answer, self._limits)
         except BaseException as error:
             if not isinstance(error, SlipstreamError):
-                self._end()  # half an answer may still be on its way, and must not become the next call's
+                self._end()  # half of an answer may still arrive, and the next call must not read it
             raise
         finally:
             self._lock.release()
@@ -103,16 +118,16 @@ class Helper:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
+        """The child's process id, while there is a child."""
         return self._child.process.pid if self._child is not None else None
 
     def close(self) -> None:
-        """Ends the child; a later call starts another."""
+        """Ends the child; a later call starts another one."""
         with self._lock:
             self._end()
 
     def forget(self) -> None:
-        """In a forked process: the child is the other process's, and so is whatever holds the lock."""
+        """Drops the child in a forked process: it belongs to the parent process, and so does the holder of the lock."""
         self._lock = threading.Lock()
         child, self._child = self._child, None
         if child is not None:
@@ -128,19 +143,20 @@ class Helper:
         except TimeoutError:
             raise OverrunError(f"took more than {wall_s} s") from None
         except (OSError, EOFError):
-            raise OverrunError(_cause(child.status(), self._limits)) from None
+            raise OverrunError(_exit_reason(child.status(), self._limits)) from None
         finally:
             now = time.monotonic()
-            self._rested_at = now + self._limits.rest * (now - began)
+            self._next_call_at = now + self._limits.rest * (now - began)
 
     def _start(self) -> _Child:
         limits = self._limits
-        if self._first is None:  # kept: a large vocabulary takes a quarter of a second to write
+        # kept for later children, because writing a large vocabulary takes a quarter of a second
+        if self._opening_message is None:
             arguments = self._arguments()
-            self._first = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()
+            self._opening_message = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()
         try:
             self._child = _Child(self)
-            _result(self._child.exchange(self._first, _START_S, limits.answer_bytes), limits)
+            _result(self._child.exchange(self._opening_message, _START_S, limits.answer_bytes), limits)
         except (OSError, EOFError, OverrunError) as error:
             self._end()
             reason = str(error) or type(error).__name__
@@ -154,7 +170,7 @@ class Helper:
 
 
 class _Child:
-    """A process and our end of the only connection it has."""
+    """A child process and the parent's end of its only connection."""
 
     def __init__(self, owner: Helper) -> None:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -168,19 +184,19 @@ class _Child:
                 env={**environment, **_ONE_HEAP},
                 start_new_session=True,
             )
-        # also runs when the interpreter exits
+        # the finalizer also runs when the interpreter exits
         self.end = weakref.finalize(owner, _end, self.process, self.socket)
 
     def exchange(self, message: bytes, seconds: float, answer_bytes: int) -> Mapping[str, Any]:
         deadline = time.monotonic() + seconds
         self.socket.settimeout(seconds)
         _send(self.socket, message)
-        received = _received(self.socket, answer_bytes, deadline)
+        received = _receive(self.socket, answer_bytes, deadline)
         answer: Mapping[str, Any] = json.loads(received.decode("utf-8", "surrogatepass"))
         return answer
 
     def status(self) -> int:
-        """The exit status of a process that has closed its end, so that it is gone or about to be."""
+        """Returns the exit status of a process that has closed its connection, so that it is gone or about to end."""
         try:
             return self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -190,7 +206,7 @@ class _Child:
     def disown(self) -> None:
         self.end.detach()
         self.socket.close()
-        self.process.returncode = 0  # not ours to wait for
+        self.process.returncode = 0  # the process that forked waits for this child, not the current process
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
@@ -209,12 +225,12 @@ def _result(answer: Mapping[str, Any], limits: Limits) -> Any:
     raise OverrunError(_needs_memory(limits) if answer["failed"] == _NO_MEMORY else answer["failed"])
 
 
-def _cause(status: int, limits: Limits) -> str:
-    """Why a process is gone, from its exit status."""
+def _exit_reason(status: int, limits: Limits) -> str:
+    """Says why a process ended, from its exit status."""
     known: dict[int, str] = {
         signal.SIGXCPU: f"took more than {limits.cpu_s} s of processor time",
         signal.SIGSEGV: "was nested too deeply and overflowed its stack",
-        signal.SIGABRT: _needs_memory(limits),  # compiled code ends itself where an allocation fails
+        signal.SIGABRT: _needs_memory(limits),  # compiled code aborts when an allocation fails
     }
     return known.get(-status, f"was killed by signal {-status}" if status < 0 else f"ended with status {status}")
 
@@ -234,7 +250,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# The messages: a length and JSON.
+# A message on the connection is the length of its JSON text in 8 bytes, and the text.
 
 
 def _send(connection: socket.socket, message: bytes) -> None:
@@ -242,14 +258,14 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(message)
 
 
-def _received(connection: socket.socket, most_bytes: int | None = None, deadline: float = math.inf) -> bytes:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+def _receive(connection: socket.socket, most_bytes: int | None = None, deadline: float = math.inf) -> bytes:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline))
     if most_bytes is not None and length > most_bytes:
         raise OverrunError(f"gave more than {most_bytes // MIB} MiB")
-    return _exactly(connection, length, deadline)
+    return _receive_exactly(connection, length, deadline)
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     found = bytearray()
     while len(found) < count:
         if deadline != math.inf:
@@ -261,34 +277,35 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(found)
 
 
-# The child's side.
+# The functions below run in the child.
 
 
 def child() -> None:
-    """The child's whole life: it makes its function, then answers until the other end is closed."""
+    """Runs the child: it builds its function and then answers calls until the parent closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the parent, whose end is the child's
+        # these signals are meant for the parent; when the parent ends, the connection closes and the child ends too
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, OSError):
-        factory, arguments, cpu_s, memory_bytes = json.loads(_received(connection))
-        work = _answer(connection, 0, _made, factory, arguments)
+        factory, arguments, cpu_s, memory_bytes = json.loads(_receive(connection))
+        work = _answer(connection, 0, _build_work, factory, arguments)
         del arguments
         start_bytes = _address_space_bytes()
         while work is not None:
-            values = json.loads(_received(connection).decode("utf-8", "surrogatepass"))
+            values = json.loads(_receive(connection).decode("utf-8", "surrogatepass"))
             _limit_next(cpu_s, memory_bytes)
             _answer(connection, start_bytes, work, *values)
             del values
 
 
-def _made(factory: str, arguments: Sequence[Any]) -> Work:
+def _build_work(factory: str, arguments: Sequence[Any]) -> Work:
     module, _, name = factory.partition(":")
     work: Work = getattr(importlib.import_module(module), name)(*arguments)
     return work
 
 
 def _answer(connection: socket.socket, start_bytes: int, work: Work, *values: Any) -> Any:
-    """Calls and says what came of it; the result is returned too, and a function is only said to be there."""
+    """Calls `work` and sends its outcome to the parent; returns the result. A callable result is sent as None."""
     result = None
 
     def say(**answer: Any) -> bytes:
@@ -302,14 +319,17 @@ def _answer(connection: socket.socket, start_bytes: int, work: Work, *values: An
         message = say(raised=[type(error).__name__, error.message, error.hint])
     except MemoryError:
         message = say(failed=_NO_MEMORY)
-    except BaseException as error:  # a panic of compiled code is no Exception
+    except BaseException as error:  # a panic in compiled code is not an Exception
         message = say(failed=f"failed with {type(error).__name__}: {str(error)[:300]}")
     _send(connection, message)
     return result
 
 
 def _limit_next(cpu_s: int, memory_bytes: int) -> None:
-    """The kernel ends a call that takes longer, whatever holds the interpreter's lock, and gives it no more memory."""
+    """Makes the kernel end the next call at its limits of processor time and memory.
+
+    The kernel does so even if compiled code holds the interpreter's lock.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
     _set_limit(resource.RLIMIT_CPU, until_s)

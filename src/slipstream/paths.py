@@ -1,4 +1,4 @@
-"""Where things that outlive a process are kept."""
+"""Where Slipstream keeps files that outlive a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """The folder for downloaded models and remembered measurements; SLIPSTREAM_CACHE moves it."""
+    """Returns the folder for downloaded models and stored measurements; SLIPSTREAM_CACHE names another one."""
     chosen = os.environ.get("SLIPSTREAM_CACHE")
     if chosen:
         return Path(chosen)

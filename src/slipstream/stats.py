@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy chose for one sequence in one step, and the estimate behind it."""
+    """What the policy chose for one sequence in one step, and the estimate on which it based the choice."""
 
-    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS as verified
+    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS, as the step verified it
     reason: str = ""
-    expected_tokens: float | None = None  # committed tokens, for this sequence
-    expected_ms: float | None = None  # the whole step, for everybody in it
+    expected_tokens: float | None = None  # committed tokens of this sequence
+    expected_ms: float | None = None  # duration of the whole step, which all its sequences share
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -26,13 +26,13 @@ class Decision:
 
 @dataclass(slots=True)
 class PolicyStats:
-    """What a policy chose how often, what it expected, and what came of it."""
+    """How often a policy made each choice, what it expected, and what the steps really committed."""
 
     choices: dict[str, int] = field(default_factory=dict)
     expected_tokens: float = 0.0
     expected_ms: float = 0.0
     estimated_steps: int = 0
-    estimated_tokens: int = 0  # what the estimated steps really committed
+    estimated_tokens: int = 0  # tokens that the estimated steps committed in fact
     last_reason: str = ""
 
     def record(self, decision: Decision, committed: int) -> None:
@@ -64,10 +64,10 @@ class PolicyStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """What speculation did for one request (or, summed, for several).
+    """What speculation did for one request or, as a sum, for several.
 
-    `tau` is committed tokens per verify step, the bonus included; `accept_rate` is accepted over drafted, the
-    bonus excluded. Prefill yields the first token and is not a step.
+    `tau` is the committed tokens per verify step, including the bonus; `accept_rate` is accepted over drafted tokens,
+    without the bonus. Prefill gives the first token and does not count as a step.
     """
 
     prompt_tokens: int = 0
@@ -86,12 +86,12 @@ class RequestStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
-    bad_drafts: int = 0  # steps that ran plain because the drafter's numbers were not finite
-    draft_lora: str | None = None  # the variant that drafted; None for plain decoding and for sums
+    bad_drafts: int = 0  # steps that ran without speculation because the draft's logits were not finite
+    draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
 
     def record_step(self, proposed: int, depth: int, accepted: int, committed: int) -> None:
-        """Counts one verify step of `proposed` drafted tokens up to `depth` deep, `accepted` of them kept."""
+        """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them."""
         self.steps += 1
         self.drafted += proposed
         self.accepted += accepted
@@ -105,7 +105,7 @@ class RequestStats:
             self.accepted_at[slot] += slot < accepted
 
     def add(self, other: RequestStats) -> None:
-        """Adds another request's counts; times add up too, so rates become averages."""
+        """Adds the counts and times of another request; rates of the sum are therefore averages."""
         longest = max(len(self.verified_at), len(other.verified_at))
         for name in ("verified_at", "accepted_at"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -129,7 +129,7 @@ class RequestStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first over the time after the first."""
+        """Decoding speed: the tokens after the first one over the time after the first one."""
         return 1000.0 * self.committed / self.decode_ms if self.decode_ms else 0.0
 
     def to_json(self) -> dict[str, object]:

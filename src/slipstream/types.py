@@ -1,4 +1,4 @@
-"""The nouns every layer shares: requests, proposals, verdicts and events."""
+"""The types that all layers of the engine share: requests, proposals, verdicts and events."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.stats import Decision, RequestStats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**63 - 1
-MAX_TREE_ROWS = 256
-BASE_VARIANT = "base"  # the drafter as it is, without an adapter
+MAX_TREE_ROWS = 256  # rows of one proposal that a mode may ask for
+BASE_VARIANT = "base"  # the name of the drafter without an adapter
 GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
     "off": (),
     "entropy": ("floor", "hard", "patience"),
@@ -35,7 +35,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); -100 bans the token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit); -100 bans the token
 
     def __post_init__(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
@@ -67,9 +67,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What a request's steps verify: nothing (plain), a chain, a tree, or whatever pays most (auto).
+    """What the steps of a request verify: nothing (plain), a chain, a tree, or whatever pays most (auto).
 
-    `width` counts rows, the anchor included (0: the full block). A seeded tree holds the likeliest chain first.
+    `width` counts rows including the anchor; 0 means the drafter's full block. A seeded tree contains the likeliest
+    chain before other nodes are added.
     """
 
     kind: Literal["plain", "chain", "tree", "auto"] = "auto"
@@ -99,11 +100,12 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """When a request stops speculating; every kind reads only its own thresholds.
+    """When a request stops speculating. Each kind reads only its own thresholds.
 
-    `ema` gives up when the average of committed * plain time / step time stays under `margin`; `entropy` when the
-    target's top-1 probability stays under `floor` or falls under `hard`; `auto` weighs expected tokens against
-    measured milliseconds before every step and tries again after `probe` plain tokens, then twice as many.
+    `ema` stops when the average of (committed tokens * plain time / step time) stays under `margin`. `entropy` stops
+    when the target's top-1 probability stays under `floor` or falls under `hard`. `auto` compares expected tokens with
+    measured milliseconds before every step; where drafting loses, it tries again after `probe` plain tokens, then after
+    twice as many, and so on.
     """
 
     kind: Literal["off", "entropy", "ema", "auto"] = "off"
@@ -150,7 +152,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be, in a notation llguidance reads; `text.grammars` writes the usual ones."""
+    """The form that an answer must have, in a notation that llguidance reads; `grammar.notations` makes common ones."""
 
     kind: Literal["json_schema", "lark", "regex"]
     grammar: str
@@ -158,10 +160,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning before an answer: a constraint holds from its end on, and a budget ends it for the model."""
+    """The reasoning before an answer. A constraint holds only after its end, and a budget ends it by force."""
 
-    budget: int | None = None  # tokens inside it, then the end tag is written for the model
-    opened: bool = True  # by the prompt; otherwise it begins where the model writes the start tag, if it does
+    budget: int | None = None  # tokens of reasoning, after which the engine writes the end tag
+    opened: bool = True  # whether the prompt has opened it; otherwise it begins where the model writes the start tag
     start: str = "<think>"
     end: str = "</think>"
 
@@ -172,23 +174,23 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and everything that decides its text; immutable once handed to the engine."""
+    """One prompt and everything that decides its text. A request does not change once the engine has it."""
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: Mode = field(default_factory=Mode)
     gate: Gate = field(default_factory=lambda: Gate("auto"))
-    min_confidence: float = 0.0  # a chain is cut before the first slot the confidence head trusts less; 0 is off
+    min_confidence: float = 0.0  # cuts a chain before the first slot with less confidence; 0 switches this off
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     share_noise: bool = True
     cache_prompt: bool = True
     constraint: Constraint | None = None
-    thinking: Thinking | None = None  # where the model reasons before it answers
-    priority: int = 0  # larger is served first
-    draft_lora: str = BASE_VARIANT  # the variant of the drafter that drafts
+    thinking: Thinking | None = None  # set if the model reasons before it answers
+    priority: int = 0  # a larger priority is served first
+    draft_lora: str = BASE_VARIANT  # the drafter's variant that drafts for this request
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
@@ -207,7 +209,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
-    """One emitted token: whether it was drafted, and its log-probabilities where the request asked for them."""
+    """One emitted token: whether it was drafted, and its log-probabilities if the request asked for them."""
 
     id: int
     drafted: bool = False
@@ -235,11 +237,11 @@ class GenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Rows to verify: row 0 is the anchor, every other row a drafted token behind its parent row."""
+    """The rows to verify: row 0 is the anchor, and every other row is a drafted token behind its parent row."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # parents[0] is -1; a parent always comes before its children
-    chances: tuple[float, ...] = ()  # the drafter's own probability of each token given its parent, for learning
+    parents: tuple[int, ...]  # row of each row's parent; parents[0] is -1, and a parent precedes its children
+    chances: tuple[float, ...] = ()  # the drafter's probability of each token given its parent; calibration uses it
 
     @property
     def nodes(self) -> int:
@@ -255,11 +257,11 @@ class Proposal:
 
     @property
     def depth(self) -> int:
-        """Of the deepest row."""
+        """The depth of the deepest row; the anchor's depth is 0."""
         return max(_depths(self.parents))
 
 
-# small trees come in few shapes, and are asked about for every sequence in every step
+# The result is cached because small trees have few shapes and every step asks for the depths of every sequence's tree.
 @lru_cache(maxsize=4096)
 def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     depths: list[int] = []
@@ -270,9 +272,10 @@ def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of verifying one proposal: the rows kept, then the target's own next token.
+    """The outcome of verifying one proposal: the rows that are kept, and the target's own next token.
 
-    `tokens` are the drafted tokens of the path and the bonus; a target that could not choose leaves the bonus out.
+    `tokens` are the drafted tokens of the kept path and then the target's token (the bonus). There is no bonus if the
+    target's logits allow no choice; `failed` is set then.
     """
 
     path: tuple[int, ...]  # rows from the anchor to the last accepted one
@@ -286,9 +289,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One decoding step of one request, for traces and drawings."""
+    """One decoding step of one request, as traces and drawings show it."""
 
-    position: int  # where the anchor stands
+    position: int  # the anchor's position
     proposal: Proposal
     verdict: Verdict
     decision: Decision

@@ -1,4 +1,4 @@
-"""Paged attention under the interpreter: right against torch, and a row's bits its own in any company."""
+"""Paged attention under the interpreter agrees with torch, and a row's bits do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class World:
         return self.attend_in_parts(window)[0]
 
     def attend_in_parts(self, window: int = 0) -> tuple[Tensor, Tensor]:
-        """The result, and the bits of the partial sums: rounding the result to bf16 would hide most differences."""
+        """Returns the result and the partial sums' bits, because the result's rounding would hide most differences."""
         count, heads, dim = self.queries.shape
         out = torch.full((count, heads * dim), float("nan"), dtype=torch.bfloat16)
         kv_heads = self.keys.shape[1]
@@ -64,7 +64,7 @@ def make_world(
     earliest: int = 0,
     seed: int = 0,
 ) -> World:
-    """Sequences with random keys in shuffled pages; trees have random parents, `unused` rows look like row 0."""
+    """Makes sequences with random keys in shuffled pages; trees have random parents, `unused` rows are like row 0."""
     chance = random.Random(seed)
     make = torch.Generator().manual_seed(seed)
     most = max(-(-(base + each) // PAGE) for base in bases)
@@ -90,7 +90,7 @@ def make_world(
 
 
 def plain_twin(world: World, sequence: int, row: int, seed: int) -> World:
-    """The same row alone, everything it sees committed in other pages at its own position, strangers elsewhere."""
+    """Makes the same row alone; what it sees is committed in other pages at its positions, other keys are random."""
     at = sequence * world.rows.each + row
     position, base = int(world.rows.positions[at]), int(world.rows.base[sequence])
     _, heads, dim = world.queries.shape
@@ -112,7 +112,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two shared slots, so that short contexts already give a slot several pages."""
+    """Uses two shared slots, so that even short contexts give a slot several pages."""
     monkeypatch.setattr(attention, "SLOTS", 4)
     monkeypatch.setattr(attention, "LEAST_PAGES", 1)
 
@@ -152,7 +152,7 @@ def test_a_prefill_of_wide_heads() -> None:
 
 @pytest.fixture
 def half_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are summed up 8 at a time, as heads too wide for whole pages have it."""
+    """Sums keys 8 at a time, as for heads that are too wide for whole pages."""
     few = replace(attention.TILINGS[128], keys=8, lanes=4, prefill_lanes=8)
     monkeypatch.setattr(attention, "TILINGS", {**attention.TILINGS, 128: few})
 
@@ -185,7 +185,7 @@ def test_groups_smaller_than_pages(kind: Kind, base: int, window: int, monkeypat
 @pytest.mark.parametrize("base", [60, 92, 124])
 @pytest.mark.parametrize("kind", ["tree", "chain"])
 def test_rows_where_slots_grow(kind: Kind, base: int, half_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one program whose slots have different numbers of pages, and slots between them that no row has."""
+    """The rows of one program have slots of different sizes, and between them slots that no row has."""
     monkeypatch.setattr(attention, "SLOTS", 32)
     monkeypatch.setattr(attention, "LEAST_PAGES", 4)
     wide = replace(attention.TILINGS[128], lanes=32)

@@ -55,7 +55,9 @@ def test_norm_parts_of_rows_that_lie_apart(dtype: torch.dtype) -> None:
 def test_gate_mul(kind: Gating, width: int, gates: int, with_bias: bool) -> None:
     rows = 3
     both = random(rows, width + gates, seed=1)
-    both[0, :9] = torch.tensor([-90.0, -20.0, -7.0, -1e-3, 0.0, 1e-3, 7.0, 20.0, 90.0])  # gates whose functions end
+    both[0, :9] = torch.tensor(
+        [-90.0, -20.0, -7.0, -1e-3, 0.0, 1e-3, 7.0, 20.0, 90.0]
+    )  # gates at which the functions saturate
     gate, values = both[:, :gates], both[:, gates:]
     bias = random(gates, seed=2, dtype=FP32) if with_bias else None
     out, expected = poisoned(rows, width), poisoned(rows, width)

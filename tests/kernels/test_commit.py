@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from slipstream.kernels.gpu.commit import (
+    CommitOutcome,
     ContextRows,
     HeldTaps,
-    Outcome,
     accept,
     accept_reference,
     compact,
@@ -69,8 +69,8 @@ def moved(record: object) -> object:
     return type(record)(*(part.to(DEVICE, copy=True) if isinstance(part, torch.Tensor) else part for part in parts))
 
 
-def poisoned_outcome(sequences: int) -> Outcome:
-    outcome = Outcome.empty(sequences, DEVICE)
+def poisoned_outcome(sequences: int) -> CommitOutcome:
+    outcome = CommitOutcome.empty(sequences, DEVICE)
     for part in (outcome.path, outcome.tokens, outcome.taken, outcome.failed):
         part.fill_(-99)
     return outcome
@@ -81,7 +81,7 @@ def poisoned_outcome(sequences: int) -> Outcome:
 def test_the_hosts_path_is_kept(seed: int, each: int, kernel: bool) -> None:
     sequences, block = 8, each
     rows, grown, chosen = verified(seed, sequences, each)
-    grown.counts[6] = -1  # nobody is there
+    grown.counts[6] = -1  # a padding sequence
     if each > 1:
         chosen[7 * each + int(grown.counts[7])] = -1
     device_rows, outcome = moved(rows), poisoned_outcome(sequences)

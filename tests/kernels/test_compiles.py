@@ -1,4 +1,4 @@
-"""Kernels compile for the GPU they are written for, at real sizes: the interpreter says nothing about that."""
+"""Kernels compile for their GPU at real sizes, which the interpreter cannot show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "compiles.py"
 SHAPES = "Qwen3-8B,Qwen3.6-35B-A3B"
-# of every part of a step one: rows, products, attention, experts, recurrent layers, choice, commit
+# one kernel of every part of a step: rows, products, attention, experts, recurrent layers, choice, commit
 KERNELS = (
     "gather_kernel",
     "_add_norm_kernel",
@@ -37,7 +37,7 @@ KERNELS = (
 
 
 def test_steps_of_real_shapes_compile_for_an_h200(tmp_path: Path) -> None:
-    # from nothing: what an earlier run has compiled would not be compiled again
+    # starts with an empty cache, because kernels of an earlier run would not be compiled again
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

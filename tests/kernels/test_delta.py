@@ -1,4 +1,4 @@
-"""Delta nets on a GPU: the numbers of the CPU's step, and the same bits whichever way rows were led through."""
+"""Delta nets on a GPU give the numbers of the CPU's step, and the same bits in whatever way rows are batched."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ KINDS = pytest.mark.parametrize(
 SOME_KINDS = pytest.mark.parametrize(
     ("kernels", "shape"), [(REFERENCE, SHAPE), (REFERENCE, WIDE), (TRITON, SMALL)], ids=["torch", "wide", "triton"]
 )
-SCRATCH = 1000  # place of rows that do not count
+SCRATCH = 1000  # the place of padding rows
 TREE = [-1, 0, 1, 0, 2, 3]
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of one sequence: which of the numbered inputs they are, and their parents (None: a chain)."""
+    """The rows of one sequence: the numbers of their inputs, and their parents (None: a chain)."""
 
     inputs: Sequence[int]
     parents: Sequence[int] | None = None
@@ -66,7 +66,7 @@ def lay_rows(stretches: Sequence[Stretch | None], each: int, chain: bool) -> Dev
 
 
 class World:
-    """States on a device, and layers whose rows are told apart by a number."""
+    """States on a device, and layers whose rows are identified by a number."""
 
     def __init__(self, shape: DeltaShape, kernels: DeltaKernels, slots: int = 6) -> None:
         self.shape, self.kernels = shape, kernels
@@ -78,7 +78,7 @@ class World:
             self.tensors.memories[slot] = draw(*self.tensors.memories.shape[1:], seed=50 + slot).to(DEVICE)
 
     def inputs(self, layer: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What the matmuls give: the convolution's inputs with the output's gate behind them, and the other gates."""
+        """Returns what the matmuls give: the convolution's inputs and then the output's gate, and the other gates."""
         width = self.shape.channels + self.shape.value_heads * self.shape.value_dim
         both, gates = (
             torch.stack([draw(size, seed=31 * number + layer) for number in numbers]).bfloat16().to(DEVICE)
@@ -87,7 +87,7 @@ class World:
         return both, gates
 
     def run(self, rows: DeviceRows, stretches: Sequence[Stretch | None], states: DeviceStates) -> list[Tensor]:
-        """What every layer's rows read, and what comes of it behind norm and gate."""
+        """Returns what every layer's rows read, and the same after norm and gate."""
         found = []
         self.kernels.plan(rows, states)
         for layer, rule in enumerate(self.rules):
@@ -132,7 +132,7 @@ class Logged:
     slots: Sequence[int]
 
     def commit(self, paths: Sequence[Sequence[int]], destinations: Sequence[int]) -> None:
-        """As a whole device step does it."""
+        """Commits as a whole device step does."""
         path = torch.full((len(paths), MAX_DEPTH), -1, dtype=torch.int32, device=DEVICE)
         for sequence, own in enumerate(paths):
             path[sequence, : len(own)] = torch.tensor(own)
@@ -142,7 +142,7 @@ class Logged:
         )
 
     def replay(self, item: int, path: Sequence[int], slot: int) -> None:
-        """As the host does it."""
+        """Commits as the host does."""
         rows = LoggedRows(self.world.kernels, self.states, self.rows.each, self.slots)
         self.world.tensors.write(slot, rows.after(item, path))
 
@@ -194,7 +194,7 @@ def test_rows_read_and_leave_what_they_do_on_the_cpu(shape: DeltaShape, kernels:
 
 
 def bushy(depth: int) -> list[int]:
-    """Parents of a tree with two equal branches at every turn: its walk keeps as many states as any of its size."""
+    """Returns parents of a tree with two equal branches at every node; its walk keeps the most states for its size."""
     if depth == 0:
         return [-1, 0]
     branch = bushy(depth - 1)
@@ -203,7 +203,7 @@ def bushy(depth: int) -> list[int]:
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
 def test_a_walk_passes_every_row_behind_its_parent(rows: int) -> None:
-    """Torch finds the same one; on the way, states come back as they were kept."""
+    """Torch plans the same walk, and every restored state is the one that was kept."""
     rng = random.Random(rows)
     trees = [[-1, *(rng.randrange(max(0, row - 9), row) for row in range(1, rows - sequence))] for sequence in range(3)]
     stretches = [None, *(Stretch(range(len(tree)), tree) for tree in trees), Stretch([0], [-1])]
@@ -219,7 +219,7 @@ def test_a_walk_passes_every_row_behind_its_parent(rows: int) -> None:
     for tree, line in zip(trees, found[0][1][1:4].int().tolist(), strict=True):
         steps = line[: len(tree)]
         assert sorted(step % 256 for step in steps) == list(range(len(tree)))
-        state, kept = -1, {}  # the row behind which it is
+        state, kept = -1, {}  # the row behind which the state stands
         for step in steps:
             row, shelf = step % 256, step // 2048
             state = kept[shelf] if step & 1024 else state
@@ -258,7 +258,7 @@ def test_the_interpreter_does_what_torch_does() -> None:
 
 @SOME_KINDS
 def test_every_way_leads_to_the_same_bits(shape: DeltaShape, kernels: DeltaKernels) -> None:
-    """Alone, in chunks, in a chain, along a tree's branch, committed or replayed in pieces."""
+    """Runs rows alone, in chunks, in a chain and along a tree's branch, committed or replayed in pieces."""
     total, chunks = (9, (1, 3, 7)) if kernels is REFERENCE else (4, (3,))
     alone, reads = World(shape, kernels), []
     for number in range(total):  # a step reads one slot and writes the other
@@ -279,7 +279,7 @@ def test_every_way_leads_to_the_same_bits(shape: DeltaShape, kernels: DeltaKerne
     assert same([own[total:] for own in found[::2]], read)
     logged.commit([[], range(total)], [6, 3])
     assert same(world.state(3), expected)
-    # the line winds through a tree, whose other rows are anything
+    # the line is a path through a tree with arbitrary other rows
     inputs, parents, line = [0, 70, 1, 71, 2, 72, 3], [-1, 0, 0, 1, 2, 2, 4], [0, 2, 4, 6]
     logged, found = world.tree([Stretch(inputs, parents)], [0], 8)
     assert same([own[line] for own in found[::2]], [own[:4] for own in read])

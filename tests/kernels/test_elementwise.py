@@ -1,4 +1,4 @@
-"""The kernels between the matmuls under the interpreter: right against torch, and every row for itself."""
+"""The kernels between the matmuls under the interpreter agree with torch, and compute every row independently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def assert_alike(found: Tensor, expected: Tensor) -> None:
-    """Equal up to a last bf16 bit that fp32 sums in another order may turn; untouched NaN must be untouched in both."""
+    """Asserts equality up to the last bf16 bit, which depends on the order of sums; NaN must be in the same places."""
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7, atol=1e-5, equal_nan=True)
 
 

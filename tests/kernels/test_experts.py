@@ -35,7 +35,7 @@ from tests.kernels.test_matmul import poisoned, some_rows, stored
 
 CPU = torch.device("cpu")
 SCRATCH = 1000
-BF16_ERROR = 1.5e-2  # the interpreter cuts bits off where a GPU rounds
+BF16_ERROR = 1.5e-2  # the interpreter truncates where a GPU rounds
 RULES = {
     "softmax": RoutingRule(7, 3, False, True, 1.0, 0.0),
     "raw-shares": RoutingRule(5, 5, False, False, 1.0, 0.0),
@@ -74,7 +74,7 @@ def route(
 
 
 def pairs_of(routing: Routing) -> dict[int, list[int]]:
-    """Pairs by expert as products read them: every sixteen of a list are a tile that stands somewhere, once."""
+    """Returns pairs by expert as products read them, and checks that every sixteen of a list are exactly one tile."""
     if routing.alone:
         assert not routing.counts.any(), "nobody counts a row that is alone"
         return {expert: [rank] for rank, expert in enumerate(routing.experts[0].tolist()) if expert >= 0}
@@ -163,7 +163,7 @@ def packed_stack(kind: str, count: int, tensors: int, outputs: int, inputs: int,
 
 
 def products(stack: ExpertStack, x: Tensor, routing: Routing, gate: str | None, reference: bool = False) -> Tensor:
-    """One grouped product: gate and up of rows, or down of pairs."""
+    """Computes one grouped product: gate and up of rows, or down of pairs."""
     pairs = routing.most_pairs
     if gate is None:
         out = poisoned(pairs, stack.outputs)

@@ -1,4 +1,4 @@
-"""Trees grown on the device against the ones that speculative/tree.py grows from the same candidates."""
+"""Trees grown on the device equal those that speculative/tree.py grows from the same candidates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 1000
 
 @dataclass
 class Case:
-    """Candidates of some sequences and what each of them wants of them."""
+    """The candidates of some sequences, and what is to be grown from them."""
 
     tokens: Tensor
     scores: Tensor
@@ -36,7 +36,7 @@ class Case:
 
 
 class TableWalk:
-    """A head for the Python growth whose answers are the device's tables; candidates of a slot are different tokens."""
+    """A head for the Python growth that answers from the device's tables; the candidates of a slot are distinct."""
 
     def __init__(self, case: Case, sequence: int) -> None:
         assert case.heads is not None
@@ -62,7 +62,7 @@ def random_case(seed: int, sequences: int, slots: int, candidates: int, nodes: i
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((sequences, slots, 200), generator=generator) * 3
     scores = logits.log_softmax(dim=-1).topk(candidates, dim=-1).values
-    if ties:  # whatever is behind equals is equally likely as well, whoever takes the exponentials
+    if ties:  # children of equal nodes are also equal, on the device and on the host
         scores = scores.repeat_interleave(2, dim=-1)[..., :candidates] - 0.7
     tokens = torch.rand((sequences, slots, VOCABULARY), generator=generator).topk(candidates).indices
     wishes = Wishes.empty(sequences, torch.device("cpu"))
@@ -73,7 +73,7 @@ def random_case(seed: int, sequences: int, slots: int, candidates: int, nodes: i
         wishes.depth[sequence] = int(torch.randint(1, slots + 2, (), generator=generator))
         wishes.shape[sequence] = (CHAIN, TREE, SEEDED_TREE)[(seed + sequence) % 3]
         wishes.floor[sequence] = (0.0, 0.0, 0.01)[(seed // 3) % 3]
-        # ends in nothing to choose from, as a strict filter leaves it
+        # the last slot has empty places among its candidates, as after a strict filter
         scores[sequence, slots - 1, (seed + sequence) % candidates :] = float("-inf")
         calibration = (None, Calibration(), Calibration(Calibration()))[(seed + sequence // 2) % 3]
         if calibration is not None:
@@ -95,7 +95,7 @@ def with_heads(case: Case, seed: int, confident: bool) -> Case:
 
 
 def expected(case: Case, sequence: int, most: int) -> Growth:
-    """What the host grows; its shape, as the device is asked for it."""
+    """Returns what the host grows, and the shape in the form in which the device gets it."""
     wishes, heads = case.wishes, case.heads
     drafts = BlockDrafts(
         case.tokens[sequence].long().numpy(),
@@ -120,7 +120,7 @@ def expected(case: Case, sequence: int, most: int) -> Growth:
 
 
 def moved(record: object) -> object:
-    """A record of tensors on the device."""
+    """Moves a dataclass of tensors to the device."""
     parts = (getattr(record, field.name) for field in fields(record))  # type: ignore[arg-type]
     return type(record)(*(part.to(DEVICE) if isinstance(part, Tensor) else part for part in parts))
 
@@ -225,7 +225,7 @@ def test_a_head_without_numbers_matters_only_where_it_is_asked(kernel: bool) -> 
     case.wishes.nodes.fill_(6)
     case.wishes.depth.fill_(3)
     case.heads.corrections[0, 0, 0, 1] = float("inf")
-    case.heads.corrections[1, 0, 1, 1] = float("nan")  # behind no token: slot 0 has the anchor's line only
+    case.heads.corrections[1, 0, 1, 1] = float("nan")  # not reachable: slot 0 uses only the anchor's line
     rows, grown = grown_rows(case, 16, kernel)
     assert grown.broken.tolist() == [1, 0]
     check_rows(rows, grown, 0, Growth([int(case.wishes.anchors[0])]))

@@ -1,4 +1,4 @@
-"""Tables of head scores made on the device against the walk that the host does over the same weights."""
+"""Tables of head scores computed on the device equal those that the host computes from the same weights."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from slipstream.kernels.gpu.matrices import (
 from slipstream.kernels.gpu.packing import KINDS
 
 CPU = torch.device("cpu")
-BF16_ERROR = 8e-3  # the interpreter cuts bits off where a GPU rounds, which makes twice the error
+BF16_ERROR = 8e-3  # the interpreter truncates where a GPU rounds, which doubles the error
 EXACT_ERROR = 1e-5
 PACKING_ERROR = 4.5e-3  # scales round to bf16, and so does every weight
 # (outputs, inputs): a last tile that is not full; inputs that no step divides; inputs shared by several programs
@@ -39,7 +39,7 @@ SHAPES = {"Q8_0": (72, 512), "Q4_0": (72, 672), "Q4_1": (72, 160), "Q4_K": (72, 
 
 
 class Stored:
-    """A tensor of a file that never was one."""
+    """Imitates a tensor of a file."""
 
     def __init__(self, values: Tensor, type_name: str) -> None:
         self.shape: tuple[int, ...] = tuple(values.shape)
@@ -145,7 +145,7 @@ def test_dense_product_in_order(shape: tuple[int, int]) -> None:
     assert matrix(rows, out) is out
     assert error(out, rows.double() @ weight.double().t()) < EXACT_ERROR
     assert torch.equal(matrix(rows[:16], poisoned(16, outputs)), out[:16])
-    # tickets go on where the last product left them
+    # tickets continue from where the last product left them
     assert torch.equal(matrix(rows, poisoned(32, outputs)), out)
 
 
@@ -247,7 +247,7 @@ def test_blocks_are_packed_without_the_gguf_package(monkeypatch: pytest.MonkeyPa
 
 
 class Registers:
-    """Runs the few PTX instructions that make weights of codes, which the interpreter never sees."""
+    """Simulates the few PTX instructions that unpack weights, because the interpreter does not run them."""
 
     def __init__(self, inputs: dict[str, int]) -> None:
         self.values = dict(inputs)

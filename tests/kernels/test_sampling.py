@@ -1,4 +1,4 @@
-"""Tokens and candidates chosen on the device against the host's sampler, and what must not depend on neighbours."""
+"""Tokens and candidates chosen on the device equal the host sampler's and do not depend on neighbouring rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from slipstream.kernels.gpu import token_choice as sampling
 from slipstream.kernels.gpu.filters import MOST_GATHERED, find_floors
-from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.speculative.sampling import RowSampler, filter_floors
 from slipstream.types import SamplingParams
@@ -35,8 +35,8 @@ FILTERS = [
 ]
 
 
-def settings_of(params: list[SamplingParams], shared: bool = True) -> Settings:
-    settings = Settings.empty(len(params), DEVICE)
+def settings_of(params: list[SamplingParams], shared: bool = True) -> SamplingSettings:
+    settings = SamplingSettings.empty(len(params), DEVICE)
     for sequence, own in enumerate(params):
         settings.temperature[sequence], settings.seed[sequence] = own.temperature, own.seed or 0
         settings.top_k[sequence], settings.top_p[sequence] = own.top_k, own.top_p
@@ -48,7 +48,7 @@ def random_logits(seed: int, rows: int, vocabulary: int = VOCABULARY, spread: fl
     return torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def chosen(logits: Tensor, positions: Tensor, settings: Settings, each: int, kernel: bool = True) -> list[int]:
+def chosen(logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, kernel: bool = True) -> list[int]:
     rows, vocabulary = logits.shape
     out = torch.full((rows,), -99, dtype=torch.int32, device=DEVICE)
     call = sampling.choose if kernel else sampling.choose_reference
@@ -57,7 +57,7 @@ def chosen(logits: Tensor, positions: Tensor, settings: Settings, each: int, ker
 
 
 def candidates(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, count: int, kernel: bool = True
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, count: int, kernel: bool = True
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     tokens = torch.full((rows, count), -99, dtype=torch.int32, device=DEVICE)

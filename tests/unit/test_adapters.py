@@ -1,4 +1,4 @@
-"""Reading adapters: what PEFT and llama.cpp write, what a user types, and everything a file can be wrong about."""
+"""Reading adapters: files of PEFT and llama.cpp, what a user types, and every fault that a file can have."""
 
 from __future__ import annotations
 

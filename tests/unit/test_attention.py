@@ -1,4 +1,4 @@
-"""Attention over pages against dense fp64 attention, and the bitwise promise that text identity rests on."""
+"""Attention over pages equals dense fp64 attention, and a row has the same bits whatever rows are beside it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def attend(
 
 
 def dense(sequence: Sequence, positions: range, pattern: AttentionPattern, earliest: int) -> Tensor:
-    """One row, one head at a time in fp64, what it sees said in words of positions."""
+    """Computes one row, one head at a time in fp64; what the row sees is given by positions."""
     heads, kv_heads = sequence.queries.shape[1], sequence.keys.shape[1]
     rows = []
     for q in positions:
@@ -95,7 +95,7 @@ def test_scattered_pages_match_dense_attention(
 ) -> None:
     page, pages = 8, [5, 6, 2, 9, 0, 1]
     sequence = Sequence(45, heads, kv_heads, 16)
-    pools = empty_pools(10, kv_heads, 16, page, filler=1e4)  # what lies in foreign slots must not matter
+    pools = empty_pools(10, kv_heads, 16, page, filler=1e4)  # the contents of other sequences' slots must not matter
     sequence.store(pools, pages, page)
     for positions in (range(44, 45), range(37, 45), range(32, 45), range(40, 45)):
         expected = dense(sequence, positions, pattern, earliest)
@@ -132,7 +132,7 @@ ENDS = [1, 17, 60, 64, 65, 130, 1100]
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("length", ENDS)
 def test_a_row_is_the_same_to_the_bit_in_any_number_of_rows(heads: int, kv_heads: int, dim: int, length: int) -> None:
-    """Row `length` alone (plain decoding), and as first, middle or last of 2 to 17 rows (verify)."""
+    """Computes row `length` alone (plain decoding), and as first, middle or last of 2 to 17 rows (verify)."""
     total = length + 17
     sequence = Sequence(total, heads, kv_heads, dim)
     pages = list(range(math.ceil(total / PAGE)))
@@ -173,7 +173,7 @@ def test_a_row_is_the_same_to_the_bit_wherever_its_pages_lie(heads: int, kv_head
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_does_not_depend_on_rejected_rows_behind_it(threads: int) -> None:
-    """Slots behind the row hold an earlier proposal's keys; they are masked, and must leave no trace."""
+    """Slots behind the row hold the keys of an earlier proposal; they are masked and must not change the result."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -192,7 +192,7 @@ TREE_SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (32, 8, 128)]
 
 
 class Tree:
-    """A random tree behind `start` positions: row i's keys lie in slot start + i, whatever position it stands at."""
+    """A random tree behind `start` positions; the keys of row i are in slot start + i, whatever its position is."""
 
     def __init__(self, start: int, rows: int, heads: int, kv_heads: int, dim: int, page: int = PAGE) -> None:
         rng = random.Random(start * 1000 + rows)
@@ -205,7 +205,7 @@ class Tree:
         self.sequence.store(self.pools, self.pages, page)
 
     def way(self, row: int) -> list[int]:
-        """Rows from the root to this one."""
+        """Returns the rows from the root to this row."""
         return [*self.way(self.parents[row]), row] if row else [0]
 
     def attend(self, pattern: AttentionPattern = CAUSAL) -> Tensor:
@@ -213,7 +213,7 @@ class Tree:
         return row_attention(self.sequence.queries[self.start :], *self.pools, [group], self.sequence.scale)
 
     def plain(self, row: int, pattern: AttentionPattern = CAUSAL) -> Tensor:
-        """The row decoded on its own: its ancestors' keys stand at the positions before it."""
+        """Decodes the row on its own, with its ancestors' keys at the positions before it."""
         way = self.way(row)
         own = Sequence.__new__(Sequence)
         own.length, own.scale = self.start + len(way), self.sequence.scale
@@ -226,7 +226,7 @@ class Tree:
         return attend(own, range(position, position + 1), self.pages, pools, pattern, page=self.page)[0]
 
     def dense(self, row: int, window: int = 0) -> Tensor:
-        """In fp64: the committed past and the ancestors, the last `window` of them by depth."""
+        """Computes in fp64 over the committed positions and the ancestors, limited to the last `window` by depth."""
         slots = [*range(self.start), *[self.start + other for other in self.way(row)]][-window:]
         keys, values = self.sequence.keys[slots].double(), self.sequence.values[slots].double()
         query = self.sequence.queries[self.start + row].double()
@@ -266,7 +266,7 @@ def test_a_window_counts_depth_and_not_rows(heads: int, kv_heads: int, dim: int,
 @pytest.mark.parametrize("window", [1, 3, 6, 70])
 @pytest.mark.parametrize("start", [117, 126])
 def test_rows_of_a_windowed_tree_equal_plain_rows_to_the_bit(start: int, window: int) -> None:
-    """From 126 on the tree reads a page for its root that a deeper row alone would leave out."""
+    """From position 126 on the tree reads a page for its root that a deeper row alone would not read."""
     tree, pattern = Tree(start, 24, 9, 3, 64), AttentionPattern(window=window)
     together = tree.attend(pattern)
     for row in range(24):
@@ -297,7 +297,7 @@ def test_trees_share_a_batch_with_chains_and_single_rows() -> None:
 
 
 def test_a_row_of_a_tree_reads_nothing_of_other_branches() -> None:
-    """Not even multiplied by zero: a sibling that is not a number must not spoil the rest."""
+    """A sibling with NaN keys is not even multiplied by zero, and so does not spoil other rows."""
     tree = Tree(60, 12, 4, 2, 16)
     tree.parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     healthy = tree.attend()

@@ -12,7 +12,7 @@ from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer
 from tests.helpers_models import smollm2_metadata
 
-# The features published Qwen3 templates use: namespaces, reversed loops, tools, string methods and thinking tags.
+# This template has the features of published Qwen3 ones: namespaces, reversed loops, tools, string methods, thinking.
 QWEN3_LIKE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -180,7 +180,7 @@ def test_a_schema_that_is_no_json_is_refused() -> None:
         with pytest.raises(RequestError, match="not JSON"):
             grammars.json_schema(schema)
     while deep:
-        deep = deep.pop("not")  # taken apart by hand: letting go of it all at once would overflow the stack
+        deep = deep.pop("not")  # taken apart level by level, because freeing it at once would overflow the stack
 
 
 def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) 
     found = pair.engine.grammars
     attempt = found._try
     monkeypatch.setattr(found, "_try", lambda c, t: (tried.append((c.grammar, t)), attempt(c, t)))
-    with ThreadPoolExecutor() as threads:  # a server tries it where it does not hold up the engine
+    with ThreadPoolExecutor() as threads:  # as in a server, which tries constraints in other threads than the engine's
         threads.submit(found.prepare, grammars.regex("one[0-9]"), None).result()
     found.prepare(grammars.regex("one[0-9]"), None)
     assert reads(pair, grammars.regex("one[0-9]"), "one7") and len(tried) == 1
@@ -231,7 +231,7 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     assert guide is not None
     while not guide._written:
         pair.engine.step()
-    guide._written[-1:] = [EOS]  # forbidden there: the matcher gives up for good
+    guide._written[-1:] = [EOS]  # EOS is forbidden there, so that the matcher fails for good
     guide._masks.clear()
     pair.engine.grammars._masks.helper.close()
     ended = {}
@@ -257,7 +257,7 @@ def test_a_new_process_takes_up_where_the_last_one_ended(pair: LLM) -> None:
 
 
 def test_masks_of_paths_that_only_look_alike_are_their_own(pair: LLM) -> None:
-    """As many tokens, the same last one, another text before it: a matcher that is taken back takes one for another."""
+    """Two texts have as many tokens and the same last one; a matcher that is rolled back would confuse them."""
     constraint = grammars.json_schema(TREE)
     start = pair.tokenizer.encode('{ "v": false\n, "next": { "v"\n: ', add_bos=False)
     guide = compiled(pair, constraint)
@@ -309,13 +309,13 @@ def test_masks_behind_any_path_are_those_of_a_fresh_reading(pair: LLM) -> None:
 
 
 def test_choosing_leaves_no_trace_and_rows_get_the_mask_of_their_own_path(pair: LLM) -> None:
-    """Two branches of a tree: the row behind A may only see B or C, the row behind X only Y."""
+    """A tree has two branches: behind A only B or C is allowed, behind X only Y."""
     constraint = grammars.lark('start: "A" ("B" | "C") "D" | "X" "Y"')
     a, b, c, d, x, y = (ord_token(pair, letter) for letter in "ABCDXY")
     proposal = Proposal((65, a, x, c, y), (-1, 0, 0, 1, 2))
     logits = torch.zeros(5, VOCAB)
     for row, token in enumerate((x, c, d, d, d)):
-        logits[row, token] = 9.0  # what the target would say; row 2 wants D where only Y may stand
+        logits[row, token] = 9.0  # the target's choice without a mask; row 2 wants D where only Y is allowed
     guide = compiled(pair, constraint)
     sampler = RowSampler(SamplingParams(), VOCAB, [65], True, guide)
     for path in ((), (x,), (a,)):
@@ -333,7 +333,7 @@ def test_choosing_leaves_no_trace_and_rows_get_the_mask_of_their_own_path(pair: 
 
 
 def test_forbidden_drafts_are_replaced_by_what_may_be_written(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule the same request accepts much less."""
+    """Without masked drafts the same request accepts far fewer tokens."""
     settings = {"constraint": grammars.json_schema(PERSON), "mode": "chain", "temperature": 0, "max_tokens": 120}
     with_rule = pair.generate("x", **settings).stats
     monkeypatch.setattr(DraftRule, "fits", lambda self, *growths: True)
@@ -392,7 +392,7 @@ def test_calls_are_the_same_in_every_mode(pair: LLM, temperature: float) -> None
 def test_a_budget_ends_reasoning_alike_in_every_mode(pair: LLM, budget: int, temperature: float) -> None:
     pieces = {token for token in range(VOCAB) if pair.tokenizer.token_bytes(token)[:1] > b"\x7f"}
     settings = {"temperature": temperature, "seed": 4, "max_tokens": 30, "ignore_eos": True}
-    settings["logit_bias"] = dict.fromkeys(pieces, -100)  # half a character would put the cut off
+    settings["logit_bias"] = dict.fromkeys(pieces, -100)  # half a character would postpone the end of the reasoning
     free = pair.generate("t", mode="plain", **settings)
     text = in_every_mode(pair, "t", MODES, thinking=Thinking(budget), **settings)["plain"].text
     assert text.startswith(pair.tokenizer.decode(free.token_ids[:budget]) + "</think>")
@@ -449,7 +449,7 @@ def test_logprobs_stay_those_of_the_unmodified_target(pair: LLM) -> None:
 
 
 def test_a_special_token_is_no_text(pair: LLM) -> None:
-    """A string that spells a control token is written letter by letter, and the token itself never stands in it."""
+    """A string that spells a control token is written letter by letter and never contains the token itself."""
     constraint = grammars.json_schema({"enum": ["<|endoftext|>"]})
     answer = pair.generate("x", mode="chain", constraint=constraint, temperature=0)
     assert json.loads(answer.text) == "<|endoftext|>" and EOS not in answer.token_ids

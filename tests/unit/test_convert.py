@@ -68,7 +68,7 @@ DRAFTERS = (
     "reduced",
     "causal-yarn-biased",
 )
-# what differs from the plain drafter
+# each variant lists how it differs from the plain drafter
 CHANGES: dict[str, dict[str, Any]] = {
     "sliding": {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5},
     "causal-yarn-biased": {
@@ -121,7 +121,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """To the bit and to the type; single file or shards."""
+    """Values and types are identical, from a single file or from shards."""
     first, second = weights_of(one), weights_of(other)
     assert set(first) == set(second)
     for name, value in first.items():

@@ -79,7 +79,7 @@ def test_pieces_have_the_ids_of_the_whole(kind: str, short_pieces: None) -> None
 
 
 def words(backend: Backend, text: str) -> list[str]:
-    """What is merged by itself: of a small vocabulary the ids alone would not show every wrong cut."""
+    """Returns the pieces that are merged separately, as ids of a small vocabulary do not show every wrong cut."""
     normal = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
     if backend.pre_tokenizer is None:
         return list(normal)
@@ -114,7 +114,7 @@ def test_half_characters_are_refused_anywhere(short_pieces: None) -> None:
 
 
 def odd_backends() -> Iterator[tuple[str, Backend]]:
-    """Tokenizers that are not to be cut, each for another reason; all but the first lose bytes as well."""
+    """Tokenizers whose texts must not be cut, each for another reason; all but the first also lose bytes."""
 
     def plain() -> Backend:
         return gguf_vocab.build(metadata(pre="qwen2")).backend

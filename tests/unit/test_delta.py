@@ -1,4 +1,4 @@
-"""The gated delta rule: the formula, and the same bits whichever way rows are led through it."""
+"""The gated delta rule follows its formula, and gives the same bits in whatever batch its rows are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 def test_the_rule_is_the_formula() -> None:
-    """Against the sums written out for one head at a time, in double precision."""
+    """Compares with the sums written out for one head at a time, in double precision."""
     shape, rule = SHAPE, make_rule(SHAPE)
     inputs, write, forget = draw(9, shape.channels), draw(9, shape.value_heads, seed=7), draw(9, shape.value_heads)
     window = torch.zeros(1, 1, shape.window, shape.channels)

@@ -1,4 +1,4 @@
-"""Streaming text: whatever the cuts, the pieces add up to the whole, and no piece holds half a character."""
+"""Streamed text: however ids are grouped, the pieces add up to the whole, and no piece has half a character."""
 
 from __future__ import annotations
 

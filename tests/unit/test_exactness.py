@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def uneven(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function with the last bits of its result depending on how many rows there are."""
+    """Returns the same function, but with last bits that depend on the number of rows."""
 
     def changed(*args: object, **kwargs: object) -> Tensor:
         out = function(*args, **kwargs)

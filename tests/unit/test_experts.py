@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cpu.expert_products import grouped_product, mix_experts
+from slipstream.kernels.cpu.expert_products import grouped_product, mix_experts, multiply_grouped
 from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix
-from slipstream.kernels.cpu.native_experts import multiply_grouped
 from slipstream.kernels.cpu.native_library import Library
 from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 from tests.native import FLOATS, QUANTISED, every_library, stored
@@ -59,7 +58,7 @@ def test_a_mixture_is_the_sum_of_its_shares() -> None:
 
 
 def test_neighbours_and_their_order_do_not_matter() -> None:
-    """Bit for bit where the matrices promise it: each row adds its experts in its own order."""
+    """Rows have the same bits if the matrices promise it, because each row adds its experts in its own order."""
     gate_up = [Int8Matrix(random(64, 32, seed=seed)) for seed in range(6)]
     down = [Int8Matrix(random(32, 32, seed=20 + seed)) for seed in range(6)]
     rows, shares = random(40, 32), random(40, 3, seed=3).abs()

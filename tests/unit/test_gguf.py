@@ -1,4 +1,4 @@
-"""Reading GGUF: what a file says comes out right, and what it claims wrongly is refused by name."""
+"""Reading GGUF: correct files are read correctly, and every wrong claim is refused with the name of its place."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_dense_memory_outlives_the_file(small: Path) -> None:
     weights = open_weights(small)
     kept = weights.tensor("norm")
     values = kept.dense()
-    values += 1  # owned memory: writing must neither fail nor reach the file
+    values += 1  # the tensor owns its memory: writing must neither fail nor change the file
     assert torch.equal(kept.dense() + 1, values)
     weights.close()
     assert values[0] == 1

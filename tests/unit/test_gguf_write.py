@@ -29,7 +29,7 @@ from slipstream.formats.gguf_write import (
     text_entry,
     write_gguf,
 )
-from slipstream.formats.safetensors_write import write_safetensors
+from slipstream.formats.safetensors import write_safetensors
 from slipstream.formats.weight_files import open_weights
 from tests.fuzz_formats import head, text
 from tests.helpers_models import write_gguf as write_small
@@ -99,7 +99,7 @@ def test_a_file_copied_through_the_writer_is_the_same_file(tmp_path: Path) -> No
 
 
 def test_values_python_cannot_tell_apart_keep_their_bytes(tmp_path: Path) -> None:
-    nan = struct.pack("<I", 0x7FC00123)  # a NaN that says something
+    nan = struct.pack("<I", 0x7FC00123)  # a NaN with a payload, which must be preserved
     nested = struct.pack("<IQ", 9, 2) + struct.pack("<IQB", 0, 1, 7) + struct.pack("<IQi", 5, 1, -7)
     values = text(b"nan") + struct.pack("<I", 6) + nan + text(b"nested") + struct.pack("<I", 9) + nested
     empty = text(b"none") + struct.pack("<IIQ", 9, 10, 0)

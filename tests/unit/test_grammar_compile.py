@@ -37,7 +37,7 @@ def test_chains_up_to_the_limit_are_taken_and_longer_ones_are_not(compiler: Gram
         else:
             with pytest.raises(RequestError, match=f"more than {MOST_REFERENCES} of its"):
                 check_bounds(constraint.kind, constraint.grammar)
-    if kind != "one of":  # the library takes no choices that overlap
+    if kind != "one of":  # the library does not accept choices that overlap
         compiler.prepare(chain(kind, 200), None)
 
 
@@ -56,7 +56,7 @@ def test_circles_and_references_to_nowhere_have_no_length() -> None:
     "text", ['"\\' * 100_000, "/" * 100_001, "a" * 200_000, " " * 200_000, "a: " * 50_000, '%json {"a":' * 4_000]
 )
 def test_looking_at_a_grammar_takes_time_by_its_length(text: str) -> None:
-    """A scan that were quadratic would take minutes, which the test's own limit ends."""
+    """A quadratic scan would take minutes, and the test's time limit would end it."""
     check_bounds("lark", text)
 
 
@@ -74,7 +74,7 @@ def test_what_no_text_fits_is_refused_at_once(compiler: Grammars) -> None:
 
 def test_a_panic_of_the_library_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
-        """What pyo3 raises, which is no Exception."""
+        """Stands for the panic that pyo3 raises, which is not an Exception."""
 
     def panicking(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
@@ -95,7 +95,7 @@ def test_waiting_for_other_constraints_has_an_end(compiler: Grammars, monkeypatc
 
 
 def test_a_question_that_fails_does_not_move_a_request_on() -> None:
-    """Tokens and a drafted path come in one question: the tokens may be taken in before the path fails."""
+    """One question contains tokens and a drafted path, so the matcher may take the tokens before the path fails."""
     work = grammar_process._Desk(grammar_process._tokenizer(["a", "b", "<end>"], [2], [2], None, None)).mask
     opening = ["regex", "a*b", None]
     expected = work(0, opening, [0], [], [])[:2]

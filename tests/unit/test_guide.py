@@ -17,7 +17,7 @@ from tests.unit.test_tokenizer import sentencepiece
 
 @pytest.fixture(scope="module")
 def letters() -> Tokenizer:
-    """A token per byte."""
+    """A vocabulary with one token per byte."""
     return Tokenizer(_byte_tokenizer(), eos_ids=[EOS])
 
 
@@ -61,7 +61,7 @@ def test_a_mask_reads_its_bits() -> None:
 
 
 def test_a_sentencepiece_vocabulary_is_held_too() -> None:
-    """Its encoder puts a space before every text, which must not reach the grammar's own tokens."""
+    """A tokenizer that puts a space before every text; the space must not appear in the grammar's own tokens."""
     tokenizer = sentencepiece()
     guide = Grammars(tokenizer, tokenizer.vocab_size).guide(grammars.lark('start: "hello there"'), None)
     assert guide is not None

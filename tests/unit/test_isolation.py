@@ -1,4 +1,4 @@
-"""Helpers: whatever their child does is an ordinary answer, and no child outlives what it was started for."""
+"""Helpers: whatever a child process does becomes an ordinary answer, and no child outlives its helper."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = Limits(cpu_s=1, memory_bytes=128 * MIB, answer_bytes=MIB)
 
 
 def gone(pid: int, seconds: float = 30.0) -> bool:
-    """Whether a process ends, or is only a name that its parent has not asked about yet."""
+    """Whether a process ends, or is a zombie whose parent has not read its status yet."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -98,7 +98,7 @@ def test_a_child_that_died_while_idle_is_replaced(helper: Helper) -> None:
 
 
 def test_memory_that_stays_taken_is_no_later_calls_limit() -> None:
-    """Of several calls that each leave a little behind, together more than the limit, none fails."""
+    """Several calls each leave some memory behind, together more than the limit, and none of them fails."""
     helper = Helper("tests.unit.test_isolation:hoarder", Limits(cpu_s=5, memory_bytes=64 * MIB, answer_bytes=MIB))
     pids = set()
     for _ in range(8):

@@ -19,7 +19,7 @@ CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache folder of its own, no cap set from outside, and torch's threads as they were."""
+    """Provides a separate cache folder, no cap from the environment, and restores torch's threads."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that monkeypatch restores whatever a test leaves
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
@@ -48,7 +48,7 @@ def test_threads_are_those_asked_for_or_the_cores() -> None:
 
 
 def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return codes of the probes that were really run."""
+    """Returns the exit codes of the probes that were really run."""
     codes: list[int] = []
     run = machine.subprocess.run
 

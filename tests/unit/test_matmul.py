@@ -1,4 +1,4 @@
-"""Matrices in every weight format against fp64, and the formats whose rows do not depend on their company."""
+"""Matrices in every weight format against fp64, and the formats whose rows do not depend on the rows beside them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plain:
 
 
 def stored(folder: Path, kind: Kind, outputs: int, inputs: int = 64, seed: int = 0) -> WeightTensor:
-    """A tensor quantised by the gguf package and read back through our own reader."""
+    """A tensor quantised by the gguf package and read back by Slipstream's reader."""
     path = folder / f"{kind.name}-{outputs}-{inputs}-{seed}.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     values = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.cpu.attention import attention
-from slipstream.kernels.cpu.native_attention import batch_struct, group_struct, native_attention, serves
+from slipstream.kernels.cpu.native_attention import attention, batch_struct, group_struct, native_attention, serves
 from slipstream.kernels.cpu.torch_kernels import row_attention
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_group, make_tree_group
 from tests.native import compiled
@@ -147,7 +146,7 @@ def test_few_rows_are_shared_by_any_number_of_threads(
 ) -> None:
     pools, queries = random_pools(4, kv_heads, 64, dim), randn(rows, heads, dim, seed=6)
     group = [make_group(0, range(180, 180 + rows), range(4), 64, CAUSAL)]
-    # all are kept until the end: a row that nobody computed would else show what stood in its memory before
+    # all results are kept until the end, so that a row that was not computed cannot show an earlier result's memory
     results = [attend(queries, pools, group, threads=threads) for threads in (1, 2, 3, 4, 7, 16)]
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -157,7 +156,7 @@ def test_few_rows_are_shared_by_any_number_of_threads(
 def test_a_row_is_the_same_to_the_bit_in_any_number_of_rows(
     attend: Attend, heads: int, kv_heads: int, dim: int, pattern: AttentionPattern
 ) -> None:
-    """Alone, in a chunk of any length, and as the last row of a tree's branch."""
+    """Computes a row alone, in a chunk of any length, and as the last row of a tree's branch."""
     pools = random_pools(5, kv_heads, 64, dim)
     queries = randn(300, heads, dim, seed=2)
     for position in (0, 15, 16, 63, 64, 100, 191):
@@ -196,11 +195,11 @@ def test_a_row_of_a_tree_is_to_the_bit_the_row_plain_decoding_computes(
 
 
 def test_hidden_keys_are_not_even_read(attend: Attend) -> None:
-    """Slots behind a row, before a window, in other branches and in foreign pages hold no numbers at all."""
+    """Slots behind a row, before a window, in other branches and in other sequences' pages hold NaN."""
     heads, kv_heads, dim = 6, 2, 32
     queries = randn(12, heads, dim, seed=8)
     parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    cases: list[tuple[RowGroup, list[int]]] = [  # the slots that somebody sees
+    cases: list[tuple[RowGroup, list[int]]] = [  # the slots that at least one row sees
         (make_group(0, range(60, 72), [2, 0], 64, CAUSAL), [*range(72)]),
         (make_group(0, range(60, 72), [2, 0], 64, AttentionPattern(window=10)), [*range(51, 72)]),
         (make_group(0, range(60, 72), [2, 0], 64, AttentionPattern(causal=False), earliest=33), [*range(33, 72)]),
@@ -233,7 +232,7 @@ def test_what_is_not_a_number_stays_with_the_rows_that_see_it(attend: Attend) ->
 
 def test_extreme_scores_give_what_softmax_gives(attend: Attend) -> None:
     queries, pools = randn(5, 4, 16, seed=1), random_pools(2, 2, 64, 16)
-    pools[0][0, :, 30] = 1e4 * queries[2, 0]  # one key takes all of some rows and nothing of others
+    pools[0][0, :, 30] = 1e4 * queries[2, 0]  # one key takes all weight of some rows and none of others
     group = [make_group(0, range(70, 75), [0, 1], 64, CAUSAL)]
     assert torch.allclose(attend(queries, pools, group).double(), exact(queries, pools, group, 0.2), atol=3e-6)
     pools[0][0, :, 9] = 3e38 * (torch.arange(16) == 0)  # overflows to either infinity
@@ -270,7 +269,7 @@ def test_only_what_the_kernel_can_do_is_given_to_it(monkeypatch: pytest.MonkeyPa
     group = [make_group(0, range(70, 73), [0, 1], 64, CAUSAL)]
     rows = randn(3, 4, 24)
     assert torch.equal(attention(rows, *odd, group, 0.2), row_attention(rows, *odd, group, 0.2)), "torch serves"
-    monkeypatch.setattr("slipstream.kernels.cpu.attention.library", lambda: None)
+    monkeypatch.setattr("slipstream.kernels.cpu.native_attention.library", lambda: None)
     assert torch.equal(attention(queries, *pools, group, 0.2), row_attention(queries, *pools, group, 0.2))
 
 

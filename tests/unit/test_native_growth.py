@@ -79,12 +79,12 @@ def random_head(source: random.Random, slots: int, trusting: bool | None = None)
     if not trusting:
         return Head(before, after, kind)
     trusted = (0.3 * torch.randn(rank, generator=numbers)).numpy() if source.random() < 0.5 else None
-    doubt = source.choice([1.0, -3.0])  # where hardly anything is trusted the first candidate caps the others
+    doubt = source.choice([1.0, -3.0])  # with low confidence the first candidate caps the others
     return Head(before, after, kind, torch.randn(slots, generator=numbers).numpy() + np.float32(doubt), trusted)
 
 
 def random_block(source: random.Random, slots: int, hidden: bool = False) -> tuple[NDArray[np.int64], Floats]:
-    """Candidates and log-probabilities; `hidden` ones are what a filter left out."""
+    """Returns candidates and log-probabilities; `hidden` of them are those that a filter removed."""
     count = source.choice([1, 3, 16, 64])
     numbers = np.random.default_rng(source.randrange(1 << 30))
     scores = source.choice([1.0, 4.0]) * numbers.standard_normal((slots, VOCAB))
@@ -120,7 +120,7 @@ def natively(grower: Grower, drafts: BlockDrafts, calibration: Calibration | Non
 
 
 def assert_alike(mine: Growth, theirs: Growth) -> None:
-    """Equal, but where two nodes have the same survival up to rounding: there either may come first."""
+    """Asserts that two growths are equal; of two nodes whose survivals differ by rounding, either may come first."""
     close = [
         row
         for row in range(2, len(theirs.tokens))
@@ -159,7 +159,7 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
 
 
 def test_the_random_cases_hold_what_they_should() -> None:
-    """Trees that branch, chains a threshold cuts, full trees: or the comparison would compare nothing."""
+    """The cases include branching trees, chains cut by a threshold and full trees, so that the comparison is real."""
     branching = cut = full = 0
     for seed in range(40):
         source = random.Random(seed)
@@ -258,7 +258,7 @@ def test_a_token_that_the_tables_do_not_hold_is_refused(grower: Grower, anchor: 
 
 
 def test_the_block_grows_natively_where_it_can(grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BlockDrafts.grow takes the compiled way for tables it can read, and the plain one for any other head."""
+    """BlockDrafts.grow uses compiled code for tables that it can read, and Python for any other head."""
     monkeypatch.setattr("slipstream.speculative.candidates.grower", lambda: grower)
     source = random.Random(13)
     block, head = random_block(source, 5), random_head(source, 5, trusting=False)

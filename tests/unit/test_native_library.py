@@ -64,7 +64,7 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
 @pytest.mark.skipif(availability().library is None or COMPILER is None, reason="no compiled kernels")
 @pytest.mark.timeout(600)
 def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
-    # only behind setup.py's own flags does -O0 count; optimising checked code takes two minutes
+    # -O0 must come after setup.py's own flags to take effect; optimising sanitized code takes two minutes
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" -fsanitize=address -O0\n')
     compiler.chmod(0o755)

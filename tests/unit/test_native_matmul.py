@@ -21,7 +21,7 @@ def shapes(kind: str) -> tuple[tuple[int, int], ...]:
 
 def rows_of(count: int, inputs: int) -> torch.Tensor:
     rows = torch.randn(count, inputs, generator=torch.Generator().manual_seed(count))
-    rows[::2, ::37] *= 300.0  # blocks where one value dwarfs the rest, in some rows only
+    rows[::2, ::37] *= 300.0  # some rows get blocks in which one value is far larger than the others
     return rows
 
 

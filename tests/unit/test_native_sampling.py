@@ -51,7 +51,7 @@ def random_rows(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Te
 
 
 def odd_rows(vocab: int) -> dict[str, Tensor]:
-    """Rows that try the edges: ties everywhere, order, masks, values far apart and values that are none."""
+    """Rows of edge cases: ties, sorted rows, masks, values far apart, NaN and infinities."""
     few = torch.full((2, vocab), HIDDEN)
     few[0, vocab - 1] = -3.0
     few[1, vocab // 2] = 5.0
@@ -134,7 +134,7 @@ def test_the_noise_of_rare_words_is_that_of_torch(native: NativeRanking) -> None
 
 
 def all_noise(native: NativeRanking, logits: Tensor, positions: list[int], seed: int, temperature: float) -> Tensor:
-    """Every score with all of its noise."""
+    """Returns every score with its full noise."""
     noise = np.stack([native.gumbel_row(seed, position, logits.shape[1]) for position in positions])
     return logits / temperature + torch.from_numpy(noise)
 
@@ -233,7 +233,7 @@ def test_both_instruction_sets_give_the_same_bits() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_row_is_its_own_whatever_stands_beside_it(native: NativeRanking) -> None:
-    """Chains, trees that repeat positions, single rows and other numbers of threads: the same bits."""
+    """Chains, trees that repeat positions, single rows and other numbers of threads give the same bits."""
     logits, positions = random_rows(24, 49_152, 8), [30 + depth for depth in (0, 1, 1, 1, 2, 2, 3, 3) * 3]
     top, noisy = native.top_scores(logits, 16, 0.8), native.noisy_top(logits, positions, 5, 0.8, 16)
     best = native.noisy_best(logits, positions, 5, 0.8)[0]

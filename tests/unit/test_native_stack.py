@@ -1,4 +1,4 @@
-"""A whole stack in one native call: a row's bits do not depend on its company, the threads or the instruction set."""
+"""A whole stack in one native call: a row's bits do not depend on other rows, the threads or the instruction set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu import native_threads
+from slipstream.kernels.cpu import native_library
 from slipstream.kernels.cpu.native_library import Library
 from slipstream.kernels.cpu.native_matrix import PackedLinear, reference_product
 from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
@@ -22,9 +22,9 @@ CAUSAL = AttentionPattern()
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    before = native_threads._chosen
+    before = native_library._chosen_threads
     yield
-    native_threads.set_threads(before)
+    native_library.set_threads(before)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -32,7 +32,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 class Small:
-    """Two layers with biases in front of sixteen-fold and odd numbers of outputs, and pools of their own."""
+    """Two layers with biases, with multiples of sixteen and odd numbers of outputs, and with their own pools."""
 
     def __init__(self, library: Library, kind: str, hidden: int) -> None:
         def linear(*outputs: int, inputs: int = hidden) -> PackedLinear:
@@ -88,12 +88,12 @@ def everything(result: PassResult) -> Tensor:
 @every_library()
 @pytest.mark.parametrize(("kind", "hidden"), [("Q4_1", 96), ("Q8_0", 64), ("F16", 40)])
 def test_rows_together_are_rows_one_after_the_other(library: Library, kind: str, hidden: int) -> None:
-    native_threads.set_threads(1)
+    native_library.set_threads(1)
     alone = Small(library, kind, hidden)
     expected = torch.cat([everything(alone.run(row, 1)) for row in range(ROWS)])
     assert expected.isfinite().all()
     for threads, sizes in [(1, (37,)), (2, (1, 2, 3, 6, 16, 9)), (2, (37,)), (3, (5, 16, 16)), (8, (4, 33))]:
-        native_threads.set_threads(threads)
+        native_library.set_threads(threads)
         together, first, parts = Small(library, kind, hidden), 0, []
         for size in sizes:
             parts.append(everything(together.run(first, size)))
@@ -104,7 +104,7 @@ def test_rows_together_are_rows_one_after_the_other(library: Library, kind: str,
 
 @pytest.mark.skipif(len(libraries()) < 2, reason="no AVX-512")
 def test_instruction_sets_agree_on_a_stack() -> None:
-    native_threads.set_threads(2)
+    native_library.set_threads(2)
     seen = [everything(Small(library, "Q4_1", 96).run(0, ROWS)) for library in libraries()]
     assert torch.equal(*seen)
 
@@ -112,7 +112,7 @@ def test_instruction_sets_agree_on_a_stack() -> None:
 @every_library()
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_logits_are_the_head_times_the_normed_rows(library: Library, kind: str) -> None:
-    native_threads.set_threads(2)
+    native_library.set_threads(2)
     small = Small(library, kind, 64)
     result = small.run(0, 20)
     expected = reference_product(result.hidden, small.head_weight, float_rows=kind in FLOATS)

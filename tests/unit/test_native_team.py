@@ -1,4 +1,4 @@
-"""Which cores the threads of a team keep to."""
+"""The cores to which the threads of a team are pinned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.kernels.cpu.native_library import library
 
-WAIT_S = 30  # a thread that is kept off its core takes its place late
+WAIT_S = 30  # on a busy machine a thread may get its core only after a long time
 PROBE = f"""
 import ctypes, os, sys, time
 from slipstream.kernels.cpu.native_library import library

@@ -1,4 +1,4 @@
-"""The page table against a plain model of it: who holds what, where new pages come from, and what it refuses."""
+"""The page table against a plain model of it: reference counts, the choice of new pages, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix cache: what is found again, what it may serve, what goes first, and that no page is ever lost."""
+"""The prefix cache: what it finds, which requests it serves, what it evicts first, and that it never loses a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make(pages: int = 32) -> tuple[PageTable, PrefixCache]:
 
 
 def put(table: PageTable, cache: PrefixCache, tokens: list[int], key: str | None = None) -> list[int]:
-    """Computes `tokens` into pages of their own, remembers them, and lets go of them as a finished request does."""
+    """Computes `tokens` into new pages, stores them in the cache and releases them, as a finished request does."""
     pages = table.allocate(-(-len(tokens) // PAGE))
     cache.put(tokens, pages, key)
     table.release(pages)
@@ -106,7 +106,7 @@ def test_forgetting_a_drafter_leaves_the_others_pages() -> None:
     kept = put(table, cache, list(range(8)), "kept")
     put(table, cache, list(range(12)), "gone")
     put(table, cache, [7] * 4, "gone")
-    put(table, cache, [7] * 8, None)  # its second page stands behind one that goes
+    put(table, cache, [7] * 8, None)  # its second page is behind one that is evicted
     taken = cache.take(list(range(13)), "gone")
     cache.forget("gone")
     assert sorted(cache.held()) == sorted(kept)
@@ -271,7 +271,7 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
 
 
 def stamps_of_leaves(table: PageTable, cache: PrefixCache) -> list[int]:
-    """When the pages that could go at once were last used, found by looking at every page."""
+    """Returns when each evictable page was last used, found by looking at every page."""
     return [
         found.last_used
         for node in cache._nodes
@@ -285,7 +285,7 @@ def stamps(cache: PrefixCache) -> list[int]:
 
 
 def grown(seed: int, keys: list[str | None]) -> tuple[PageTable, PrefixCache]:
-    """A cache with stems and branches, of which some pages are in use."""
+    """Builds a cache with common prefixes and branches, some pages of which are in use."""
     rng = random.Random(seed)
     table, cache = make(400)
     for _ in range(120):
@@ -320,7 +320,10 @@ def test_the_oldest_leaf_goes_at_every_turn(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_pages_that_go_at_once_are_those_that_go_one_by_one(seed: int) -> None:
-    (_, once), (_, singly) = grown(seed, ["drafter"]), grown(seed, ["drafter"])  # of one drafter no two are equally old
+    (_, once), (_, singly) = (
+        grown(seed, ["drafter"]),
+        grown(seed, ["drafter"]),
+    )  # with one drafter no two pages have the same age
     wanted = once.evictable() // 2
     assert wanted > 10 and once.evict(wanted) == wanted == sum(singly.evict(1) for _ in range(wanted))
     assert sorted(once.held()) == sorted(singly.held())

@@ -22,7 +22,7 @@ from slipstream.kernels.cpu.native_matrix import RowTable
 from tests.ggml_oracle import Ggml
 
 QUANTS = tuple(name for name in ENCODABLE if name.startswith("Q"))
-# The largest relative error on normal numbers; what each type loses with the plain recipe of its format lies above.
+# The largest relative error on normally distributed numbers; the format's plain recipe has a larger error.
 NORMAL_LIMITS = {
     "F16": 0.00022,
     "BF16": 0.0017,
@@ -102,7 +102,7 @@ def test_the_error_on_normal_numbers(type_name: str) -> None:
 
 @pytest.mark.parametrize("type_name", QUANTS)
 def test_every_reader_of_ours_sees_the_same_numbers(tmp_path: Path, type_name: str) -> None:
-    """A file with our bytes: the gguf package, our unpacking of nibbles and the compiled reader agree to the bit."""
+    """The gguf package, Slipstream's unpacking of nibbles and the compiled reader read the bytes to the same bits."""
     encoded = encode_rows(rows_of("heavy-tailed", rows=7, width=512), type_name)
     expected = gguf.quants.dequantize(encoded, Kind[type_name])
     write_gguf(tmp_path / "t.gguf", [], [TensorPlan("t", type_name, (7, 512), lambda: [encoded])])
@@ -128,7 +128,7 @@ def test_a_second_time_changes_nothing(type_name: str, rows: str) -> None:
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("rows", ["normal", "heavy-tailed", "spiky", "positive", "negative"])
 def test_a_second_time_costs_a_super_block_next_to_nothing(type_name: str, rows: str) -> None:
-    """Scales of scales are not found again exactly where a group does not use all of its codes."""
+    """Scales of scales are not recovered exactly if a group does not use all of its codes."""
     values = rows_of(rows)
     once = after(values, type_name)
     assert rms(after(once, type_name) - values) < 1.04 * rms(once - values)

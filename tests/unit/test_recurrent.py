@@ -1,4 +1,4 @@
-"""Recurrent states: whatever rows stay leave the state of their tokens, and no slot or checkpoint is lost or leaked."""
+"""Recurrent states: the state always is that of the kept rows' tokens, and no slot or checkpoint is lost or leaked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_pools(pages: int = 16, slots: int | None = None, stride: int = 1, kept_
 
 
 class Sequences:
-    """Sequences over the same pools, and the rows of an imaginary model: a token alone decides a row's inputs."""
+    """Sequences over the same pools, with rows of an imaginary model in which a token alone decides the inputs."""
 
     def __init__(self, pools: KvPools, pages: int = 16) -> None:
         self.table, self.pools, self.model = PageTable(pages), pools, Rows(SHAPE)
@@ -171,7 +171,7 @@ def test_a_refused_fork_changes_nothing() -> None:
 
 
 def test_a_chunk_leaves_states_behind_the_pages_that_are_worth_it() -> None:
-    """Every second page, where others went another way, and the last one, which goes along until it is published."""
+    """Checkpoints are kept at every second page, where prompts part, and at the last page until it is published."""
     world = Sequences(make_pools(stride=2))
     assert world.pools.states is not None
     has = world.pools.states.has
@@ -240,7 +240,7 @@ def test_a_prefix_resumes_at_the_last_page_whose_state_was_kept() -> None:
 
 
 def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
-    """The first had none there; the second computes those pages again and leaves one, in the first one's place."""
+    """The first sequence kept no state there; the second computes those pages again and keeps one in their place."""
     world = Sequences(make_pools(32, stride=100), 32)
     prefix = PrefixCache(world.table, PAGE, world.pools.states)
     found = []
@@ -316,7 +316,7 @@ def test_leaks_and_stale_checkpoints_are_noticed() -> None:
         world.held(state)
 
 
-# ---- who gets a slot
+# ---- which sequence gets a slot
 
 
 def ticket(world: Sequences, name: str, tokens: int = 3) -> ScheduledSequence:
@@ -358,7 +358,7 @@ def test_checkpoints_take_no_more_room_than_their_keys() -> None:
 
 
 def test_who_writes_a_state_beside_the_one_it_reads_stands_in_two_slots() -> None:
-    """As on a GPU: what a step has written counts once it has landed, and whose state was led too far must end."""
+    """As on a GPU: a state counts once its step has landed, and a sequence with a state too far ahead must end."""
     tensors = StateTensors(5, SHAPE)
     pool, pages = StatePool(5, tensors, 1, per_sequence=2), PageTable(2)
     pages.allocate(1)
@@ -367,7 +367,7 @@ def test_who_writes_a_state_beside_the_one_it_reads_stands_in_two_slots() -> Non
     assert state.slot is not None and pool.available == 1
     before, behind = state.slot, state.spare_slot
     tensors.memories[before], tensors.memories[behind] = 1.0, 2.0
-    state.land(3)  # dropped: another one comes
+    state.land(3)  # this step is dropped, and another one follows
     state.land(2)
     pool.remember(page_key(pages, 0), state.after([0]))
     assert pool.checkpoints == [] and state.slot == before
@@ -377,7 +377,7 @@ def test_who_writes_a_state_beside_the_one_it_reads_stands_in_two_slots() -> Non
     twin = RecurrentState(pool)
     twin.start(page_key(pages, 0), 4)
     assert twin.slot is not None and tensors.memories[twin.slot].eq(2.0).all() and pool.available == 0
-    lent = pool.lend()  # the checkpoint's
+    lent = pool.lend()  # takes the checkpoint's slot
     assert lent is not None and pool.checkpoints == [] and pool.lend() is None
     pool.release(lent)
     pool.check([*state.held, *twin.held], pages)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.ranking import NO_BEST, Candidates
+from slipstream.kernels.cpu.ranking import NO_BEST, SlotCandidates
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.speculative.accept import NO_TOKEN
 from slipstream.speculative.sampling import RowSampler, filter_floors, filter_logits, log_probabilities
@@ -246,7 +246,7 @@ def test_the_token_is_the_largest_scaled_logit_with_its_noise() -> None:
     assert chosen == (logits / 0.7 + gumbel_rows(3, range(9, 13), 40)).argmax(dim=-1).tolist()
 
 
-def candidates(sampler: RowSampler, logits: Tensor, first_position: int, count: int) -> Candidates:
+def candidates(sampler: RowSampler, logits: Tensor, first_position: int, count: int) -> SlotCandidates:
     found = sampler.draft_candidates(logits, first_position, count)
     assert found is not None
     return found

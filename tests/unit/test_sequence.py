@@ -18,7 +18,7 @@ PAGE = 4
 
 
 class Memory:
-    """Remembers what was done to the memory behind the pages."""
+    """Records the calls that change the memory behind the pages."""
 
     states = None
 
@@ -223,7 +223,7 @@ def test_invariants_hold_under_any_order(drafting: bool, operations: list[tuple[
 
 
 def pools_of(pages: int) -> KvPools:
-    """Pools in which every number is another one, so that a row in the wrong place shows."""
+    """Pools in which all numbers differ, so that a row in the wrong place is noticed."""
     pools = KvPools(pages, PAGE, PoolShape.alike(3, 2, 5), PoolShape.alike(2, 1, 3))
     for index, pool in enumerate(every_pool(pools)):
         pool.copy_(torch.arange(pool.numel(), dtype=torch.float32).view(pool.shape) + 10_000 * index)
@@ -235,7 +235,7 @@ def every_pool(pools: KvPools) -> list[torch.Tensor]:
 
 
 def scattered(table: PageTable, pools: KvPools, positions: int) -> SequenceState:
-    """A drafting sequence whose pages do not lie side by side, with `positions` positions computed."""
+    """A drafting sequence with pages that are not neighbours and `positions` computed positions."""
     state, other = (SequenceState(table, PAGE, pools, True) for _ in range(2))
     state.start(range(positions + 1), [])
     other.start([0], [])

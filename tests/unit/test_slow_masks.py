@@ -1,4 +1,4 @@
-"""Masks that take long: their sequence waits, all others go on, and no text depends on it."""
+"""Slow masks: their sequence waits, all others continue, and no text depends on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_of(llm: LLM, constraint: Constraint | None, mode: str) -> str:
 
 
 def run_until(llm: LLM, ended: Sequence[str]) -> dict[str, tuple[str, GenEvent]]:
-    """Steps until these requests have ended; the text and the last event of all that have."""
+    """Runs steps until these requests have ended; returns the text and the last event of every ended request."""
     texts: dict[str, str] = {}
     last: dict[str, tuple[str, GenEvent]] = {}
     while not last.keys() >= set(ended):
@@ -98,7 +98,7 @@ def test_an_engine_whose_sequences_all_wait_sleeps(pair: LLM) -> None:
 
 
 def test_a_request_that_waits_is_cancelled_at_once(pair: LLM) -> None:
-    """Its pages come back while the mask still runs; a mask that is only in line is never begun."""
+    """A cancelled request's pages are released while its mask is computed; a queued mask is never started."""
     first, second, third = (pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS) for _ in range(3))
     running, queued = add_watched(pair, first, closed=True), add_watched(pair, second)
     pair.engine.step()
@@ -155,7 +155,7 @@ def test_a_drafted_row_whose_mask_does_not_come_is_not_kept(pair: LLM, monkeypat
 
 
 def test_an_end_that_is_known_late_is_the_same_end(pair: LLM) -> None:
-    """The last token is given out before its mask is there; the mask then ends the request, without another token."""
+    """The last token is emitted before its mask is known; the mask then ends the request without another token."""
     quick = pair.generate("x", constraint=LETTERS, mode="plain", **SETTINGS)
     request = pair.request(pair.prompt_ids("x"), constraint=LETTERS, mode="plain", **SETTINGS)
     add_watched(pair, request, burn_s=SLOW_S)
@@ -179,7 +179,7 @@ def test_a_slow_constraint_has_no_drafts(pair: LLM, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
-    """It may be slow after every second mask: each time it takes twice as many quick ones to be trusted again."""
+    """A guide may be slow after every second mask; each time it needs twice as many quick masks to be trusted again."""
     request = pair.request(pair.prompt_ids("x"), constraint=grammars.regex("[A-E]{300}"), temperature=0, max_tokens=300)
     watch = add_watched(pair, request)
     held_up = 0
@@ -208,7 +208,7 @@ def test_a_step_computes_drafted_masks_for_a_moment_only(pair: LLM) -> None:
 
 
 def test_a_mask_that_never_ends_ends_its_request_and_nothing_else(pair: LLM) -> None:
-    """The library has no bound for some intersections: the process that computes masks ends, and others go on."""
+    """The library has no limit for some intersections: the mask process is killed, and other requests continue."""
     endless = grammars.lark(
         'start: /[A-E]{20}/ T{2}\nT: "a"+ "a"+ & ("a"{0,9} ("a"* "bc"i{0,9} /(?:[a-z]|[^x])?/)? "a".."z"?)* "a".."z"\n'
     )

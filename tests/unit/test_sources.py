@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index of one folder, which pip is told to use instead of the network."""
+    """A package index in a folder, which pip uses instead of the network."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     write_wheel(folder, CONTENT)

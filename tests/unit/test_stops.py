@@ -14,7 +14,7 @@ from slipstream.text.stops import StopMatcher
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """By trying every end: the first place where any stop is complete, the longest one there."""
+    """Tries every end of the text: finds the first place where any stop is complete, and the longest stop there."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
@@ -81,7 +81,7 @@ def test_an_empty_stop_is_refused() -> None:
 
 
 class Plain:
-    """The same rules, done by looking for every stop in the whole of what is held back."""
+    """Applies the same rules by searching all held-back text for every stop."""
 
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.held = stops, ""
@@ -103,7 +103,7 @@ def test_every_piece_comes_out_when_the_plain_rules_let_it(seed: int) -> None:
     chance = random.Random(seed)
     letters = "ab" if seed % 2 else "abcd é"
     text = "".join(chance.choices(letters, k=400))
-    # some stops are cut out of the text and changed at their end, so that much is held back in vain
+    # some stops are copied from the text and changed at their end, so that much text is held back without a match
     places = [chance.randrange(380) for _ in range(8)]
     stops = [text[place : place + chance.randint(1, 40)] + chance.choice(["", "x", "a"]) for place in places]
     ours, plain = StopMatcher(stops), Plain(stops)

@@ -45,7 +45,7 @@ def smollm2() -> Tokenizer:
 
 @cache
 def smollm2_oracle() -> Backend:
-    """transformers' reading of the same file, with the pre-tokenizer of the published SmolLM2 tokenizer.json.
+    """Reads the same file with transformers and the pre-tokenizer of the published SmolLM2 tokenizer.json.
 
     transformers leaves the digit splitting out when it reads GGUF, so that part is put back as published.
     """
@@ -194,7 +194,7 @@ def spm_metadata(**changes: object) -> dict[str, object]:
 
 
 def spm_encode(text: str) -> list[int]:
-    """SentencePiece's own rule, done slowly: join the neighbours whose joined piece scores best, leftmost first."""
+    """Applies SentencePiece's rule slowly: it joins the neighbours whose joined piece scores best, leftmost first."""
     tokens, scores, _ = spm_vocab()
     known = {token: index for index, token in enumerate(tokens) if index >= 259}
     symbols = list("▁" + text.replace(" ", "▁"))
@@ -251,7 +251,7 @@ GEMMA_MERGES = [
 
 
 def gemma_metadata(**changes: object) -> dict[str, object]:
-    """As llama.cpp's converter writes Gemma 4's: merges, the turn's end among the special tokens, no pre-tokenizer."""
+    """Metadata as llama.cpp's converter writes it for Gemma 4: merges, a special end of turn, no pre-tokenizer."""
     letters = ["\n", "▁", *"abehlnot"]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [*letters, *(merge.replace(" ", "") for merge in GEMMA_MERGES)]

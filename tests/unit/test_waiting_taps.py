@@ -16,7 +16,7 @@ LENGTH = 66  # fewer rows wait than are written together
 
 
 def decoded(llm: LLM, held: bool) -> torch.Tensor:
-    """Draft keys of a prompt that goes through the target token by token, its taps held or written at once."""
+    """Returns the draft keys of a prompt that runs token by token, with its taps held back or written at once."""
     engine = llm.engine
     executor, contexts, pools = engine.executor, engine.contexts, engine.executor.memory
     state = SequenceState(engine.table, PAGE_TOKENS, pools, drafting=True)

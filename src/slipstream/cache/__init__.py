@@ -1,1 +1,1 @@
-"""Everything a sequence keeps between steps: pages, who holds them, and which prefixes they can serve again."""
+"""What a sequence keeps between steps: its pages, their reference counts, and the prefixes they can serve again."""

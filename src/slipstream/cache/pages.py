@@ -1,7 +1,7 @@
-"""Page bookkeeping: which pages are free, how many hold each one, and whether a remembered page is still the same.
+"""Page bookkeeping: which pages are free, how often each one is held, and whether a remembered page is still the same.
 
-A page id names one stretch of tokens in every pool at once (target keys and values, draft context), so nothing can
-bring one without the other.
+A page id names one stretch of tokens in every pool at once (target keys and values, draft context). A page can
+therefore never bring the target's keys without the draft context of the same tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from slipstream.errors import IntegrityError
 
 
 class OutOfPages(Exception):
-    """Not enough free pages; the caller evicts or waits."""
+    """There are not enough free pages; the caller evicts pages or waits."""
 
 
 class PageTable:
@@ -20,10 +20,10 @@ class PageTable:
 
     def __init__(self, pages: int) -> None:
         self.total = pages
-        self.releases = 0  # how often pages were let go of so far
+        self.releases = 0  # how many times pages have been released so far
         self._holders = [0] * pages
         self._epochs = [0] * pages
-        self._used = bytearray(pages)  # one byte a page, so that a free stretch is found by a substring search
+        self._used = bytearray(pages)  # one byte per page, so that a substring search finds a free stretch
 
     @property
     def free(self) -> int:
@@ -33,11 +33,14 @@ class PageTable:
         return self._holders[page]
 
     def epoch(self, page: int) -> int:
-        """Changes whenever the page is handed out anew; a remembered page is valid only at its own epoch."""
+        """The page's epoch changes whenever the page is allocated; a remembered page is valid only at its epoch."""
         return self._epochs[page]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Takes pages, neighbouring ones where possible (attention reads neighbours in one call)."""
+        """Takes `count` pages, neighbours if possible, because attention reads neighbouring pages in one call.
+
+        The first choice are the pages directly behind page `after`.
+        """
         if count > self.free:
             raise OutOfPages(f"{count} pages wanted, {self.free} free")
         chosen: list[int] = []
@@ -73,7 +76,7 @@ class PageTable:
                 self._used[page] = 0
 
     def check(self, held: Iterable[int]) -> None:
-        """Asserts that the pages named by every holder, repeats included, are exactly the pages in use."""
+        """Checks that the pages named by all holders, with repeats, are exactly the pages in use."""
         counts = [0] * self.total
         for page in held:
             if not 0 <= page < self.total:

@@ -1,8 +1,8 @@
-"""A tree of full pages by their tokens: a prompt that begins like an earlier one takes its pages over.
+"""A tree of full pages, keyed by their tokens: a prompt that begins like an earlier one takes over its pages.
 
-A page remembers which drafter's context it carries, and pages of several drafters may stand at one place side by side;
-a drafting request takes only pages with its own, a plain one takes any. Where the target is recurrent, a prefix ends at
-the last page whose state was kept.
+A page remembers which drafter's context it carries, and one node of the tree may hold a page for each of several
+drafters. A drafting request takes only pages with its own drafter's context; a plain request takes any. If the target
+is recurrent, a usable prefix ends at the last page behind which a recurrent state was kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Page:
 class _Node:
     parent: _Node | None
     tokens: tuple[int, ...]
-    pages: dict[str | None, _Page] = field(default_factory=dict)  # by draft key; never empty but at the root
+    pages: dict[str | None, _Page] = field(default_factory=dict)  # by draft key; only the root has none
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
     def usable(self, draft_key: str | None) -> _Page | None:
@@ -35,7 +35,7 @@ class _Node:
 
 
 class PrefixCache:
-    """Holds one reference on every page it remembers; evicts the least recently used leaves."""
+    """Holds one reference on every page it remembers, and evicts the least recently used leaves."""
 
     def __init__(self, table: PageTable, page_tokens: int, states: StatePool | None = None) -> None:
         self._table = table
@@ -44,13 +44,16 @@ class PrefixCache:
         self._root = _Node(None, ())
         self._nodes: set[_Node] = set()
         self._clock = 0
-        self.size = 0  # pages it holds; any thread may look
+        self.size = 0  # pages the cache holds; any thread may read it
         self.hits = 0
         self.failed_restores = 0
-        self.last_match = 0  # tokens of the last prompt that were known, whether or not they could be taken
+        self.last_match = 0  # tokens of the last prompt that the tree knew, even if their pages were not usable
 
     def take(self, tokens: Sequence[int], draft_key: str | None) -> list[int]:
-        """Pages of the longest usable prefix, shared for the caller; at least one token is always left to run."""
+        """Returns the pages of the longest usable prefix and adds a reference to each for the caller.
+
+        At least one token of the prompt is always left to compute, because the first new token needs its logits.
+        """
         node, pages = self._root, []
         self._clock += 1
         for chunk in self._chunks(tokens, (len(tokens) - 1) // self._page_tokens):
@@ -59,7 +62,7 @@ class PrefixCache:
             if child is None or found is None:
                 break
             if self._table.epoch(found.page) != found.epoch or not self._table.holders(found.page):
-                # the page was handed out to somebody else: forget it and let the prompt be computed again
+                # the page has been allocated for something else since: forget it, so that the prompt is computed again
                 self.failed_restores += 1
                 self._forget_branch(child)
                 break
@@ -74,12 +77,12 @@ class PrefixCache:
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Undoes a take whose request could not start after all."""
+        """Undoes a `take` for a request that could not start."""
         self._table.release(pages)
         self.hits -= bool(pages)
 
     def put(self, tokens: Sequence[int], pages: Sequence[int], draft_key: str | None) -> None:
-        """Remembers the full pages of `tokens`; `draft_key` names the drafter whose context they carry."""
+        """Remembers the full pages of `tokens`; `draft_key` names the drafter whose context the pages carry."""
         node = self._root
         self._clock += 1
         for chunk, page in zip(self._chunks(tokens, len(tokens) // self._page_tokens), pages, strict=False):
@@ -93,41 +96,45 @@ class PrefixCache:
                 self.size += 1
                 known = child.pages[draft_key] = _Page(page, self._table.epoch(page), self._clock)
                 if own is not None:
-                    # the same tokens, now with a state: the richer page replaces the poorer one
+                    # a page with a recurrent state replaces the page of the same tokens that has none
                     self._release(own)
                 if draft_key is not None and None in child.pages:
-                    # likewise with draft context
+                    # a page with draft context replaces the page of the same tokens that has none
                     self._release(child.pages.pop(None))
             known.last_used = self._clock
             node = child
 
     def _resumable(self, page: int) -> bool:
-        """Whether a sequence can go on behind a page; attention needs nothing but the pages."""
+        """Whether a sequence can continue behind this page; a recurrent target also needs the state kept there."""
         return self._states is None or self._states.has(page_key(self._table, page))
 
     def evict(self, pages_wanted: int) -> int:
-        """Frees up to this many pages nobody else holds, oldest leaves first; returns how many came free."""
+        """Frees up to this many pages that only the cache holds, oldest leaves first; returns how many it freed."""
         if pages_wanted <= 0:
             return 0
-        order = itertools.count()  # equally old leaves are never compared themselves
-        leaves = [(found.last_used, next(order), node, key) for node in self._nodes for key, found in self._free(node)]
+        order = itertools.count()  # breaks ties, because heap entries of the same age must not compare nodes
+        leaves = [
+            (found.last_used, next(order), node, key)
+            for node in self._nodes
+            for key, found in self._evictable_pages(node)
+        ]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < pages_wanted:
             _, _, node, key = heapq.heappop(leaves)
-            if node not in self._nodes or not any(key == free for free, _ in self._free(node)):
-                continue  # an entry that is out of date: something leans on the page by now, or it is gone
+            if node not in self._nodes or not any(key == free for free, _ in self._evictable_pages(node)):
+                continue  # the entry is out of date: the page is gone, or has got a child in the tree
             self._forget_page(node, key)
             freed += 1
-            # what the page leant on may be a leaf now, and older than the leaves still there
+            # the page's parent may have become a leaf, and may be older than the leaves in the heap
             for near in (node, node.parent):
                 if near in self._nodes:
-                    for free, found in self._free(near):
+                    for free, found in self._evictable_pages(near):
                         heapq.heappush(leaves, (found.last_used, next(order), near, free))
         return freed
 
-    def _free(self, node: _Node) -> list[tuple[str | None, _Page]]:
-        """Pages of a node that could go at once, by their draft keys."""
+    def _evictable_pages(self, node: _Node) -> list[tuple[str | None, _Page]]:
+        """Returns the pages of a node that can be evicted now, with their draft keys."""
         return [
             (key, found)
             for key, found in node.pages.items()
@@ -135,27 +142,27 @@ class PrefixCache:
         ]
 
     def evictable(self, enough: int | None = None) -> int:
-        """Pages eviction could free: one counts when it and all that lean on it are held by the cache alone.
+        """Counts the pages that eviction could free: the cache alone holds the page and every page behind it.
 
-        Counting may stop at `enough`: the whole of a large cache is not walked through to find a few pages.
+        Counting stops at `enough`, so that finding a few pages does not walk through the whole of a large cache.
         """
-        stuck: set[int] = set()  # pages that stay
-        kept: set[int] = set()  # nodes that keep a page
+        stuck: set[int] = set()  # pages that cannot be freed
+        kept: set[int] = set()  # ids of nodes that keep at least one page
         count = 0
         for top in self._root.children.values():
             for node in _leaves_first(top):
                 if enough is not None and count >= enough:
                     return count
-                count += self._removable(node, stuck, kept)
+                count += self._count_removable(node, stuck, kept)
         return count
 
     def held(self) -> list[int]:
         return [found.page for node in self._nodes for found in node.pages.values()]
 
     def forget(self, draft_key: str) -> None:
-        """Lets go of every page that carries this draft context: nobody makes or reads it any more."""
+        """Releases every page that carries this draft context, because its drafter has been removed."""
         for node in [node for node in self._nodes if draft_key in node.pages]:
-            if node in self._nodes:  # it may have gone with a branch
+            if node in self._nodes:  # an earlier round may have removed it together with its branch
                 self._forget_page(node, draft_key)
 
     def clear(self) -> None:
@@ -167,7 +174,7 @@ class PrefixCache:
         return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count)]
 
     def _forget_page(self, node: _Node, draft_key: str | None) -> None:
-        """A node that has no page left goes, and with it whatever stands behind it."""
+        """Removes a page of a node; a node without pages is removed together with everything behind it."""
         if len(node.pages) > 1:
             self._release(node.pages.pop(draft_key))
         else:
@@ -191,8 +198,8 @@ class PrefixCache:
             if self._states is not None:
                 self._states.forget_free(self._table, [found.page])
 
-    def _removable(self, node: _Node, stuck: set[int], kept: set[int]) -> int:
-        """How many pages of a node could go, once that is known of its children."""
+    def _count_removable(self, node: _Node, stuck: set[int], kept: set[int]) -> int:
+        """Counts how many pages of a node eviction could free, after its children have been counted."""
         children = node.children.values()
         staying = [
             found.page
@@ -201,7 +208,7 @@ class PrefixCache:
             or any(key in child.pages and child.pages[key].page in stuck for child in children)
         ]
         stuck.update(staying)
-        # something has to lead to a node that stays
+        # a node that stays must remain reachable, so its parent keeps at least one page
         leading = bool(staying) or any(id(child) in kept for child in children)
         if leading:
             kept.add(id(node))
@@ -209,7 +216,7 @@ class PrefixCache:
 
 
 def _leaves_first(top: _Node) -> Iterator[_Node]:
-    """The nodes of a branch, each behind its children; a branch can be deeper than Python's stack."""
+    """Yields the nodes of a branch, each after its children; recursion could exceed Python's stack."""
     path = [(top, iter(top.children.values()))]
     while path:
         node, children = path[-1]
@@ -222,7 +229,7 @@ def _leaves_first(top: _Node) -> Iterator[_Node]:
 
 
 def _is_leaf(node: _Node, draft_key: str | None) -> bool:
-    """Whether no page of the tree leans on this one: of the same drafter, or any if the node has no other page."""
+    """Whether no page behind this one needs it: none with the same draft key or, for a node's last page, none."""
     if len(node.pages) == 1:
         return not node.children
     return not any(draft_key in child.pages for child in node.children.values())

@@ -1,7 +1,8 @@
-"""Recurrent state as a cache: a slot for every running sequence, checkpoints that stand beside full pages; no tensors.
+"""Recurrent state as a cache: a slot for every running sequence, and checkpoints beside full pages. It holds no
+tensors.
 
-A page id with its epoch names the stretch of tokens a checkpoint stands behind, so a page that is handed out anew has
-none, and a cached prefix can go on from a page's end only where its state was kept.
+A page id and its epoch name the stretch of tokens behind which a checkpoint stands. A page that is allocated anew
+therefore has no checkpoint, and a cached prefix can continue behind a page only if a state was kept there.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.errors import IntegrityError
 
 PageKey = tuple[int, int]  # page id and epoch
-States = Any  # a state that a memory's own forward has led to, as that memory writes it
+States = Any  # a recurrent state in the form that the memory's own forward produces and its `write` stores
 
 
 @dataclass(frozen=True, slots=True)
-class InSlot:
-    """A state that lies in a slot already."""
+class StateInSlot:
+    """A state that already lies in a slot."""
 
     slot: int
 
 
 class StateMemory(Protocol):
-    """The memory behind the slots."""
+    """The tensors behind the slots."""
 
     def copy(self, source: int, destination: int) -> None: ...
     def clear(self, slot: int) -> None: ...
@@ -34,19 +35,19 @@ class StateMemory(Protocol):
 
 
 class TriedRows(Protocol):
-    """Rows that have been through the target and may be kept or not."""
+    """Rows that have been through the target and may or may not be kept."""
 
-    def after(self, item: int, path: Sequence[int]) -> States | InSlot | None: ...
+    def after(self, item: int, path: Sequence[int]) -> States | StateInSlot | None: ...
 
 
-class InSlots:
-    """Rows behind some of which the forward itself has written the state: by how many are kept, the slot."""
+class StatesInSlots:
+    """Rows behind some of which the forward has written the state; maps the number of kept rows to the slot."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._slots = slots
 
-    def after(self, item: int, path: Sequence[int]) -> InSlot | None:
-        return InSlot(self._slots[len(path)]) if len(path) in self._slots else None
+    def after(self, item: int, path: Sequence[int]) -> StateInSlot | None:
+        return StateInSlot(self._slots[len(path)]) if len(path) in self._slots else None
 
 
 def page_key(table: PageTable, page: int) -> PageKey:
@@ -54,19 +55,19 @@ def page_key(table: PageTable, page: int) -> PageKey:
 
 
 class StatePool:
-    """Slots that sequences and checkpoints hold; checkpoints give way to sequences and to newer ones."""
+    """Slots for sequences and checkpoints. A checkpoint gives up its slot to a sequence or to a newer checkpoint."""
 
     def __init__(self, slots: int, memory: StateMemory, stride: int, per_sequence: int = 1) -> None:
-        """`per_sequence` is 2 where forwards write a state beside the one they read."""
+        """`per_sequence` is 2 if a forward writes the new state beside the one it reads."""
         self.memory = memory
         self.per_sequence = per_sequence
-        self.stride = stride  # pages between checkpoints; 0: none are kept
+        self.stride = stride  # pages between checkpoints; 0 means that none are kept
         self._table = PageTable(slots)
-        self._checkpoints: OrderedDict[PageKey, int] = OrderedDict()  # the least recently used first
+        self._checkpoints: OrderedDict[PageKey, int] = OrderedDict()  # least recently used first
 
     @property
     def available(self) -> int:
-        """Sequences that could get their slots."""
+        """How many more sequences could get their slots."""
         return self._room // self.per_sequence
 
     @property
@@ -78,7 +79,7 @@ class StatePool:
         return list(self._checkpoints)
 
     def allocate(self) -> int:
-        """A slot with whatever it held before; the oldest checkpoint makes room."""
+        """Returns a slot with arbitrary contents; the oldest checkpoint is dropped if no slot is free."""
         if not self._table.free:
             if not self._checkpoints:
                 raise OutOfPages("no slot for a recurrent state is free")
@@ -86,7 +87,7 @@ class StatePool:
         return self._table.allocate(1)[0]
 
     def lend(self) -> int | None:
-        """A slot to be released soon, if sequences leave one."""
+        """Returns a slot that the caller releases soon, or None if sequences hold all of them."""
         return self.allocate() if self._room else None
 
     def release(self, slot: int) -> None:
@@ -95,21 +96,21 @@ class StatePool:
     def has(self, key: PageKey) -> bool:
         return key in self._checkpoints
 
-    def remember(self, key: PageKey, states: States | InSlot | None) -> None:
-        """Keeps a state behind a page, unless sequences need every slot or nobody knows it."""
+    def remember(self, key: PageKey, states: States | StateInSlot | None) -> None:
+        """Keeps a state behind a page, unless the state is unknown or sequences hold every slot."""
         if states is not None and key not in self._checkpoints and self._room:
             slot = self.allocate()
             self.store(slot, states)
             self._checkpoints[key] = slot
 
-    def store(self, slot: int, states: States | InSlot) -> None:
-        if isinstance(states, InSlot):
+    def store(self, slot: int, states: States | StateInSlot) -> None:
+        if isinstance(states, StateInSlot):
             self.memory.copy(states.slot, slot)
         else:
             self.memory.write(slot, states)
 
     def slot_from(self, key: PageKey | None) -> int:
-        """A slot of one's own that holds the state behind a page; without a page, the state before any token."""
+        """Returns a new slot with the state behind a page or, without a page, with the state before any token."""
         if key is None:
             slot = self.allocate()
             self.memory.clear(slot)
@@ -131,11 +132,11 @@ class StatePool:
                 self._table.release([slot])
 
     def forget_free(self, table: PageTable, pages: Iterable[int]) -> None:
-        """Drops what was kept behind pages that nobody holds any more."""
+        """Drops the states that were kept behind pages which have no holder any more."""
         self.forget(page_key(table, page) for page in pages if not table.holders(page))
 
     def check(self, held: Iterable[int], pages: PageTable) -> None:
-        """Every slot is held by one who knows it, and every checkpoint belongs to a page that is still the same."""
+        """Checks that every slot has a known holder and that every checkpoint's page has not been allocated anew."""
         self._table.check([*held, *self._checkpoints.values()])
         for page, epoch in self._checkpoints:
             if pages.epoch(page) != epoch or not pages.holders(page):
@@ -143,30 +144,31 @@ class StatePool:
 
 
 class RecurrentState:
-    """A sequence's place in the recurrence: the state behind its last position, and the rows that are being tried."""
+    """A sequence's recurrent state: the slot with the state behind its last position, and the rows being tried."""
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self.slot: int | None = None
-        self._spare: int | None = None  # where a forward may write what will be its state
+        self._spare: int | None = None  # the slot into which a forward may write the next state
         self.length = 0
-        self._tried: tuple[TriedRows, int] | None = None  # the forward whose outcome is open, and its part in it
-        self._lent: Sequence[int] = ()  # slots that forward has written states into
-        self._lost = False  # fewer rows were kept than the state was led behind: only a sequence that ends may do so
+        self._tried: tuple[TriedRows, int] | None = None  # the forward whose outcome is open, and this sequence's index
+        self._lent: Sequence[int] = ()  # slots into which that forward has written states
+        # set if fewer rows were kept than the state has been advanced by; only a sequence that ends may do this
+        self._lost = False
 
     @property
     def spare_slot(self) -> int:
         if self._spare is None:
-            raise IntegrityError("a sequence without a second slot runs where forwards write states")
+            raise IntegrityError("a sequence has no spare slot, although forwards write states")
         return self._spare
 
     @property
     def held(self) -> list[int]:
-        """Every slot it has."""
+        """Every slot that this sequence holds."""
         return [slot for slot in (self.slot, self._spare, *self._lent) if slot is not None]
 
     def start(self, key: PageKey | None, length: int) -> None:
-        """Begins behind a page, or before the first token."""
+        """Begins behind a page, or before the first token if there is no page."""
         self.slot = self.pool.slot_from(key)
         self._spare = self._second_slot()
         self.length = length
@@ -175,23 +177,23 @@ class RecurrentState:
         return self.pool.allocate() if self.pool.per_sequence > 1 else None
 
     def restart(self, key: PageKey | None, length: int) -> None:
-        """Goes back to the state behind a page of its own."""
+        """Goes back to the state behind one of the sequence's pages."""
         self.release()
         self.start(key, length)
 
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
-        """Rows go through the target; `lent` are slots it fills meanwhile, which are given back afterwards."""
+        """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
         if self._lost:
-            raise IntegrityError("a sequence goes on behind rows whose recurrent state is not known")
+            raise IntegrityError("a sequence continues behind rows whose recurrent state is not known")
         self._give_back()
         self._tried, self._lent = (tried, item), lent
 
     def land(self, rows: int) -> None:
-        """A forward has written the state behind this many rows into the second slot, and nothing else is known."""
-        self.try_rows(InSlots({rows: self.spare_slot}), 0)
+        """Notes that a forward has written the state behind this many rows into the spare slot, and no other state."""
+        self.try_rows(StatesInSlots({rows: self.spare_slot}), 0)
 
-    def after(self, rows: Sequence[int]) -> States | InSlot | None:
-        """The state behind some of the rows that are being tried; None if it is not known."""
+    def after(self, rows: Sequence[int]) -> States | StateInSlot | None:
+        """Returns the state behind some of the rows being tried, or None if it is not known."""
         if self._tried is None:
             raise IntegrityError("rows are kept that no forward has run")
         tried, item = self._tried
@@ -201,7 +203,7 @@ class RecurrentState:
         if rows and self.slot is not None:
             states = self.after(rows)
             self._lost = states is None
-            if isinstance(states, InSlot) and states.slot == self._spare:
+            if isinstance(states, StateInSlot) and states.slot == self._spare:
                 self.slot, self._spare = self._spare, self.slot
             elif states is not None:
                 self.pool.store(self.slot, states)

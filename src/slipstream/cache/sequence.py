@@ -1,4 +1,4 @@
-"""The one owner of a sequence: its tokens, pages and lengths move together or not at all."""
+"""The only owner of a sequence's data: its tokens, pages and lengths change together or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = tuple[int, int]  # page id, offset
 
 
 class PageMemory(Protocol):
-    """What a sequence may do with the memory behind its pages."""
+    """What a sequence may do with the tensors behind its pages."""
 
     @property
     def states(self) -> StatePool | None: ...
@@ -25,18 +25,18 @@ class PageMemory(Protocol):
 
 
 class Taps(Protocol):
-    """What the target left behind for the drafter, one row per position."""
+    """Hidden states of the target that the drafter reads, one row per position."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, rows: slice, /) -> Taps: ...
 
 
 class SequenceState:
-    """Tokens and the pages that hold their target keys and draft context.
+    """The tokens of a sequence and the pages that hold their target keys and draft context.
 
-    `length` positions have been through the target; tokens beyond it are prompt still to be prefilled, or the
-    anchor. `draft_length` positions have draft context, in the pages or, while nobody drafts, as taps still to be
-    projected; for a drafting sequence both lengths are always equal. `variant` names the drafter whose context it is.
+    `length` positions have been through the target. Tokens beyond them are the rest of the prompt or the anchor.
+    `draft_length` positions have draft context: in the pages or, while the sequence decodes plainly, as taps that are
+    projected later. For a drafting sequence both lengths are always equal. `variant` names the drafter of that context.
     """
 
     def __init__(
@@ -51,17 +51,18 @@ class SequenceState:
         self.pages: list[int] = []
         self.length = 0
         self.draft_length = 0
-        self.waiting: list[tuple[int, Taps]] = []  # first position and taps of stretches whose context is not written
-        self.spoiled = False  # its pages may hold NaN and are cleared before anybody else gets them
+        self.waiting: list[tuple[int, Taps]] = []  # stretches without written context: first position, and taps
+        self.spoiled = False  # whether the pages may hold NaN, so that they must be cleared before another use
         self.recurrent = RecurrentState(memory.states) if memory.states is not None else None
-        self.branch = 0  # position where other prompts went another way: whoever comes next may want to begin there
+        # position where other prompts differ from this one; a state kept there may serve the next prompt
+        self.branch = 0
 
     @property
     def capacity(self) -> int:
         return len(self.pages) * self.page_tokens
 
     def start(self, tokens: Sequence[int], cached_pages: Sequence[int]) -> None:
-        """Begins with a prompt and the (already shared) pages of a cached prefix, which bring their draft context."""
+        """Begins with a prompt and the pages of a cached prefix, already shared, which bring their draft context."""
         if self.tokens or self.pages:
             raise IntegrityError("a sequence is started twice")
         if self.recurrent is not None:
@@ -73,17 +74,17 @@ class SequenceState:
         self.draft_length = self.length if self.drafting else 0
 
     def reserve(self, positions: int) -> None:
-        """Makes room for `positions` positions in all; OutOfPages leaves the sequence as it was."""
+        """Makes room for `positions` positions in all. If it raises OutOfPages, the sequence is unchanged."""
         missing = -(-positions // self.page_tokens) - len(self.pages)
         if missing > 0:
             self.pages += self._table.allocate(missing, self.pages[-1] if self.pages else None)
 
     def place(self, position: int) -> Place:
-        """Page id and offset of a position."""
+        """Returns the page id and offset of a position."""
         return self.pages[position // self.page_tokens], position % self.page_tokens
 
     def places(self, start: int, count: int) -> tuple[list[int], list[int]]:
-        """Page ids and offsets of so many positions from `start` on."""
+        """Returns the page ids and the offsets of `count` positions from `start` on."""
         pages: list[int] = []
         offsets: list[int] = []
         while count:
@@ -95,10 +96,10 @@ class SequenceState:
         return pages, offsets
 
     def commit(self, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
-        """Keeps these of the rows the target just ran, and appends tokens that have not run yet.
+        """Keeps `rows` of the rows that the target has just run, and appends tokens that have not run yet.
 
-        Row i was stored behind i others; the kept rows of a tree are moved together. `context_rows` is how many
-        of them got their draft context.
+        Row i was stored i positions behind `length`; the kept rows of a tree are moved to consecutive positions.
+        `context_rows` is how many of them have draft context.
         """
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
         if moved:
@@ -115,17 +116,17 @@ class SequenceState:
 
     @property
     def slots(self) -> tuple[int, int] | None:
-        """Where its recurrent state is and where a device's step may write the next one; None: it has none."""
+        """The slot of the recurrent state and the slot for the next one; None if there is no recurrent state."""
         recurrent = self.recurrent
         return (recurrent.slot, recurrent.spare_slot) if recurrent is not None and recurrent.slot is not None else None
 
     def land(self, rows: int) -> None:
-        """A device's step has kept this many rows and has led the recurrent state, if there is one, behind them."""
+        """Notes that a step on a device has kept this many rows and advanced the recurrent state, if any."""
         if self.recurrent is not None:
             self.recurrent.land(rows)
 
     def checkpoint_rows(self, rows: int) -> list[int]:
-        """Behind which of the next rows, if they all stay, the recurrent state is worth keeping for others."""
+        """Returns the rows behind which the recurrent state is worth keeping, if all of the next `rows` rows stay."""
         size, stride = self.page_tokens, self.recurrent.pool.stride if self.recurrent is not None else 0
         full, after = self.length // size, (self.length + rows) // size
         if not stride:
@@ -137,7 +138,7 @@ class SequenceState:
         ]
 
     def _keep_checkpoints(self, recurrent: RecurrentState, rows: Sequence[int]) -> None:
-        """Keeps states at the ends of pages; the last one makes way for the next unless its page was published."""
+        """Keeps states at the ends of pages. The newest one replaces the one before, unless that page was published."""
         pool, full = recurrent.pool, self.length // self.page_tokens
         ends = self.checkpoint_rows(len(rows))
         for end in ends:
@@ -151,18 +152,18 @@ class SequenceState:
 
     @property
     def waiting_rows(self) -> int:
-        """Positions whose taps wait: all behind the first of them, up to the end of the draft context."""
+        """How many positions have waiting taps: all from the first of them to the end of the draft context."""
         return self.draft_length - self.waiting[0][0] if self.waiting else 0
 
     def clear_ahead(self, rows: int) -> None:
-        """Zeroes the slots of rows that were run but not kept: they may hold NaN, which even a mask lets through."""
+        """Zeroes the slots of rows that ran but were not kept: they may hold NaN, which a mask does not stop."""
         self._memory.clear_rows([self.place(self.length + row) for row in range(rows)])
 
     def truncate(self, length: int) -> None:
-        """Goes back to `length` positions with everything: tokens, target keys, draft context, unused pages.
+        """Goes back to `length` positions: tokens, target keys and draft context, and releases unused pages.
 
-        OutOfPages, possible when a page shared with others must be copied, leaves the sequence as it was. A recurrent
-        sequence goes back to the nearest state that was kept, and the tokens behind that are still to be computed.
+        If a page that others share must be copied and none is free, OutOfPages is raised and the sequence is unchanged.
+        A recurrent sequence goes back to the nearest kept state; the tokens behind that state are computed again.
         """
         if not 0 <= length <= self.length:
             raise IntegrityError(f"cannot truncate a sequence of {self.length} positions to {length}")
@@ -171,12 +172,12 @@ class SequenceState:
             length = self._restart(self.recurrent, length)
         keep = -(-length // self.page_tokens)
         if length % self.page_tokens and self._table.holders(self.pages[keep - 1]) > 1:
-            # the page will be written again, and somebody else still reads what it holds
+            # the page will be written again while another holder still reads it
             own = self._table.allocate(1)[0]
             self._memory.copy_page(self.pages[keep - 1], own)
             self._table.release([self.pages[keep - 1]])
             self.pages[keep - 1] = own
-        self._let_go(self.pages[keep:])
+        self._release_pages(self.pages[keep:])
         del self.pages[keep:]
         del self.tokens[tokens:]
         self.waiting = [(start, taps[: length - start]) for start, taps in self.waiting if start < length]
@@ -184,7 +185,7 @@ class SequenceState:
         self.draft_length = length if self.drafting else 0
 
     def _restart(self, recurrent: RecurrentState, length: int) -> int:
-        """Back to the last kept state at or before `length`; returns where that is."""
+        """Goes back to the last kept state at or before `length`; returns the position of that state."""
         keys = [page_key(self._table, page) for page in self.pages[: length // self.page_tokens]]
         while keys and not recurrent.pool.has(keys[-1]):
             keys.pop()
@@ -192,7 +193,7 @@ class SequenceState:
         return recurrent.length
 
     def fork(self) -> SequenceState:
-        """An independent copy: full pages are shared, the page still being written is copied."""
+        """Returns an independent copy: full pages are shared, and the page still being written is copied."""
         if self.recurrent is not None and not self.recurrent.pool.available:
             raise OutOfPages("no slot for a recurrent state is free")
         twin = SequenceState(self._table, self.page_tokens, self._memory, self.drafting, self.variant)
@@ -216,19 +217,19 @@ class SequenceState:
             self.spoiled = False
         if self.recurrent is not None:
             self.recurrent.release()
-        self._let_go(self.pages)
+        self._release_pages(self.pages)
         self.pages = []
         self.tokens = []
         self.waiting = []
         self.length = self.draft_length = self.branch = 0
 
-    def _let_go(self, pages: Sequence[int]) -> None:
+    def _release_pages(self, pages: Sequence[int]) -> None:
         self._table.release(pages)
         if self.recurrent is not None:
             self.recurrent.pool.forget_free(self._table, pages)
 
     def check(self) -> None:
-        """All parts stand at the same position."""
+        """Checks that all parts stand at the same position."""
         if self.drafting and self.draft_length != self.length:
             raise IntegrityError(f"draft context stands at {self.draft_length}, the target at {self.length}")
         if self.waiting and self.waiting[-1][0] + len(self.waiting[-1][1]) > self.draft_length:

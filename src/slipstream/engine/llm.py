@@ -22,8 +22,7 @@ from slipstream.engine.variants import DrafterFile, DraftVariant
 from slipstream.errors import RequestError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import pair_draft, resolve
-from slipstream.kernels.cpu.native_library import availability, library
-from slipstream.kernels.cpu.native_threads import set_threads
+from slipstream.kernels.cpu.native_library import availability, library, set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.loading import load_target

@@ -1,1 +1,1 @@
-"""Reading model files: where they come from, how their headers are checked, how their tensors become numbers."""
+"""Model files: where they come from, how their headers are checked, and how their tensors are read and written."""

@@ -1,7 +1,7 @@
-"""Reads LoRA adapters, PEFT folders and llama.cpp's GGUF files: pairs of thin matrices that change large ones.
+"""Reads LoRA adapters from PEFT folders and llama.cpp's GGUF files: pairs of thin matrices that change large ones.
 
-Everything a file can be wrong about on its own is refused here, from its header where possible; whether its pairs
-belong to the matrices of a model is for the model to say.
+Everything that can be wrong with a file on its own is refused here, from its header where possible. Whether its pairs
+fit the matrices of a model is checked by the model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.quants import decode_rows
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
 
-BASE_NAME = "base"  # the drafter as it is
+BASE_NAME = "base"  # the name of the drafter without an adapter
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # what the known writers store
-MAX_RANK = 2**16
+FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # the types that the known writers store
+MAX_RANK = 2**16  # far above any real rank; a larger number in a file is a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FORMS = "give PATH or NAME=PATH, with @SCALE behind it if the adapter is to count more or less"
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _PEFT_PREFIX = "base_model.model."
-_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # which factor, and whether of an embedding
+_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # the factor, and whether the matrix is an embedding
     ".lora_A.weight": ("a", False),
     ".lora_B.weight": ("b", False),
     ".lora_embedding_A": ("a", True),
     ".lora_embedding_B": ("b", True),
 }
-# PEFT settings that change what the pairs mean, or promise weights beside them
+# These PEFT settings change what the pairs mean, or announce weights beside them.
 _OTHER_METHODS = (
     "use_dora",
     "lora_bias",
@@ -52,14 +52,14 @@ _OTHER_METHODS = (
     "trainable_token_indices",
     "target_parameters",
 )
-# other ways of starting (pissa, olora, corda, ...) change the base weights too, which are not these
+# Other initialisations (pissa, olora, corda, ...) also change the base weights, which the adapter does not contain.
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _GGUF_EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter as a user names it."""
+    """An adapter as the user named it."""
 
     name: str
     path: Path
@@ -75,18 +75,18 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        # ggml's tools drop a last dimension of one, which is the first here
+        # ggml's tools drop a last dimension of size one, which is the first dimension in torch's order
         rows, columns = (1, *self.tensor.shape) if len(self.tensor.shape) == 1 else self.tensor.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
     def dense(self) -> torch.Tensor:
-        """The matrix as float32."""
+        """Reads the matrix as float32."""
         stored = self.tensor.dense()
         stored = stored[None] if stored.dim() == 1 else stored
         return stored.t().contiguous() if self.transposed else stored
 
     def rows(self, start: int, stop: int) -> Factor:
-        """Some rows of the matrix, still unread."""
+        """Returns some rows of the matrix, still unread."""
         if self.transposed or len(self.tensor.shape) == 1:
             raise FormatError(f"the adapter's tensor '{self.tensor.name}' cannot be split", "adapt each part by itself")
         return Factor(self.tensor.rows(torch.arange(start, stop)))
@@ -94,9 +94,9 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """What is added to one matrix: `factor * up @ down`, with `up` [out, rank] and `down` [rank, in]."""
+    """The change to one matrix: `factor * up @ down`, with `up` [out, rank] and `down` [rank, in]."""
 
-    name: str  # of the matrix, as the adapter spells it
+    name: str  # the name of the matrix, as the adapter spells it
     down: Factor
     up: Factor
     factor: float
@@ -108,16 +108,16 @@ class AdapterPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter on disk whose own claims hold; its numbers are still in the file."""
+    """An adapter on disk that is consistent in itself; its numbers are still in the file."""
 
     source: AdapterSource
-    fingerprint: str  # of all its bytes
-    architecture: str | None  # of the model it was made for, where the file says
+    fingerprint: str  # a hash of all bytes of the adapter
+    architecture: str | None  # the model for which it was made, if the file says so
     pairs: tuple[AdapterPair, ...]
 
 
 def parse_source(text: str) -> AdapterSource:
-    """Reads PATH, NAME=PATH, PATH@SCALE or NAME=PATH@SCALE; a path that exists is meant as it stands."""
+    """Reads PATH, NAME=PATH, PATH@SCALE or NAME=PATH@SCALE; a text that is an existing path is taken as that path."""
     name, rest = "", text
     if not _exists(text):
         head, mark, tail = text.partition("=")
@@ -135,25 +135,27 @@ def parse_source(text: str) -> AdapterSource:
     if not path_text:
         raise SourceError(f"'{text}' names no adapter", _FORMS)
     path = Path(path_text)
-    with suppress(RuntimeError):  # nobody of that name here: reading will say that there is no such file
+    with suppress(RuntimeError):  # there is no such user; reading will report that there is no such file
         path = path.expanduser()
     name = name or (path.stem if path.suffix in (".gguf", ".safetensors") else path.resolve().name)
     if not _NAME.fullmatch(name):
         raise SourceError(f"'{name}' cannot be the name of an adapter", "name it with letters and digits: NAME=PATH")
     if name == BASE_NAME:
-        raise SourceError(f"an adapter cannot be called '{BASE_NAME}'", "so is the drafter without any: use NAME=PATH")
+        raise SourceError(
+            f"an adapter cannot be called '{BASE_NAME}'", "the drafter without an adapter has it: use NAME=PATH"
+        )
     return AdapterSource(name, path, scale)
 
 
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # too long to be one, or somebody else's home
+    except (OSError, RuntimeError):  # the text is too long for a path, or names a user that does not exist
         return False
 
 
 def read_adapter(source: AdapterSource) -> AdapterFile:
-    """Reads a PEFT folder (or its safetensors file) or a GGUF adapter; its numbers are looked at, not kept."""
+    """Reads a PEFT folder (or its safetensors file) or a GGUF adapter; its numbers are checked and not kept."""
     path = source.path
     if not _exists(str(path)):
         raise SourceError(f"there is no adapter at {path}", _FORMS)
@@ -175,7 +177,7 @@ def read_adapter(source: AdapterSource) -> AdapterFile:
 def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
     config_path = path.parent / PEFT_CONFIG
     if not config_path.is_file():
-        raise SourceError(f"there is no {PEFT_CONFIG} beside {path.name}", "it says how large the adapter counts")
+        raise SourceError(f"there is no {PEFT_CONFIG} beside {path.name}", "it holds the adapter's rank and scale")
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {PEFT_WEIGHTS}", "save the adapter as safetensors")
     rules = _PeftRules(read_json_object(config_path), path.parent.name)
@@ -184,13 +186,13 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
     for name in weights.names():
         ending = next((ending for ending in _PEFT_ENDINGS if name.endswith(ending)), None)
         if ending is None:
-            raise _no_factor(name, path.name)
+            raise _not_a_factor(name, path.name)
         side, embedding = _PEFT_ENDINGS[ending]
         module = name.removesuffix(ending).removeprefix(_PEFT_PREFIX)
         found.add(f"{module}.weight", side, weights.tensor(name), embedding)
     pairs = []
     for name, (a, b, embedding) in found.pairs().items():
-        # an embedding's pair makes the table's transpose
+        # the pair of an embedding gives the transpose of the embedding table
         down, up = (Factor(b, True), Factor(a, True)) if embedding else (Factor(a), Factor(b))
         rank = _common_rank(down, up)
         module = name.removesuffix(".weight")
@@ -205,7 +207,7 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
 
 
 class _PeftRules:
-    """What an adapter_config.json says of ranks and scales; what is not plain LoRA is refused by its key."""
+    """The ranks and scales of an adapter_config.json; a config that is not plain LoRA is refused, naming its key."""
 
     def __init__(self, config: Mapping[str, object], label: str) -> None:
         self._config = config
@@ -226,7 +228,7 @@ class _PeftRules:
             raise ConfigError(f"the adapter {label} has modules_to_save ({named})", "only LoRA pairs can be merged")
         if config.get("bias", "none") != "none":
             raise ConfigError(f"the adapter {label} trained biases ({config['bias']!r})", "train it with bias none")
-        # `fan_in_fan_out` only tells how the base stores its weights: a drafter's are [out, in] whatever it says
+        # `fan_in_fan_out` only says how the base model stores its weights; a drafter's weights are always [out, in]
         for key in ("use_rslora", "fan_in_fan_out"):
             if not isinstance(config.get(key), bool | None):
                 raise ConfigError(f"the adapter {label} has {key} {config[key]!r}", "it must be true or false")
@@ -238,37 +240,45 @@ class _PeftRules:
         self._alphas = {key: self._number(f"alpha_pattern.{key}", value) for key, value in alphas.items()}
 
     def rank(self, module: str) -> int:
-        return next((rank for key, rank in self._ranks.items() if _names(key, module)), self._rank)
+        return next((rank for key, rank in self._ranks.items() if _matches_module(key, module)), self._rank)
 
     def strength(self, module: str) -> float:
-        """What the product of a module's pair is multiplied by."""
-        alpha = next((alpha for key, alpha in self._alphas.items() if _names(key, module)), self._alpha)
+        """Returns the factor by which the product of a module's pair is multiplied."""
+        alpha = next((alpha for key, alpha in self._alphas.items() if _matches_module(key, module)), self._alpha)
         rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self._root else rank)
 
     def check_targets(self, modules: Sequence[str]) -> None:
-        """The modules the config lists and those that have pairs must be the same; an expression is not looked at."""
+        """Checks that the listed target modules and the modules with pairs are the same.
+
+        A config may give an expression instead of a list; an expression is not checked.
+        """
         targets = self._config.get("target_modules")
         if not isinstance(targets, list):
             return
-        covered = {target for target in map(str, targets) if any(_names(target, module) for module in modules)}
+        covered = {target for target in map(str, targets) if any(_matches_module(target, module) for module in modules)}
         if lacking := [str(target) for target in targets if str(target) not in covered]:
             raise FormatError(
                 f"the adapter {self._label} has no tensors for '{lacking[0]}', one of its target_modules",
                 "the file is incomplete: save or fetch it again",
             )
-        strange = next((module for module in modules if not any(_names(target, module) for target in covered)), None)
+        strange = next(
+            (module for module in modules if not any(_matches_module(target, module) for target in covered)), None
+        )
         if strange is not None:
             raise FormatError(
-                f"the adapter's tensors of '{strange}' are not among its target_modules", "the config is another's"
+                f"the adapter's tensors of '{strange}' are not among its target_modules",
+                "the config belongs to another adapter",
             )
 
     def _patterns(self, key: str) -> dict[str, object]:
         patterns = self._config.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"the adapter {self._label} has a '{key}' that is no object", "map modules to numbers")
+            raise ConfigError(
+                f"the adapter {self._label} has a '{key}' that is not an object", "map modules to numbers"
+            )
         for pattern in patterns:
-            # any other expression could take for ever to match
+            # any other expression could take forever to match
             if not _PLAIN_PATTERN.fullmatch(pattern):
                 raise ConfigError(
                     f"the adapter {self._label} has the expression '{pattern}' in its {key}", "write module names out"
@@ -284,8 +294,8 @@ class _PeftRules:
         return _finite(value, f"the adapter {self._label} has {key} {value!r}")
 
 
-def _names(pattern: str, module: str) -> bool:
-    """Whether a module is the one named, or lies under other modules and ends in the name."""
+def _matches_module(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module by its full name or by the end of its name."""
     plain = pattern.removeprefix("^").removesuffix("$")
     return module == plain or (not pattern.startswith("^") and module.endswith(f".{plain}"))
 
@@ -298,7 +308,7 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
     keys = weights.metadata
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if keys.get(key) != wanted:
-            raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter's is '{wanted}'")
+            raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter has '{wanted}'")
     if "adapter.alora.invocation_tokens" in keys:
         raise ConfigError(f"{path.name} only acts behind certain tokens", "only plain LoRA adapters can be merged")
     given = keys.get("adapter.lora.alpha", 0.0)
@@ -306,11 +316,11 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
     architecture = keys.get("general.architecture")
     pairs = []
     for name, (a, b, _) in _gguf_factors(weights).pairs().items():
-        # llama.cpp looks up rows of the first factor of an embedding, so the two change places
+        # llama.cpp looks up rows of an embedding's first factor, so the two factors change places
         flipped = name == _GGUF_EMBEDDING
         down, up = (Factor(b, True), Factor(a)) if flipped else (Factor(a), Factor(b))
         rank = _common_rank(down, up)
-        # without an alpha llama.cpp takes the product as it is
+        # without an alpha llama.cpp does not scale the product
         strength = alpha / rank if alpha else 1.0
         pairs.append(AdapterPair(name, down, up, source.scale * strength))
     return AdapterFile(
@@ -325,7 +335,7 @@ def _gguf_factors(weights: WeightFile) -> _FactorTable:
         if side == "a" or side == "b":
             found.add(stem, "a" if side == "a" else "b", weights.tensor(name), False)
         else:
-            raise _no_factor(name, weights.path.name)
+            raise _not_a_factor(name, weights.path.name)
     return found
 
 
@@ -333,7 +343,7 @@ def _gguf_factors(weights: WeightFile) -> _FactorTable:
 
 
 class _FactorTable:
-    """Collects the factors of a file under the matrices they belong to."""
+    """Collects the factors of a file under the matrices to which they belong."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -350,12 +360,12 @@ class _FactorTable:
             )
         known, factors = self._found.setdefault(name, (embedding, {}))
         if side in factors or known != embedding:
-            raise FormatError(f"the adapter's tensor '{tensor.name}' comes in two ways", "keep one pair per matrix")
+            raise FormatError(f"the adapter's tensor '{tensor.name}' appears in two forms", "keep one pair per matrix")
         factors[side] = tensor
 
     def pairs(self) -> dict[str, tuple[WeightTensor, WeightTensor, bool]]:
         if not self._found:
-            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or no adapter")
+            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or not an adapter")
         pairs = {}
         for name, (embedding, factors) in self._found.items():
             if len(factors) < 2:
@@ -377,11 +387,11 @@ def _common_rank(down: Factor, up: Factor) -> int:
     return down.shape[0]
 
 
-def _no_factor(name: str, label: str) -> FormatError:
+def _not_a_factor(name: str, label: str) -> FormatError:
     if "lora_magnitude" in name:
         return FormatError(f"tensor '{name}' of {label} belongs to a DoRA adapter", "only plain LoRA can be merged")
     hint = "save it without embedding layers, norms and whole modules: only LoRA pairs can be merged"
-    return FormatError(f"tensor '{name}' of {label} is no factor of a LoRA pair", hint)
+    return FormatError(f"tensor '{name}' of {label} is not a factor of a LoRA pair", hint)
 
 
 def _finite(value: object, what: str) -> float:
@@ -394,7 +404,7 @@ def _refuse_non_finite(tensor: WeightTensor) -> None:
     stored = tensor.raw()
     step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
     for start in range(0, len(stored), step):
-        # decoded a piece at a time: the floats of a large tensor are never in memory together
+        # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
         with np.errstate(all="ignore"):
             values = decode_rows(stored[start : start + step], tensor.type_name)
         if not np.isfinite(values).all():
@@ -402,7 +412,7 @@ def _refuse_non_finite(tensor: WeightTensor) -> None:
 
 
 def _fingerprint(*paths: Path) -> str:
-    """Names the bytes of the files, so that what another adapter made is never taken for this one's."""
+    """Hashes the files' bytes, so that draft context of one adapter is never taken for another adapter's."""
     whole = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

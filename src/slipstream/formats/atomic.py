@@ -1,4 +1,4 @@
-"""Writing files and folders whole or not at all: what is half written never stands under its final name."""
+"""Writes files and folders completely or not at all: a half-written one never has its final name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.errors import SourceError
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when the block ends, and is gone where the block fails."""
+    """Opens a file that gets the name `path` when the block ends, and is deleted if the block fails."""
     partial = _partial(path)
     try:
         with partial.open("xb") as file:
@@ -27,13 +27,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _cannot_write(path, error) from None
     finally:
-        with suppress(OSError):  # a disk that failed must not hide why
+        with suppress(OSError):  # a second failure of the disk must not hide the first one
             partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which takes the name `path` when the block ends; nothing may stand there yet."""
+    """Makes an empty folder that gets the name `path` when the block ends; `path` must not exist yet."""
     partial = _partial(path)
     try:
         partial.mkdir()
@@ -47,7 +47,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def _partial(path: Path) -> Path:
-    """A name beside the final one, so that the last step is a rename within one file system."""
+    """Returns a name in the same folder as the final one, so that the last step is a rename in one file system."""
     return path.with_name(f".{path.name[:200]}.{uuid4().hex[:8]}.partial")
 
 

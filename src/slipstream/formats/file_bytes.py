@@ -1,4 +1,4 @@
-"""What the file readers share: where a tensor lies in a file, reading its bytes, and reading untrusted JSON."""
+"""What all file readers share: a tensor's place in a file, reading its bytes, and reading untrusted JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import numpy as np
 from slipstream.errors import FormatError, IntegrityError, SourceError
 from slipstream.formats.quants import Bytes
 
-MAX_ELEMENTS = 2**48
+MAX_ELEMENTS = 2**48  # elements of one tensor; no real tensor is this large
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as a file's header describes it, already checked against the format's rules."""
+    """One tensor as a file's header describes it, checked against the rules of the format."""
 
     name: str
     type_name: str
     shape: tuple[int, ...]  # torch order: the last dimension is the contiguous one
     block: int  # elements in one block of the type; 1 for plain types
     block_bytes: int
-    offset: int  # from the start of the file
+    offset: int  # bytes from the start of the file
     nbytes: int
 
     @property
@@ -48,7 +48,7 @@ class StoredBytes(Protocol):
 
 
 class MemoryBytes:
-    """Bytes in memory; what is read is a view of them."""
+    """Bytes in memory; reading returns a view of them."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
@@ -60,14 +60,14 @@ class MemoryBytes:
         return self._data[offset : offset + size]
 
     def close(self) -> None:
-        """Memory needs no closing."""
+        """Does nothing, because memory needs no closing."""
 
 
 class FileBytes:
-    """The bytes of a file as it was when it was opened; once it has changed, reading is refused.
+    """The bytes of a file as it was when it was opened. If the file changes later, reading raises an error.
 
-    Files are read and never mapped: a map of a file that is truncated ends the process by a signal, and one of a file
-    that is overwritten changes numbers that are in use.
+    Files are read and never mapped: truncating a mapped file ends the process with a signal, and overwriting one
+    changes numbers that are in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class FileBytes:
         return self._state.st_size
 
     def read(self, offset: int, size: int) -> Bytes:
-        """A copy of some bytes, in memory of its own; any thread may ask."""
+        """Returns a copy of some bytes in new memory; any thread may call this."""
         if self._file.closed:
             raise IntegrityError(f"{self._path.name} is read after it was closed")
         data = np.empty(size, np.uint8)
@@ -106,7 +106,7 @@ class FileBytes:
 
 
 def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:
-    """Two tensors sharing bytes are a damaged header, and would let a small file ask for unbounded memory."""
+    """Refuses tensors that share bytes: the header is damaged, and could make a small file take unlimited memory."""
     filled = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.offset)
     for before, after in zip(filled, filled[1:], strict=False):
         if after.offset < before.end:
@@ -121,7 +121,7 @@ def refuse_truncation(entries: Sequence[TensorEntry], size: int, file_name: str)
 
 
 def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
-    """Parses a JSON object that may be hostile: bad text, repeated keys and deep nesting become a FormatError."""
+    """Parses a JSON object that may be hostile; bad text, repeated keys and deep nesting raise a FormatError."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs)
     except RecursionError:

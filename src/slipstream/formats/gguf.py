@@ -1,4 +1,4 @@
-"""A GGUF header parser that trusts nothing: every count and length is checked against the file before it is used."""
+"""Parses GGUF headers without trusting them: every count and length is checked against the file before it is used."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from slipstream.formats.file_bytes import (
 from slipstream.formats.quants import GGML_TYPES
 
 MAGIC = b"GGUF"
-DEFAULT_ALIGNMENT = 32
-MAX_ALIGNMENT = 2**20
-MAX_DIMS = 4
-MAX_ARRAY = 2**24
+DEFAULT_ALIGNMENT = 32  # bytes; the format's own default
+# The limits below are far above those of real files. They bound the work and memory that a damaged header can cause.
+MAX_ALIGNMENT_BYTES = 2**20
+MAX_DIMS = 4  # ggml has no tensors of more dimensions
+MAX_ARRAY_ELEMENTS = 2**24
 MAX_ARRAY_DEPTH = 4
-MAX_NAME = 2**16
+MAX_NAME_BYTES = 2**16
 
-_WINDOW_BYTES = 1 << 20  # read ahead in a header, which consists of very many small values
+_WINDOW_BYTES = 1 << 20  # read ahead, because a header consists of very many small values
 
 _DAMAGED = "the file is damaged: fetch it again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-# GGUF value type -> the numpy type of its bytes, which also reads arrays in one go
+# GGUF value type -> the numpy type of its bytes; numpy also reads whole arrays of it
 SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -48,13 +49,13 @@ SCALARS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-# The fewest bytes a key-value pair, a tensor description or an array element can take: bounds a claimed count.
+# The fewest bytes that a key-value pair, a tensor description, a string or an array takes; they bound claimed counts.
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_STRING, _LEAST_ARRAY = 13, 32, 8, 12
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Where a metadata value's bytes lie in the file, and the number of its type."""
+    """Where the bytes of a metadata value lie in the file, and the number of its type."""
 
     kind: int
     start: int
@@ -63,23 +64,23 @@ class StoredValue:
 
 @dataclass(slots=True)
 class GgufHeader:
-    """Everything a GGUF file says before its tensor data."""
+    """Everything that a GGUF file says before its tensor data."""
 
     version: int = 0
     metadata: dict[str, object] = field(default_factory=dict)
-    stored: dict[str, StoredValue] = field(default_factory=dict)  # the same keys: what Python's values do not tell
+    stored: dict[str, StoredValue] = field(default_factory=dict)  # by the same keys: exact type and bytes of the value
     tensors: list[TensorEntry] = field(default_factory=list)
     data_offset: int = 0
     file_size: int = 0
 
     @property
     def missing_bytes(self) -> int:
-        """How many bytes the file lacks of what its tensors need; 0 for a whole file."""
+        """How many bytes of its tensors the file lacks; 0 for a complete file."""
         return max(0, max((entry.end for entry in self.tensors), default=0) - self.file_size)
 
 
 class TruncatedHeader(FormatError):
-    """The file ends before its header does; `header` holds what could be read, `missing` what is lacking at least."""
+    """The file ends inside its header. `header` holds what was read, `missing` the least number of bytes it lacks."""
 
     def __init__(self, message: str, header: GgufHeader, missing: int) -> None:
         super().__init__(message, _DAMAGED)
@@ -88,7 +89,7 @@ class TruncatedHeader(FormatError):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Reads a header and checks that the whole of its data is there."""
+    """Reads a header and checks that the file contains all the data it describes."""
     with closing(FileBytes(path)) as data:
         header = parse_header(data, path.name)
     refuse_truncation(header.tensors, header.file_size, path.name)
@@ -96,7 +97,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def parse_header(data: bytes | StoredBytes, file_name: str) -> GgufHeader:
-    """Parses a header; data that is missing after it is left for the caller to judge by `missing_bytes`."""
+    """Parses a header. It does not check the tensor data; the caller can do so with `missing_bytes`."""
     stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
     return _Parser(stored, file_name).parse()
 
@@ -134,7 +135,7 @@ class _Parser:
         return version
 
     def _pair(self) -> None:
-        key = self._string("a metadata key", MAX_NAME)
+        key = self._string("a metadata key", MAX_NAME_BYTES)
         if key in self.header.metadata:
             raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
         kind, start = self._u32(), self.position
@@ -156,8 +157,8 @@ class _Parser:
             raise FormatError(f"the metadata key '{key}' of {self.name} nests arrays too deeply", _DAMAGED)
         kind, count = self._u32(), self._u64()
         what = f"elements of '{key}'"
-        if count > MAX_ARRAY:
-            raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY} are read")
+        if count > MAX_ARRAY_ELEMENTS:
+            raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY_ELEMENTS} are read")
         if kind == _STRING:
             self._claim(count, _LEAST_STRING, what)
             what = f"the metadata value '{key}'"
@@ -171,7 +172,7 @@ class _Parser:
         return [bool(value) for value in values] if kind == _BOOL else values
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string("a tensor name", MAX_NAME)
+        name = self._string("a tensor name", MAX_NAME_BYTES)
         if not name:
             raise FormatError(f"a tensor of {self.name} has no name", _DAMAGED)
         dims = self._u32()
@@ -211,7 +212,7 @@ class _Parser:
 
     def _alignment(self) -> int:
         value = self.header.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT_BYTES or value & (value - 1):
             raise FormatError(f"{self.name} declares the alignment {value}", "it must be a power of two")
         return value
 
@@ -222,7 +223,7 @@ class _Parser:
             raise TruncatedHeader(message, self.header, missing)
 
     def _bytes(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Returns the next `count` bytes."""
         start = self.position
         if (missing := count - (self.size - start)) > 0:
             raise TruncatedHeader(f"{self.name} ends inside its header: truncated", self.header, missing)

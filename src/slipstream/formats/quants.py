@@ -1,8 +1,9 @@
-"""Turning stored bytes into float32: plain number types ourselves, block quants through the gguf package.
+"""Turns stored bytes into float32. Plain number types are decoded here, block quants by the gguf package.
 
-That package is only imported for them: a GPU reads blocks as they are, and its machine may do without.
+The gguf package is imported only when a block type is decoded: a GPU reads blocks as they are stored, and its machine
+may not have the package.
 
-Everything here works on rows of raw bytes, so that callers decide how much is unpacked at a time.
+All functions work on rows of raw bytes, so that the caller decides how much is unpacked at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-# Plain types share one table: both formats use these names for the same bytes.
+# Safetensors and GGUF use these names for the same bytes.
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -88,7 +89,7 @@ def decode_rows(raw: Bytes, type_name: str) -> Floats:
     except ImportError:
         raise FormatError(f"tensors of type {type_name} need the gguf package", "pip install gguf") from None
     try:
-        # Damaged scales may be NaN or infinite; the numbers pass through, numpy need not announce each.
+        # Damaged scales may be NaN or infinite. The numbers are passed on, and numpy must not warn about each of them.
         with np.errstate(all="ignore"):
             return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type_name])
     except (KeyError, NotImplementedError):
@@ -100,7 +101,7 @@ def unpack_q4(raw: Bytes, type_name: str) -> tuple[Bytes, Floats, Floats]:
     header = 2 if type_name == "Q4_0" else 4
     blocks = raw.reshape(raw.shape[0], -1, header + Q4_BLOCK // 2)
     packed = blocks[:, :, header:]
-    # A block's first sixteen elements are the low nibbles of its bytes, the last sixteen the high ones.
+    # The first sixteen elements of a block are the low nibbles of its bytes, the last sixteen the high ones.
     nibbles = np.concatenate((packed & 0x0F, packed >> 4), axis=2).reshape(raw.shape[0], -1)
     scale = _halves(blocks[:, :, :2])
     if type_name == "Q4_1":

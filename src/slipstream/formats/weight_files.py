@@ -1,4 +1,4 @@
-"""Model weights as the models see them: named tensors read lazily from GGUF or safetensors files."""
+"""Model weights as the models read them: named tensors that are loaded lazily from GGUF or safetensors files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slipstream.formats import gguf, safetensors
 from slipstream.formats.file_bytes import FileBytes, MemoryBytes, StoredBytes, TensorEntry, read_json_object
 from slipstream.formats.quants import Q4_BLOCK, Q4_TYPES, Bytes, decode_rows, unpack_q4
 
-# Elements unpacked at a time: keeps the temporaries of a large tensor small without slowing the unpacking down.
+# Elements that are unpacked at a time: the temporaries of a large tensor stay small, and unpacking is not slower.
 CHUNK_ELEMENTS = 2**20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class WeightTensor:
-    """One tensor of a file; nothing is read before `dense` or `q4_groups` is called."""
+    """One tensor of a file; its data is read when `dense`, `raw` or `q4_groups` is called."""
 
     def __init__(self, entry: TensorEntry, data: StoredBytes, index: torch.Tensor | None = None) -> None:
         self._entry = entry
@@ -37,7 +37,7 @@ class WeightTensor:
         return f"WeightTensor({self.name!r}, {list(self.shape)}, {self.type_name})"
 
     def dense(self) -> torch.Tensor:
-        """The whole tensor as float32 in memory of its own."""
+        """Reads the whole tensor as float32 into new memory."""
         result = torch.empty(self.shape, dtype=torch.float32)
         if result.numel():
             flat = result.view(self._row_count(), -1).numpy()
@@ -46,16 +46,19 @@ class WeightTensor:
         return result
 
     def raw(self) -> Bytes:
-        """The rows' bytes as stored [rows, bytes], in memory."""
+        """Reads the rows' bytes as they are stored [rows, bytes]."""
         parts = [part for _, part in self._chunks(None if self._index is None else CHUNK_ELEMENTS)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def raw_pieces(self, elements: int) -> Iterator[Bytes]:
-        """The same, about so many elements at a time."""
+        """Yields the rows' bytes as they are stored, about `elements` elements at a time."""
         return (part for _, part in self._chunks(elements))
 
     def q4_groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Nibbles, scales and minima of a 4-bit tensor, value = q * scale + minimum per group of 32; else None."""
+        """Reads nibbles, scales and minima of a 4-bit tensor; returns None for any other type.
+
+        In each group of 32, value = nibble * scale + minimum.
+        """
         if self.type_name not in Q4_TYPES:
             return None
         groups = (*self.shape[:-1], self.shape[-1] // Q4_BLOCK)
@@ -69,25 +72,25 @@ class WeightTensor:
         return nibbles, scale, minimum
 
     def rows(self, index: torch.Tensor) -> WeightTensor:
-        """The same tensor with its first dimension selected or permuted by `index`; still lazy."""
+        """Returns the tensor with its first dimension selected or permuted by `index`, still unread."""
         if not self.shape or (len(self.shape) == 1 and self._entry.block > 1):
             raise IntegrityError(f"tensor '{self.name}' has no rows to select")
         index = index.detach().to(device="cpu", dtype=torch.int64)
         if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
-            raise IntegrityError(f"rows outside tensor '{self.name}' of {self.shape[0]} rows are asked for")
+            raise IntegrityError(f"rows outside tensor '{self.name}', which has {self.shape[0]}, were requested")
         return WeightTensor(self._entry, self._data, index if self._index is None else self._index[index])
 
     def as_row(self) -> WeightTensor:
-        """A vector as a matrix of one row; some writers drop a dimension of size one."""
+        """Returns a vector as a matrix of one row, because some writers drop a dimension of size one."""
         return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self._data)
 
     def in_memory(self) -> WeightTensor:
-        """The same tensor with its bytes in memory, for what is read as long as the model runs."""
+        """Returns the tensor with its bytes in memory, for tensors that are read as long as the model runs."""
         data = self.raw().reshape(-1)
         return WeightTensor(replace(self._entry, shape=self.shape, offset=0, nbytes=data.nbytes), MemoryBytes(data))
 
     def part(self, index: int) -> WeightTensor:
-        """One entry along the first dimension, as a tensor of its own; still lazy."""
+        """Returns one entry of the first dimension as a tensor, still unread."""
         if len(self.shape) < 3 or self._index is not None or not 0 <= index < self.shape[0]:
             raise IntegrityError(f"tensor '{self.name}' {list(self.shape)} has no part {index}")
         size = self._entry.nbytes // self.shape[0]
@@ -101,11 +104,11 @@ class WeightTensor:
         return WeightTensor(entry, self._data)
 
     def _row_count(self) -> int:
-        """Rows that can be read on their own: the first dimension, unless blocks span it."""
+        """Returns how many rows can be read separately: the first dimension, unless blocks extend over it."""
         return self.shape[0] if self.shape and (len(self.shape) > 1 or self._entry.block == 1) else 1
 
     def _chunks(self, elements: int | None = CHUNK_ELEMENTS) -> Iterator[tuple[int, Bytes]]:
-        """Rows of about so many elements, None for all, and where they begin."""
+        """Yields the index of a first row and rows of about `elements` elements; None means all rows at once."""
         count = self._row_count()
         size = max(1, int(np.prod(self.shape, dtype=np.int64)))
         step = count if elements is None else max(1, elements * count // size)
@@ -117,12 +120,12 @@ class WeightTensor:
                 yield start, self._select(self._index[start:stop].numpy())
 
     def _read(self, start: int, stop: int, row_bytes: int) -> Bytes:
-        """Stored rows from `start` to before `stop`."""
+        """Reads the stored rows from `start` to before `stop`."""
         data = self._data.read(self._entry.offset + start * row_bytes, (stop - start) * row_bytes)
         return data.reshape(stop - start, row_bytes)
 
     def _select(self, index: NDArray[np.int64]) -> Bytes:
-        """The stored rows of an index, read in one go where most rows between the first and the last are wanted."""
+        """Reads the stored rows of an index, in one read if most rows between its first and its last are wanted."""
         row_bytes = self._entry.nbytes // self._entry.shape[0]
         first, last = int(index.min()), int(index.max())
         if last - first < 2 * len(index):
@@ -132,7 +135,7 @@ class WeightTensor:
 
 
 class WeightFile:
-    """The tensors of one model, whichever files they lie in; `metadata` holds the GGUF keys, {} for safetensors."""
+    """The tensors of one model in one or more files; `metadata` holds the GGUF keys and is {} for safetensors."""
 
     def __init__(
         self, path: Path, tensors: Mapping[str, tuple[TensorEntry, StoredBytes]], metadata: dict[str, object]
@@ -153,7 +156,7 @@ class WeightFile:
         return WeightTensor(*self._tensors[name])
 
     def close(self) -> None:
-        """Closes the files; tensors handed out before can no longer be read, what they returned stays valid."""
+        """Closes the files. Tensors returned before can then not be read any more; data already read stays valid."""
         for _, data in self._tensors.values():
             data.close()
 
@@ -165,7 +168,7 @@ class WeightFile:
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Opens a GGUF or safetensors file, or the one model in a folder."""
+    """Opens a GGUF or safetensors file, or the only model in a folder."""
     if path.is_dir():
         if (path / SINGLE).is_file():
             return _open_safetensors(path / SINGLE)
@@ -178,7 +181,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 def read_config(path: Path) -> dict[str, object] | None:
-    """The config.json of a model folder (or beside a safetensors file); None where there is none, as with GGUF."""
+    """Reads config.json from a model folder or beside a safetensors file; None if there is none, as for GGUF."""
     if path.suffix == ".gguf" and path.is_file():
         return None
     config = (path if path.is_dir() else path.parent) / "config.json"
@@ -186,7 +189,7 @@ def read_config(path: Path) -> dict[str, object] | None:
 
 
 def find_gguf(folder: Path) -> Path:
-    """The only GGUF file of a folder."""
+    """Returns the only GGUF file of a folder."""
     found = sorted(folder.glob("*.gguf"))
     if not found:
         raise SourceError(f"{folder} holds no model", f"expected {SINGLE}, {INDEX} or one .gguf file")

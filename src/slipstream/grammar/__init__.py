@@ -1,1 +1,1 @@
-"""Constraints on what a request may write: notations, compilation in helper processes, and the masks of each step."""
+"""Grammars that constrain a request's text: notations, trials, masks, and the processes that run llguidance."""

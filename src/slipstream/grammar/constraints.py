@@ -1,7 +1,7 @@
-"""Constraints of requests: tried by llguidance before they are taken, and followed by it while a request runs.
+"""Constraints of requests: llguidance tries each one before the request is accepted, and follows it while it runs.
 
-The library recurses along a constraint's references and has no limit of time or memory, and clients write constraints.
-So it runs in two child processes: one tries new constraints, the other computes the masks of running requests.
+Clients write constraints, and the library recurses along their references without a limit of time or memory. It
+therefore runs in two child processes: one tries new constraints, the other computes the masks of running requests.
 """
 
 from __future__ import annotations
@@ -19,59 +19,64 @@ from slipstream.grammar.mask_lane import Lane, MaskProcess
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.types import Constraint, Thinking
 
-MOST_SOURCE_BYTES = 512 * 1024  # a schema of 300 definitions with 10 fields each
-_REMEMBERED = 4096  # constraints that are known to be good, by their hashes
-# 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body a server takes by
+MOST_SOURCE_BYTES = 512 * 1024  # the size of a schema of 300 definitions with 10 fields each
+_REMEMBERED = 4096  # constraints that passed their trial, kept as hashes; at this many all are forgotten
+# 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body that a server accepts by
 # default; 17 MiB of it are the stack of the trial.
-# A server prepares on few threads, hence 3 s. A trial writes many megabytes, which takes the weights of a running model
-# out of the processor's cache: without the rest, trials one after the other make running requests twice as slow.
+# A call waits 3 s at most, because a server prepares requests on few threads. After a trial the process rests as long
+# as the trial took: a trial writes many megabytes and pushes the weights of a running model out of the processor's
+# cache, so trials without a pause make running requests twice as slow.
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0, rest=1.0)
-_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})  # text, whatever a tokenizer calls them
+# These tags are written as text in a grammar, even if the tokenizer has them as special tokens.
+_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 _TEXT = "/(?s:.*)/"
-_GAP = r"/[ \n]{0,4}/"  # what models write between the end of their reasoning and the answer
-_NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}
+_GAP = r"/[ \n]{0,4}/"  # models write this between the end of their reasoning and the answer
+_NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}  # the words of error messages
 
 
 class Grammars:
-    """The constraints of one tokenizer; any thread may ask."""
+    """The constraints of one tokenizer's requests; any thread may call it."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self.lane = Lane()
-        self._good: set[tuple[str, bytes, Thinking | None]] = set()
+        self._accepted: set[tuple[str, bytes, Thinking | None]] = set()
         self._trial = Helper(
-            "slipstream.grammar.helper_process:trial", _LIMITS, self._described, "process that tries constraints"
+            "slipstream.grammar.helper_process:trial",
+            _LIMITS,
+            self._vocabulary_arguments,
+            "process that tries constraints",
         )
-        self._masks = MaskProcess(partial(self._described, whole=True))
+        self._masks = MaskProcess(partial(self._vocabulary_arguments, whole=True))
 
     def close(self) -> None:
-        """Ends both processes; others are started where they are needed again."""
+        """Ends both processes; the next call that needs one starts a new one."""
         self._trial.close()
         self._masks.helper.close()
 
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
-        """What holds a new request to its constraint and its budget; None if it has neither."""
+        """Returns what holds a new request to its constraint and its budget, or None if it has neither."""
         budget = None
         if thinking is not None and thinking.budget is not None:
             budget = Budget(thinking, self._vocabulary)
         if constraint is None:
             return None if budget is None else Guide(None, self.lane, budget, self._vocab_size)
         self.prepare(constraint, thinking)
-        matcher = self._masks.open(constraint.kind, constraint.grammar, self._behind(thinking))
+        matcher = self._masks.open(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         return Guide(matcher, self.lane, budget, self._vocab_size)
 
     def prepare(self, constraint: Constraint, thinking: Thinking | None) -> None:
-        """Refuses a constraint that cannot be used."""
-        # how much may be thought is no matter of the grammar
+        """Raises `RequestError` if a constraint cannot be used."""
+        # the budget of the reasoning does not change the grammar
         digest = sha256(constraint.grammar.encode("utf-8", "surrogatepass")).digest()
         key = (constraint.kind, digest, replace(thinking, budget=None) if thinking is not None else None)
-        if key in self._good:
+        if key in self._accepted:
             return
         self._try(constraint, thinking)
-        if len(self._good) >= _REMEMBERED:
-            self._good.clear()
-        self._good.add(key)
+        if len(self._accepted) >= _REMEMBERED:
+            self._accepted.clear()
+        self._accepted.add(key)
 
     def _try(self, constraint: Constraint, thinking: Thinking | None) -> None:
         name = _NAMES[constraint.kind]
@@ -79,15 +84,15 @@ class Grammars:
         if size_bytes > MOST_SOURCE_BYTES:
             raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
         try:
-            self._trial(constraint.kind, constraint.grammar, self._behind(thinking))
+            self._trial(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         except OverrunError as error:
             raise RequestError(f"the {name} cannot be used: compiling it {error}", "make it simpler") from None
         except RequestError as error:
             hint = error.hint or "change it or leave it out"
             raise RequestError(f"the {name} cannot be used: {error.message}", hint) from None
 
-    def _behind(self, thinking: Thinking | None) -> str | None:
-        """The grammar of reasoning and what comes behind it, the answer."""
+    def _reasoning_grammar(self, thinking: Thinking | None) -> str | None:
+        """Returns the grammar of the reasoning that precedes the answer, or None if there is no reasoning."""
         if thinking is None:
             return None
         opening = "thinking" if thinking.opened else f"({self._tag(thinking.start)} thinking)?"
@@ -100,8 +105,11 @@ class Grammars:
         special = len(ids) == 1 and self._vocabulary.is_special(ids[0]) and tag not in _TAGS
         return f"<[{ids[0]}]>" if special else json.dumps(tag)
 
-    def _described(self, whole: bool = False) -> Sequence[Any]:
-        """The vocabulary for another process, `whole` with the tokenizer itself: bytes, specials, ends, BOS."""
+    def _vocabulary_arguments(self, whole: bool = False) -> Sequence[Any]:
+        """Describes the vocabulary for another process: bytes, special tokens, end tokens, BOS, and the tokenizer.
+
+        The tokenizer is included only if `whole` is set.
+        """
         indices, vocabulary = range(self._vocab_size), self._vocabulary
         tokens = [vocabulary.token_bytes(index) for index in indices]
         tags = {tag.encode() for tag in _TAGS}

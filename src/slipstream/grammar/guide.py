@@ -1,7 +1,7 @@
-"""What one request may write next: masks behind the committed text and drafted paths, and the end of reasoning.
+"""What one request may write next: masks behind the committed text and behind drafted paths, and the end of reasoning.
 
-A guide answers for any drafted path behind the committed text, so that a row of a proposal is masked exactly as plain
-decoding would mask it there.
+A guide answers for any drafted path behind the committed text, so that a row of a proposal gets exactly the mask that
+plain decoding would get at that place.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from slipstream.lazy import cached_property
 from slipstream.types import Thinking
 
 # The engine's thread waits this long in a step for the masks of one request's drafts. A mask takes 0.7 ms on two cores,
-# a step 4 ms and more. All requests wait along: with 4 ms, one constrained request made the others twice as slow.
+# a step 4 ms and more. Every request of the step waits too: with 4 ms, one constrained request made the others twice as
+# slow.
 DRAFTS_WAIT_S = 0.001
-STEP_S = 0.004  # of work for an answer that is still quick
-_QUICK_S = 0.001  # of work for an answer, on average, that a step is held up for: ordinary grammars take 0.1 ms
+STEP_S = 0.004  # an answer that takes at most this much work counts as quick; the shortest steps take as long
+# A step waits for a guide only if its answers take at most this much work on average; ordinary grammars take 0.1 ms.
+_QUICK_S = 0.001
 _AVERAGED_ANSWERS = 5
-# A request may take this much work: an ordinary grammar takes 0.1 ms per token, a large one 5 ms.
+# A request ends with an error if its guide takes more work than this: 10 s and another 0.1 s per token. An ordinary
+# grammar takes 0.1 ms per token, a large one 5 ms.
 _GRACE_S = 10.0
 _TOKEN_S = 0.1
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer."""
+    """What this package needs of a tokenizer."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -43,14 +46,14 @@ class Vocabulary(Protocol):
     def is_special(self, index: int) -> bool: ...
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = True) -> list[int]: ...
     def serialized(self) -> str | None:
-        """The tokenizer for another process; None: texts are cut greedily there."""
+        """Returns the tokenizer for another process; None lets that process split texts greedily."""
 
 
 class Mask:
-    """The tokens that may stand at one place; `only` is set where there is just one, `end` where the text is over."""
+    """The tokens allowed at one place. `only` is set if there is just one, `end` if the text is complete there."""
 
     def __init__(self, bits: bytes, vocab_size: int, end: bool = False) -> None:
-        """`bits` has a bit per token, the lowest first."""
+        """`bits` has one bit per token, the lowest first."""
         count = int.from_bytes(bits, "little").bit_count()
         if not count:
             raise GuideError("the constraint allows no token here")
@@ -70,7 +73,7 @@ class Mask:
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
-        """A flag per token; most places are only asked about a few tokens and never need it."""
+        """A flag per token. It is computed on demand, because most masks are asked about a few tokens only."""
         flags = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=self._vocab_size, bitorder="little")
         return flags.view(np.bool_)
 
@@ -78,9 +81,9 @@ class Mask:
 class Guide:
     """What one request may write next, behind the committed text and any drafted tokens that follow it.
 
-    Masks come from another process by way of a lane, and the engine's thread waits for one only for a moment. Where the
-    mask behind the committed text takes longer, the request's sequence is in no step until the mask is there. Where one
-    behind a drafted path does, that draft is not kept. Nothing is drafted for a guide whose masks are slow.
+    Masks come from another process through a lane, and the engine's thread waits for them only briefly. While the mask
+    behind the committed text is missing, the request's sequence is left out of the steps. If the mask behind a drafted
+    path is missing, that draft is not kept. Nothing is drafted for a guide whose masks are slow.
     """
 
     def __init__(self, matcher: Matcher | None, lane: Lane, budget: Budget | None, vocab_size: int) -> None:
@@ -89,33 +92,33 @@ class Guide:
         self._budget = budget
         self._vocab_size = vocab_size
         self._written: list[int] = []
-        # of paths behind the committed text: what is known, and what the lane was asked for
+        # by path behind the committed text: the masks (or errors) that are known, and those that the lane is computing
         self._masks: dict[Path, Mask | GuideError | None] = {}
-        self._coming: dict[Path, Future[Allowed]] = {}
+        self._requested: dict[Path, Future[Allowed]] = {}
         self._clock = _Clock()
-        self.complete = False  # nothing but an end may follow
+        self.complete = False  # whether only an end token may follow
 
     @property
     def slow(self) -> bool:
-        """Whether masks may take longer than a step should: nothing is known yet, or they did."""
+        """Whether masks may take longer than a step should wait: they did before, or none has been computed yet."""
         return self._matcher is not None and not self._clock.quick
 
     def ready(self) -> bool:
-        """Whether a step would find the mask it needs; has it computed if nothing has asked for it yet."""
+        """Whether a step would find the mask it needs. If nothing has asked for that mask yet, it is requested here."""
         self._clock.begin_step()
         return self._note_end(self._find((), patient=not self.slow))
 
     @property
     def settled(self) -> bool:
-        """Whether the mask behind the committed text is there."""
+        """Whether the mask behind the committed text is known."""
         return () in self._masks
 
     def knows(self, path: Path) -> bool:
-        """Whether the mask behind a drafted path is there, or comes within a moment."""
+        """Whether the mask behind a drafted path is known, or arrives while a step may wait."""
         return self._find(path, patient=True)
 
     def mask(self, path: Path = ()) -> Mask | None:
-        """What may follow `path`, None if anything may; waits for it as long as that takes."""
+        """Returns what may follow `path`, or None if anything may. It waits until the mask is known."""
         self._find(path, patient=None)
         found = self._masks[path]
         if isinstance(found, GuideError):
@@ -123,26 +126,29 @@ class Guide:
         return found
 
     def draft_mask(self, path: Path) -> Mask | None:
-        """The mask behind a drafted path, which nothing depends on: refused if this step's masks take long."""
+        """Returns the mask behind a drafted path. It raises `GuideError` if the masks of this step take too long.
+
+        A draft can be dropped without changing the text, so a step does not wait long for its mask.
+        """
         if path not in self._masks and (self._clock.exhausted or not self.knows(path)):
-            raise GuideError("the masks of this step take long enough")
+            raise GuideError("the masks of this step take too long")
         return self.mask(path)
 
     def observe(self, token: int) -> None:
-        """Takes a committed token, which the mask before it has allowed."""
+        """Takes a committed token, which the mask before it allows."""
         self._written.append(token)
         self._clock.tokens += 1
         if self._budget is not None:
             self._budget.observe(token)
         self._masks = {path[1:]: found for path, found in self._masks.items() if path[:1] == (token,)}
-        for path in [path for path in self._coming if path[:1] != (token,)]:
-            self._coming.pop(path).cancel()
-        self._coming = {path[1:]: future for path, future in self._coming.items()}
+        for path in [path for path in self._requested if path[:1] != (token,)]:
+            self._requested.pop(path).cancel()
+        self._requested = {path[1:]: future for path, future in self._requested.items()}
         self._note_end(self._find((), patient=not self.slow))
 
     def abandon(self) -> None:
-        """Its request is over: a mask that nothing waits for any more is not begun."""
-        for future in self._coming.values():
+        """Ends the guide when its request is over, and cancels masks that have not been started."""
+        for future in self._requested.values():
             future.cancel()
         if self._matcher is not None:
             self._lane.submit(self._matcher.close)
@@ -153,7 +159,10 @@ class Guide:
         return found
 
     def _find(self, path: Path, patient: bool | None) -> bool:
-        """Whether what is behind a path is known, or comes within what a step may wait; None waits until it does."""
+        """Whether the mask behind a path is known, or becomes known while the step may wait.
+
+        `patient` False does not wait, True waits within the step's patience, and None waits until the mask is known.
+        """
         if path in self._masks:
             return True
         forced = self._budget.forced(path) if self._budget is not None else None
@@ -162,13 +171,13 @@ class Guide:
         elif self._matcher is None:
             self._masks[path] = None
         else:
-            if path not in self._coming:
+            if path not in self._requested:
                 work = partial(self._matcher, tuple(self._written), path)
-                self._coming[path] = self._lane.submit(work, urgent=not self.slow)
-            future = self._coming[path]
+                self._requested[path] = self._lane.submit(work, urgent=not self.slow)
+            future = self._requested[path]
             began = time.monotonic()
             try:
-                self._masks[path] = self._taken(self._lane.result(future, patient))
+                self._masks[path] = self._counted_mask(self._lane.result(future, patient))
             except TimeoutError:
                 if patient and future.running():
                     self._clock.waited_in_vain()
@@ -177,28 +186,28 @@ class Guide:
                 self._masks[path] = error
             finally:
                 self._clock.waited_s += time.monotonic() - began
-            del self._coming[path]
+            del self._requested[path]
         return True
 
-    def _taken(self, answer: Allowed) -> Mask:
+    def _counted_mask(self, answer: Allowed) -> Mask:
         self._clock.add(answer.work_s)
         self._clock.check()
         return Mask(answer.bits, self._vocab_size, answer.stopped)
 
 
 class _Clock:
-    """What one guide has cost in processor time of its process, and the engine's thread in time spent waiting.
+    """What one guide has cost: processor time of the mask process, and time that the engine's thread waited.
 
-    A grammar is slow by its own work alone, so that a busy machine makes no grammar slow.
+    Only the processor time decides whether a grammar is slow, so that a busy machine does not make grammars look slow.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self._spent_s = 0.0
-        self.waited_s = 0.0  # by the engine's thread in this step
+        self.waited_s = 0.0  # how long the engine's thread has waited in this step
         self._average_s = 0.0
         self._quick = 0  # quick answers in a row
-        self._needed = 1  # of those, until the engine's thread waits for the guide
+        self._needed = 1  # how many quick answers in a row are needed before the engine's thread waits again
 
     def add(self, seconds: float) -> None:
         self._spent_s += seconds
@@ -209,7 +218,10 @@ class _Clock:
             self.waited_in_vain()
 
     def waited_in_vain(self) -> None:
-        """A slow answer after quick ones has held up a step; doubling makes these few, however they are spread."""
+        """Notes that a slow answer has held up a step.
+
+        Doubling `_needed` keeps such steps rare, however they are spread.
+        """
         self._quick, self._needed = 0, 2 * self._needed
 
     def begin_step(self) -> None:
@@ -221,11 +233,11 @@ class _Clock:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the step's drafts have had their share."""
+        """Whether the engine's thread has waited as long for drafts as it may in this step."""
         return self.waited_s > DRAFTS_WAIT_S
 
     def check(self) -> None:
-        """Ends a request whose guide keeps taking long."""
+        """Raises `GuideError` if the guide has taken more work than its request may."""
         if self._spent_s > _GRACE_S + _TOKEN_S * self.tokens:
             raise GuideError(
                 f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
@@ -234,15 +246,15 @@ class _Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Reasoning:
-    """How far the reasoning of a text is: before it (0 or more tokens written), inside, being ended, or over."""
+    """How far the reasoning of a text is: it has not begun, is going on, is being ended, or is over."""
 
     phase: str  # before, inside, ending, over
-    spent: int = 0  # tokens inside, or of the end tag as it is written
-    tail: bytes = b""  # as much of the text as may still become a tag
+    spent: int = 0  # tokens of the reasoning or, while it is being ended, of the end tag
+    tail: bytes = b""  # the end of the text that may still become a tag
 
 
 class Budget:
-    """Ends reasoning after its budget: the tokens of the end tag are forced one by one."""
+    """Ends the reasoning when its budget is spent, by forcing the tokens of the end tag one by one."""
 
     def __init__(self, thinking: Thinking, vocabulary: Vocabulary) -> None:
         assert thinking.budget is not None
@@ -258,7 +270,7 @@ class Budget:
         self._now = self._after(self._now, token)
 
     def forced(self, path: Sequence[int]) -> int | None:
-        """The one token that may follow a path, or None if the budget has no say there."""
+        """Returns the only token that may follow a path, or None if the budget forces none there."""
         state = self._now
         for token in path:
             state = self._after(state, token)
@@ -267,7 +279,7 @@ class Budget:
     def _forced(self, state: _Reasoning) -> int | None:
         if state.phase == "ending":
             return self._end_tokens[state.spent]
-        # half a character would make the tag unreadable; its other half may still come
+        # a tag behind half of a character would be unreadable, so the reasoning may first finish that character
         due = state.phase == "inside" and state.spent >= self._budget and not _mid_character(state.tail)
         return self._end_tokens[0] if due else None
 
@@ -288,7 +300,7 @@ class Budget:
 
 
 def _kept(text: bytes, tag: bytes) -> bytes:
-    """The end of a text, long enough to find a tag in it or half a character."""
+    """Returns the end of a text, long enough to recognise a tag or an unfinished character."""
     return text[-max(3, len(tag) - 1) :]
 
 

@@ -1,7 +1,7 @@
 """What the processes with llguidance do: one tries new constraints, the other computes the masks of running requests.
 
-The library recurses along references, and neither its time nor its memory can be bounded from inside. So it never runs
-in the process that serves.
+The library recurses along references, and neither its time nor its memory can be limited from inside a process. It
+therefore never runs in the process that serves requests.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from slipstream.errors import RequestError
 from slipstream.grammar.llguidance_calls import GrammarError, compiled, library_tokenizer, on_a_stack, one_line, refusal
 from slipstream.grammar.reference_bounds import check_bounds
 
-# The library takes up to 21 KiB of stack for a reference.
+# The library takes up to 21 KiB of stack for a reference, and a constraint may have 500 (`reference_bounds.py`).
 _COMPILE_STACK_BYTES = 16 * 2**20
-_MASKS = 4  # the start of a text: what a constraint forces there is all taken in at the first
-_REMEMBERED_GRAMMARS = 16  # beside those in use; one may hold 20 MiB
-# Where cores are few, these processes give way to the model's threads: a trial gets a tenth of what such a thread gets,
-# masks a seventieth. Without it, a client whose grammar is refused again and again makes its neighbours twice as slow.
+# A trial computes this many masks from the start of a text on; the first one includes everything the constraint forces.
+_TRIAL_MASKS = 4
+_REMEMBERED_GRAMMARS = 16  # grammars kept beside those in use; one may take 20 MiB
+# On few cores these processes give way to the model's threads: a trial gets a tenth of such a thread's time, masks get
+# a seventieth. At normal priority, a client whose grammar is refused again and again makes other requests twice as
+# slow.
 _TRIAL_NICENESS, _MASK_NICENESS = 10, 19
 
 Work = Callable[..., Any]
 
 
 def trial(*vocabulary: Any) -> Work:
-    """Tries constraints on a vocabulary; raises `RequestError` where one fails."""
+    """Returns the function that tries constraints on a vocabulary; it raises `RequestError` for one that fails."""
     os.nice(_TRIAL_NICENESS)
     tokenizer = _tokenizer(*vocabulary)
 
@@ -46,8 +48,8 @@ def trial(*vocabulary: Any) -> Work:
 
 
 def _take_masks(matcher: LLMatcher) -> None:
-    """The first masks, each after the lowest token that the one before allows."""
-    for _ in range(_MASKS):
+    """Computes the first masks, each behind the lowest token that the mask before allows."""
+    for _ in range(_TRIAL_MASKS):
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             raise refusal(matcher.get_error())
@@ -58,7 +60,7 @@ def _take_masks(matcher: LLMatcher) -> None:
 
 
 def desk(*vocabulary: Any) -> Work:
-    """Keeps the places of requests in their grammars and computes masks."""
+    """Returns the function that keeps the grammar position of each request and computes masks."""
     os.nice(_MASK_NICENESS)
     return _Desk(_tokenizer(*vocabulary)).mask
 
@@ -72,9 +74,10 @@ class _Desk:
     def mask(
         self, number: int, opening: Sequence[Any] | None, tokens: list[int], path: list[int], ended: Sequence[int]
     ) -> list[Any] | None:
-        """The bits of what may follow the tokens and the path, whether the text is over there, and the work that took.
+        """Returns the bits of what may follow the tokens and the path, whether the text ends there, and the work in s.
 
-        `tokens` are those written since the last call. None if the request is not known and is not opened.
+        `tokens` are those written since the last call. The result is None if the request is unknown here and `opening`
+        does not describe it.
         """
         for gone in ended:
             self._places.pop(gone, None)
@@ -86,11 +89,12 @@ class _Desk:
             place = self._places.get(number)
             if place is None:
                 return None
-            began = time.process_time()  # what opening takes says nothing about the masks
+            began = time.process_time()  # opening is not counted, because it says nothing about the speed of masks
             place.write(tokens)
             bits, stopped = place.mask(tuple(path))
         except (GrammarError, ValueError, RuntimeError) as error:
-            self._places.pop(number, None)  # it may have taken the tokens already; the next question opens it anew
+            # the matcher may already have taken the tokens, so it is dropped and the next question opens it anew
+            self._places.pop(number, None)
             raise RequestError(one_line(str(error))) from None
         return [base64.b64encode(bits).decode(), stopped, time.process_time() - began]
 
@@ -104,47 +108,49 @@ class _Desk:
 
 
 class _Place:
-    """Where one request stands in its grammar."""
+    """The position of one request in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher  # behind the written text
-        self._scout = matcher  # behind the written text and `_ahead`: another one wherever something is ahead
-        self._ahead: tuple[int, ...] = ()
+        self._matcher = matcher  # stands behind the written text
+        self._scout = matcher  # stands behind the written text and `_drafted`; a copy whenever `_drafted` is not empty
+        self._drafted: tuple[int, ...] = ()
 
     def write(self, tokens: list[int]) -> None:
         if tokens:
-            self._scout, self._ahead = self._matcher, ()
+            self._scout, self._drafted = self._matcher, ()
             self._matcher.consume_tokens(tokens)
-            _must_live(self._matcher)
+            _raise_failure(self._matcher)
 
     def mask(self, path: tuple[int, ...]) -> tuple[bytes, bool]:
         scout = self._at(path)
         bits = scout.compute_bitmask()
-        _must_live(scout)
+        _raise_failure(scout)
         return bits, scout.is_stopped()
 
     def _at(self, path: tuple[int, ...]) -> LLMatcher:
-        """A matcher at the end of a path. None is ever taken back: what the library found out about masks before stays
-        with it, and holds for other texts of the same length as well.
+        """Returns a matcher at the end of a path.
+
+        A matcher is never rolled back, because its cached knowledge about masks would survive and would also be used
+        for other texts of the same length.
         """
-        known = len(self._ahead)
-        if path[:known] != self._ahead or len(path) == known == 0:
-            self._scout, self._ahead, known = self._matcher, (), 0
+        known = len(self._drafted)
+        if path[:known] != self._drafted or len(path) == known == 0:
+            self._scout, self._drafted, known = self._matcher, (), 0
         if len(path) > known:
             if not known:
                 self._scout = self._matcher.deep_copy()
-            self._ahead = path
+            self._drafted = path
             self._scout.consume_tokens(list(path[known:]))
         try:
-            _must_live(self._scout)
+            _raise_failure(self._scout)
         except GrammarError:
-            self._scout, self._ahead = self._matcher, ()
+            self._scout, self._drafted = self._matcher, ()
             raise
         return self._scout
 
 
-def _must_live(matcher: LLMatcher) -> None:
-    """A matcher that gave up stays so."""
+def _raise_failure(matcher: LLMatcher) -> None:
+    """Raises the matcher's error if it has one; a matcher with an error never recovers."""
     if matcher.is_error():
         raise refusal(matcher.get_error())
 
@@ -156,9 +162,9 @@ def _tokenizer(*vocabulary: Any) -> LLTokenizer:
 
 
 class _Vocabulary:
-    """The model's tokens as llguidance asks for them: every token's bytes, and how a text is cut by rights.
+    """The model's tokens in the form that llguidance asks for: each token's bytes, and how a text is tokenised.
 
-    Where a grammar leaves one text only, that cut decides which tokens write it.
+    Where a grammar allows only one text, that tokenisation decides which tokens write it.
     """
 
     tokenizer: LLTokenizer
@@ -166,7 +172,7 @@ class _Vocabulary:
     def __init__(
         self, tokens: Sequence[str], special: Sequence[int], ends: Sequence[int], bos: int | None, backend: str | None
     ) -> None:
-        """The tokens' bytes are given as Latin-1; without a `backend` texts are cut greedily."""
+        """`tokens` holds the tokens' bytes as Latin-1 text. Without a `backend`, texts are split greedily."""
         self.tokens = [token.encode("latin-1") for token in tokens]
         self.special_token_ids = list(special)
         self.ends = list(ends)
@@ -177,13 +183,13 @@ class _Vocabulary:
             from tokenizers import Tokenizer
 
             self._backend = Tokenizer.from_str(backend)
-            self._backend.encode_special_tokens = True  # `<|...|>` is text here
+            self._backend.encode_special_tokens = True  # treats `<|...|>` as ordinary text
 
     def __call__(self, text: str) -> list[int]:
         if self._backend is None:
             return self.tokenizer.greedy_tokenize(text)
         wanted = text.encode()
-        # some tokenizers put a space before a text; behind a control character it is not the text's first any more
+        # some tokenizers add a space at the start of a text; behind a control character the text is not at the start
         for lead in ("", "\x02"):
             ids: list[int] = self._backend.encode(lead + text, add_special_tokens=False).ids
             while ids and len(self._bytes(ids)) > len(wanted):

@@ -1,4 +1,4 @@
-"""llguidance as this package uses it, in processes of its own (`grammar_process.py`)."""
+"""The calls of llguidance that this package uses; they run in child processes (`helper_process.py`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 Result = TypeVar("Result")
 
-# Symbols: a schema of 200 definitions with 10 fields each has 10,000, 64 tools have 5,000; a memory of 2 GB was seen at
-# 100,000.
+# Symbols of a grammar. A schema of 200 definitions with 10 fields each has 10,000 and 64 tools have 5,000; a grammar of
+# 100,000 was seen to take 2 GB of memory.
 _MOST_SYMBOLS = 50_000
-# The library counts 1 to 2 KiB for a state; schemas, tools and patterns that people use stay under 5,000.
+# The library counts 1 to 2 KiB for a state. Schemas, tools and patterns in use stay under 5,000 states.
 _MOST_LEXER_STATES = 50_000
-# Work of one mask, in the library's units. A schema of 500 properties needs 5,000 items; with the library's limit of
-# 50,000 an ambiguous grammar takes 0.6 s for a mask, with these at most 0.2 s.
+# The work of one mask, in the library's units. A schema of 500 properties needs 5,000 items. With the library's own
+# limit of 50,000 items an ambiguous grammar takes 0.6 s for a mask; with these limits it takes at most 0.2 s.
 _MOST_STEP_ITEMS = 20_000
 _MOST_STEP_FUEL = 100_000
 
@@ -25,11 +25,11 @@ _one_at_a_time = threading.Lock()
 
 
 class GrammarError(Exception):
-    """The library does not take a constraint; the reason as it words it."""
+    """The library refuses a constraint; the message is the library's reason."""
 
 
 class TokenSource(Protocol):
-    """A tokenizer as llguidance asks for it."""
+    """A tokenizer in the form that llguidance asks for."""
 
     @property
     def eos_token_id(self) -> int: ...
@@ -47,7 +47,7 @@ def library_tokenizer(source: TokenSource, ends: Sequence[int]) -> LLTokenizer:
 
 
 def written(kind: str, source: str, before: str | None) -> str:
-    """A constraint as llguidance wants it, behind the grammar of what comes first."""
+    """Returns a constraint in llguidance's notation, preceded by the grammar `before` if there is one."""
     if kind == "json_schema":
         answer = {"json_schema": json.loads(source)}
     elif kind == "regex":
@@ -60,7 +60,7 @@ def written(kind: str, source: str, before: str | None) -> str:
 
 
 def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None) -> LLMatcher:
-    """A matcher at its start; `GrammarError` says why there is none."""
+    """Returns a matcher at the start of its grammar; `GrammarError` says why there is none."""
     limits = LLParserLimits(
         max_grammar_size=_MOST_SYMBOLS,
         max_lexer_states=_MOST_LEXER_STATES,
@@ -73,7 +73,7 @@ def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None)
         error = matcher.get_error()
     except MemoryError:
         raise
-    except BaseException as failure:  # a panic of compiled code is no Exception
+    except BaseException as failure:  # a panic in compiled code is not an Exception
         error = str(failure) or type(failure).__name__
     if error:
         raise refusal(error)
@@ -81,7 +81,7 @@ def compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None)
 
 
 def one_line(error: str) -> str:
-    """The library draws arrows under what it dislikes; people get a sentence."""
+    """Returns the words of a library error as one line, without the arrows that it draws under its input."""
     lines = [line.strip() for line in error.splitlines()]
     words = [line for line in lines if line and set(line) - set("^|~- ")]
     return " ".join(words).replace(" <non-verbose/>", "")[:400]
@@ -92,7 +92,7 @@ def refusal(error: str) -> GrammarError:
 
 
 def on_a_stack(size_bytes: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """Runs a function on a stack of this size, in a thread of its own, and waits for it."""
+    """Runs a function in a new thread with a stack of this size, and returns its result."""
     outcome: list[Result] = []
     failure: list[BaseException] = []
 
@@ -103,7 +103,7 @@ def on_a_stack(size_bytes: int, work: Callable[..., Result], *arguments: Any) ->
             failure.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    with _one_at_a_time:  # the size is one setting for the whole process
+    with _one_at_a_time:  # the stack size of new threads is one setting for the whole process
         before = threading.stack_size(size_bytes)
         try:
             thread.start()

@@ -1,4 +1,4 @@
-"""A thread beside the engine's that waits for masks, and what one request knows of its grammar in another process."""
+"""A thread beside the engine's thread that waits for masks, and the connection to the process that computes them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from slipstream.isolation import MIB, Helper, Limits, OverrunError
 Result = TypeVar("Result")
 Path = tuple[int, ...]
 
-# A mask has the limits its grammar was compiled with and takes 0.2 s at most, but some grammars pass by these limits
-# and never end. The process then ends, and the grammars of other requests are opened again in the next one.
-# Opening takes as much as the trial of a constraint, so it has the same limits.
+# Every mask has the limits with which its grammar was compiled and takes at most 0.2 s, but some grammars evade those
+# limits and never end. Their process is then killed, and the grammars of other requests are opened again in the next
+# process. Opening a grammar costs as much as its trial, so both have the same limits.
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
-# Of the engine's thread in a step, for the masks of all requests: one takes 0.2 ms, more on a busy machine. Above
-# 0.1 s a mask that never ends would be noticed by its neighbours.
+# The engine's thread waits this long in a step for the masks of all requests together. One mask takes 0.2 ms, and more
+# on a busy machine. Above 0.1 s, one mask that never ends would visibly delay the other requests.
 _STEP_PATIENCE_S = 0.05
-_MAX_WAIT_S = 0.02  # for the engine's thread, which must look at its commands now and then
-_LOOK_S = 0.002  # the lane's thread looks this often whether quick work has come while slow work rests
+_MAX_WAIT_S = 0.02  # the longest sleep of the engine's thread, because it must look at its commands regularly
+_LOOK_S = 0.002  # while slow work rests, the lane's thread looks for quick work at this interval
 
 
 class GuideError(Exception):
-    """A grammar cannot go on; the reason in one line."""
+    """A grammar cannot continue; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may follow a text: a bit per token, whether the text is over, and the processor time that took."""
+    """What may follow a text: one bit per token, whether the text is over, and the processor time of the answer."""
 
     bits: bytes
     stopped: bool
@@ -45,34 +45,35 @@ class Allowed:
 
 
 class Matcher(Protocol):
-    """One request's grammar. Belongs to the lane's thread, where it may take its time."""
+    """One request's grammar. Only the lane's thread calls it, because a call may take long."""
 
     def __call__(self, written: Sequence[int], path: Path) -> Allowed:
-        """What may follow the written tokens and a drafted path behind them; `GuideError` says why nothing may."""
+        """Returns what may follow the written tokens and a drafted path; raises `GuideError` if nothing may."""
 
     def close(self) -> None: ...
 
 
 class Lane:
-    """One thread and its queue, and how long the engine's thread may wait for it; every engine has its own.
+    """One thread with its queue, and the time that the engine's thread may wait for it. Every engine has its own lane.
 
-    Work that is not urgent is slow. After each piece of it the next one rests for as long as that piece took, because
-    slow masks read much memory and slow down the model's steps. If the engine has nothing else to do, nothing rests.
+    Work that is not urgent counts as slow. After each piece of slow work the next one waits for as long as that piece
+    took, because slow masks read much memory and slow down the model's steps. There is no such pause while the engine
+    has nothing else to do.
 
-    The thread starts with the first mask, and once more in a forked process. It is a daemon: the end of the interpreter
-    does not wait for it.
+    The thread starts with the first mask, and again in a forked process. It is a daemon thread, so the interpreter does
+    not wait for it at its end.
     """
 
     def __init__(self) -> None:
-        self._process = 0  # the one that the thread belongs to
+        self._process = 0  # id of the process in which the thread runs
         self._queue: PriorityQueue[_Item] = PriorityQueue()
         self._order = itertools.count()
         self._finished = threading.Event()
-        self._idle = threading.Event()  # the engine has nothing to do until some work is done
+        self._idle = threading.Event()  # set while the engine has nothing to do until some work is done
         self._patience_s = _STEP_PATIENCE_S
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
-        """Does the work behind what was submitted before; what is not urgent, behind everything that is."""
+        """Queues work behind what was submitted before; work that is not urgent goes behind all urgent work."""
         if self._process != os.getpid():
             self._start()
         future: Future[Result] = Future()
@@ -83,11 +84,14 @@ class Lane:
         self._patience_s = _STEP_PATIENCE_S
 
     def begin_forward(self) -> None:
-        """The engine is about to run the model: slow work rests from now on."""
+        """Says that the engine is about to run the model; from now on there are pauses between pieces of slow work."""
         self._idle.clear()
 
     def result(self, future: Future[Result], patient: bool | None) -> Result:
-        """The outcome of a work: at once or not at all, within the step's patience, or (None) whenever it comes."""
+        """Returns the outcome of some work, or raises TimeoutError.
+
+        `patient` False does not wait, True waits within the step's patience, and None waits until the work is done.
+        """
         if patient is None:
             return future.result()
         began = time.monotonic()
@@ -97,7 +101,7 @@ class Lane:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
 
     def wait(self) -> None:
-        """Sleeps until some work is done, for a moment at most; only an engine without other work may call this."""
+        """Sleeps until some work is done, at most `_MAX_WAIT_S`; only an engine without other work may call this."""
         self._idle.set()
         self._finished.wait(_MAX_WAIT_S)
         self._finished.clear()
@@ -114,7 +118,7 @@ _Item = tuple[bool, int, Future[Any] | None, Callable[[], Any] | None]
 
 
 def _serve(queue: PriorityQueue[_Item], finished: threading.Event, idle: threading.Event) -> None:
-    rested_at = 0.0  # when slow work may go on
+    rested_at = 0.0  # when the next piece of slow work may start
     while True:
         slow, order, future, work = queue.get()
         if future is None or work is None:
@@ -145,11 +149,11 @@ class MaskProcess:
         self.helper = Helper(
             "slipstream.grammar.helper_process:desk", _LIMITS, vocabulary, "process that computes masks"
         )
-        self.ended: list[int] = []  # requests that the process may forget
+        self.ended: list[int] = []  # numbers of requests that the process may forget
         self._numbers = itertools.count()
 
     def open(self, kind: str, source: str, before: str | None) -> Matcher:
-        """A request's place in a grammar, at its start; the process hears of it with the first mask."""
+        """Returns a matcher at the start of a grammar; the process learns of it with the first mask."""
         return _RemoteMatcher(self, next(self._numbers), (kind, source, before))
 
 
@@ -158,20 +162,20 @@ class _RemoteMatcher:
         self._process = process
         self._number = number
         self._opening = opening
-        self._told = 0  # of the written tokens, how many the process knows
+        self._known_tokens = 0  # how many of the written tokens the process knows
 
     def __call__(self, written: Sequence[int], path: Path) -> Allowed:
         try:
-            answer = self._ask(None, written[self._told :], path)
-            if answer is None:  # a new process, or one that has never heard of this request
+            answer = self._ask(None, written[self._known_tokens :], path)
+            if answer is None:  # the process is new, or does not know this request
                 answer = self._ask(self._opening, written, path)
         except OverrunError as error:
             raise GuideError(f"the grammar takes too long: computing what may follow {error} (simplify it)") from None
         except SlipstreamError as error:
             raise GuideError(f"the constraint cannot go on: {error.message}") from None
-        except Exception as error:  # whatever it is, it must end this request only
+        except Exception as error:  # any failure must end this request only
             raise GuideError(f"the constraint cannot go on: {type(error).__name__}: {error}") from error
-        self._told = len(written)
+        self._known_tokens = len(written)
         bits, stopped, work_s = answer
         return Allowed(base64.b64decode(bits), stopped, work_s)
 

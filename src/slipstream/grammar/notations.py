@@ -1,4 +1,4 @@
-"""Constraints as people ask for them: a JSON schema, any JSON object, a pattern, a grammar, or calls of given tools."""
+"""Constraints in the forms that clients use: a JSON schema, any JSON object, a pattern, a grammar, or tool calls."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from slipstream.errors import RequestError
 from slipstream.types import Constraint
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-_MOST_CALLS = 16  # of one answer that must call: a model that cannot stop calling has to end somewhere
-# one space, or a new line and its indentation: with more, a model can write blanks until its tokens run out
+# The most calls in one answer that must call a tool: a model that cannot stop calling would otherwise never end.
+_MOST_CALLS = 16
+# JSON may have one space, or a new line with its indentation, between its parts. If more were allowed, a model could
+# write blanks until its tokens run out.
 _BLANKS = {"whitespace_pattern": r"( |\n[ \t]{0,16})"}
 
 
 class ToolLike(Protocol):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     @property
     def name(self) -> str: ...
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments; empty: any object."""
+        """The JSON schema of the tool's arguments; an empty one allows any object."""
 
 
 class ChoiceLike(Protocol):
-    """Whether tools may or must be called; a name allows no other."""
+    """Whether tools may or must be called; a name allows that tool only."""
 
     @property
     def kind(self) -> Literal["auto", "none", "required"]: ...
@@ -35,30 +37,30 @@ class ChoiceLike(Protocol):
 
 
 def json_schema(schema: Mapping[str, Any]) -> Constraint:
-    """Text that is JSON and fits the schema."""
-    return Constraint("json_schema", _dumped(_with_blanks(schema)))
+    """Constrains a text to JSON that fits the schema."""
+    return Constraint("json_schema", _schema_text(_with_blanks(schema)))
 
 
 def json_object() -> Constraint:
-    """Text that is any JSON object."""
+    """Constrains a text to any JSON object."""
     return json_schema({"type": "object"})
 
 
 def lark(grammar: str) -> Constraint:
-    """Text of a grammar in the dialect of Lark that llguidance reads."""
+    """Constrains a text to a grammar in the Lark dialect that llguidance reads."""
     return Constraint("lark", grammar)
 
 
 def regex(pattern: str) -> Constraint:
-    """Text that matches a pattern from its first to its last character."""
+    """Constrains a text to match a pattern from its first to its last character."""
     return Constraint("regex", pattern)
 
 
 def tool_constraint(tools: Sequence[ToolLike], choice: ChoiceLike, *, parallel: bool = True) -> Constraint | None:
-    """Calls as `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`, their arguments fitting the schemas.
+    """Calls are `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` with arguments that fit the schemas.
 
-    Where nothing must be called, any text may be written too, but what follows a `<tool_call>` must be a call. A named
-    tool is called once; without `parallel` every answer ends with its first call. None if there is nothing to hold to.
+    If no call is required, any text may be written too, but a `<tool_call>` must be followed by a call. A named tool is
+    called once; without `parallel` every answer ends with its first call. The result is None if nothing is constrained.
     """
     if not tools or choice.kind == "none":
         return None
@@ -70,21 +72,21 @@ def tool_constraint(tools: Sequence[ToolLike], choice: ChoiceLike, *, parallel: 
         raise RequestError("two tools have the same name", "name every tool differently")
     must = choice.kind == "required" or choice.name is not None
     once = not parallel or choice.name is not None
-    functions = [f"function_{index}: {_function(tool)}" for index, tool in enumerate(allowed)]
+    functions = [f"function_{index}: {_call_rule(tool)}" for index, tool in enumerate(allowed)]
     rules = [
-        *(_compelled(once) if must else _offered(once)),
+        *(_required_call_rules(once) if must else _optional_call_rules(once)),
         f"body: {' | '.join(f'function_{index}' for index in range(len(allowed)))}",
         *functions,
     ]
     return Constraint("lark", "\n".join(rules) + "\n")
 
 
-def _compelled(once: bool) -> list[str]:
+def _required_call_rules(once: bool) -> list[str]:
     further = "" if once else rf' ("\n" call){{0,{_MOST_CALLS - 1}}}'
     return [f"start: call{further}", rf'call: "{CALL_START}\n" body "\n{CALL_END}"']
 
 
-def _offered(once: bool) -> list[str]:
+def _optional_call_rules(once: bool) -> list[str]:
     return [
         "start: TEXT | call" if once else "start: call* TEXT",
         rf'call: before "\n" body "\n{CALL_END}"',
@@ -93,20 +95,20 @@ def _offered(once: bool) -> list[str]:
     ]
 
 
-def _function(tool: ToolLike) -> str:
-    """The JSON of one tool's call; its schema stays a document of its own, so that its references hold."""
+def _call_rule(tool: ToolLike) -> str:
+    """Returns the rule of one tool's call; its schema stays a document of its own, so that its references are valid."""
     head = json.dumps(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = tool.parameters if tool.parameters else {"type": "object"}
     if schema.get("type", "object") != "object":
         raise RequestError(f"the parameters of tool '{tool.name}' are not an object", "give them type object")
-    return f'{head} %json {_dumped({"type": "object", **_with_blanks(schema)})} "}}"'
+    return f'{head} %json {_schema_text({"type": "object", **_with_blanks(schema)})} "}}"'
 
 
 def _with_blanks(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": _BLANKS}
 
 
-def _dumped(schema: Mapping[str, Any]) -> str:
+def _schema_text(schema: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

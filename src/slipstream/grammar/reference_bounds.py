@@ -1,4 +1,4 @@
-"""How deep a constraint refers, before a library that recurses along its references sees it."""
+"""Limits how deep a constraint's references go, because llguidance recurses along them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 
 from slipstream.errors import RequestError
 
-# A reference takes the library up to 21 KiB of stack where its schema has a few levels, and the stack of a trial has
-# 16 MiB. Schemas of 200 definitions that all refer to each other stay under 200.
+# A reference takes up to 21 KiB of the library's stack if its schema has a few levels, and a trial's stack has 16 MiB.
+# Schemas of 200 definitions that all refer to each other need fewer than 200.
 MOST_REFERENCES = 500
-# The library reads 128 levels of JSON, of which the text around a schema takes a few.
+# The library reads at most 128 levels of JSON, and the text around a schema takes a few of them.
 MOST_LEVELS = 100
 
-# Every alternative matches whatever follows its first character, so that no text makes the scan slower than its length.
+# Every alternative matches whatever follows its first character, so that the scan takes time linear in the text's
+# length.
 _SKIPPED = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*+|/(?:\\.|[^/\\\n])*+/?|%json\b\s*+')
 _RULE = re.compile(r"^[ \t]*+[?!]*+([A-Za-z_]\w*+)[^:\n|]*+:", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*+")
 
 
 def check_bounds(kind: str, source: str) -> None:
-    """Refuses a constraint whose references or levels go too deep; what is wrong otherwise is left to the library."""
+    """Refuses a constraint whose references or levels go too deep; the library reports all other faults."""
     if kind == "json_schema":
         _check_schema(json.loads(source))
     elif kind == "lark":
@@ -49,7 +50,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _schema_references(schema: Any) -> dict[str, list[str]]:
-    """Which references stand in what each reference names; the schema itself has the name ''."""
+    """Maps each reference to the references inside what it names; the name of the schema itself is ''."""
     graph: dict[str, list[str]] = {}
     todo = [""]
     while todo:
@@ -75,7 +76,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """What a JSON pointer names; None where there is nothing."""
+    """Returns what a JSON pointer names, or None if there is nothing."""
     part = schema
     for step in pointer.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -101,7 +102,7 @@ def _check_lark(source: str) -> None:
 
 
 def _without_literals(source: str) -> tuple[str, list[Any]]:
-    """A grammar without its strings, patterns, comments and schemas, and the schemas."""
+    """Returns a grammar without its strings, patterns, comments and schemas, and the schemas."""
     kept: list[str] = []
     schemas: list[Any] = []
     done = 0
@@ -112,13 +113,13 @@ def _without_literals(source: str) -> tuple[str, list[Any]]:
             try:
                 schema, done = json.JSONDecoder().raw_decode(source, done)
             except (ValueError, RecursionError):
-                continue  # the library will say what is wrong with it
+                continue  # the library will report what is wrong with it
             schemas.append(schema)
     return " ".join([*kept, source[done:]]), schemas
 
 
 def _check_chain(things: str, graph: dict[str, list[str]], start: str) -> None:
-    """Goes through a graph as the library does: depth first, each name once."""
+    """Walks through a graph as the library does, depth first and each name once, and refuses too deep a path."""
     seen = {start}
     path = [iter(graph.get(start, ()))]
     while path:

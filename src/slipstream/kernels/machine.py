@@ -19,10 +19,11 @@ import torch
 from slipstream.config import WeightFormat
 from slipstream.kernels.cpu.linear import DENSE_DTYPES, INT4_GROUP, DenseMatrix, Int4Matrix, Int8Matrix, Matrix
 from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_threads import threads as native_threads
+from slipstream.kernels.cpu.native_library import threads as native_threads
 from slipstream.paths import user_cache
 
-# Some cloud machines advertise AMX and then kill the process that uses it; this is the next best instruction set.
+# Some cloud machines advertise AMX and then kill a process that uses it. This instruction set is the next best one;
+# torch's matrix library is limited to it on such machines.
 _SAFE_ISA = "AVX512_CORE_FP16"
 _PROBE = """
 import torch
@@ -32,14 +33,14 @@ torch.nn.functional.linear(x.bfloat16(), w.bfloat16())
 torch.nn.functional.linear(x.half(), w.half())
 torch._int_mm(x.to(torch.int8), w.to(torch.int8).t())
 """
-_MEASURED_ROWS = (1, 16)
-_ROUNDS = 6
-_PEAK_ROUNDS = 500_000
-_READ_ROUNDS = 24
+_MEASURED_ROWS = (1, 16)  # rows of a plain decoding step and of a typical verify step
+_ROUNDS = 6  # repetitions of a measurement, of which the fastest counts
+_PEAK_ROUNDS = 500_000  # loop length of the int8 measurement
+_READ_ROUNDS = 24  # repetitions of the bandwidth measurement, each of which takes milliseconds
 
 
 def usable_cores() -> int:
-    """Cores this process may really use: affinity and the container's quota, not what the board has."""
+    """Returns how many cores this process may use, by its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -50,7 +51,7 @@ def usable_cores() -> int:
 
 
 def prepare_torch(threads: int) -> int:
-    """Makes torch safe and sized for this machine; call before the first torch operation. Returns the threads used."""
+    """Makes torch safe and sets its number of threads, which is returned; call it before the first torch operation."""
     if _advertises_amx() and "ONEDNN_MAX_CPU_ISA" not in os.environ and not _amx_survives():
         os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA
     count = threads or usable_cores()
@@ -76,12 +77,12 @@ def cpu_name() -> str:
 
 
 def _amx_survives() -> bool:
-    """Whether torch's low-precision matmuls live through their first call here."""
+    """Whether torch's low-precision matmuls do not crash on this machine."""
     return _remembered(f"torch {torch.__version__}", _PROBE)
 
 
 def amx_works(handle: ctypes.CDLL) -> bool:
-    """Whether this process may use int8 tiles and they give the right products; tried in a child, which may die."""
+    """Whether AMX int8 tiles may be used and compute correctly; a child process tries them, because it may die."""
     if not handle.slip_request_amx():
         return False
     probe = f"""
@@ -95,7 +96,7 @@ sys.exit(0 if library.slip_request_amx() and library.slip_probe_amx() else 1)
 
 
 def _remembered(what: str, probe: str) -> bool:
-    """Whether a script ends well in a process of its own; asked once per machine and `what`."""
+    """Whether a script succeeds in a child process; the answer is stored per machine and `what`, and asked for once."""
     path = user_cache() / "machine.json"
     key = f"{cpu_name()} | {platform.node()} | {what}"
     known: dict[str, bool] = {}
@@ -119,9 +120,10 @@ def _remembered(what: str, probe: str) -> bool:
 
 @functools.cache
 def read_bandwidth(size: int = 96 << 20) -> float:
-    """Bytes per second this process reads, all threads together, from a buffer of `size` bytes read again and again.
+    """Measures how many bytes per second all threads together read from a buffer of `size` bytes, read repeatedly.
 
-    That is the floor under every step time if `size` is that of the weights: caches keep part of what fits them.
+    If `size` is that of the weights, the result gives a lower bound for the time of a step. Caches speed up the reading
+    of a buffer that fits into them, as they do for weights.
     """
     data = torch.ones(max(size, 1 << 20) // torch.float32.itemsize)
     compiled = library()
@@ -130,14 +132,14 @@ def read_bandwidth(size: int = 96 << 20) -> float:
         kernel = compiled.function("slip_read", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], ctypes.c_int64)
         read = functools.partial(kernel, data.data_ptr(), data.numel(), native_threads())
     read()
-    # whatever disturbs a round makes it slower, and a round takes milliseconds
+    # the fastest round counts, because a disturbance only ever makes a round slower
     best = min(_timed(read) for _ in range(_READ_ROUNDS))
     return data.nbytes / best
 
 
 @functools.cache
 def int8_peak() -> float | None:
-    """int8 products per second that all threads together can make out of registers; None without compiled kernels."""
+    """Measures how many int8 products per second all threads compute from registers; None without compiled kernels."""
     compiled = library()
     if compiled is None:
         return None
@@ -154,9 +156,10 @@ def int8_peak() -> float | None:
 def measure_formats(
     candidates: list[WeightFormat], outputs: int, inputs: int
 ) -> dict[WeightFormat, tuple[float, float]]:
-    """Milliseconds for 1 and for 16 rows through a matrix of this shape, per format that works here.
+    """Measures the milliseconds of 1 row and of 16 rows through a matrix of this shape, for each format that works
+    here.
 
-    Formats take turns, so that a busy moment of the machine does not decide against the one it hit.
+    The formats take turns, so that a busy moment of the machine does not count against a single one.
     """
     copies = max(2, min(16, (64 << 20) // (outputs * inputs * 4)))
     passes: dict[WeightFormat, list[Callable[[], None]]] = {}
@@ -167,7 +170,7 @@ def measure_formats(
             for once in ready:
                 once()
         except (RuntimeError, NotImplementedError):
-            continue  # a format torch has no kernel for on this CPU is not a candidate
+            continue  # torch has no kernel for this format on this CPU
         passes[candidate] = ready
     best = {name: [math.inf] * len(_MEASURED_ROWS) for name in passes}
     for _ in range(_ROUNDS):
@@ -177,7 +180,7 @@ def measure_formats(
 
 
 def pick_format(measured: dict[WeightFormat, tuple[float, float]]) -> WeightFormat:
-    """The format with the fastest single row; among near-equals (10 %) the one with the fastest sixteen."""
+    """Returns the format with the fastest single row; of those within 10 % of it, the one with the fastest 16 rows."""
     best = min(one for one, _ in measured.values())
     close = [name for name, (one, _) in measured.items() if one <= 1.1 * best]
     return min(close, key=lambda name: measured[name][1])

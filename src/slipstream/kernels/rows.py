@@ -1,4 +1,4 @@
-"""Rows: the flat batch that prefill, plain decoding, drafting and verify all hand to a model's forward."""
+"""Rows: the flat batch that prefill, plain decoding, drafting and verify all pass to a model's forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAIN, TREE, SEEDED_TREE = range(3)  # shapes in which drafted tokens become row
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which keys a layer's rows see: a window (0: all) counted with the row's own position, and causality."""
+    """Which keys the rows of a layer see: a window that counts the row's own position (0: no limit), and causality."""
 
     window: int = 0
     causal: bool = True
@@ -29,20 +29,20 @@ class AttentionPattern:
 
 @dataclass(slots=True, eq=False)
 class RowGroup:
-    """The rows of one sequence in a batch: where they stand, which pages hold their keys, what each row sees.
+    """The rows of one sequence in a batch: their positions, the pages that hold their keys, and what each row sees.
 
-    A description and nothing more, since every step makes one per sequence: `page_ids` is the sequence's own list,
-    and what a kernel works out of it (masks, arrays) is kept in `derived`, because every layer asks for the same.
+    Every step makes one group per sequence, so a group only describes: `page_ids` is the sequence's own list. What a
+    kernel computes from the group (masks, arrays) is kept in `derived`, because every layer needs the same.
     """
 
-    start: int  # rows of the batch
+    start: int  # first row in the batch; `stop` is the row behind the last
     stop: int
-    base: int  # position of the first row; row i is stored in slot base + i
+    base: int  # position of the first row; row i of the group is stored in slot base + i
     page_ids: Sequence[int]
     page_tokens: int
     pattern: AttentionPattern
     earliest: int = 0  # keys at positions before this one are hidden
-    parents: tuple[int, ...] | None = None  # each row's parent row, -1 for the root; None for a chain
+    parents: tuple[int, ...] | None = None  # the parent row of each row, -1 for the root; None for a chain
     derived: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
 
     @property
@@ -51,9 +51,10 @@ class RowGroup:
 
 
 class RowPlaces:
-    """Where rows stand: their positions, and the pages and offsets that hold their keys.
+    """The places of rows: their positions, and the pages and offsets that hold their keys.
 
-    Numbers are kept as the native kernels read them; torch's kernels get tensors of them when they first ask.
+    The numbers are stored as the native kernels read them. Tensors for torch's kernels are made when they are first
+    used.
     """
 
     def __init__(self, positions: Iterable[int], pages: Iterable[int], offsets: Iterable[int], end: int) -> None:
@@ -76,7 +77,7 @@ class RowPlaces:
 
 
 class RowBatch(RowPlaces):
-    """Everything one forward needs to know about its rows; groups are given per attention pattern."""
+    """Everything that one forward needs to know about its rows; there is a list of groups per attention pattern."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class RowBatch(RowPlaces):
         super().__init__(positions, pages, offsets, end)
         self.token_list = array("i", tokens)
         self.groups = groups
-        self.recurrent: DeltaStep | None = None  # the rows' way through recurrent layers, where the model has some
-        self.derived: dict[AttentionPattern, Any] = {}  # what kernels work out once for all layers of a pattern
+        self.recurrent: DeltaStep | None = None  # the recurrent layers' part of the forward, if the model has any
+        self.derived: dict[AttentionPattern, Any] = {}  # what kernels compute once for all layers of a pattern
 
     @property
     def rows(self) -> int:
@@ -126,7 +127,7 @@ def make_tree_group(
     page_tokens: int,
     pattern: AttentionPattern,
 ) -> RowGroup:
-    """Describes the attention of a tree's rows: row i is stored in slot start + i and stands at start + its depth."""
+    """Describes the attention of a tree's rows: row i is stored in slot start + i, and has position start + depth."""
     if not pattern.causal:
         raise IntegrityError("the rows of a tree cannot see ahead", "use a causal pattern")
     return RowGroup(row_start, row_start + len(parents), start, page_ids, page_tokens, pattern, parents=tuple(parents))

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cpu.attention import attention
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
+from slipstream.kernels.cpu.native_attention import attention
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, row_by_row, write_rows
 from slipstream.kernels.rows import RowBatch
 from slipstream.models import gemma4_config
 from slipstream.models.config_reading import ConfigReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.head_tables import Gate, HeadWeights, Trust
+from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust
 from slipstream.models.heads import CandidateSelector, ConfidenceHead, DraftHeads, MarkovHead
 
 
@@ -24,7 +24,7 @@ def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
     gate = None
     if corrector.kind == "gated":
         inner = torch.from_numpy(corrector.inner)
-        gate = Gate(*(_floats(part, device) for part in (inner, corrector.of_hidden, corrector.bias)))
+        gate = CorrectionGate(*(_floats(part, device) for part in (inner, corrector.of_hidden, corrector.bias)))
     before, after = corrector.embedding.table.to(device), corrector.output.table.to(device)
     return HeadWeights(before, after, gate=gate, trust=trust)
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.formats.weight_files import WeightTensor
-from slipstream.kernels.cpu.attention import attention
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
+from slipstream.kernels.cpu.native_attention import attention
+from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, row_by_row, write_rows
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Weights

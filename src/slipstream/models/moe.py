@@ -13,8 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightTensor
 from slipstream.kernels.cpu.expert_products import Activation, mix_experts
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import softcapped
+from slipstream.kernels.cpu.torch_kernels import row_by_row, softcapped
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.layers import LayerShape, TransformerLayer
 from slipstream.models.weights import Weights

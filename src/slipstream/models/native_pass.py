@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
 from slipstream.kernels.cpu.native_attention import LANES, MAX_DIM
-from slipstream.kernels.cpu.native_library import Library, library
+from slipstream.kernels.cpu.native_library import Library, library, threads
 from slipstream.kernels.cpu.native_matrix import PackedLinear
 from slipstream.kernels.cpu.native_stack import (
     MAX_PATTERNS,
@@ -19,7 +19,6 @@ from slipstream.kernels.cpu.native_stack import (
     StackShape,
     write_context,
 )
-from slipstream.kernels.cpu.native_threads import threads
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.layers import LayerShape, TransformerLayer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.rowwise import row_by_row
+from slipstream.kernels.cpu.torch_kernels import row_by_row
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, Step
 from slipstream.models.delta_net import DeltaNetLayer

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.kernels.cpu.native_growth import MOST_ROWS, Block, CompiledWalk, grower
+from slipstream.kernels.cpu.native_growth import MOST_ROWS, CandidateBlock, CompiledWalk, grower
 from slipstream.kernels.cpu.native_library import address
 from slipstream.lazy import cached_property
 from slipstream.speculative.calibration import Calibration
@@ -99,10 +99,10 @@ class BlockDrafts:
         chain = grow_chain(drafts, anchor, length, calibrate)
         return chain, grow_tree(drafts, anchor, nodes, depth, calibrate, seeded, floor)
 
-    def block(self) -> Block:
+    def block(self) -> CandidateBlock:
         """The candidates in the layout that compiled code reads; the memory it points to belongs to this object."""
         head = self._compiled
-        return Block(
+        return CandidateBlock(
             *self.tokens.shape,
             address(self.tokens),
             address(self._scores),

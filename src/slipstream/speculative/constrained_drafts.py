@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.grammar.guide import Guide, GuideError, Mask, Path
-from slipstream.kernels.cpu.ranking import Candidates
+from slipstream.kernels.cpu.ranking import SlotCandidates
 from slipstream.speculative.tree import Branch, Drafts, Growth
 
 _NONE = Branch((), ())  # a branch without any candidate, at which growing ends
-Ranked = Callable[[int, Mask], Candidates | None]  # returns a slot's best tokens under a mask
+Ranked = Callable[[int, Mask], SlotCandidates | None]  # returns a slot's best tokens under a mask
 
 
 @dataclass(frozen=True, slots=True)

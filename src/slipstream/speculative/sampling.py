@@ -12,9 +12,9 @@ from slipstream.grammar.guide import Guide, GuideError, Mask, Path
 from slipstream.kernels.cpu.ranking import (
     LEAST_TEMPERATURE,
     NO_BEST,
-    Candidates,
     Floats,
     Ids,
+    SlotCandidates,
     best_tokens,
     noisy_best,
     noisy_top,
@@ -232,13 +232,13 @@ class RowSampler:
         if self.guide is None:
             return None
 
-        def ranked(slot: int, mask: Mask) -> Candidates | None:
+        def ranked(slot: int, mask: Mask) -> SlotCandidates | None:
             row = _masked(self._shaped(logits[slot : slot + 1]), mask)
             return self._rank(row, first_position + slot, _GUIDED_CANDIDATES)
 
         return DraftRule(self.guide, ranked)
 
-    def draft_candidates(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
+    def draft_candidates(self, logits: Tensor, first_position: int, count: int) -> SlotCandidates | None:
         """The `count` likeliest drafts of consecutive positions, by the target's own rule on the drafter's logits.
 
         Above temperature 0 the noise that the target will use at each position is added, so that drafter and target
@@ -255,18 +255,20 @@ class RowSampler:
             logits = penalise(logits, self._seen, self._counts, self.params)
         return logits if self._bias is None else logits + self._bias
 
-    def _rank(self, logits: Tensor, first_position: int, count: int) -> Candidates | None:
+    def _rank(self, logits: Tensor, first_position: int, count: int) -> SlotCandidates | None:
         params = self.params
         if params.greedy:
-            return Candidates.of(top_scores(logits, count))
+            return SlotCandidates.of(top_scores(logits, count))
         floors = self._floors(logits)
         if self.share_noise:
             positions = range(first_position, first_position + logits.shape[0])
-            return Candidates.of(noisy_top(logits, positions, params.seed, self._temperature, count, floors))
+            return SlotCandidates.of(noisy_top(logits, positions, params.seed, self._temperature, count, floors))
         if floors is None:
-            return Candidates.of(top_scores(logits, count, self._temperature))
+            return SlotCandidates.of(top_scores(logits, count, self._temperature))
         scaled = logits / self._temperature
-        return Candidates.of(top_scores(scaled.masked_fill(scaled < torch.from_numpy(floors)[:, None], _HIDDEN), count))
+        return SlotCandidates.of(
+            top_scores(scaled.masked_fill(scaled < torch.from_numpy(floors)[:, None], _HIDDEN), count)
+        )
 
     @property
     def draft_scale(self) -> float:

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, streaming detokenisation, chat templates and stop strings."""
+"""Everything between text and token ids: tokenizers, streaming detokenisation, chat templates and stop strings."""

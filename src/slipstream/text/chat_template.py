@@ -1,7 +1,7 @@
-"""Rendering a model's chat template, which is Jinja code from a file we do not trust.
+"""Renders a model's chat template, which is Jinja code from an untrusted file.
 
-The sandbox keeps a template from reaching anything, and a child process with limits keeps it from computing for ever: a
-single product or power in C could otherwise hold the interpreter's lock for hours.
+Jinja's sandbox keeps a template from reaching the process around it. A child process with limits keeps it from
+computing forever: a single product or power, computed in C, could otherwise hold the interpreter's lock for hours.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipstream.errors import ConfigError, RequestError
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
 
-# Real templates take milliseconds, also for long conversations. A prompt of 8 MiB is longer than any context and twice
-# the largest body a server takes by default; a conversation as long as that needs about 60 MiB on its way.
+# Real templates take milliseconds even for long conversations. A prompt of 8 MiB is longer than any context, and twice
+# the largest body that a server accepts by default; rendering a conversation of that length needs about 60 MiB.
 _MOST_PROMPT_BYTES = 8 * MIB
 _LIMITS = Limits(cpu_s=3, memory_bytes=256 * MIB, answer_bytes=_MOST_PROMPT_BYTES)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; when prompting it only passes them through."""
+    """`{% generation %}` marks the assistant's words for training; in a prompt it only passes its contents through."""
 
     tags = {"generation"}
 
@@ -50,7 +50,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> str:
-    """The prompt text of a conversation; further keywords reach the template, such as `enable_thinking`."""
+    """Returns the prompt text of a conversation; further keywords, such as `enable_thinking`, reach the template."""
     if not template:
         raise RequestError("the model has no chat template", "send a raw prompt instead of messages")
     variables = {
@@ -69,7 +69,7 @@ def render(
 
 
 def helper() -> Helper:
-    """The process that renders, one for all models: it lives as long as anything holds it."""
+    """Returns the process that renders templates. All models share it; it ends when its last holder is gone."""
     with _lock:
         found = _shared.get("helper")
         if found is None:
@@ -83,7 +83,7 @@ _shared: weakref.WeakValueDictionary[str, Helper] = weakref.WeakValueDictionary(
 
 
 def renderer() -> Callable[[str, dict[str, Any]], str]:
-    """What the helper's process calls; it remembers compiled templates."""
+    """Returns the function that the child process calls; it caches compiled templates."""
     return _rendered
 
 
@@ -94,7 +94,7 @@ def _rendered(template: str, variables: dict[str, Any]) -> str:
         raise
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
-    except Exception as error:  # a template is code: anything can come out of it
+    except Exception as error:  # a template is code and can raise anything
         reason = str(error).strip().splitlines()
         detail = reason[0] if reason else type(error).__name__
         message = f"the chat template refuses these messages: {detail}"
@@ -119,7 +119,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Not Jinja's own filter: that one escapes characters that matter in HTML, and a prompt is not HTML.
+    # Jinja's own filter escapes characters for HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,8 @@
 """What is known about a text's tokens before it is tokenised: how many there are at least, and where it may be cut.
 
-Tokenising takes up to 300 bytes of memory for a byte of text. So a text that is far too long should be refused by its
-bytes, and a long one tokenised piece by piece. Neither may ever change an id or refuse a text that would have fitted:
-both are used only with tokenizers whose every part is known to allow them.
+Tokenising takes up to 300 bytes of memory per byte of text. A text that is far too long should therefore be refused by
+its size in bytes, and a long text tokenised piece by piece. Neither may ever change a token id or refuse a text that
+would fit, so both are used only with tokenizers whose every part is known to allow them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from tokenizers import models
 from slipstream.text.gguf_vocab import SPLIT_PATTERNS, WORD_PATTERNS
 from slipstream.text.token_bytes import SPACE_MARK, parts_of
 
-PIECE_CHARS = 1 << 15  # a piece takes up to 10 MB while it is tokenised; smaller ones would cost more time
-# Before a single space and behind a single line break, between two characters that are no spaces. The known patterns
-# match nothing across these places and look back at nothing, and the end of a text there changes no match before it.
+PIECE_CHARS = 1 << 15  # tokenising a piece takes up to 10 MB; smaller pieces would cost more time
+# A text may be cut before a single space or behind a single line break, if the characters on both sides are no spaces.
+# The known patterns match nothing across such a place and do not look back over it, and a text that ends there has the
+# same matches before it.
 _CUT = re.compile(r"[ \n](?<=\S.)(?=\S)", re.DOTALL)
-_SEARCHED = 1 << 16  # characters in one search: other threads wait meanwhile, and this takes 3 ms at most
-_COUNTED = 1 << 16  # bytes that are counted at once
-_CROSSING = re.compile(r"\S |\n\S")  # a token that holds one of these could stand across a cut
+_SEARCH_CHARS = 1 << 16  # a search blocks other threads, and this many take 3 ms at most
+_COUNT_BYTES = 1 << 16  # counting takes 8 bytes of memory for each of them
+_CROSSING = re.compile(r"\S |\n\S")  # a token that contains one of these could span a cut
 
 Part = dict[str, Any]
 Shares = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text in pieces that together have its tokens; a stretch without a place to cut stays whole."""
+    """Yields pieces of a text that together have its tokens; a stretch without a place to cut stays whole."""
     start = 0
     while start < len(text):
         end = _next_cut(text, start + PIECE_CHARS)
@@ -40,33 +41,33 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _next_cut(text: str, start: int) -> int:
-    """The first place to cut at or behind `start`, or else the end of the text."""
-    for place in range(start, len(text), _SEARCHED):
-        if found := _CUT.search(text, place, place + _SEARCHED + 1):
+    """Returns the first place to cut at or behind `start`, or the end of the text if there is none."""
+    for place in range(start, len(text), _SEARCH_CHARS):
+        if found := _CUT.search(text, place, place + _SEARCH_CHARS + 1):
             return found.start() if found[0] == " " else found.end()
     return len(text)
 
 
 def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
-    """Whether the tokens of `pieces` are those of the whole text."""
+    """Whether the tokens of the `pieces` of any text are the tokens of the whole text."""
     normalizers, pre_tokenizers = parts_of(backend.normalizer), parts_of(backend.pre_tokenizer)
-    if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_places, normalizers)):
+    if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_cuts, normalizers)):
         return False
     added = [token.content.replace(SPACE_MARK, " ") for token in backend.get_added_tokens_decoder().values()]
     if any(map(_CROSSING.search, added)):
         return False
     if pre_tokenizers:
-        return all(map(_cuts_there, pre_tokenizers)) and any(map(_splits_words, pre_tokenizers))
-    # without words, merging itself must stop at these places: no token may stand across one
+        return all(map(_splits_at_cuts, pre_tokenizers)) and any(map(_splits_words, pre_tokenizers))
+    # without a split into words, no token of the vocabulary may span a cut, because merging could produce it
     texts = (token.decode("utf-8", "replace") for token in vocabulary)
     return _has_all_bytes(vocabulary) and not any(map(_CROSSING.search, texts))
 
 
 def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None:
-    """How much of a token each value of a byte is at least; None if texts of this tokenizer may lose bytes.
+    """Returns, for each value of a byte, the least share of a token it makes up; None if a text may lose bytes.
 
-    A byte's share is 1 / the length of the longest token with such a byte in it. The shares of the bytes of a token
-    add up to 1 at most, so the shares of a text's bytes add up to at most the number of its tokens.
+    The share of a byte is 1 / (the length of the longest token that contains it). The shares of a token's bytes add up
+    to 1 at most, so the shares of a text's bytes add up to at most the number of its tokens.
     """
     parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_bytes, parts)):
@@ -75,26 +76,26 @@ def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None
     longest = np.zeros(256, np.int64)
     np.maximum.at(longest, np.frombuffer(b"".join(vocabulary), np.uint8), np.repeat(lengths, lengths))
     shares: Shares = 1.0 / np.maximum(longest, 1)
-    # what the vocabulary cannot write may vanish: single bytes, or characters as a whole
+    # bytes that the vocabulary cannot write may vanish from a text, alone or with their whole character
     single = {token[0] for token in vocabulary if len(token) == 1}
     shares[[byte not in single for byte in range(256)]] = 0.0
     kinds = {part["type"] for part in parts}
-    # NFC joins letters and their accents to characters of fewer bytes
+    # NFC joins a letter and its accent into one character of fewer bytes
     if "NFC" in kinds or (len(single) < 256 and "ByteLevel" not in kinds):
         shares[128:] = 0.0
     return shares
 
 
 def fewest_tokens(data: bytes, shares: Shares) -> int:
-    """A number of tokens that the text of these bytes certainly reaches."""
+    """Returns a number of tokens that the text of these bytes certainly has."""
     values = np.frombuffer(data, np.uint8)
     if not shares[128:].any() and not data.isascii():
-        # a letter before another ASCII character stays itself; before an accent it may become part of it
+        # an ASCII character before another one stays as it is; before an accent it may be joined with it
         values = values[:-1][values[1:] < 128]
-    # in stretches, because counting takes 8 bytes for each byte it looks at
+    # the count runs in stretches, because it takes 8 bytes of memory for each byte it looks at
     counts = np.zeros(256, np.int64)
-    for start in range(0, len(values), _COUNTED):
-        counts += np.bincount(values[start : start + _COUNTED], minlength=256)
+    for start in range(0, len(values), _COUNT_BYTES):
+        counts += np.bincount(values[start : start + _COUNT_BYTES], minlength=256)
     return int(np.ceil(float(counts @ shares) - 1e-6))
 
 
@@ -110,13 +111,13 @@ def _has_all_bytes(vocabulary: Sequence[bytes]) -> bool:
 
 
 def _strips(backend: Backend) -> bool:
-    """Whether an added token swallows spaces around it, or looks at what stands beside it."""
+    """Whether an added token takes in the spaces around it, or depends on its neighbours."""
     added = backend.get_added_tokens_decoder().values()
     return any(token.lstrip or token.rstrip or token.single_word for token in added)
 
 
-def _keeps_places(part: Part) -> bool:
-    """Whether a normalizer does the same to a text's pieces as to the whole."""
+def _keeps_cuts(part: Part) -> bool:
+    """Whether a normalizer changes the pieces of a text exactly as it changes the whole text."""
     return part["type"] == "NFC" or _marks_spaces(part)
 
 
@@ -124,8 +125,8 @@ def _marks_spaces(part: Part) -> bool:
     return part["type"] == "Replace" and (part["pattern"], part["content"]) == ({"String": " "}, SPACE_MARK)
 
 
-def _cuts_there(part: Part) -> bool:
-    """Whether a pre-tokenizer never joins what stands on the two sides of a cut."""
+def _splits_at_cuts(part: Part) -> bool:
+    """Whether a pre-tokenizer never joins the text on the two sides of a cut."""
     if part["type"] == "Split":
         known = part["pattern"].get("Regex") in SPLIT_PATTERNS
         return known and part["behavior"] == "Isolated" and not part["invert"]
@@ -133,12 +134,12 @@ def _cuts_there(part: Part) -> bool:
 
 
 def _splits_words(part: Part) -> bool:
-    """Whether a pre-tokenizer of a known kind keeps words apart."""
+    """Whether a pre-tokenizer of a known kind separates words."""
     return part["type"] == "Split" and part["pattern"].get("Regex") in WORD_PATTERNS or bool(part.get("use_regex"))
 
 
 def _keeps_bytes(part: Part) -> bool:
-    """Whether every byte that goes in comes out, but for what NFC joins."""
+    """Whether every byte of the input is in the output, except for those that NFC joins."""
     if part["type"] == "Split":
         return bool(part["behavior"] != "Removed")
     return part["type"] in ("NFC", "Prepend", "Digits", "ByteLevel", "Metaspace") or _marks_spaces(part)

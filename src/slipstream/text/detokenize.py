@@ -1,4 +1,4 @@
-"""Turning a growing run of token ids into text as it comes, never emitting half a character."""
+"""Turns a growing list of token ids into text as the ids arrive, and never emits half of a character."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slipstream.text.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """Emits text piece by piece; all pieces together are exactly `tokenizer.decode` of all ids.
 
-    Only the bytes of an unfinished character are kept, so that a step costs the same however long the text is.
+    It keeps only the bytes of an unfinished character, so that a step costs the same for a short and a long text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, continues: bool = False) -> None:
-        """`continues`: the ids carry on a text before them, so that a leading space is the model's own and stays."""
+        """`continues` says that the ids continue an earlier text, so that a leading space belongs to it and stays."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._leading = 0 if continues else tokenizer.leading_spaces
-        self._inside = False  # a character, of which some bytes are missing
+        self._inside = False  # whether the last bytes are an unfinished character
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after these ids."""
+        """Returns the text that later ids cannot change any more."""
         if self._skip_special and not self._inside and not self._leading:
             texts = [self._tokenizer.whole_text(index) for index in ids]
             if None not in texts:
@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         return self._strip(text)
 
     def flush(self) -> str:
-        """The rest: an unfinished character comes out as U+FFFD."""
+        """Returns the rest of the text; an unfinished character becomes U+FFFD."""
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

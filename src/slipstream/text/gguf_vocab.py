@@ -1,6 +1,6 @@
-"""Building a tokenizer from the vocabulary inside a GGUF file's metadata: byte-level BPE and SentencePiece BPE.
+"""Builds a tokenizer from the vocabulary in a GGUF file's metadata: byte-level BPE or SentencePiece BPE.
 
-SentencePiece vocabularies come with scores (`llama`) or, as Gemma 4's do, with merges (`gemma4`).
+SentencePiece vocabularies come with scores (kind `llama`) or, for Gemma 4, with merges (kind `gemma4`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Backend
 from slipstream.errors import ConfigError, FormatError
 from slipstream.text.token_bytes import SPACE_MARK
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# Longer pieces cannot come about by merging in practice, and finding their splits costs the square of their length.
-MAX_MERGED = 256
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # the GGUF codes of token types
+# In practice merging does not produce longer tokens, and finding a token's splits costs the square of its length.
+MAX_MERGED_CHARS = 256
 
 _PREFIX = "tokenizer.ggml."
 _DAMAGED = "the file is damaged or was converted badly"
@@ -31,11 +31,11 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How one family cuts text before merging: patterns applied in turn, each isolating its matches."""
+    """How one family of models splits a text before merging: patterns in order, each isolating its matches."""
 
     patterns: tuple[str, ...]
-    compose: bool = False  # NFC first
-    ignore_merges: bool = False  # a word that is a token is taken whole
+    compose: bool = False  # whether the text is first composed to NFC
+    ignore_merges: bool = False  # whether a word that is itself a token is taken whole
     adds_bos: bool = False
 
 
@@ -48,23 +48,23 @@ _PRE: dict[str, _PreTokenizer] = {
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 SPLIT_PATTERNS = frozenset(pattern for pre in _PRE.values() for pattern in pre.patterns)
-WORD_PATTERNS = frozenset({_GPT2, _QWEN2, _QWEN35, _LLAMA3})  # those that keep words apart
+WORD_PATTERNS = frozenset({_GPT2, _QWEN2, _QWEN35, _LLAMA3})  # the patterns that separate words
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "gpt2": "gpt-2"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufVocab:
-    """A tokenizer made from metadata, and what the metadata says about its use."""
+    """A tokenizer built from metadata, and what the metadata says about its use."""
 
     backend: Backend
     bos_id: int | None
-    eos_ids: tuple[int, ...]  # the end of sequence first
+    eos_ids: tuple[int, ...]  # the end of a sequence comes first, then the ends of turns and messages
     add_bos: bool
     chat_template: str | None
 
 
 def build(metadata: Mapping[str, object]) -> GgufVocab:
-    """Makes a tokenizer of the `tokenizer.*` keys of a GGUF file."""
+    """Builds a tokenizer from the `tokenizer.*` keys of a GGUF file."""
     kind = metadata.get(_PREFIX + "model")
     if kind is None:
         raise ConfigError("the GGUF file has no tokenizer", "use a file that carries its vocabulary, or a model folder")
@@ -120,7 +120,7 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], pre: _PreT
 def _merges(metadata: Mapping[str, object], vocab: dict[str, int]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for merge in _strings(metadata, "merges"):
-        # The second part starts at the first space that is not itself the first part.
+        # The first part may itself begin with a space, so the separator is the first space behind its first character.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
@@ -161,11 +161,11 @@ def _sentencepiece(
 
 
 def merges_from_scores(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make BPE join what SentencePiece would: the pair whose joined piece scores best, first."""
+    """Returns merges with which BPE joins pieces in SentencePiece's order: the best-scored joined piece first."""
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
-        if token not in pieces or len(token) > MAX_MERGED:
+        if token not in pieces or len(token) > MAX_MERGED_CHARS:
             continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
@@ -176,7 +176,7 @@ def merges_from_scores(tokens: list[str], types: list[int], scores: list[float])
 
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Control tokens become special (skipped when decoding on request), user-defined ones are only never split."""
+    """Marks control tokens as special, so that decoding can skip them, and user-defined ones as never split."""
     added = [
         AddedToken(token, special=kind != USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, types, strict=True)

@@ -1,4 +1,4 @@
-"""The bytes a vocabulary entry stands for, whichever of the two byte-faithful notations the vocabulary uses."""
+"""The bytes that a vocabulary entry stands for, in either of the two byte-faithful notations of vocabularies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenNotation:
-    """How token text turns into bytes, and how many leading spaces of a whole text are an artefact of encoding."""
+    """How a token's text becomes bytes, and how many leading spaces of a whole text encoding has added."""
 
     byte_level: bool
     leading_spaces: int = 0
 
     @classmethod
     def of(cls, decoder: Any) -> TokenNotation:
-        """Reads the notation off a tokenizers decoder; decoders that are not byte-faithful are refused."""
+        """Derives the notation from a decoder of the tokenizers library; other decoders lose bytes and are refused."""
         parts = parts_of(decoder)
         kinds = {part.get("type") for part in parts}
         if "ByteLevel" in kinds:
@@ -36,7 +36,7 @@ class TokenNotation:
         )
 
     def to_bytes(self, token: str) -> bytes:
-        """The bytes of an ordinary (not added) token."""
+        """Returns the bytes of an ordinary token; added tokens are plain text and do not come here."""
         if self.byte_level:
             mapped = [_BYTE_OF.get(char) for char in token]
             return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
@@ -46,7 +46,7 @@ class TokenNotation:
 
 
 def parts_of(component: Any) -> list[dict[str, Any]]:
-    """The steps of a decoder, normalizer or pre-tokenizer of the tokenizers library, each with its settings."""
+    """Lists the steps of a decoder, normalizer or pre-tokenizer of the tokenizers library, each with its settings."""
     return [] if component is None else list(_parts(json.loads(component.__getstate__())))
 
 
@@ -59,14 +59,14 @@ def _parts(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _stripped(part: dict[str, Any]) -> int:
-    """Leading spaces one part of a decoder takes off."""
+    """Returns how many leading spaces one part of a decoder removes."""
     if part.get("type") == "Metaspace":
         return int(part.get("prepend_scheme") != "never")
     return int(part["start"]) if part.get("type") == "Strip" and part.get("content") == " " else 0
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """Returns GPT-2's alphabet: printable Latin-1 bytes are themselves, the others are characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}

@@ -14,7 +14,7 @@ from slipstream.lazy import cached_property
 from slipstream.text import cutting, gguf_vocab
 from slipstream.text.token_bytes import TokenNotation
 
-# Special tokens that end a turn wherever they exist, whatever a model's own list forgets.
+# These special tokens end a turn in every model that has them, because a model's own list may be incomplete.
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -31,9 +31,9 @@ TURN_ENDS = (
     "<|EOT|>",
     "[EOT]",
 )
-_SAMPLE = "Aé 1.\n"  # letters, a digit, space and punctuation: every kind of piece a tokenizer tells apart
-_MAX_UTF8 = 4  # bytes of a character
-_PROBE = "a"
+_SAMPLE = "Aé 1.\n"  # has every kind of piece that tokenizers distinguish: letters, a digit, spaces, punctuation
+_MAX_UTF8_BYTES = 4  # the longest UTF-8 character
+_PROBE = "a"  # a text that shows which tokens a backend adds around every text
 
 
 class TooLongError(RequestError):
@@ -55,7 +55,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """The first of `eos_ids` is the one templates call eos; `add_bos` None leaves BOS to the backend itself."""
+        """Templates call the first of `eos_ids` eos. If `add_bos` is None, the backend decides about BOS itself."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, metadata: Mapping[str, object] | None = None) -> Tokenizer:
-        """Loads from a folder with a tokenizer.json, else from the metadata of the model's GGUF file."""
+        """Loads a tokenizer from a folder with a tokenizer.json, or else from the metadata of the model's GGUF file."""
         folder = path if path.is_dir() else path.parent
         if (folder / "tokenizer.json").is_file() and not (path.is_file() and metadata):
             return cls._from_folder(folder)
@@ -98,8 +98,8 @@ class Tokenizer:
     def _from_folder(cls, folder: Path) -> Tokenizer:
         try:
             backend = Backend.from_file(str(folder / "tokenizer.json"))
-            backend.encode(_SAMPLE)  # some mistakes of a file show only in use
-        except BaseException as error:  # the library raises bare exceptions, and panics
+            backend.encode(_SAMPLE)  # some faults of a file appear only in use
+        except BaseException as error:  # the library raises bare exceptions, and its panics are not Exceptions
             reason = _failure(error)
             raise FormatError(f"{folder / 'tokenizer.json'} cannot be read: {reason}", "fetch it again") from None
         config = _read_object(folder / "tokenizer_config.json")
@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included; the model's own table may be padded beyond it."""
+        """The number of tokens including added ones; the model's own embedding table may be padded beyond it."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -129,15 +129,16 @@ class Tokenizer:
 
     @property
     def leading_spaces(self) -> int:
-        """Spaces at the start of a decoded text that only encoding put there, and decoding takes off."""
+        """How many spaces at the start of a decoded text come from encoding; decoding removes them."""
         return self._notation.leading_spaces
 
     def encode(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = True, limit: int | None = None
     ) -> list[int]:
-        """Token ids of a text; `add_bos` None does as the model says, `parse_special` False takes `<|...|>` as text.
+        """Returns the token ids of a text.
 
-        With a `limit`, a text of more tokens is refused as soon as that is sure: by its bytes, or on the way.
+        `add_bos` None follows the model's own setting; `parse_special` False treats `<|...|>` as ordinary text. With a
+        `limit`, a text of more tokens is refused as soon as that is certain: by its bytes, or while it is tokenised.
         """
         if limit is not None and self.fewest_tokens([text], limit) > limit:
             raise TooLongError(limit)
@@ -151,10 +152,10 @@ class Tokenizer:
     def encode_pieces(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
     ) -> Iterator[list[int]]:
-        """The ids of a text in parts, so that a long text never stands in memory with all that tokenising it takes."""
+        """Yields the ids of a text in parts, so that tokenising a long text takes memory for one part only."""
         backend = self._backend if parse_special else self._literal_backend()
         wanted = self._add_bos if add_bos is None else add_bos
-        own = wanted is None  # the backend itself knows what stands around a text
+        own = wanted is None  # whether the backend itself adds the tokens around a text
         before: list[int] = [self.bos_id] if wanted and self.bos_id is not None else []
         after: list[int] = []
         texts: Iterable[str] = (text,)
@@ -169,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """What the backend puts before and behind every text."""
+        """The tokens that the backend adds before and behind every text."""
         alone, within = (self._backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
         place = next(i for i in range(len(within)) if within[i : i + len(alone)] == alone)
         return within[:place], within[place + len(alone) :]
@@ -188,32 +189,32 @@ class Tokenizer:
         return [self.token_bytes(index) for index in range(self.vocab_size)]
 
     def fewest_tokens(self, texts: Sequence[str], limit: int) -> int:
-        """A number of tokens that texts certainly have together, found without tokenising them.
+        """Returns a number of tokens that the texts certainly have together, without tokenising them.
 
-        It is told only where it may be above `limit`, and 0 where nothing is certain.
+        The result is 0 if nothing is certain, or if it cannot exceed `limit`.
         """
-        if _MAX_UTF8 * sum(map(len, texts)) <= limit:
+        if _MAX_UTF8_BYTES * sum(map(len, texts)) <= limit:
             return 0
         try:
             data = "".join(texts).encode()
         except UnicodeError:
-            return 0  # tokenising them will say what is wrong
+            return 0  # tokenising such a text raises an error that says what is wrong
         if len(data) <= limit or self._shares is None:
             return 0
         return cutting.fewest_tokens(data, self._shares)
 
     def longest_piece(self, text: str) -> int:
-        """The characters that have to be tokenised at once, at most."""
+        """Returns how many characters have to be tokenised at once, at most."""
         cut = len(text) > cutting.PIECE_CHARS and self._can_cut
         return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         text = b"".join(map(self.token_bytes, self.visible(ids) if skip_special else ids)).decode("utf-8", "replace")
         return text[self.count_leading(text) :]
 
     def count_leading(self, text: str) -> int:
-        """How many spaces at the start of a whole text are to be taken off."""
+        """Returns how many spaces at the start of a whole text have to be removed."""
         count = 0
         while count < self.leading_spaces and text.startswith(" ", count):
             count += 1
@@ -223,7 +224,7 @@ class Tokenizer:
         return [index for index in ids if index not in self._special]
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes a token stands for; none for an id outside the vocabulary, as padded models can produce."""
+        """Returns a token's bytes; an id outside the vocabulary, as padded models can produce, has none."""
         known = self._bytes.get(index)
         if known is None:
             added = self._added.get(index)
@@ -233,11 +234,11 @@ class Tokenizer:
         return known
 
     def token_text(self, index: int) -> str:
-        """One token as text on its own, for display."""
+        """Returns one token as text of its own, for display."""
         return self.token_bytes(index).decode("utf-8", "replace")
 
     def whole_text(self, index: int) -> str | None:
-        """What a visible token adds to a text between two characters; None if it ends within one, or is not UTF-8."""
+        """Returns what a token adds to a text that ends with a whole character; None if it is not valid UTF-8."""
         if index not in self._texts:
             try:
                 self._texts[index] = "" if index in self._special else self.token_bytes(index).decode()
@@ -249,12 +250,12 @@ class Tokenizer:
         return index in self._special
 
     def serialized(self) -> str:
-        """Everything another process needs to cut texts as this tokenizer does."""
+        """Returns everything another process needs to tokenise exactly as this tokenizer does."""
         text: str = self._backend.to_str()
         return text
 
     def _literal_backend(self) -> Backend:
-        # A second copy: the switch is a property of the backend, and flipping it would race with other threads.
+        # This is a second copy, because the switch is a property of the backend and other threads use the first one.
         if self._literal is None:
             literal = Backend.from_str(self._backend.to_str())
             literal.encode_special_tokens = True
@@ -263,7 +264,10 @@ class Tokenizer:
 
 
 def _failure(error: BaseException) -> str:
-    """What went wrong in the tokenizers library; its panics are not `Exception`s, and what else is not goes on."""
+    """Returns what went wrong in the tokenizers library, or raises `error` again if it is not from the library.
+
+    The library's panics are not `Exception`s; nor are signals such as `KeyboardInterrupt`, which must go on.
+    """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return str(error)
@@ -271,7 +275,7 @@ def _failure(error: BaseException) -> str:
 
 def _encoded(backend: Backend, text: str, add_special: bool) -> list[int]:
     try:
-        # of the library's calls this one lets other threads run, and leaves out offsets that are not needed
+        # this call of the library lets other threads run, and leaves out offsets, which are not needed
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
     except (TypeError, UnicodeError):
         raise RequestError("the text is not valid Unicode", "remove lone surrogates from it") from None

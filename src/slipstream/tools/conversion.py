@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.errors import RequestError, SourceError
 from slipstream.formats.atomic import atomic_folder
 from slipstream.formats.gguf_write import Progress, write_gguf
-from slipstream.formats.safetensors_write import write_safetensors
+from slipstream.formats.safetensors import write_safetensors
 from slipstream.formats.weight_files import SINGLE, open_weights, read_config
 from slipstream.tools import convert_drafter, convert_target
 from slipstream.tools.convert_drafter import NAMINGS, Naming

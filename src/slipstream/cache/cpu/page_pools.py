@@ -1,4 +1,4 @@
-"""The memory behind the pages: target keys and values per layer, and draft context for all draft layers."""
+"""The memory behind the pages on the CPU: target keys and values per layer, and draft context for all draft layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.state_tensors import StateTensors
-from slipstream.cache.cpu.zeroed_memory import zeros
+from slipstream.cache.cpu.state_tensors import StateTensors, zeros
 from slipstream.cache.recurrent import StatePool
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.cpu.native_pools import RowMover
@@ -17,9 +16,9 @@ from slipstream.kernels.cpu.native_pools import RowMover
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Key heads and head size of every layer that stores keys and values in one kind of cache.
+    """The number of key heads and the head size of every layer that stores keys and values in one kind of cache.
 
-    A target may have recurrent layers as well, which keep a state per sequence and nothing per token.
+    A target may also have recurrent layers, which keep a state per sequence and nothing per token.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -34,9 +33,9 @@ class PoolShape:
 
 
 class KvPools:
-    """Pools share page ids: page p of the target and page p of the draft context belong to the same tokens.
+    """The pools share page ids: page p of the target and page p of the draft context belong to the same tokens.
 
-    Layers of a drafter are all alike and stand in one tensor; those of a target may differ.
+    The layers of a drafter have the same shape and lie in one tensor; those of a target may differ in shape.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class KvPools:
         state_slots: int | None = None,
         state_stride: int = 0,
     ) -> None:
-        """`state_slots` recurrent states (else as many as pages, so that no sequence can be without), and a checkpoint
-        every `state_stride` pages (0: none).
+        """`state_slots` is the number of recurrent states, by default one per page, which suffices for any sequences.
+
+        A checkpoint of the recurrent state is kept every `state_stride` pages; 0 keeps none.
         """
         self.target: list[tuple[Tensor, Tensor]] = []
         for kv_heads, head_dim in target.layers:
@@ -75,7 +75,7 @@ class KvPools:
             self.draft_values[:, destination] = self.draft_values[:, source]
 
     def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
-        """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
         if self._movers is None:
             self.move_rows_plainly(sources, destinations)
             return
@@ -83,7 +83,7 @@ class KvPools:
             mover.move(sources, destinations)
 
     def move_rows_plainly(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
-        """The same by torch."""
+        """Moves the rows with torch, for machines without the compiled mover and as its reference in tests."""
         (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
         for pool in (tensor for layer in self.target for tensor in layer):
             pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
@@ -95,7 +95,7 @@ class KvPools:
             pool[pages, :, offsets] = 0.0
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages that may hold NaN: even a masked slot of theirs would spoil whoever gets them next."""
+        """Zeroes pages that may hold NaN: even a masked slot with NaN would spoil the page's next holder."""
         ids = torch.tensor(pages, dtype=torch.long)
         for pool in (tensor for layer in self.target for tensor in layer):
             pool[ids] = 0.0
@@ -105,7 +105,7 @@ class KvPools:
 
 
 def _movers(pools: Sequence[Tensor]) -> list[RowMover] | None:
-    """One compiled mover for all pools of a shape; None where torch has to move the rows."""
+    """Makes one compiled mover for all pools of the same shape; returns None if torch has to move the rows."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for pool in pools:
         alike.setdefault(tuple(pool.shape), []).append(pool)

@@ -1,23 +1,40 @@
-"""The memory behind recurrent states: what every recurrent layer keeps of a sequence, in slots."""
+"""The memory behind recurrent states on the CPU: what every recurrent layer keeps of a sequence, in slots."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from slipstream.cache.cpu.zeroed_memory import zeros
 from slipstream.cache.recurrent import RecurrentState
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape, DeltaStep, Parents
 
-_ROW_STATE_BYTES = 32 << 20  # the states behind all rows of a step are kept if they take no more than this
+# The states behind all rows of a step are kept if they take at most this much memory. A larger value costs memory in
+# every step; a smaller one makes more steps run the kept rows again.
+_ROW_STATE_BYTES = 32 << 20
+
+
+def zeros(*shape: int) -> Tensor:
+    """Returns a zeroed tensor; a masked slot still enters a sum as 0 * value, and other memory may hold NaN.
+
+    The memory are zero pages of the operating system, none of which is touched here, so a pool takes memory only as it
+    fills. An allocator would hand out memory that an earlier pool left behind, and would have to write zeros into it.
+    """
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(shape)
+    memory = mmap.mmap(-1, size * torch.float32.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows one sequence has in a forward; `kept` are those behind which the state will be asked for in any case."""
+    """The rows of one sequence in a forward; `kept` lists rows behind which the state is needed in any case."""
 
     state: RecurrentState
     rows: int
@@ -26,10 +43,10 @@ class Stretch:
 
 
 class SlotTensors:
-    """What recurrent layers keep, slot by slot."""
+    """The tensors of recurrent layers, indexed by slot."""
 
-    windows: Tensor  # of convolutions
-    memories: Tensor  # of delta nets
+    windows: Tensor  # the last inputs of the convolutions
+    memories: Tensor  # the matrices of the delta nets
 
     def copy(self, source: int, destination: int) -> None:
         self.windows[destination] = self.windows[source]
@@ -41,7 +58,7 @@ class SlotTensors:
 
 
 class StateTensors(SlotTensors):
-    """All layers of a slot together, in fp32."""
+    """The states of all layers of a slot, in fp32."""
 
     def __init__(self, slots: int, shape: DeltaShape) -> None:
         self.windows = zeros(slots, shape.layers, shape.window, shape.channels)
@@ -49,16 +66,17 @@ class StateTensors(SlotTensors):
         self.most_kept_rows = _ROW_STATE_BYTES // shape.state_bytes
 
     def write(self, slot: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Stores a window and a memory per layer; the next layer's are asked for when one's are written."""
+        """Stores a window and a memory per layer; a layer is computed after the one before is written."""
         for layer, (window, memory) in enumerate(states):
             self.windows[slot, layer] = window
             self.memories[slot, layer] = memory
 
     def begin(self, stretches: Sequence[Stretch]) -> DeltaStep:
-        """Leads the rows of several sequences through the recurrent layers.
+        """Prepares the recurrent layers for the rows of several sequences.
 
-        The state behind every row is kept where that is little; otherwise behind the last row of a chain (prefilled and
-        plainly decoded rows nearly always stay) and where asked for, and other paths are run again from their inputs.
+        The state behind every row is kept if all of them fit into `_ROW_STATE_BYTES`. Otherwise the states behind a
+        chain's last row and behind `kept` rows are stored, because prefilled and plainly decoded rows nearly always
+        stay; the state behind any other path is computed again from the rows' inputs.
         """
         every = sum(stretch.rows for stretch in stretches) <= self.most_kept_rows
         slots, kept = [], []

@@ -1,4 +1,4 @@
-"""The memory behind the pages on a GPU: one tensor for all layers alike, so that one launch moves a row in them."""
+"""The memory behind the pages on a GPU: layers of one shape share a tensor, so that one launch moves their rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Place = tuple[int, int]
 
 
 class GpuPools:
-    """Pools in bf16 that share page ids. Behind the last page lies a scratch page for rows that do not count.
+    """Pools in bf16 that share page ids. Behind the last page lies a scratch page for padding rows.
 
-    Layers of a target that are alike stand in one tensor (a group); `target` has every layer's own view.
+    The target's layers of the same shape lie in one tensor (a group); `target` has a view per layer.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GpuPools:
         self.device = device
 
         def zeros(layers: int, kv_heads: int, head_dim: int) -> Tensor:
-            # zeroed, since a masked slot still enters a sum as 0 * value and other memory may hold NaN
+            # the memory is zeroed because a masked slot still enters a sum as 0 * value, and other memory may hold NaN
             size = (layers, pages + 1, kv_heads, page_tokens, head_dim)
             return torch.zeros(size, dtype=torch.bfloat16, device=device)
 
@@ -67,7 +67,7 @@ class GpuPools:
             pool[:, destination] = pool[:, source]
 
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
-        """Moves target keys and values between (page, offset) places; all are read before any is written."""
+        """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
         (from_pages, from_offsets), (to_pages, to_offsets) = self._indices(sources), self._indices(destinations)
         for pool in self._target_tensors:
             pool[:, to_pages, :, to_offsets] = pool[:, from_pages, :, from_offsets]
@@ -79,7 +79,7 @@ class GpuPools:
             pool[:, pages, :, offsets] = 0.0
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages that may hold NaN, and the scratch page with them."""
+        """Zeroes pages that may hold NaN, and the scratch page."""
         self.settle()
         ids = torch.tensor([*pages, self.pages], device=self.device)
         for pool in self._all:

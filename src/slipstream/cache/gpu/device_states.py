@@ -1,4 +1,4 @@
-"""The memory behind recurrent states on a GPU, with a scratch slot for sequences that are not there."""
+"""The memory behind recurrent states on a GPU, with a scratch slot for padding sequences."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.cpu.state_tensors import SlotTensors
-from slipstream.cache.recurrent import InSlots, RecurrentState, StatePool
+from slipstream.cache.recurrent import RecurrentState, StatePool, StatesInSlots
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeltaLog, DeviceStates, Replay
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows
 
-SLOTS_PER_SEQUENCE = 2  # a step reads one and writes the other: until it has landed, nothing is lost if it is dropped
+# A step reads one slot and writes the other, so that a launched step can be dropped without losing the state.
+SLOTS_PER_SEQUENCE = 2
 
 
 class Replayed:
-    """The state behind a path of rows that a pass has logged; run again when somebody wants it."""
+    """The state behind a path of rows that a pass has logged; it is computed from the log when it is needed."""
 
     def __init__(self, rows: LoggedRows, item: int, path: Sequence[int]) -> None:
         self._rows = rows
@@ -30,7 +31,7 @@ class Replayed:
 
 
 class LoggedRows:
-    """Rows of host-laid proposals, which stay in their log until the next pass of as many rows."""
+    """Rows of proposals that the host laid out. They stay in the log until the next pass of the same capacity."""
 
     def __init__(self, kernels: DeltaKernels, states: DeviceStates, each: int, slots: Sequence[int]) -> None:
         self._kernels = kernels
@@ -42,7 +43,7 @@ class LoggedRows:
         return Replayed(self, item, path)
 
     def replay(self, item: int, path: Sequence[int], slot: int) -> None:
-        """Leads the state of a sequence along its path, into a slot."""
+        """Advances the state of a sequence along its path and writes the result into a slot."""
         line = [self._slots[item], slot, len(path), *path, *[0] * (MAX_DEPTH - len(path))]
         numbers = torch.tensor([line], dtype=torch.int32).to(self._states.source.device)
         self._kernels.commit(
@@ -54,14 +55,14 @@ class LoggedRows:
 
 
 class GpuStateTensors(SlotTensors):
-    """Windows of convolutions in bf16, as the rows bring them, and memories of delta nets in fp32, by slot."""
+    """The convolutions' windows in bf16, as the rows bring them, and the delta nets' memories in fp32, by slot."""
 
     def __init__(self, slots: int, shape: DeltaShape, device: torch.device) -> None:
         self.shape = shape
         self.scratch_slot = slots
         size = slots + 1, shape.layers
         self.windows = torch.zeros(*size, shape.window, shape.channels, dtype=torch.bfloat16, device=device)
-        # the keys of a column lie side by side: a lane sums over them
+        # the keys of a column are contiguous in memory, because one GPU lane sums over them
         self.memories = torch.zeros(*size, shape.value_heads, shape.value_dim, shape.key_dim, device=device)
         self._logs: dict[tuple[int, bool], DeltaLog] = {}
 
@@ -69,7 +70,10 @@ class GpuStateTensors(SlotTensors):
         states.into(slot)
 
     def over(self, rows: DeviceRows, source: Tensor, scratch_place: int, saves: Tensor | None = None) -> DeviceStates:
-        """The recurrent side of passes over these rows: states go where `saves` says, or are committed from a log."""
+        """Returns the recurrent part of a pass over these rows.
+
+        The pass writes states into the slots that `saves` names; without `saves` they are committed from a log later.
+        """
         return DeviceStates.over(
             self.shape,
             (self.windows, self.memories),
@@ -81,7 +85,7 @@ class GpuStateTensors(SlotTensors):
         )
 
     def _log(self, rows: int, every_layer: bool) -> DeltaLog:
-        """Memory that all passes of as many rows share: each has been committed before the next one begins."""
+        """Returns the log that all passes of this capacity share; each pass is committed before the next one begins."""
         capacity = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
         key = capacity, every_layer
         if key not in self._logs:
@@ -90,24 +94,27 @@ class GpuStateTensors(SlotTensors):
 
 
 def gpu_state_pool(slots: int, shape: DeltaShape, stride: int, device: torch.device) -> StatePool:
-    """Slots on a device, two for every sequence."""
+    """Returns a pool of slots on a device, two for every sequence."""
     return StatePool(slots, GpuStateTensors(slots, shape, device), stride, SLOTS_PER_SEQUENCE)
 
 
 def device_tensors(pool: StatePool | None) -> GpuStateTensors | None:
-    """The tensors behind a pool on a device; None where the target keeps no states."""
+    """Returns the tensors behind a pool on a device, or None if the target keeps no states."""
     if pool is None:
         return None
     if not isinstance(pool.memory, GpuStateTensors):
-        raise IntegrityError("recurrent states are not where the target runs")
+        raise IntegrityError("recurrent states are not on the device on which the target runs")
     return pool.memory
 
 
 def save_chunk(recurrent: RecurrentState, rows: int, wanted: Sequence[int]) -> dict[int, int]:
-    """Slots for the states behind the last row of a chunk and behind wanted ones, by row, to be filled by its pass."""
+    """Chooses slots for the states behind a chunk's last row and behind the wanted rows; returns them by row.
+
+    The pass over the chunk fills these slots.
+    """
     pool = recurrent.pool
     saved = {row: slot for row in wanted if row < rows - 1 and (slot := pool.lend()) is not None}
     lent = list(saved.values())
     saved[rows - 1] = recurrent.spare_slot
-    recurrent.try_rows(InSlots({row + 1: slot for row, slot in saved.items()}), 0, lent)
+    recurrent.try_rows(StatesInSlots({row + 1: slot for row, slot in saved.items()}), 0, lent)
     return saved

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.cache.gpu.device_pools import GpuPools
 from slipstream.kernels.gpu.device_rows import DeviceRows, padded_rows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
-from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import HeadScores, Wishes
 from slipstream.models.gpu_models import GpuDrafter
 
@@ -53,7 +53,7 @@ class BlockDraft:
         rows: DeviceRows,
         most_nodes: int,
         pools: GpuPools,
-        settings: Settings,
+        settings: SamplingSettings,
         wishes: Wishes,
     ) -> None:
         self._kernels = kernels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.executor import NO_SEQUENCE, Column, Wish
-from slipstream.kernels.gpu.token_choice import Settings
+from slipstream.kernels.gpu.token_choice import SamplingSettings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 
 _STAGES = 3  # host buffers: a copy may still wait behind two steps when the next one is prepared
@@ -29,7 +29,7 @@ class DecodeState:
         self.length = torch.zeros(most_sequences, dtype=torch.int32, device=device)
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
-        self.settings = Settings.empty(most_sequences, device)
+        self.settings = SamplingSettings.empty(most_sequences, device)
         # The three lie side by side, so that one copy brings all of them.
         self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
         nodes, depth, shape = self._wanted

@@ -19,7 +19,7 @@ from slipstream.kernels.gpu.commit import ContextRows, HeldTaps
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates, Replay
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
-from slipstream.kernels.gpu.token_choice import RankingScratch, Settings
+from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, Wishes
 from slipstream.models.gpu_models import GpuDrafter, GpuTarget
 
@@ -61,7 +61,9 @@ class DecodeStep:
         self.drafter = drafter
         self.sequences = sequences
         self.each = each
-        self._settings = Settings(*(getattr(state.settings, each.name)[:sequences] for each in fields(Settings)))
+        self._settings = SamplingSettings(
+            *(getattr(state.settings, each.name)[:sequences] for each in fields(SamplingSettings))
+        )
         self._wishes = Wishes(*(getattr(state.wishes, each.name)[:sequences] for each in fields(Wishes)))
         self.report = Report(sequences, each, device)
         rows = DeviceRows.empty("tree", sequences, each, 1, device, pools.scratch_place)

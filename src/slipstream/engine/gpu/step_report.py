@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gpu.commit import Outcome
+from slipstream.kernels.gpu.commit import CommitOutcome
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH
 from slipstream.kernels.gpu.tree_growth import Grown
 
@@ -71,5 +71,5 @@ class Report:
         return Grown(self.parents, self.chances, self.survivals, self.counts, self.broken)
 
     @property
-    def outcome(self) -> Outcome:
-        return Outcome(self.path, self.kept, self.taken, self.failed)
+    def outcome(self) -> CommitOutcome:
+        return CommitOutcome(self.path, self.kept, self.taken, self.failed)

@@ -1,7 +1,7 @@
-"""The gated delta rule behind a short causal convolution, over rows: a row continues its parent's state.
+"""The gated delta rule behind a short causal convolution, computed over rows: a row continues its parent's state.
 
-Plain decoding, prefill, the verification of chains and trees and the replay of an accepted path all come down to the
-same few operations per row, in one order, so a state does not depend on the way that led to it.
+Plain decoding, prefill, the verification of chains and trees and the replay of an accepted path all use the same few
+operations per row in the same order, so a state does not depend on the way in which it was computed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm
+from slipstream.kernels.cpu.torch_kernels import rms_norm, row_by_row
 
-_NORM_EPS = 1e-6
+_NORM_EPS = 1e-6  # added to the squared norm of queries and keys; the models define it
 
-Parents = Sequence[int] | None  # of every row of a stretch, -1 for the first; None for a chain
+Parents = Sequence[int] | None  # the parent of every row of a stretch, -1 for a root; None for a chain
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """The numbers of a model's recurrent layers, which are all alike."""
+    """The sizes of a model's recurrent layers, which are the same for all of them."""
 
     layers: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # positions the convolution sees, the row's own included
-    # whether value heads that share a key head stand as far apart as there are key heads, and not side by side: how a
-    # file has them, which makes no other model
+    kernel: int  # positions that the convolution sees, including the row's own
+    # Whether value head i uses key head i modulo the number of key heads; otherwise value heads of one key head are
+    # neighbours. Files differ in this order, but it does not make two models different.
     tiled: bool = field(default=False, compare=False)
 
     @property
@@ -42,50 +41,53 @@ class DeltaShape:
 
     @property
     def window(self) -> int:
-        """Earlier inputs of the convolution that a state remembers."""
+        """How many earlier inputs of the convolution a state remembers."""
         return self.kernel - 1
 
     @property
     def state_bytes(self) -> int:
-        """What one sequence's state takes, all layers together."""
+        """How many bytes the state of one sequence takes in all layers."""
         numbers = self.window * self.channels + self.value_heads * self.key_dim * self.value_dim
         return self.layers * numbers * torch.float32.itemsize
 
     def for_values(self, heads: Tensor) -> Tensor:
-        """What belongs to key heads [rows, key heads, dim], for every value head that shares one."""
+        """Repeats tensors of key heads [rows, key heads, dim] for every value head that uses one."""
         share = self.value_heads // self.key_heads
         return heads.repeat(1, share, 1) if self.tiled else heads.repeat_interleave(share, dim=1)
 
 
 class DeltaRule:
-    """One layer's recurrence: its convolution, and how fast its heads forget."""
+    """One layer's recurrence: its convolution, and how fast each of its heads forgets."""
 
     def __init__(self, shape: DeltaShape, kernel: Tensor, rates: Tensor, shift: Tensor) -> None:
-        """`kernel` is [channels, taps], `rates` are negative, one per value head as `shift` is."""
+        """`kernel` is [channels, taps]; `rates` (negative) and `shift` have one number per value head."""
         self.shape = shape
         self.kernel = kernel.t().contiguous()  # [taps, channels]
         self.rates, self.shift = rates, shift
-        # l2 norms as the row kernel for rms norms computes them, the queries' scale included
+        # an rms norm with these weights is the l2 norm, and for queries includes their scale
         self._query_scale = torch.full((shape.key_dim,), 1 / shape.key_dim, device=kernel.device)
         self._key_scale = torch.full((shape.key_dim,), shape.key_dim**-0.5, device=kernel.device)
 
     def to(self, device: torch.device) -> DeltaRule:
-        """The same rule in a device's memory."""
+        """Returns the same rule in the memory of a device."""
         kernel, rates, shift = (numbers.to(device) for numbers in (self.kernel.t(), self.rates, self.shift))
         return DeltaRule(self.shape, kernel, rates, shift)
 
     def gates(self, write: Tensor, forget: Tensor) -> tuple[Tensor, Tensor]:
-        """How much of a row is written and how much of the state is left, from two projections [rows, value heads]."""
+        """Returns how much of a row is written and how much of the state stays.
+
+        Both are [rows, value heads], computed from two projections of that shape.
+        """
         left = row_by_row(torch.exp, self.rates * row_by_row(F.softplus, forget + self.shift))
         return row_by_row(torch.sigmoid, write), left
 
     def convolve(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows, value heads, dim] of rows that see inputs [rows, taps, channels]."""
+        """Returns queries, keys and values [rows, value heads, dim] of rows that see inputs [rows, taps, channels]."""
         queries, keys, values = self.mix(seen)
         return self.shape.for_values(queries), self.shape.for_values(keys), values
 
     def mix(self, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with as many queries and keys as there are key heads."""
+        """Does the same as `convolve`, but with one query and key per key head instead of per value head."""
         shape, rows = self.shape, seen.shape[0]
         total = seen[:, 0] * self.kernel[0]
         for tap in range(1, shape.kernel):
@@ -102,16 +104,19 @@ class DeltaRule:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Rows that are computed together: the parent of each stands one level up, at first in a sequence's own state."""
+    """Rows that are computed together.
+
+    Their parents are in the level above; the first level continues the sequences.
+    """
 
     rows: Tensor
-    parents: Tensor | None  # places in the level above; None: the same as the rows' own
-    kept: Tensor | None  # places in this level whose states are wanted afterwards
+    parents: Tensor | None  # indices into the level above; None if they are 0, 1, 2, ...
+    kept: Tensor | None  # indices in this level whose states are needed later
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerRun:
-    """What a layer was given in a step, and the states it was asked to keep [kept rows, heads, key dim, value dim]."""
+    """The inputs of a layer in a step, and the states that it kept [kept rows, heads, key dim, value dim]."""
 
     rule: DeltaRule
     inputs: Tensor
@@ -121,10 +126,10 @@ class _LayerRun:
 
 
 class DeltaStep:
-    """One forward's way through the recurrent layers of any number of sequences.
+    """The recurrent layers' part of one forward over any number of sequences.
 
-    Nothing is changed in the sequences' states: until it is clear which rows stay, the step remembers the rows'
-    inputs, and for some rows the state behind them.
+    It does not change the sequences' states. Until it is known which rows stay, it remembers the inputs of all rows,
+    and for some rows the state behind them.
     """
 
     def __init__(
@@ -135,8 +140,8 @@ class DeltaStep:
         stretches: Sequence[tuple[int, Parents]],
         kept: Sequence[Collection[int]],
     ) -> None:
-        """States are `windows` [slots, layers, window, channels] and `memories` [slots, layers, heads, key dim, value
-        dim]; a stretch is a number of rows and their parents; `kept` are rows of each stretch.
+        """The states are `windows` [slots, layers, window, channels] and `memories` [slots, layers, heads, key dim,
+        value dim]. A stretch is a number of rows and their parents; `kept` lists rows of each stretch.
         """
         self._windows, self._memories = windows, memories
         self._slots = torch.tensor(slots)
@@ -147,15 +152,19 @@ class DeltaStep:
             for line in self._lines(item, len(stretches), rows, parents)
         ]
         self._sources = torch.tensor(lineage)
-        self._kept: dict[int, int] = {}  # row of the batch -> place among the kept states
+        self._kept: dict[int, int] = {}  # row of the batch -> index among the kept states
         self._levels = self._make_levels(stretches, kept)
         self._runs: list[_LayerRun] = []
 
     def _lines(self, item: int, items: int, rows: int, parents: Parents) -> list[tuple[int, ...]]:
-        """The inputs every row of a stretch sees, oldest first, as places in the windows of all and then the rows."""
+        """Returns which inputs every row of a stretch sees, oldest first.
+
+        An input is an index into the concatenation of all sequences' windows and then all rows.
+        """
         window = self._windows.shape[2]
         first = items * window + self._starts[item]
-        before = [tuple(range(item * window, (item + 1) * window))]  # what the root sees, then the children of each row
+        # inputs before the root, then before row i's children
+        before = [tuple(range(item * window, (item + 1) * window))]
         lines = []
         for row in range(rows):
             parent = row - 1 if parents is None else parents[row]
@@ -164,9 +173,9 @@ class DeltaStep:
         return lines
 
     def _make_levels(self, stretches: Sequence[tuple[int, Parents]], kept: Sequence[Collection[int]]) -> list[Level]:
-        depths: list[list[tuple[int, int, bool]]] = []  # per level: row of the batch, parent's place, kept
+        depths: list[list[tuple[int, int, bool]]] = []  # per level: row of the batch, parent's index, whether kept
         for item, (rows, parents) in enumerate(stretches):
-            places: list[tuple[int, int]] = []  # level and place of every row
+            places: list[tuple[int, int]] = []  # level of every row, and its index there
             for row in range(rows):
                 parent = row - 1 if parents is None else parents[row]
                 depth, above = (places[parent][0] + 1, places[parent][1]) if parent >= 0 else (0, item)
@@ -192,7 +201,7 @@ class DeltaStep:
         return levels
 
     def run(self, layer: int, rule: DeltaRule, inputs: Tensor, write: Tensor, left: Tensor) -> Tensor:
-        """What every row reads [rows, heads, value dim]; layers come in their order."""
+        """Returns what every row reads [rows, heads, value dim]; the layers must be run in their order."""
         queries, keys, values = rule.convolve(self._seen(layer, inputs, self._sources))
         states = self._memories[self._slots, layer]
         read = torch.empty_like(values)
@@ -201,7 +210,7 @@ class DeltaStep:
             rows = level.rows
             if level.parents is not None:
                 states = states[level.parents]
-            states = _written(states, keys[rows], values[rows], write[rows], left[rows])
+            states = _advanced(states, keys[rows], values[rows], write[rows], left[rows])
             read[rows] = (states * queries[rows][..., None]).sum(-2)
             if level.kept is not None:
                 kept.append(states[level.kept])
@@ -209,7 +218,7 @@ class DeltaStep:
         return read
 
     def after(self, item: int, path: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Layer by layer the window and the memory of a stretch's sequence behind the rows of a path."""
+        """Yields, layer by layer, the window and the memory of a stretch's sequence behind the rows of a path."""
         rows = torch.tensor([self._starts[item] + row for row in path])
         last = int(rows[-1])
         slot, kept = int(self._slots[item]), self._kept.get(last)
@@ -222,7 +231,7 @@ class DeltaStep:
                 yield window, self._replayed(run, seen, rows, self._memories[slot, layer])
 
     def _seen(self, layer: int, inputs: Tensor, places: Tensor) -> Tensor:
-        """Inputs of a convolution, by their places in the windows of the sequences and, behind those, in the rows."""
+        """Gathers inputs of a convolution by index: first the windows of the sequences, then the rows."""
         before = self._windows[self._slots, layer].flatten(0, 1)
         earlier, own = before[places.clamp(max=len(before) - 1)], inputs[(places - len(before)).clamp(min=0)]
         return torch.where((places < len(before))[..., None], earlier, own)
@@ -232,12 +241,15 @@ class DeltaStep:
         states, write, left = memory[None], run.write[rows], run.left[rows]
         for row in range(len(rows)):
             one = slice(row, row + 1)
-            states = _written(states, keys[one], values[one], write[one], left[one])
+            states = _advanced(states, keys[one], values[one], write[one], left[one])
         return states[0]
 
 
-def _written(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: Tensor) -> Tensor:
-    """States [n, heads, key dim, value dim] after one row each: they fade, then learn what they did not foresee."""
+def _advanced(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: Tensor) -> Tensor:
+    """Advances states [n, heads, key dim, value dim] by one row each.
+
+    A state fades, and then learns the difference between the row's value and what the faded state predicts for its key.
+    """
     faded = states * left[..., None, None]
     foreseen = (faded * keys[..., None]).sum(-2)
     learnt = (values - foreseen) * write[..., None]
@@ -246,7 +258,7 @@ def _written(states: Tensor, keys: Tensor, values: Tensor, write: Tensor, left: 
 
 @torch.inference_mode()
 def delta_is_exact(shape: DeltaShape, rows: int = 16) -> bool:
-    """Whether rows run one by one, together and as a tree lead to the same states and readings here, bit for bit."""
+    """Whether rows run one by one, together and as a tree give the same states and results here, bit for bit."""
     source = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:

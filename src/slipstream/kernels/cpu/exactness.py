@@ -1,22 +1,22 @@
-"""Checks, on the machine at hand, that a row's sums do not depend on the rows beside it."""
+"""Checks, on the current machine, that the sums of a row do not depend on the rows beside it."""
 
 from __future__ import annotations
 
 import torch
 
-from slipstream.kernels.cpu.attention import attention
 from slipstream.kernels.cpu.linear import Matrix
+from slipstream.kernels.cpu.native_attention import attention
 from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
 
-_ROWS = 16
-_LENGTHS = (20, 150, 700)
-# int8 sums are integers, int4 and native sums run in the order of the inputs; torch's dense GEMMs promise neither
+_ROWS = 16  # rows that are computed together and then one by one
+_LENGTHS = (20, 150, 700)  # context lengths: within one page, over a few pages, over many
+# int8 sums are integers, and int4 and native sums follow the order of the inputs; torch's dense GEMMs promise neither.
 ROW_INVARIANT_FORMATS = ("native", "int4", "int8")
 
 
 @torch.inference_mode()
 def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: int) -> bool:
-    """Whether rows attended alone equal the same rows attended together, as a chain or as a tree, bit for bit."""
+    """Whether a row's attention has the same bits alone, together with other rows, in a chain and in a tree."""
     source = torch.Generator().manual_seed(0)
     pages = -(-(max(_LENGTHS) + _ROWS) // page_tokens)
     keys, values = (torch.randn(pages, kv_heads, page_tokens, head_dim, generator=source) for _ in range(2))
@@ -40,7 +40,7 @@ def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: in
 
 @torch.inference_mode()
 def matrix_is_exact(matrix: Matrix) -> bool:
-    """Whether one row through this matrix equals the same row among others, bit for bit."""
+    """Whether the product of one row with this matrix has the same bits alone and among other rows."""
     rows = torch.randn(_ROWS, matrix.in_features, generator=torch.Generator().manual_seed(0))
     together = matrix(rows)
     return all(torch.equal(matrix(rows[i : i + 1])[0], together[i]) for i in range(0, _ROWS, 5))

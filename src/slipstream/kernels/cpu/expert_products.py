@@ -1,22 +1,26 @@
-"""One matrix per expert, multiplied with the rows that chose it; a row's sums never depend on the rows beside it."""
+"""One matrix per expert, multiplied with the rows that chose it; a row's sums do not depend on the rows beside it."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
-from slipstream.kernels.cpu.native_experts import multiply_grouped
-from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_threads import threads
+from slipstream.kernels.cpu.native_library import Library, library, threads
+from slipstream.kernels.cpu.native_matrix import PackedLinear
 
 Activation = Callable[[Tensor], Tensor]
+_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows that stand together by expert, `counts` of each, times their own expert's matrix."""
+    """Multiplies rows, sorted by expert with `counts` of each, with the matrix of their expert."""
     compiled, packed = library(), [matrix.packed for matrix in matrices if isinstance(matrix, NativeMatrix)]
     if compiled is not None and len(packed) == len(matrices):
         return multiply_grouped(compiled, packed, counts, rows, threads())
@@ -28,6 +32,31 @@ def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[i
     return torch.cat(parts)
 
 
+def multiply_grouped(
+    compiled: Library, linears: Sequence[PackedLinear], counts: Sequence[int], rows: Tensor, team_threads: int
+) -> Tensor:
+    """Multiplies rows [n, in], sorted by matrix with `counts` of each, with their matrix."""
+    touched = [(linear, count) for linear, count in zip(linears, counts, strict=True) if count]
+    addresses = (_POINTER * len(touched))(*[linear.address for linear, _ in touched])
+    numbers = array("i", [count for _, count in touched])
+    rows = rows.contiguous()
+    out = torch.empty(rows.shape[0], linears[0].out_features)
+    _grouped_matmul(compiled)(
+        ctypes.addressof(addresses),
+        numbers.buffer_info()[0],
+        len(touched),
+        rows.data_ptr(),
+        out.data_ptr(),
+        team_threads,
+    )
+    return out
+
+
+@functools.cache
+def _grouped_matmul(compiled: Library) -> Any:
+    return compiled.function("slip_grouped_matmul", [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT])
+
+
 def mix_experts(
     gate_up: Sequence[Matrix],
     down: Sequence[Matrix],
@@ -36,7 +65,10 @@ def mix_experts(
     shares: Tensor,
     activation: Activation,
 ) -> Tensor:
-    """The shares [rows, k] of the experts chosen [rows, k] by each row, added in the order of the row's own ranking."""
+    """Adds up the answers of each row's chosen experts [rows, k], weighted by `shares` [rows, k].
+
+    The answers are added in the order of the row's own ranking, so that the sum does not depend on other rows.
+    """
     ranks = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(down)).tolist()

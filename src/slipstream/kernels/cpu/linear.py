@@ -1,7 +1,7 @@
-"""Matrices in the weight formats a CPU is fast at, all behind one call: rows in fp32, rows out fp32.
+"""Matrices in the weight formats that are fast on a CPU, all with one interface: fp32 rows in, fp32 rows out.
 
-`int4` and `int8` sum every row in an order that depends on the weight alone, so a row's result never depends on
-how many rows share the call; that is what makes speculative text equal plain text to the last bit.
+`int4` and `int8` sum every row in an order that depends on the weight alone. The result of a row therefore does not
+depend on how many rows share the call, which is why speculative text equals plain text to the last bit.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch.nn import functional as F
 
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native_library import Library, availability, library
+from slipstream.kernels.cpu.native_library import Library, availability, library, threads
 from slipstream.kernels.cpu.native_matrix import Coarsened, PackedLinear, StoredTensor, multiply
-from slipstream.kernels.cpu.native_threads import threads
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-INT4_GROUP = 32
-_FINE_STEPS = 254.0  # a remainder of at most half a coarse step becomes an int8 of its own
+INT4_GROUP = 32  # weights that share a scale, as in GGUF's 4-bit types
+_FINE_STEPS = 254.0  # the rest after the coarse rounding, at most half a coarse step, becomes a second int8
 
 
 class MatrixSource(StoredTensor, Protocol):
-    """What a matrix is built from: a tensor of a model file that can say its values, bytes or 4-bit groups."""
+    """The source of a matrix: a tensor of a model file that can return its values, bytes or 4-bit groups."""
 
     def q4_groups(self) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 
 class Matrix(ABC):
-    """A weight [out, in] ready to multiply rows."""
+    """A weight [out, in] that is ready to multiply rows."""
 
     out_features: int
     in_features: int
@@ -46,7 +45,7 @@ class Matrix(ABC):
 
 
 class DenseMatrix(Matrix):
-    """The weight as a plain tensor; torch's GEMM decides the summation order."""
+    """The weight as a plain tensor; torch's GEMM determines the order of its sums."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight = weight.to(dtype).contiguous()
@@ -59,10 +58,10 @@ class DenseMatrix(Matrix):
 
 
 class Int8Matrix(Matrix):
-    """int8 weights with a scale per output, rows as the sum of two int8 terms (about 15 bits).
+    """int8 weights with a scale per output, and rows as the sum of two int8 terms (about 15 bits).
 
-    Products and sums are integers, hence exact in any order. A rough matrix takes one term only: half the work, good
-    enough for drafts.
+    Products and sums are integers and therefore exact in any order. A rough matrix uses one term only, which is half
+    the work and accurate enough for drafts.
     """
 
     format = "int8"
@@ -76,7 +75,7 @@ class Int8Matrix(Matrix):
         self.rough = rough
 
     def roughened(self) -> Int8Matrix:
-        """The same weights, taken roughly."""
+        """Returns the same weights as a rough matrix."""
         twin = copy(self)
         twin.rough = True
         return twin
@@ -94,7 +93,7 @@ class Int8Matrix(Matrix):
 
 
 class Int4Matrix(Matrix):
-    """4-bit weights in groups of 32 as the file has them, bf16 rows, fp32 sums in order of the inputs."""
+    """4-bit weights in groups of 32 as the file has them, with bf16 rows and fp32 sums in the order of the inputs."""
 
     format = "int4"
 
@@ -113,7 +112,7 @@ class Int4Matrix(Matrix):
 
 
 class NativeMatrix(Matrix):
-    """Weights in the types the file has, multiplied by the compiled kernels in one order per row."""
+    """Weights in the types of the file, multiplied by the compiled kernels in one fixed order per row."""
 
     format = "native"
 
@@ -128,7 +127,7 @@ class NativeMatrix(Matrix):
 
 
 def rough_twin(matrix: Matrix, source: MatrixSource) -> Matrix:
-    """The same weight for products that need not be exact, where there is a faster way to them."""
+    """Returns the same weight for products that need not be exact, in a faster form if there is one."""
     if isinstance(matrix, Int8Matrix):
         return matrix.roughened()
     compiled = library()
@@ -138,7 +137,7 @@ def rough_twin(matrix: Matrix, source: MatrixSource) -> Matrix:
 
 
 def make_matrix(sources: list[MatrixSource], weight_format: WeightFormat, rough: bool = False) -> Matrix:
-    """Builds one matrix from tensors stacked along the outputs; in `int4`, what is not 4-bit becomes `int8`."""
+    """Builds one matrix from tensors stacked along the outputs; in `int4`, weights that are not 4-bit become `int8`."""
     if weight_format == "native":
         compiled = library()
         if compiled is None:

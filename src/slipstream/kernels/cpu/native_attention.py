@@ -1,4 +1,4 @@
-"""Row attention by the compiled kernel, and the plain-C description of a batch's rows that native code reads."""
+"""Row attention by the compiled kernel, or by torch where that cannot serve, and the C structs that describe rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import IntegrityError
-from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_library import Library, library, threads
+from slipstream.kernels.cpu.torch_kernels import row_attention
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup
 
-LANES = 16  # the kernel takes head sizes that are multiples of this, up to MAX_DIM
-MAX_DIM = 256
+LANES = 16  # the kernel supports head sizes that are multiples of this, up to MAX_DIM
+MAX_DIM = 256  # torch computes the attention of larger heads
 _Pointer = ctypes.c_void_p
 _INT = ctypes.c_int32
 
 
 class SlipBatch(ctypes.Structure):
-    """The struct of that name in native.h; keeps the arrays it points to alive."""
+    """The struct of that name in native.h; it keeps alive the arrays to which it points."""
 
     _fields_ = (
         ("rows", _INT),
@@ -40,7 +41,7 @@ class SlipBatch(ctypes.Structure):
 
 
 def batch_struct(batch: RowBatch, pattern: AttentionPattern) -> SlipBatch:
-    """The rows of a batch as layers of one pattern see them; made once, since the layers share it."""
+    """Describes the rows of a batch for layers of one pattern; the result is cached, because these layers share it."""
     found = batch.derived.get(pattern)
     if not isinstance(found, SlipBatch):
         columns = (batch.position_list, batch.page_list, batch.offset_list)
@@ -53,10 +54,10 @@ def batch_struct(batch: RowBatch, pattern: AttentionPattern) -> SlipBatch:
 
 
 def group_struct(groups: Sequence[RowGroup]) -> SlipBatch:
-    """The groups alone, for attention that is called layer by layer; where rows are stored is left out."""
+    """Describes groups only, for attention that is called layer by layer; the places of the rows are left out."""
     others = list(groups[1:])
     kept = groups[0].derived.get("native")
-    # a group may stand in several batches: what was made for other company does not count
+    # a group may be part of several batches, so the cached struct is valid only for the same neighbours
     if kept is not None and len(kept[0]) == len(others) and all(map(operator.is_, kept[0], others)):
         made: SlipBatch = kept[1]
         return made
@@ -74,7 +75,7 @@ def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
         needed = -(-(group.base + group.stop - group.start) // size)
         own = group.page_ids[:needed]
         if len(own) < needed or group.page_tokens != size:
-            raise IntegrityError("a group of rows stands outside its pages")
+            raise IntegrityError("a group has rows outside its pages")
         first_parent = -1
         if group.parents is not None:
             if any(map(operator.ge, group.parents, range(len(group.parents)))):
@@ -91,8 +92,16 @@ def _struct(groups: Sequence[RowGroup]) -> SlipBatch:
     return struct
 
 
+def attention(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
+    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    compiled = library()
+    if compiled is not None and serves(queries, keys, values):
+        return native_attention(compiled, queries, keys, values, groups, scale, threads())
+    return row_attention(queries, keys, values, groups, scale)
+
+
 def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the compiled kernel computes this attention; torch's serves otherwise."""
+    """Whether the compiled kernel supports this attention; otherwise torch computes it."""
     dim = queries.shape[-1]
     return (
         dim % LANES == 0
@@ -105,20 +114,20 @@ def serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def native_attention(
-    library: Library,
+    compiled: Library,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     groups: Sequence[RowGroup],
     scale: float,
-    threads: int,
+    team_threads: int,
 ) -> Tensor:
-    """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim]."""
+    """Computes `attention` with the compiled kernel."""
     rows, heads, dim = queries.shape
     if queries.stride(2) != 1 or queries.stride(1) != dim:
         queries = queries.contiguous()
     out = torch.empty(rows, heads * dim)
-    _kernel(library)(
+    _kernel(compiled)(
         ctypes.byref(group_struct(groups)),
         queries.data_ptr(),
         queries.stride(0),
@@ -129,12 +138,12 @@ def native_attention(
         dim,
         scale,
         out.data_ptr(),
-        threads,
+        team_threads,
     )
     return out
 
 
 @functools.cache
-def _kernel(library: Library) -> Any:
+def _kernel(compiled: Library) -> Any:
     arguments = [_Pointer, _Pointer, _INT, _Pointer, _Pointer, _INT, _INT, _INT, ctypes.c_float, _Pointer, _INT]
-    return library.function("slip_attention", arguments)
+    return compiled.function("slip_attention", arguments)

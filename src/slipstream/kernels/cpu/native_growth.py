@@ -1,4 +1,4 @@
-"""Calls the compiled growth of chains and trees, and what calibrates it; `speculative` has both in Python as well."""
+"""Calls the compiled code that grows and calibrates chains and trees; `speculative` has both in Python as well."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MOST_ROWS = 256
-FLOAT, HALF, BRAIN = range(3)  # how a head's table stores its numbers
-_BROKEN, _UNKNOWN_TOKEN = 1, 2
+MOST_ROWS = 256  # the size of the arrays in SlipGrown; the same as MAX_TREE_ROWS of requests
+FLOAT, HALF, BRAIN = range(3)  # the number types of a head's tables, as growth.cpp numbers them
+_BROKEN, _UNKNOWN_TOKEN = 1, 2  # results of slip_grow: numbers that are not finite, and a token outside the tables
 _int, _double, _pointer = ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
 
 
 class HeadTables(ctypes.Structure):
-    """SlipHead of growth.cpp: tables that correct candidates once the token before them is chosen."""
+    """SlipHead of growth.cpp: tables that correct the candidates of a slot once the token before it is chosen."""
 
     _fields_ = [
         ("vocabulary", _int),
@@ -35,7 +35,7 @@ class HeadTables(ctypes.Structure):
 
 
 class CompiledWalk:
-    """A drafter's heads on one block: the tables, and per slot what its hidden row says about confidence."""
+    """A drafter's heads for one block: the tables, and per slot what its hidden row contributes to the confidence."""
 
     def __init__(self, tables: HeadTables, confidence: NDArray[np.float32] | None) -> None:
         self._tables = tables
@@ -44,8 +44,8 @@ class CompiledWalk:
         self.confidence_at: int | None = None if confidence is None else confidence.ctypes.data
 
 
-class Block(ctypes.Structure):
-    """SlipBlock: candidates and what corrects them. Whoever makes one keeps alive what it points to."""
+class CandidateBlock(ctypes.Structure):
+    """SlipBlock: candidates and what corrects them. The caller keeps alive what the pointers refer to."""
 
     _fields_ = [
         ("slots", _int),
@@ -60,7 +60,7 @@ class Block(ctypes.Structure):
 
 
 class CalibrationTable(ctypes.Structure):
-    """SlipCalibration: what a claimed probability is worth at a depth, and what that is learnt from."""
+    """SlipCalibration: what a claimed probability is worth at a depth, and the counts from which that is learnt."""
 
     _fields_ = [
         ("claims", _int),
@@ -86,8 +86,8 @@ class CalibrationTable(ctypes.Structure):
     ]
 
 
-class Grown(ctypes.Structure):
-    """SlipGrown: nodes in the order they were added, the anchor first."""
+class GrownNodes(ctypes.Structure):
+    """SlipGrown: nodes in the order in which they were added, the anchor first."""
 
     _fields_ = [
         ("rows", _int),
@@ -99,13 +99,13 @@ class Grown(ctypes.Structure):
     ]
 
     def lists(self) -> tuple[list[int], list[int], list[float], list[float], list[int]]:
-        """Tokens, parents, chances, survivals and depths."""
+        """Returns tokens, parents, chances, survivals and depths."""
         rows = self.rows
         return (self.tokens[:rows], self.parents[:rows], self.chances[:rows], self.survivals[:rows], self.depths[:rows])
 
 
 class Learner:
-    """The compiled side of a calibration: what its trust comes to, and outcomes by the handful."""
+    """The compiled part of a calibration: it recomputes the trust and takes in outcomes."""
 
     def __init__(self, kernels: Library) -> None:
         self._refresh = kernels.function("slip_refresh_trust", [_pointer])
@@ -115,14 +115,17 @@ class Learner:
         self._refresh(ctypes.addressof(table))
 
     def observe(self, table: CalibrationTable, outcomes: array[float]) -> tuple[float, float]:
-        """Takes in (claim, depth, hit, leading) four by four; returns the changes of both standings."""
+        """Takes in outcomes as groups of four numbers (claim, depth, hit, leading).
+
+        It returns by how much the two scores of the calibration have changed.
+        """
         changes = (_double * 2)()
         self._observe(ctypes.addressof(table), outcomes.buffer_info()[0], len(outcomes) // 4, ctypes.addressof(changes))
         return changes[0], changes[1]
 
 
 class Grower:
-    """The compiled growth; calls from several threads do not disturb each other."""
+    """The compiled growth of chains and trees; several threads may call it at once."""
 
     def __init__(self, kernels: Library) -> None:
         arguments = (_pointer, _pointer, _int, _int, _int, _int, _int, _double, _pointer, _pointer)
@@ -130,7 +133,7 @@ class Grower:
 
     def grow(
         self,
-        block: Block,
+        block: CandidateBlock,
         calibration: CalibrationTable | None,
         anchor: int,
         length: int,
@@ -138,9 +141,9 @@ class Grower:
         depth: int,
         seeded: bool,
         floor: float,
-    ) -> tuple[Grown, Grown, bool]:
-        """A chain of at most `length` nodes, a tree of at most `nodes`, and whether a head's numbers are none."""
-        chain, tree = Grown(), Grown()
+    ) -> tuple[GrownNodes, GrownNodes, bool]:
+        """Returns a chain of at most `length` nodes, a tree of at most `nodes`, and whether a head gave NaN or Inf."""
+        chain, tree = GrownNodes(), GrownNodes()
         table = None if calibration is None else ctypes.addressof(calibration)
         state = self._call(
             ctypes.addressof(block),
@@ -163,13 +166,13 @@ class Grower:
 
 @functools.cache
 def learner() -> Learner | None:
-    """The compiled learning of this machine, None where there is none."""
+    """Returns the compiled learning, or None if no kernels were compiled for this machine."""
     kernels = library()
     return Learner(kernels) if kernels is not None else None
 
 
 @functools.cache
 def grower() -> Grower | None:
-    """The compiled growth of this machine, None where there is none."""
+    """Returns the compiled growth, or None if no kernels were compiled for this machine."""
     kernels = library()
     return Grower(kernels) if kernels is not None else None

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels and says which instruction set they use here, or why the torch kernels serve instead."""
+"""Loads the compiled kernels: which instruction set they use here, or why torch's are used instead; their threads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# The only way to try an older machine's kernels on a newer one: avx2, avx512, amx, or none for torch's kernels.
+# Limits the instruction set to avx2, avx512 or amx; `none` selects torch's kernels. This is the only way to try the
+# kernels of an older machine on a newer one.
 CAP_VARIABLE = "SLIPSTREAM_CPU"
 LEVELS = ("none", "avx2", "avx512", "amx")
-PATH_VARIABLE = "SLIPSTREAM_NATIVE"  # another build of the module than the installed one
+PATH_VARIABLE = "SLIPSTREAM_NATIVE"  # the path of a build to load instead of the installed one
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The compiled kernels; `isa` names the ones that are called, `amx` whether tiles multiply."""
+    """The compiled kernels; `isa` names the instruction set in use, and `amx` says whether AMX tiles multiply."""
 
     handle: ctypes.CDLL
     isa: str
     amx: bool
 
     def function(self, name: str, arguments: Sequence[Any], result: Any = None) -> Any:
-        """A kernel of the chosen instruction set by its name without suffix."""
+        """Returns a kernel of the chosen instruction set by its name without suffix."""
         found = getattr(self.handle, f"{name}_{self.isa}")
         found.argtypes = list(arguments)
         found.restype = result
@@ -40,15 +41,15 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """The library where it can be used, and one line that explains the choice."""
+    """The library if it can be used, and one line that explains the choice."""
 
     library: Library | None
     reason: str
 
 
 def address(values: NDArray[Any]) -> int:
-    """Where a writable array's numbers stand; numpy's own answer goes through objects made in Python."""
-    # numpy says that arrays are buffers only where Python is 3.12 or newer
+    """Returns the address of a writable array's numbers; numpy's own way creates several Python objects per call."""
+    # numpy declares arrays as buffers only for Python 3.12 and newer
     return ctypes.addressof(ctypes.c_char.from_buffer(values)) if values.size else 0  # type: ignore[arg-type]
 
 
@@ -89,3 +90,21 @@ def _built() -> Path | None:
         return Path(os.environ[PATH_VARIABLE])
     here = Path(__file__).parent
     return next((here / f"_rows{suffix}" for suffix in EXTENSION_SUFFIXES if (here / f"_rows{suffix}").is_file()), None)
+
+
+_chosen_threads = 0  # 0 means as many threads as torch uses
+
+
+def set_threads(count: int) -> None:
+    """Sets how many threads native kernels use, for the whole process, because all its engines share one team.
+
+    0 means as many as torch uses.
+    """
+    global _chosen_threads
+    _chosen_threads = count
+
+
+def threads() -> int:
+    import torch  # imported here, because the policy imports this module and does not need torch
+
+    return _chosen_threads or torch.get_num_threads()

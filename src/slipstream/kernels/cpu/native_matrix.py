@@ -1,6 +1,6 @@
-"""Weights in the types their file stores them in, repacked once and multiplied by the compiled row kernels.
+"""Weights in the types in which their file stores them, repacked once and multiplied by the compiled row kernels.
 
-A row's sum has one order whatever the rows beside it, so speculative text equals plain text to the last bit.
+A row's sum has one fixed order, whatever rows are beside it, so speculative text equals plain text to the last bit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from torch import Tensor
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_library import Library
 
-# The order of matrix.h.
+# The numbers of the weight types are those of matrix.h.
 KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
-_OTHER_TYPES_AS = "Q8_0"  # fine enough for every coarser type
-_SPIKE = 12.0  # times a block's mean magnitude, as matmul.cpp has it
-_ALIGNMENT = 64
-_ARENA_BYTES = 32 << 20
+_OTHER_TYPES_AS = "Q8_0"  # every other block type is coarser, so Q8_0 loses next to nothing of it
+# a value this many times a block's mean magnitude makes the block spiky; the same number as in matmul.cpp
+_SPIKE = 12.0
+_ALIGNMENT = 64  # bytes of a cache line
+_ARENA_BYTES = 32 << 20  # allocated at once, so that small matrices share large pages
 _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 
 
 class StoredTensor(Protocol):
-    """A tensor of a model file that can say its values and its bytes."""
+    """A tensor of a model file that can return its values and its bytes."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -50,16 +51,16 @@ class SlipLinear(ctypes.Structure):
 
 
 class _Arena:
-    """Memory for packed weights in large pages, which the processor walks through twice as fast as small ones."""
+    """Memory for packed weights in large pages, which the processor reads twice as fast as small ones."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._used = 0
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Zeroed bytes, aligned; they live as long as anybody holds them."""
+        """Returns zeroed, aligned bytes; their memory is freed when no array refers to it any more."""
         if self._memory is None or self._used + size > len(self._memory):
-            # private: a forked child that packs weights of its own must not write them into its parent's
+            # the mapping is private, so that a forked child does not write its weights into its parent's memory
             self._memory = mmap.mmap(-1, max(size, _ARENA_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._used = 0
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -70,21 +71,21 @@ class _Arena:
 
 
 _common = _Arena()
-_own: ContextVar[_Arena | None] = ContextVar("own", default=None)
+_separate_arena: ContextVar[_Arena | None] = ContextVar("own", default=None)
 
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
-    """What is packed inside shares its memory with nothing else: it is given back when those weights go."""
-    before = _own.set(_Arena())
+    """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
+    before = _separate_arena.set(_Arena())
     try:
         yield
     finally:
-        _own.reset(before)
+        _separate_arena.reset(before)
 
 
 class PackedLinear:
-    """Matrices that read the same rows, their outputs one behind the other."""
+    """Matrices that read the same rows; their outputs are stored one behind the other."""
 
     def __init__(self, library: Library, sources: Sequence[StoredTensor]) -> None:
         self.in_features = sources[0].shape[1]
@@ -97,7 +98,7 @@ class PackedLinear:
         self.address = ctypes.addressof(self._struct)
 
     def struct(self, bias: Tensor | None) -> SlipLinear:
-        """What native code gets; whoever gives a bias keeps it alive."""
+        """Returns the struct that native code reads; the caller keeps the bias alive."""
         return SlipLinear(
             len(self._data),
             self.out_features,
@@ -134,7 +135,7 @@ def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[n
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
     row_bytes, size, pack = _packers(library)
-    data = (_own.get() or _common).take(size(KINDS[kind], outputs, inputs))
+    data = (_separate_arena.get() or _common).take(size(KINDS[kind], outputs, inputs))
     if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
     pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
@@ -142,14 +143,14 @@ def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[n
 
 
 def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
-    """The type a kernel reads and the tensor's bytes in it."""
+    """Returns the type that a kernel reads, and the tensor's bytes in that type."""
     kind = source.type_name
     if kind in KINDS:
         return kind, np.ascontiguousarray(source.raw())
     dense = source.dense()
     if dense.shape[1] % 32:
         return "F32", dense.numpy().view(np.uint8)
-    import gguf  # only few files need it here, and some machines do not have it
+    import gguf  # imported here, because few files need it and some machines do not have it
 
     return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
 
@@ -170,7 +171,7 @@ def _product(library: Library) -> Any:
 
 
 def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
-    """rows [n, in] times the weights, in fp32."""
+    """Multiplies rows [n, in] with the weights, in fp32."""
     rows = rows.contiguous()
     out = torch.empty(rows.shape[0], linear.out_features)
     _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
@@ -178,9 +179,9 @@ def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int)
 
 
 def reference_product(rows: Tensor, weight: Tensor, float_rows: bool) -> Tensor:
-    """What `multiply` computes, in plain torch: rows rounded to int8 per 32 inputs unless they stay floats.
+    """Computes what `multiply` does in plain torch: rows are rounded to int8 per 32 inputs, unless they stay floats.
 
-    Blocks with a spike are rounded in two steps, since the spike alone would fill the 8 bits.
+    Blocks with a spike are rounded in two steps, because the spike alone would use up the 8 bits.
     """
     if not float_rows:
         blocks = rows.view(rows.shape[0], -1, 32)
@@ -196,7 +197,7 @@ def _rounded(blocks: Tensor) -> Tensor:
 
 
 class RowTable:
-    """A table of a model file whose rows become floats one at a time, as embeddings do."""
+    """A table of a model file, such as an embedding, whose rows are converted to floats when they are read."""
 
     def __init__(self, library: Library, source: StoredTensor) -> None:
         self._rows = source.raw()
@@ -211,11 +212,11 @@ class RowTable:
         return source.type_name in KINDS
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Rows [tokens, width] of int64 ids."""
+        """Returns the rows [tokens, width] of int64 ids."""
         count = token_ids.numel()
         out = torch.empty(count, self._width)
         if not self._decode(
             self._kind, self._count, self._width, self._address, token_ids.data_ptr(), count, out.data_ptr()
         ):
-            raise IntegrityError(f"a token is not in the table of {self._count}")
+            raise IntegrityError(f"a token id is outside the table of {self._count} rows")
         return out

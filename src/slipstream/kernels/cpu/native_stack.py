@@ -1,4 +1,4 @@
-"""A whole stack of layers in one native call: the structs of step.h, filled once per model and once per step."""
+"""Runs a whole stack of layers in one native call: the structs of step.h, filled once per model and once per step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.native_attention import SlipBatch, batch_struct
-from slipstream.kernels.cpu.native_library import Library
+from slipstream.kernels.cpu.native_library import Library, threads
 from slipstream.kernels.cpu.native_matrix import PackedLinear, SlipLinear
-from slipstream.kernels.cpu.native_threads import threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 
-MAX_PATTERNS = 4
+MAX_PATTERNS = 4  # attention patterns per stack; step.cpp has room for this many
 _INT, _POINTER, _FLOAT = ctypes.c_int32, ctypes.c_void_p, ctypes.c_float
 
 
@@ -99,7 +98,7 @@ class SlipContext(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What the native pass needs of one layer."""
+    """The tensors of one layer that the native pass needs."""
 
     qkv: PackedLinear
     output: PackedLinear
@@ -141,7 +140,7 @@ class PassResult(NamedTuple):
 
 
 class NativeStack:
-    """Layers that native code runs from embeddings to the final norm, and through the head for chosen rows."""
+    """Layers that native code runs from the embeddings to the final norm, and through the head for chosen rows."""
 
     def __init__(self, library: Library, shape: StackShape, layers: Sequence[LayerParts], norm: Tensor) -> None:
         self._forward = _function(library, "slip_forward")
@@ -183,7 +182,7 @@ class NativeStack:
         wanted: Sequence[int] = (),
         head: PackedLinear | None = None,
     ) -> PassResult:
-        """One pass; `embedded` becomes the residual stream, `rotary` are whole tables by position."""
+        """Runs one pass. `embedded` becomes the residual stream; `rotary` are the whole tables by position."""
         rows, hidden_size = embedded.shape
         batches = (SlipBatch * len(self.patterns))(*[batch_struct(batch, pattern) for pattern in self.patterns])
         hidden = torch.empty_like(embedded)
@@ -214,7 +213,7 @@ class NativeStack:
 
 
 def write_context(library: Library, job: SlipContext) -> None:
-    """Projects taps into draft context; the addresses in `job` must stay valid until this returns."""
+    """Projects taps into draft context; the addresses in `job` must be valid until this call returns."""
     _function(library, "slip_context")(ctypes.byref(job))
 
 

@@ -1,7 +1,7 @@
-"""Which tokens score best: rankings of logits with and without seeded noise, compiled where possible, else by torch.
+"""Which tokens score best: rankings of logits with and without seeded noise, by compiled kernels or by torch.
 
-A row's answer depends on that row, its position and the seed only, whatever rows stand beside it and however many
-threads share the work. Rows are cut into stretches of a fixed size for that.
+The answer for a row depends only on that row, its position and the seed, not on the rows beside it or the number of
+threads. For this reason rows are cut into stretches of a fixed size.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.cpu.native_library import Library, address, library
-from slipstream.kernels.cpu.native_threads import threads
+from slipstream.kernels.cpu.native_library import Library, address, library, threads
 from slipstream.kernels.noise import gumbel_rows
 
-NO_BEST = -1  # stands for the token of a row that has none: its logits are not numbers, or it masks everything
-LEAST_TEMPERATURE = 1e-30  # what logits can be divided by without leaving fp32's range
-_REMEMBERED_NOISE = 64  # drafting and verify ask for the same rows
+NO_BEST = -1  # the token of a row that has none, because its logits are not finite or all are masked
+LEAST_TEMPERATURE = 1e-30  # dividing logits by less could leave the range of fp32
+_REMEMBERED_NOISE = 64  # rows of noise that are cached, because drafting and verify need the same rows
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 
-class Candidates(NamedTuple):
-    """The K likeliest tokens of each drafted slot, best first; a score of -inf marks a place without a token."""
+class SlotCandidates(NamedTuple):
+    """The K likeliest tokens of each drafted slot, best first; a score of -inf marks an empty place."""
 
     tokens: Ids
     scores: Floats  # log-probabilities
 
     @classmethod
-    def of(cls, ranked: tuple[Floats, Ids, Floats]) -> Candidates | None:
-        """What `top_scores` or `noisy_top` found; None if some row is not finite."""
+    def of(cls, ranked: tuple[Floats, Ids, Floats]) -> SlotCandidates | None:
+        """Converts a result of `top_scores` or `noisy_top`; returns None if some row is not finite."""
         values, ids, total = ranked
         return cls(ids, values - total[:, None]) if all(map(math.isfinite, total.tolist())) else None
 
 
 def best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
-    """The largest logit's token per row (the lowest id among equals) and whether the row is usable.
+    """Returns the token of the largest logit per row (the lowest id among equals), and whether the row is usable.
 
-    A row is usable if it holds no NaN and no +inf and leaves some token possible; otherwise its token is NO_BEST.
+    A row is usable if it holds no NaN and no +inf and leaves at least one token possible; otherwise its token is
+    NO_BEST.
     """
     native = _native(logits)
     return native.best_tokens(logits) if native else torch_best_tokens(logits)
 
 
 def top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
-    """The `count` largest scores / temperature of each row in falling order, their tokens, and the row's logsumexp.
+    """Returns the `count` largest scores / temperature of each row in falling order, their tokens, and the logsumexp.
 
-    Among equals the lowest id comes first. Places that no finite score fills hold -inf and token 0; a row that is
-    not usable (see `best_tokens`) has NaN for values and logsumexp. There are no more columns than tokens.
+    Among equals the lowest id comes first. Places that no finite score fills hold -inf and token 0. A row that is not
+    usable (see `best_tokens`) has NaN for values and logsumexp. There are no more columns than tokens.
     """
     native = _native(scores)
     count, temperature = _bounded(scores, count), max(temperature, LEAST_TEMPERATURE)
@@ -66,9 +66,10 @@ def top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Fl
 def noisy_best(
     logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
 ) -> tuple[Ids, Flags]:
-    """The token of the largest logit / temperature + noise(seed, position, token) per row, and whether it is usable.
+    """Returns the token with the largest logit / temperature + noise(seed, position, token) per row, and its usability.
 
-    `positions[row]` is where the token will stand. Tokens whose scaled logit lies under the row's floor are left out.
+    `positions[row]` is the position that the token will have. Tokens whose scaled logit is below the row's floor are
+    left out.
     """
     native = _native(logits)
     temperature = max(temperature, LEAST_TEMPERATURE)
@@ -80,7 +81,7 @@ def noisy_best(
 def noisy_top(
     logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
 ) -> tuple[Floats, Ids, Floats]:
-    """`top_scores` of the sums that `noisy_best` compares; their logsumexp is good to about one in a million."""
+    """Does what `top_scores` does for the sums that `noisy_best` compares; the logsumexp is exact to about 1e-6."""
     native = _native(logits)
     count, temperature = _bounded(logits, count), max(temperature, LEAST_TEMPERATURE)
     if native:
@@ -164,7 +165,7 @@ class NativeRanking:
         return values, ids, total
 
     def gumbel_row(self, seed: int, position: int, vocab_size: int) -> Floats:
-        """All noise of one position, as the rankings compute it where it can matter."""
+        """Returns the noise of all tokens at one position; the rankings compute it only where it can matter."""
         noise = np.empty(vocab_size, np.float32)
         self._gumbel_row(seed, position, vocab_size, noise.ctypes.data)
         return noise
@@ -203,7 +204,7 @@ def _ranking() -> NativeRanking | None:
 
 def torch_best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
     usable = _usable(logits)
-    # on a CPU numpy does this twelve times as fast, and torch leaves open which of several equals it returns
+    # on a CPU numpy is twelve times as fast, and torch does not define which of several equal values it returns
     ids = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1).cpu().numpy()
     return np.where(usable, ids, NO_BEST), usable
 
@@ -246,14 +247,14 @@ def _noise_row(seed: int, position: int, vocab_size: int) -> Tensor:
 
 def _top(scores: Tensor, count: int, usable: Flags) -> tuple[Floats, Ids, Floats]:
     table = scores.float().cpu()
-    # not logsumexp: torch splits the sum of a single long row over its threads, so its last bit depends on the batch
+    # torch's logsumexp splits the sum of a single long row over its threads, so that its last bit depends on the batch
     total = (table.amax(dim=-1) - torch.log_softmax(table, dim=-1).amax(dim=-1)).numpy()
     least = table.topk(count, dim=-1).values[:, -1].numpy()
     values = np.full((len(least), count), np.nan, np.float32)
     ids = np.zeros((len(least), count), np.int64)
     for row in np.flatnonzero(usable):
         scored = table[row].numpy()
-        found = np.flatnonzero(scored >= least[row])  # topk leaves open which of several equals it returns
+        found = np.flatnonzero(scored >= least[row])  # topk does not define which of several equal values it returns
         ids[row] = found[np.argsort(-scored[found], kind="stable")[:count]]
         values[row] = scored[ids[row]]
     ids[np.isneginf(values)] = 0

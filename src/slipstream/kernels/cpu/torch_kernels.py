@@ -1,8 +1,8 @@
-"""The plain-torch kernels: the truth every faster twin is compared with."""
+"""The plain-torch kernels, which are the reference for every faster kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,37 +11,49 @@ from torch.nn import functional as F
 
 from slipstream.kernels.rows import AttentionPattern, RowGroup
 
-# MKL sums few rows in another order than many: up to 3 everywhere, with large heads on some processors up to 15.
-# Padding keeps one order for all.
+# MKL sums few rows in another order than many: up to 3 rows everywhere, and with large heads on some processors up to
+# 15. Padding to this many rows gives one order for all.
 MIN_ATTENTION_ROWS = 16
+# Torch processes this many numbers together, and those left at a tensor's end one by one with another formula.
+_VECTOR = 32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def row_by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Applies a function to every number of rows [..., width], in whole vectors only.
+
+    A number's result then does not depend on its place, although torch rounds a tensor's end differently.
+    """
+    width = rows.shape[-1]
+    missing = -width % _VECTOR
+    return function(F.pad(rows, (0, missing)))[..., :width] if missing else function(rows)
+
+
 def softcapped(logits: Tensor, cap: float) -> Tensor:
-    """Bends logits so that none is beyond plus or minus `cap`; 0 leaves them alone."""
+    """Bends logits so that none is beyond plus or minus `cap`; a cap of 0 leaves them unchanged."""
     return torch.tanh(logits / cap) * cap if cap > 0 else logits
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary embedding, halves paired (NeoX style); cos and sin broadcast over the heads of x [..., heads, dim].
+    """Applies the rotary embedding with paired halves (NeoX style); cos and sin broadcast over x [..., heads, dim].
 
-    The sine of the first half comes negated, so that exchanging the halves is all that is left to do.
+    The sine of the first half is already negated, so that only the halves have to be exchanged.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
 def write_rows(pool: Tensor, pages: Tensor, offsets: Tensor, values: Tensor) -> None:
-    """Stores values [rows, heads, dim] at their place in a pool [pages, heads, page tokens, dim]."""
+    """Stores values [rows, heads, dim] at their places in a pool [pages, heads, page tokens, dim]."""
     pool[pages, :, offsets] = values
 
 
 def row_attention(queries: Tensor, keys: Tensor, values: Tensor, groups: Sequence[RowGroup], scale: float) -> Tensor:
-    """Attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim].
+    """Computes attention of rows [n, heads, dim] over paged keys and values [pages, kv heads, page tokens, dim].
 
-    Sums run page by page in position order, whatever the batch, so a row's result is its own.
+    Sums run page by page in the order of positions, so that a row's result does not depend on the batch.
     """
     queries = queries * scale
     if len(groups) == 1:
@@ -61,12 +73,12 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         queries = torch.cat((queries, queries[-1:].expand(padded - rows, -1, -1)))
         mask = torch.cat((mask, mask[-1:].expand(padded - rows, -1)))
         tail = None if tail is None else torch.cat((tail, tail[:, :, -1:].expand(-1, -1, padded - rows, -1)), dim=2)
-    # query heads that share a kv head become extra rows of it, so keys are never repeated
+    # query heads that share a kv head become extra rows of it, so that keys are never repeated
     grouped = queries.view(padded, kv_heads, share, dim).permute(1, 0, 2, 3).reshape(kv_heads, padded * share, dim)
     parts = [_run_scores(grouped, keys[first:last]) for first, last in runs]
     if tail is not None:
         parts.append(_tail_scores(grouped, _own_rows(keys, tail)))
-    scores = _joined(parts)
+    scores = _concatenated(parts)
     pages = scores.shape[0]
     flat = scores.permute(1, 2, 0, 3).reshape(kv_heads, padded, share, pages * page_tokens)
     weights = torch.softmax(flat.add_(mask[None, :, None, :]), dim=-1)
@@ -79,46 +91,46 @@ def _group_attention(queries: Tensor, keys: Tensor, values: Tensor, group: RowGr
         done += last - first
     if tail is not None:
         parts.append(_tail_sums(paged[done:], _own_rows(values, tail)))
-    total = _joined(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
+    total = _concatenated(parts).view(pages, kv_heads, padded, share, dim).sum(dim=0)
     return total.permute(1, 0, 2, 3).reshape(padded, heads * dim)[:rows]
 
 
 def _own_rows(pool: Tensor, places: Tensor) -> Tensor:
-    """What each row sees of a pool at its own places: [pages, kv heads, rows, page tokens, dim]."""
+    """Gathers what each row sees of a pool at its own places: [pages, kv heads, rows, page tokens, dim]."""
     dim = pool.shape[-1]
     return pool.view(-1, dim).index_select(0, places.reshape(-1)).view(*places.shape, dim)
 
 
 def _tail_scores(grouped: Tensor, own_keys: Tensor) -> Tensor:
-    """Scores of every row against its own keys: [pages, kv heads, rows * share, page tokens]."""
+    """Computes the scores of every row against its own keys: [pages, kv heads, rows * share, page tokens]."""
     pages, kv_heads, rows, page_tokens, dim = own_keys.shape
     share = grouped.shape[1] // rows
-    queries = _enough(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
+    queries = _padded_heads(grouped.view(1, kv_heads, rows, share, dim).expand(pages, -1, -1, -1, -1))
     flat = torch.bmm(queries.reshape(-1, queries.shape[3], dim), own_keys.reshape(-1, page_tokens, dim).transpose(1, 2))
     return flat.view(*queries.shape[:4], page_tokens)[:, :, :, :share].reshape(pages, kv_heads, -1, page_tokens)
 
 
 def _tail_sums(weights: Tensor, own_values: Tensor) -> Tensor:
-    """Weighted sums of every row's own values: [pages, kv heads, rows * share, dim]."""
+    """Computes the weighted sums of every row's own values: [pages, kv heads, rows * share, dim]."""
     pages, kv_heads, rows, page_tokens, dim = own_values.shape
     share = weights.shape[2] // rows
-    padded = _enough(weights.reshape(pages, kv_heads, rows, share, page_tokens))
+    padded = _padded_heads(weights.reshape(pages, kv_heads, rows, share, page_tokens))
     flat = torch.bmm(padded.reshape(-1, padded.shape[3], page_tokens), own_values.reshape(-1, page_tokens, dim))
     return flat.view(*padded.shape[:4], dim)[:, :, :, :share].reshape(pages, kv_heads, -1, dim)
 
 
-def _enough(rows: Tensor) -> Tensor:
-    """Repeats the last of few query heads, so that MKL sums in the order it has for many rows."""
+def _padded_heads(rows: Tensor) -> Tensor:
+    """Repeats the last query head if there are few, so that MKL sums in the order that it uses for many rows."""
     missing = MIN_ATTENTION_ROWS - rows.shape[3]
     return rows if missing <= 0 else torch.cat((rows, rows[:, :, :, -1:].expand(-1, -1, -1, missing, -1)), dim=3)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _run_scores(grouped: Tensor, keys: Tensor) -> Tensor:
-    """Scores of one run of neighbouring pages: [pages, kv heads, rows, page tokens]."""
+    """Computes the scores of one run of neighbouring pages: [pages, kv heads, rows, page tokens]."""
     pages, kv_heads, page_tokens, dim = keys.shape
     rows = grouped.shape[1]
     repeated = grouped[None].expand(pages, -1, -1, -1).reshape(pages * kv_heads, rows, dim)
@@ -131,13 +143,14 @@ class GroupLayout:
     """What torch's attention needs of a group: the pages to read, and what each row sees of them."""
 
     runs: tuple[tuple[int, int], ...]  # ranges of page ids, in position order
-    mask: Tensor  # [rows, keys], 0 or -inf
-    # behind the runs, each row's own way through a tree: [pages, kv heads, rows, page tokens] as rows of a flat pool
+    mask: Tensor  # [rows, keys], 0 where a row sees a key and -inf elsewhere
+    # behind the runs, each row's own path through a tree: [pages, kv heads, rows, page tokens], indices into a flat
+    # pool
     tail: Tensor | None = None
 
 
 def group_layout(group: RowGroup, kv_heads: int) -> GroupLayout:
-    """Worked out when the first layer asks, kept for the others; pages nobody in the group sees are not read."""
+    """Returns the layout of a group, cached for all layers; pages that no row of the group sees are not read."""
     key = f"layout for {kv_heads}"
     found = group.derived.get(key)
     if not isinstance(found, GroupLayout):
@@ -167,11 +180,12 @@ def _chain_layout(group: RowGroup) -> GroupLayout:
 
 
 def _tree_layout(group: RowGroup, parents: Sequence[int], kv_heads: int) -> GroupLayout:
-    """The stretch from the page of the root on is gathered for every row through its ancestors in position order,
-    so that the row does the very sums a plain row at its position would.
+    """Gathers the keys from the root's page on for every row through its ancestors, in the order of positions.
+
+    A row of a tree then does exactly the sums that a plain row at its position would do.
     """
     start, page_tokens = group.base, group.page_tokens
-    ways: list[list[int]] = []  # rows from the root to each row
+    ways: list[list[int]] = []  # the rows from the root to each row
     for row, parent in enumerate(parents):
         ways.append([*ways[parent], row] if parent >= 0 else [row])
     deepest = max(map(len, ways))
@@ -190,7 +204,7 @@ def _tree_layout(group: RowGroup, parents: Sequence[int], kv_heads: int) -> Grou
 
 
 def _pool_rows(slots: Tensor, page_ids: Sequence[int], page_tokens: int, kv_heads: int) -> Tensor:
-    """Where slots [rows, tokens] stand in a pool [pages, kv heads, page tokens, dim] seen as a list of vectors."""
+    """Returns the indices of slots [rows, tokens] in a pool [pages, kv heads, page tokens, dim] of vectors."""
     pages = torch.tensor(page_ids)[slots // page_tokens].view(slots.shape[0], -1, page_tokens).transpose(0, 1)
     offsets = (slots % page_tokens).view(slots.shape[0], -1, page_tokens).transpose(0, 1)
     heads = torch.arange(kv_heads)[:, None, None]
@@ -203,7 +217,7 @@ def _first_page(group: RowGroup) -> int:
 
 
 def _mask(queries: Tensor, keys: Tensor, last: int, pattern: AttentionPattern, earliest: int) -> Tensor:
-    """0 where a query position sees a key position, -inf elsewhere."""
+    """Returns 0 where a query position sees a key position, and -inf elsewhere."""
     last_visible = queries if pattern.causal else torch.full_like(queries, last)
     visible = (keys >= earliest) & (keys <= last_visible)
     if pattern.window:

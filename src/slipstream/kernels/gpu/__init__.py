@@ -1,6 +1,6 @@
-"""Triton kernels and what hands them their memory; nothing here is imported on a machine without a GPU."""
+"""Triton kernels and the Python code that launches them; nothing here is imported on a machine without a GPU."""
 
 import os
 
-# quantised weights are scaled by fused multiply-adds, which Triton from 3.10 on leaves out unless it is told otherwise
+# Quantised weights are scaled by fused multiply-adds, which Triton from 3.10 on does not use unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

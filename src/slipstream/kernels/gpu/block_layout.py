@@ -1,4 +1,4 @@
-"""Lays out the rows of draft blocks on the device: anchors and masks behind what each sequence has committed."""
+"""Lays out the rows of draft blocks on the device: an anchor and masks behind each sequence's committed positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 def block_rows(rows: DeviceRows, anchors: Tensor, mask_token: int, window: int, page_tokens: int) -> None:
     """Fills a block's tokens, positions, places and earliest keys from `rows.base` and `rows.pages`.
 
-    Keys further back than `window` are hidden; 0 hides nothing.
+    Keys further back than `window` are hidden; a window of 0 hides none.
     """
     _block_rows[(rows.sequences,)](
         rows.base, anchors, rows.pages, rows.pages.stride(0), mask_token, window, page_tokens,
@@ -42,7 +42,7 @@ def _block_rows(  # type: ignore[no-untyped-def]
 
 
 def block_rows_reference(rows: DeviceRows, anchors: Tensor, mask_token: int, window: int, page_tokens: int) -> None:
-    """The same by torch."""
+    """`block_rows` in plain torch."""
     shape = rows.sequences, rows.each
     offsets = torch.arange(rows.each, device=anchors.device, dtype=torch.int32)
     positions = rows.base[:, None] + offsets

@@ -1,7 +1,7 @@
-"""What is kept of a verified tree, on the device: the accept walk, and everything that has to move with it.
+"""What is kept of a verified tree, on the device: the accepted path, and everything that has to move with it.
 
-One launch walks, says which rows' taps become draft context and where, and advances the sequences; another moves kept
-keys and values to consecutive slots in all layers.
+One launch finds the path, chooses the rows whose taps become draft context and their places, and advances the
+sequences. Another launch moves the kept keys and values to consecutive slots in all layers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from slipstream.kernels.gpu.tree_growth import Grown
 _DEEP = tl.constexpr(MAX_DEPTH)
 _NO_BEST = tl.constexpr(NO_BEST)
 _PIECE = 16  # rows of a path that a program moves at a time
-_TAPS_AT_ONCE = 2048
+_TAPS_AT_ONCE = 2048  # numbers of a row's taps that a program copies
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the host learns of a step; a sequence that failed or is not there has taken nothing."""
+class CommitOutcome:
+    """What the host learns of a step; a sequence that failed, or that is only padding, has taken no rows."""
 
-    path: Tensor  # int32 [sequences, MAX_DEPTH]: kept rows from the anchor on, -1 behind the last
-    tokens: Tensor  # int32 [sequences, MAX_DEPTH]: the target's token after each of them, the last one is the bonus
+    path: Tensor  # int32 [sequences, MAX_DEPTH]: kept rows from the anchor on, then -1
+    tokens: Tensor  # int32 [sequences, MAX_DEPTH]: the target's token after each kept row; the last one is the bonus
     taken: Tensor  # int32 [sequences]: how many rows are kept
-    failed: Tensor  # int32 [sequences]: 1 where the target's numbers after some row are none: that may spoil the others
+    failed: Tensor  # int32 [sequences]: 1 if the logits after any row are not finite, since that may spoil other rows
 
     @classmethod
-    def empty(cls, sequences: int, device: torch.device) -> Outcome:
+    def empty(cls, sequences: int, device: torch.device) -> CommitOutcome:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -42,12 +42,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """The kept rows as draft context: `block` places per sequence, which a path must not be longer than."""
+    """The kept rows as draft context: `block` places per sequence, which is the longest possible path."""
 
     block: int
-    gather: Tensor  # int32 [sequences * block]: the row of the step whose taps they are, row 0 where there is none
+    gather: Tensor  # int32 [sequences * block]: the row of the step whose taps these are; row 0 if there is none
     positions: Tensor  # int32
-    places: Tensor  # int32, in the scratch page where there is none
+    places: Tensor  # int32; in the scratch page if there is none
 
     @classmethod
     def empty(cls, sequences: int, block: int, device: torch.device) -> ContextRows:
@@ -59,12 +59,12 @@ class ContextRows:
 
 @dataclass(frozen=True, slots=True)
 class HeldTaps:
-    """Taps of the last `turns` steps with one row per sequence, until they become draft context all at once."""
+    """The taps of the last `turns` steps with one row per sequence; they become draft context together, later."""
 
     turns: int
     taps: Tensor  # bf16 [turns * sequences, width]
     positions: Tensor  # int32 [turns * sequences]
-    places: Tensor  # int32, in the scratch page where nothing is held
+    places: Tensor  # int32; in the scratch page if nothing is held
 
     @classmethod
     def empty(cls, sequences: int, turns: int, width: int, scratch_place: int, device: torch.device) -> HeldTaps:
@@ -105,7 +105,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(paths + sequence * _DEEP + depth, tl.where(kept, path, -1))
     tokens = tl.load(chosen + first + path, mask=kept, other=_NO_BEST)
     tl.store(new_tokens + sequence * _DEEP + depth, tokens)
-    # the path's row i belongs into slot base + i, which is where row i of the step is stored
+    # the path's row i moves to slot base + i, which is the slot of the step's row i
     place = tl.load(row_places + first + depth, mask=kept, other=0)
     context, inside = sequence * block + depth, depth < block
     tl.store(gather + context, first + tl.where(kept, path, 0), mask=inside)
@@ -120,12 +120,12 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     keys, values, layer_stride, page_stride, head_stride, row_places, paths, takens, heads, page_tokens,
     ROWS: tl.constexpr, PIECE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """One head of one layer of one sequence; a piece is read as a whole before anything of it is written."""
+    """Moves one head of one layer of one sequence; a piece is read completely before any of it is written."""
     sequence, layer, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     column = tl.arange(0, WIDTH)
     taken = tl.load(takens + sequence)
     pool = layer.to(tl.int64) * layer_stride + head * head_stride + column[None, :]
-    # a path's row i is never stored before slot i, so what a piece writes is nothing that a later piece reads
+    # a path's row i is stored in slot i or behind it, so a piece never overwrites what a later piece reads
     for start in range(0, taken, PIECE):
         depth = start + tl.arange(0, PIECE)
         path = tl.load(paths + sequence * _DEEP + depth)
@@ -153,7 +153,7 @@ def _hold_kernel(  # type: ignore[no-untyped-def]
     slot = position % TURNS * tl.num_programs(1) + sequence
     column = piece * PIECE + tl.arange(0, PIECE)
     numbers = tl.load(taps + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)
-    # of a row that is not kept, which may be no numbers, zeros: what is in a slot is written again and again
+    # a row that is not kept may not be finite, so it is stored as zeros: the contents of every slot are written later
     numbers = tl.where(place == scratch_place, 0.0, numbers.to(tl.float32)).to(tl.bfloat16)
     tl.store(held_taps + slot.to(tl.int64) * WIDTH + column, numbers, mask=column < WIDTH)
     if piece == 0:
@@ -162,8 +162,9 @@ def _hold_kernel(  # type: ignore[no-untyped-def]
 
 
 def hold(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_place: int) -> None:
-    """Keeps the taps [rows, width] of each sequence's first row of `context`, in a slot that its position decides: of
-    as many steps in a row as there are turns, each has its own.
+    """Keeps the taps [rows, width] of the first row of each sequence in `context`.
+
+    The position of a row decides its slot, so that as many consecutive steps as there are turns use different slots.
     """
     width = taps.shape[1]
     sequences = len(context.gather) // context.block
@@ -184,13 +185,13 @@ def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_p
 
 
 def accept(
-    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
     scratch_place: int,
 ) -> None:
     """Keeps the path along which the target's tokens (int32 [rows]) agree with the drafted ones.
 
-    Fills `outcome` and `context`, and advances `rows.base` and `anchors` (int32 [sequences]) behind what is kept.
-    Rows are a grown tree's, with as many nodes as `grown.counts` says; a sequence with -1 of them is not there.
+    It fills `outcome` and `context`, and advances `rows.base` and `anchors` (int32 [sequences]) behind the kept rows.
+    The rows are those of a grown tree with `grown.counts` nodes; a count of -1 marks a padding sequence.
     """
     assert rows.each <= MAX_DEPTH and context.block <= MAX_DEPTH
     _accept_kernel[(rows.sequences,)](
@@ -200,7 +201,7 @@ def accept(
     )
 
 
-def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutcome) -> None:
     """Moves kept rows of pools [layers, pages, heads, page tokens, dim] to consecutive slots, in all layers at once."""
     layers, _, heads, page_tokens, dim = keys.shape
     assert keys.stride() == values.stride() and keys.stride()[3:] == (dim, 1)
@@ -211,7 +212,7 @@ def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) ->
 
 
 def accept_reference(
-    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: Outcome, context: ContextRows,
+    chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
     scratch_place: int,
 ) -> None:
     """`accept` in plain Python."""
@@ -242,7 +243,7 @@ def accept_reference(
             anchors[sequence] = own[path[-1]]
 
 
-def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: Outcome) -> None:
+def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutcome) -> None:
     """`compact` in plain torch."""
     page_tokens = keys.shape[3]
     for sequence, taken in enumerate(outcome.taken.tolist()):

@@ -1,4 +1,5 @@
-"""Triton kernels around the walk through gated delta nets: its plan, what rows bring, what comes of what they read."""
+"""Triton kernels before and after the walk through gated delta nets: its plan, the rows' inputs, and the output gate.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, SHELF, fresh, fr
 from slipstream.kernels.gpu.device_rows import MAX_DEPTH
 
 _DEEP = tl.constexpr(MAX_DEPTH)
-_NORM_EPS = tl.constexpr(1e-6)
+_NORM_EPS = tl.constexpr(1e-6)  # the same number as in the CPU's delta_rule.py
 
 
 @triton.jit
@@ -18,10 +19,10 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     positions, places, base, paths, counts, steps, scratch_place,
     EACH: tl.constexpr, PADDED: tl.constexpr, TREE: tl.constexpr,
 ):
-    """One sequence: how many rows it has and, of a tree, in which order they are walked through.
+    """Plans one sequence: how many rows it has and, for a tree, in which order they are walked through.
 
-    A row is followed by all that continue it, the smallest of its branches first. So only what leads into a branch
-    with another one behind it is kept on the way, and such a branch has at most half of the rows around it.
+    A row is followed by all rows that continue it, its smallest branch first. A state then has to be kept only at the
+    entry of a branch that is not the last one, and such a branch has at most half of the rows around it.
     """
     sequence = tl.program_id(0)
     row = tl.arange(0, PADDED)
@@ -34,7 +35,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
         both = used[:, None] & used[None, :]
         above = both & (depth[None, :] <= depth[:, None])
         leads = tl.load(paths + at[:, None] * _DEEP + depth[None, :], mask=above, other=-1) == row[None, :]
-        size = tl.sum(leads.to(tl.int32), 0)  # rows of a branch, the one that it begins with included
+        size = tl.sum(leads.to(tl.int32), 0)  # rows of a branch, including its first
         rank = size * PADDED + row
         sibling = both & (parent[:, None] == parent[None, :])
         earlier = sibling & (rank[None, :] < rank[:, None])
@@ -53,10 +54,10 @@ def _convolved(  # type: ignore[no-untyped-def]
     inputs, input_stride, window, kernel, kept, row, own, depth, paths, channel, inside,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, EACH: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Some channels of a row behind the convolution and its silu; the row's own inputs are kept for the commit."""
+    """Computes some channels of a row behind the convolution and its silu; keeps the row's inputs for the commit."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS):
-        at = depth - (TAPS - 1 - tap)  # how far behind the sequence's last position; before it in the window
+        at = depth - (TAPS - 1 - tap)  # depth of the input; a negative one is in the window of earlier inputs
         ancestor = own - (TAPS - 1 - tap)
         if TREE and tap < TAPS - 1:
             ancestor = tl.load(paths + row * _DEEP + at, mask=at >= 0, other=0)
@@ -81,7 +82,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, EACH: tl.constexpr, TREE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row: a key head's query and key with their norms, or a value head's values and gates."""
+    """Computes, for one row, a key head's query and key with their norms, or a value head's values and gates."""
     part, row = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     place = tl.load(places + row)
@@ -89,7 +90,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     depth = tl.load(positions + row) - tl.load(base + sequence) if TREE else own
     slot = tl.load(source + sequence).to(tl.int64)
     if OVERLAP:
-        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_wait()  # the rows' places and positions were known before the kernel that is still running
         gdc_launch_dependents()
     if place < scratch_place:
         window = windows + (slot * LAYERS + layer) * ((TAPS - 1) * CHANNELS)
@@ -131,14 +132,14 @@ def gate_kernel(  # type: ignore[no-untyped-def]
     reads, gate, gate_stride, weight, places, out, eps, scratch_place,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """One head of a row: what it read, normed and weighed; zeros where a row does not count."""
+    """Norms and gates what one head of a row has read; padding rows get zeros."""
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < VALUE_DIM
     counts = d * 0 + tl.load(places + row) < scratch_place
     scale = tl.load(weight + d, mask=inside, other=0.0)
     if OVERLAP:
-        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_wait()  # the rows' places were known before the kernel that is still running
         gdc_launch_dependents()
     at = (row * VALUE_HEADS + head) * VALUE_DIM + d
     read = fresh(reads + at, inside & counts)
@@ -150,7 +151,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def swap_kernel(source, destination, takens):  # type: ignore[no-untyped-def]
-    """Who has moved on stands in its other slot now."""
+    """Exchanges the two slots of a sequence that has kept rows, so that `source` names its newest state."""
     sequence = tl.program_id(0)
     old, new = tl.load(source + sequence), tl.load(destination + sequence)
     moved = tl.load(takens + sequence) > 0

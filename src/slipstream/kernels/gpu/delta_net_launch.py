@@ -1,7 +1,8 @@
-"""Gated delta nets on the device: rows continue their parents' states, one update per row, and any path can be kept.
+"""Gated delta nets on the device: rows continue their parents' states with one update per row, and any path can be
+kept.
 
-A pass changes no state that anybody stands on: it writes into other slots (`saves`), or leaves what its rows bring to
-the recurrence (`DeltaLog`), from which `commit` leads a state along the accepted path.
+A pass does not change the state of any sequence. It writes new states into other slots (`saves`), or logs what its rows
+contribute to the recurrence (`DeltaLog`); from the log `commit` advances a state along the accepted path.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from slipstream.kernels.gpu import delta_kernels, delta_walk
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.paged_attention import can_overlap
 
-COLUMNS = 4  # of a state that a warp holds; they decide in which order keys are summed up
-WARPS = 2  # of a program, which share what they read of a row; 48 heads of 128 columns give a multiprocessor about six
-MOST_SHELVES = 4  # states that a walk through a tree has registers to keep
-EARLY_ROWS = 16  # of more rows, the many programs of the next launch would stand in the way of those at work
+COLUMNS = 4  # columns of a state per warp; the number determines the order in which products with keys are summed
+WARPS = 2  # warps of a program, which share the loads of a row; 48 heads of 128 columns give a multiprocessor about six
+MOST_SHELVES = 4  # states that a walk through a tree can keep in registers
+EARLY_ROWS = 16  # with more rows, early programs of the next launch would take resources from those at work
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaLog:
-    """What rows bring to the recurrence: of every layer where a commit will ask for it, else of the last one only."""
+    """What rows contribute to the recurrence: of every layer if a commit needs it, otherwise of the last layer only."""
 
     every_layer: bool
     queries: Tensor  # fp32 [rows, key heads, key dim]
-    products: Tensor  # fp32 [rows, key heads]: a row's query times its key
+    products: Tensor  # fp32 [rows, key heads]: the product of a row's query and key
     reads: Tensor  # fp32 [rows, value heads, value dim]: what rows have read
     keys: Tensor  # fp32 [layers, rows, key heads, key dim]
     values: Tensor  # fp32 [layers, rows, value heads, value dim]
     write: Tensor  # fp32 [layers, rows, value heads]: how much of a row is written
-    left: Tensor  # fp32 [layers, rows, value heads]: how much of the state it leaves
-    inputs: Tensor  # bf16 [layers, rows, channels]: what the convolution read
+    left: Tensor  # fp32 [layers, rows, value heads]: the factor by which a row fades the state
+    inputs: Tensor  # bf16 [layers, rows, channels]: the inputs of the convolution
 
     @classmethod
     def empty(cls, shape: DeltaShape, rows: int, every_layer: bool, device: torch.device) -> DeltaLog:
@@ -54,17 +55,17 @@ class DeltaLog:
         )
 
     def of(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values, gates and inputs of one layer's rows."""
+        """Returns keys, values, both gates and inputs of one layer's rows."""
         place = layer if self.every_layer else 0
         return self.keys[place], self.values[place], self.write[place], self.left[place], self.inputs[place]
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """In which order states are led along the rows of each sequence."""
+    """The order in which the rows of each sequence are visited."""
 
-    counts: Tensor  # int32 [sequences]: rows that count
-    steps: Tensor  # int32 [sequences, each], of trees: the row of each step, and what becomes of the state there
+    counts: Tensor  # int32 [sequences]: rows that are not padding
+    steps: Tensor  # int32 [sequences, each], for trees: the row of each step, and flags for its state
 
     @classmethod
     def empty(cls, rows: DeviceRows) -> Walk:
@@ -76,7 +77,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStates:
-    """The recurrent side of one pass over rows."""
+    """The recurrent part of one pass over rows."""
 
     shape: DeltaShape
     windows: Tensor  # bf16 [slots, layers, window, channels]
@@ -84,8 +85,8 @@ class DeviceStates:
     source: Tensor  # int32 [sequences]: the slot whose state a sequence's rows continue
     log: DeltaLog
     walk: Walk
-    scratch_place: int  # rows stored there or behind do not count
-    saves: Tensor | None = None  # int32 [rows], of chains: the slot that gets the state behind a row, -1: none
+    scratch_place: int  # rows stored at this place or behind it are padding
+    saves: Tensor | None = None  # int32 [rows], for chains: the slot that gets the state behind a row, or -1
 
     @classmethod
     def over(
@@ -97,19 +98,19 @@ class DeviceStates:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A commit: of which sequences, along which of the rows that a pass has logged, from which slot into which."""
+    """The job of a commit: the sequences, the logged rows to follow, and the slots to read and write."""
 
     source: Tensor  # int32 [sequences]
-    destination: Tensor  # int32 [sequences]; may be the same slots
+    destination: Tensor  # int32 [sequences]; it may be the same slots
     path: Tensor  # int32 [sequences, MAX_DEPTH]: rows within their sequence
-    taken: Tensor  # int32 [sequences]: how many of them; 0 touches nothing
+    taken: Tensor  # int32 [sequences]: how many rows to follow; 0 changes nothing
     each: int  # rows of a sequence in the log
-    first: int = 0  # row of the log where the first sequence begins
+    first: int = 0  # row of the log at which the first sequence begins
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaKernels:
-    """The launchers, or their torch twins."""
+    """The launchers of all delta kernels, or their counterparts in plain torch."""
 
     plan: Callable[[DeviceRows, DeviceStates], None]
     mix: Callable[[Tensor, Tensor, DeviceRows, DeltaRule, DeviceStates, int], None]
@@ -120,12 +121,12 @@ class DeltaKernels:
 
 
 def is_line(rows: DeviceRows) -> bool:
-    """Whether every row continues the one before it, whatever the paths say."""
+    """Whether every row continues the one before it; the rows' paths are then not needed."""
     return rows.kind == "chain" or rows.each == 1
 
 
 def plan(rows: DeviceRows, states: DeviceStates) -> None:
-    """Finds the way through the rows, once for all layers."""
+    """Finds the order in which rows are visited, once for all layers."""
     walk, tree = states.walk, not is_line(rows)
     delta_kernels.plan_kernel[(rows.sequences,)](
         rows.positions, rows.places, rows.base, rows.paths, walk.counts, walk.steps, states.scratch_place,
@@ -137,9 +138,9 @@ def plan(rows: DeviceRows, states: DeviceStates) -> None:
 def mix(
     inputs: Tensor, gates: Tensor, rows: DeviceRows, rule: DeltaRule, states: DeviceStates, layer: int
 ) -> None:
-    """A layer's convolution, norms and gates, into the log.
+    """Computes a layer's convolution, norms and gates and writes them into the log.
 
-    inputs bf16 [rows, channels] and gates bf16 [rows, 2 * value heads]; their rows may lie apart.
+    inputs bf16 [rows, channels] and gates bf16 [rows, 2 * value heads]; their rows need not be contiguous.
     """
     shape, log = states.shape, states.log
     keys, values, write, left, kept = log.of(layer)
@@ -156,11 +157,11 @@ def mix(
 
 
 def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
-    """What the rows of a layer read, in the log; states behind some of them where `saves` wants them."""
+    """Computes what the rows of a layer read, into the log, and stores the states behind rows that `saves` names."""
     shape, log, walk = states.shape, states.log, states.walk
     keys, values, write, left, kept = log.of(layer)
     tree, overlap = not is_line(rows), can_overlap(states.memories.device)
-    assert states.saves is None or not tree, "states behind the rows of a tree are committed"
+    assert states.saves is None or not tree, "states behind the rows of a tree must be committed, not saved"
     shelves = most_shelves(rows.each) if tree else 0
     assert shelves <= MOST_SHELVES, "a tree has at most 64 rows"
     tiles, sizes = _tiles(shape)
@@ -173,10 +174,10 @@ def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
 
 
 def most_shelves(rows: int) -> int:
-    """How many states a walk through a tree keeps at most, where the largest of all branches comes last.
+    """Returns how many states a walk through a tree of `rows` rows keeps at most, if the largest branch comes last.
 
-    A branch that is not the last has at least two rows, and with a state kept within it at least one more than twice
-    as many as that one needs; as many rows come behind it.
+    A branch that is not the last has at least two rows. If a state is kept within it, it has at least one row more than
+    twice as many as that inner branch needs; at least as many rows come behind it.
     """
     shelves, least = 0, 2
     while 2 * least <= rows:
@@ -187,7 +188,7 @@ def most_shelves(rows: int) -> int:
 def gate(
     gates: Tensor, weight: Tensor, eps: float, rows: DeviceRows, states: DeviceStates, out: Tensor
 ) -> None:
-    """out bf16 [padded rows, value heads * value dim]: what rows have read, normed by head, times silu(gates)."""
+    """out bf16 [padded rows, value heads * value dim] = what rows have read, normed per head, times silu(gates)."""
     shape, overlap = states.shape, can_overlap(out.device)
     delta_kernels.gate_kernel[(shape.value_heads, out.shape[0])](
         states.log.reads, gates, gates.stride(0), weight, rows.places, out, eps, states.scratch_place,
@@ -197,9 +198,9 @@ def gate(
 
 
 def commit(states: DeviceStates, replay: Replay) -> None:
-    """Leads states along paths, in all layers at once."""
+    """Advances states along paths, in all layers at once."""
     shape, log = states.shape, states.log
-    assert log.every_layer or shape.layers == 1, "a commit needs what the rows of every layer left"
+    assert log.every_layer or shape.layers == 1, "a commit needs the logged rows of every layer"
     tiles, sizes = _tiles(shape)
     delta_walk.commit_kernel[(tiles, shape.layers, replay.taken.shape[0])](
         states.memories, states.windows, replay.source, replay.destination, replay.taken, replay.path, log.keys,
@@ -209,17 +210,17 @@ def commit(states: DeviceStates, replay: Replay) -> None:
 
 
 def swap(source: Tensor, destination: Tensor, taken: Tensor) -> None:
-    """Exchanges the two slots of every sequence that has moved on; int32 [sequences] each."""
+    """Exchanges the two slots of every sequence that has kept rows; all arguments are int32 [sequences]."""
     delta_kernels.swap_kernel[(taken.shape[0],)](source, destination, taken, num_warps=1)
 
 
 def _tiles(shape: DeltaShape) -> tuple[int, dict[str, Any]]:
-    """How many programs share a layer's state, and the sizes they know."""
+    """Returns how many programs share a layer's state, and the sizes with which they are compiled."""
     lanes = 32 // COLUMNS
     turns = triton.cdiv(triton.next_power_of_2(shape.key_dim), 4 * lanes)
     blocks = triton.cdiv(shape.value_dim, COLUMNS * WARPS)
     tiles = shape.value_heads * blocks
-    channels = triton.cdiv(shape.channels, tiles)  # of the window, that a program moves
+    channels = triton.cdiv(shape.channels, tiles)  # channels of the window that a program moves
     sizes = (
         shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, turns, WARPS, lanes, COLUMNS,
         triton.next_power_of_2(channels), channels,

@@ -1,4 +1,4 @@
-"""The launchers of kernels/gpu/delta_net_launch.py in plain torch: the same operations, a row at a time."""
+"""The launchers of kernels/gpu/delta_net_launch.py in plain torch: the same operations, one row at a time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
-from slipstream.kernels.cpu.rowwise import row_by_row
-from slipstream.kernels.cpu.torch_kernels import rms_norm
+from slipstream.kernels.cpu.torch_kernels import rms_norm, row_by_row
 from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeviceStates, Replay, is_line
 from slipstream.kernels.gpu.delta_walk import BACK, KEEP, LAST, ROW, SHELF
 from slipstream.kernels.gpu.device_rows import DeviceRows
@@ -21,12 +20,12 @@ def plan_reference(rows: DeviceRows, states: DeviceStates) -> None:
         used = int((rows.places[first : first + rows.each] < states.scratch_place).sum())
         walk.counts[sequence] = used
         if not is_line(rows):
-            for place, step in enumerate(_steps([_line(rows, sequence, row) for row in range(used)])):
+            for place, step in enumerate(_steps([_path_to(rows, sequence, row) for row in range(used)])):
                 walk.steps[sequence, place] = step
 
 
 def _steps(paths: list[list[int]]) -> list[int]:
-    """A walk through a tree: branches follow what they continue, the largest of them last."""
+    """Returns the steps of a walk through a tree: rows follow their parents, and the largest branch comes last."""
     sizes = [sum(row in path for path in paths) for row in range(len(paths))]
     steps: list[int] = []
 
@@ -43,8 +42,8 @@ def _steps(paths: list[list[int]]) -> list[int]:
     return steps
 
 
-def _line(rows: DeviceRows, sequence: int, row: int) -> list[int]:
-    """The rows that lead to one, itself included."""
+def _path_to(rows: DeviceRows, sequence: int, row: int) -> list[int]:
+    """Returns the rows that lead to a row, including the row itself."""
     if is_line(rows):
         return list(range(row + 1))
     at = sequence * rows.each + row
@@ -60,7 +59,7 @@ def mix_reference(
     used, seen = [], []
     for row in (rows.places[: rows.rows] < states.scratch_place).nonzero().flatten().tolist():
         sequence, own = divmod(row, rows.each)
-        line = [sequence * rows.each + ancestor for ancestor in _line(rows, sequence, own)[-shape.kernel :]]
+        line = [sequence * rows.each + ancestor for ancestor in _path_to(rows, sequence, own)[-shape.kernel :]]
         window = states.windows[int(states.source[sequence]), layer]
         used.append(row)
         seen.append(torch.cat((window, inputs[line]))[-shape.kernel :])
@@ -73,8 +72,8 @@ def mix_reference(
     kept[used] = inputs[used]
 
 
-def _written(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """A state [heads, value dim, key dim] behind a row, and what the row has added."""
+def _advanced(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Returns a state [heads, value dim, key dim] behind a row, and what the row has added to it."""
     keys, values, write, left, _ = brought
     key, rest = shape.for_values(keys[row][None])[0, :, None, :], left[row][:, None]
     learnt = (values[row] - (state * key).sum(-1) * rest) * write[row][:, None]
@@ -89,12 +88,12 @@ def recur_reference(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
         behind = {-1: (states.memories[slot, layer].clone(), states.windows[slot, layer].clone())}
         for step in range(int(states.walk.counts[sequence])):
             own = step if is_line(rows) else int(states.walk.steps[sequence, step]) & ROW.value
-            row, path = first + own, _line(rows, sequence, own)
+            row, path = first + own, _path_to(rows, sequence, own)
             state, window = behind[path[-2] if len(path) > 1 else -1]
             query = shape.for_values(log.queries[row][None])[0, :, None, :]
             product = shape.for_values(log.products[row][None, :, None])[0]
             recalled = (state * query).sum(-1) * brought[3][row][:, None]
-            state, learnt = _written(shape, state, row, brought)
+            state, learnt = _advanced(shape, state, row, brought)
             log.reads[row] = recalled + product * learnt
             window = torch.cat((window, brought[4][row][None]))[1:]
             if states.saves is not None and states.saves[row] >= 0:
@@ -127,7 +126,7 @@ def commit_reference(states: DeviceStates, replay: Replay) -> None:
             brought = states.log.of(layer)
             state = states.memories[slot, layer].clone()
             for row in line:
-                state, _ = _written(shape, state, row, brought)
+                state, _ = _advanced(shape, state, row, brought)
             window = torch.cat((states.windows[slot, layer], brought[4][line]))
             states.memories[wanted, layer], states.windows[wanted, layer] = state, window[-shape.window :]
 

@@ -1,6 +1,6 @@
-"""Triton kernels of the gated delta rule: one update per row, in one order of operations, the state in registers.
+"""Triton kernels of the gated delta rule: one update per row in one order of operations, with the state in registers.
 
-A row has the same bits whether it came alone, in a chain, in a tree or in a replay, because all of them go through
+A row has the same bits if it is computed alone, in a chain, in a tree or in a replay, because all of them go through
 `_follow` with the same tile of the state.
 """
 
@@ -13,17 +13,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from slipstream.kernels.gpu.device_rows import MAX_DEPTH
 
 _DEEP = tl.constexpr(MAX_DEPTH)
-# a step through a tree: its row and, behind that, what to do with the state
+# A step of a walk through a tree is a number: its row in the lower bits, and flags for the state.
 ROW = tl.constexpr(255)
-LAST = tl.constexpr(256)  # nobody continues the row: the state need not learn it
-KEEP = tl.constexpr(512)  # the state from before the row is wanted again
-BACK = tl.constexpr(1024)  # a state that was kept comes back
-SHELF = tl.constexpr(2048)  # how many were kept before that one
+LAST = tl.constexpr(256)  # no row continues this one, so the state need not be updated
+KEEP = tl.constexpr(512)  # the state before this row is needed again and is kept on a shelf
+BACK = tl.constexpr(1024)  # the step continues from a kept state
+SHELF = tl.constexpr(2048)  # times the index of the shelf for KEEP and BACK
 
 
 @triton.jit
 def fresh(at, inside):  # type: ignore[no-untyped-def]
-    """What the kernel before has written, read past the first cache, which does not hear of other multiprocessors."""
+    """Reads what the kernel before wrote, past the first cache, which does not see other multiprocessors' writes."""
     return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
 
 
@@ -34,10 +34,11 @@ def fresh_one(at):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _numbers(SHAPE: tl.constexpr, block):  # type: ignore[no-untyped-def]
-    """Key and column of every number that a program holds of a state: [columns, lanes, warps, turns, 4].
+    """Returns the key and the column of every number that a program holds of a state: [columns, lanes, warps, turns,
+    4].
 
-    In that order the compiler gives a lane every so many quads of one column's keys, so that its own sums are long and
-    few lanes exchange theirs.
+    In this order the compiler gives a lane groups of four keys of one column at regular distances. A lane's own sums
+    are then long, and few lanes have to exchange theirs.
     """
     column = tl.arange(0, SHAPE[7])[:, None, None, None, None]
     lane = tl.arange(0, SHAPE[6])[None, :, None, None, None]
@@ -49,7 +50,7 @@ def _numbers(SHAPE: tl.constexpr, block):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(pool, slot, layer, head, block, LAYERS: tl.constexpr, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a head's block of columns lies in the memory of a slot, and which of its numbers exist."""
+    """Returns the addresses of a head's block of columns in the memory of a slot, and which of its numbers exist."""
     VALUE_HEADS: tl.constexpr = SHAPE[1]
     KEY_DIM: tl.constexpr = SHAPE[2]
     VALUE_DIM: tl.constexpr = SHAPE[3]
@@ -60,14 +61,14 @@ def _tile(pool, slot, layer, head, block, LAYERS: tl.constexpr, SHAPE: tl.conste
 
 @triton.jit
 def _spread(keys, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number for every key, as a state has them."""
+    """Reshapes one number per key to the layout of a state."""
     quads = tl.permute(tl.reshape(keys, (SHAPE[4], SHAPE[6], 4)), (1, 0, 2))
     return quads[None, :, None, :, :]
 
 
 @triton.jit
 def _summed(products):  # type: ignore[no-untyped-def]
-    """Sums over keys, [columns, warps]: a lane's own first."""
+    """Sums over keys to [columns, warps]; each lane first adds up its own."""
     return tl.sum(tl.sum(tl.sum(products, 4), 3), 1)
 
 
@@ -76,7 +77,8 @@ def _fetched(  # type: ignore[no-untyped-def]
     entry, first, brought, head, key_head, block, SHAPE: tl.constexpr, LISTED: tl.constexpr, READS: tl.constexpr,
     SAVES: tl.constexpr,
 ):
-    """What a step needs: its entry, its row, what that brings to the recurrence, and who wants the state behind it."""
+    """Loads what a step needs: its entry, its row, the row's contribution, and the slot that gets the state behind it.
+    """
     keys, values, write, left, queries, products, saves = brought
     d = tl.arange(0, SHAPE[4] * SHAPE[6] * 4)
     column = _columns(block, SHAPE)
@@ -96,7 +98,7 @@ def _fetched(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _columns(block, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's columns as they are left of sums over keys."""
+    """Returns a program's columns in the layout that sums over keys have."""
     warp = block * SHAPE[5] + tl.arange(0, SHAPE[5])[None, :]
     return warp * SHAPE[7] + tl.arange(0, SHAPE[7])[:, None]
 
@@ -105,7 +107,7 @@ def _columns(block, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
 def _stepped(  # type: ignore[no-untyped-def]
     state, shelves, fetched, reads, head, block, SHAPE: tl.constexpr, SHELVES: tl.constexpr, READS: tl.constexpr
 ):
-    """A tile of a state behind one row, which is read, then written, and what is kept for later rows of a tree."""
+    """Advances a tile of a state by one row: the row reads, then writes; with SHELVES, states are kept and restored."""
     entry, row, key, value, written, rest, query, product, _ = fetched
     if SHELVES > 0:
         state, shelves = _shelved(state, shelves, entry, SHELVES)
@@ -124,7 +126,7 @@ def _stepped(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _shelved(state, shelves, entry, SHELVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The state that a step of a tree continues; where others will do so too, it is kept."""
+    """Returns the state that a step of a tree continues; it is kept on a shelf if other rows continue it too."""
     shelf = entry // SHELF
     shelf0, shelf1, shelf2, shelf3 = shelves
     if entry & BACK:
@@ -152,9 +154,9 @@ def _follow(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, LISTED: tl.constexpr, SHELVES: tl.constexpr,
     READS: tl.constexpr, SAVES: tl.constexpr,
 ):
-    """Leads a tile of a state along `count` rows behind row `first`, one by one.
+    """Advances a tile of a state along `count` rows from row `first` on, one by one.
 
-    `steps` says which rows where they are LISTED; with SHELVES, also which of them go on from a state before others.
+    If rows are LISTED, `steps` names them; with SHELVES it also says which of them continue from a kept state.
     """
     shelves = state, state, state, state
     last = count - 1
@@ -162,7 +164,7 @@ def _follow(  # type: ignore[no-untyped-def]
     fetched = _fetched(entry, first, brought, head, key_head, block, SHAPE, LISTED, READS, SAVES)
     entry = tl.load(steps + tl.minimum(1, last)) if LISTED else tl.minimum(1, last)
     for step in range(count):
-        # what the next row needs is on its way while this one is computed
+        # the data of the next row is loaded while this row is computed
         coming = _fetched(entry, first, brought, head, key_head, block, SHAPE, LISTED, READS, SAVES)
         entry = tl.load(steps + tl.minimum(step + 2, last)) if LISTED else tl.minimum(step + 2, last)
         state, shelves = _stepped(state, shelves, fetched, reads, head, block, SHAPE, SHELVES, READS)
@@ -178,7 +180,10 @@ def _follow(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _learned(state, key, learnt, rest):  # type: ignore[no-untyped-def]
-    """A state behind a row; spelt out: the compiler must not choose which product rounds."""
+    """Updates a state by a row.
+
+    The operations are explicit, so that the compiler cannot choose which product rounds.
+    """
     learnt = learnt[:, None, :, None, None]
     return tl.fma(tl.broadcast_to(key, state.shape), tl.broadcast_to(learnt, state.shape), state * rest)
 
@@ -188,7 +193,7 @@ def _keep_window(  # type: ignore[no-untyped-def]
     windows, kept, source, wanted, layer, first, steps, step, LAYERS: tl.constexpr, SHAPE: tl.constexpr,
     TAPS: tl.constexpr, LISTED: tl.constexpr,
 ):
-    """The inputs that a convolution behind step `step` will look back to; every program has its channels."""
+    """Stores the inputs that a convolution behind step `step` looks back to; each program moves its own channels."""
     WINDOW: tl.constexpr = TAPS - 1
     CHANNELS: tl.constexpr = 2 * SHAPE[0] * SHAPE[2] + SHAPE[1] * SHAPE[3]
     share = tl.arange(0, SHAPE[8])
@@ -196,7 +201,7 @@ def _keep_window(  # type: ignore[no-untyped-def]
     inside = (share < SHAPE[9]) & (channel < CHANNELS)
     old = windows + (source.to(tl.int64) * LAYERS + layer) * (WINDOW * CHANNELS) + channel
     new = windows + (wanted.to(tl.int64) * LAYERS + layer) * (WINDOW * CHANNELS) + channel
-    # oldest first: where a window is shifted in place, what is written was read before
+    # oldest first: if a window is shifted in place, every number is read before it is overwritten
     for tap in tl.static_range(WINDOW):
         at = step + 1 - WINDOW + tap
         row = tl.load(steps + at, mask=at >= 0, other=0) if LISTED else at
@@ -212,7 +217,7 @@ def recur_kernel(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILED: tl.constexpr,
     EACH: tl.constexpr, TREE: tl.constexpr, SHELVES: tl.constexpr, SAVES: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """A block of a value head's columns, of one sequence: what its rows read."""
+    """Computes, for one sequence and a block of a value head's columns, what the rows read."""
     head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     sequence = tl.program_id(1)
     key_head = head % SHAPE[0] if TILED else head // (SHAPE[1] // SHAPE[0])
@@ -221,7 +226,7 @@ def recur_kernel(  # type: ignore[no-untyped-def]
     state = tl.load(at, mask=inside & (tl.zeros(at.shape, tl.int32) < count), other=0.0)
     first = sequence * EACH
     if OVERLAP:
-        gdc_wait()  # states were there before the kernel that is still running
+        gdc_wait()  # the states were written before the kernel that is still running
         gdc_launch_dependents()
     if count > 0:
         _follow(
@@ -237,7 +242,7 @@ def commit_kernel(  # type: ignore[no-untyped-def]
     LAYERS: tl.constexpr, SHAPE: tl.constexpr, TAPS: tl.constexpr, BLOCKS: tl.constexpr, TILED: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """A block of a value head's columns, of one layer of one sequence, behind the rows of a path."""
+    """Advances a block of a value head's columns of one layer of one sequence along the rows of a path."""
     head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     layer, sequence = tl.program_id(1), tl.program_id(2)
     key_head = head % SHAPE[0] if TILED else head // (SHAPE[1] // SHAPE[0])
@@ -247,7 +252,7 @@ def commit_kernel(  # type: ignore[no-untyped-def]
         slot, wanted = tl.load(source + sequence), tl.load(destination + sequence)
         at, inside = _tile(memories, slot, layer, head, block, LAYERS, SHAPE)
         state = tl.load(at, mask=inside, other=0.0)
-        earlier = layer.to(tl.int64) * rows  # what the layers before left
+        earlier = layer.to(tl.int64) * rows  # rows of the log that belong to earlier layers
         first, path = first_row + sequence * EACH, paths + sequence * _DEEP
         brought = (
             keys + earlier * (SHAPE[0] * SHAPE[2]), values + earlier * (SHAPE[1] * SHAPE[3]),

@@ -1,4 +1,4 @@
-"""Triton kernels for bf16 weights: a product whose order of summation depends on the weight's shape alone, and rows."""
+"""Triton kernels for bf16 weights: products whose order of sums depends on the weight's shape only, and row lookups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, split, outputs,  # type: ignore[no-untyped-def]
              ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr):  # fmt: skip
-    """Stores a tile's sums; of the programs that share a tile, the last to come adds up all parts in their order.
+    """Stores a tile's sums. If several programs share a tile, the last one to finish adds all parts in their order.
 
-    With IN_PARTS each stores its own part, [parts, rows, outputs], and who reads them adds them up.
+    With IN_PARTS each program stores its own part, [parts, rows, outputs], and the reader adds them.
     """
     local = tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
@@ -26,8 +26,8 @@ def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, spli
     else:
         place = partial_ptr + (tile * SPLIT) * TILE * ROWS + local[:, None] * ROWS + row[None, :]
         tl.store(place + split * TILE * ROWS, acc, cache_modifier=".cg")
-        tl.debug_barrier()  # everybody's part is written before the ticket says so
-        # Tickets are never set back: SPLIT is a power of two, so the count may wrap.
+        tl.debug_barrier()  # all threads have written their part before the ticket is taken
+        # Tickets are never reset: SPLIT is a power of two, so the counter may wrap.
         ticket = tl.atomic_add(ticket_ptr + tile, 1, sem="acq_rel")
         if (ticket & (SPLIT - 1)) == SPLIT - 1:
             total = tl.load(place, cache_modifier=".cg")
@@ -39,15 +39,16 @@ def combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, unit, tile, spli
 @triton.jit
 def dense_sums(weight_rows, x_rows, x_known, inputs, first, last, DEPTH: tl.constexpr, EVEN: tl.constexpr,  # type: ignore[no-untyped-def]
                SOME: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """Sums [outputs, rows] over the steps from `first` to `last`, weights as the M side of every dot.
+    """Sums [outputs, rows] over the steps from `first` to `last`, with the weights as the M side of every dot.
 
-    Outputs and rows are given by where they begin; with SOME, rows that are not known count as zeros and are not read.
+    Outputs and rows are given by their start addresses. With SOME, rows that are not known count as zeros and are not
+    read.
     """
     within = tl.arange(0, DEPTH)
     weight_at = weight_rows[:, None] + within[None, :]
     x_at = x_rows[None, :] + within[:, None]
     if EARLY:
-        gdc_wait()  # nothing the kernel before writes is read or overwritten above
+        gdc_wait()  # nothing above reads or overwrites what the kernel before writes
     acc = tl.zeros((weight_rows.shape[0], x_rows.shape[0]), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * DEPTH
@@ -76,11 +77,11 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
                         ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
                         EVEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
                         INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[row, output] = sum of x[row, k] * weight[output, k]."""
+    """Computes out[row, output] = sum of x[row, k] * weight[output, k]."""
     tile, split = tl.program_id(0), tl.program_id(1)
     output = tile * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
-    # a last tile that is not full reads the last output again; what it makes of it is not stored
+    # a last tile that is not full reads the last output again; that result is not stored
     weight_rows = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
     steps = tl.cdiv(inputs, DEPTH)
     each = tl.cdiv(steps, SPLIT)
@@ -88,13 +89,13 @@ def dense_matmul_kernel(weight_ptr, x_ptr, out_ptr, partial_ptr, ticket_ptr, x_s
     acc = dense_sums(weight_rows, x_ptr + row * x_stride, row, inputs, first, tl.minimum(first + each, steps), DEPTH,
                      EVEN, False, STAGES, EARLY, INTERPRETED)  # fmt: skip
     if EARLY:
-        gdc_launch_dependents()  # any sooner, programs that only wait would take the places of this kernel's own
+        gdc_launch_dependents()  # any sooner, waiting programs of the next kernel would take the places of this one's
     combined(partial_ptr, ticket_ptr, out_ptr, out_stride, acc, 1.0, tile, split, outputs, ROWS, TILE, SPLIT, False)
 
 
 @triton.jit
 def gather_kernel(weight_ptr, ids_ptr, out_ptr, out_stride, inputs, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row of a table a program, in the type of `out`."""
+    """Copies one row of a table per program, in the type of `out`."""
     row = tl.program_id(0)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     token = tl.load(ids_ptr + row).to(tl.int64)

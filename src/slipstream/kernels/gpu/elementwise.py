@@ -1,7 +1,7 @@
-"""What stands between the matmuls of a layer: residual and norm, rotation and key/value writes, the MLP's gate.
+"""The steps between the matmuls of a layer: residual and norm, rotation and key/value writes, and the MLP's gate.
 
-Every kernel has a launcher and a torch twin of the same signature (`..._reference`). Sums within a row run in an order
-that the row's width alone decides.
+Every kernel has a launcher and a counterpart in torch with the same signature (`..._reference`). Sums within a row run
+in an order that depends on the row's width only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, write_rows
 from slipstream.kernels.gpu.matrices import EARLY
 
-_GATE_BLOCK = 1024
-_MOST_TOGETHER = 4  # heads of a program: with one each, starting programs takes longer than their work
+_GATE_BLOCK = 1024  # numbers of a row that a program gates
+_MOST_TOGETHER = 4  # heads per program: with one head each, starting the programs takes longer than their work
 
 
 @triton.jit
 def store_normed(  # type: ignore[no-untyped-def]
     x, row, column, inside, weight, out, tap, tap_stride, eps, WIDTH: tl.constexpr, HAS_TAP: tl.constexpr
 ):
-    """What the next part reads of a stream, and the stream itself where somebody taps it."""
+    """Stores the normed stream for the next part, and the stream itself if it is tapped."""
     if HAS_TAP:
         tl.store(tap + row * tap_stride + column, x.to(tl.bfloat16), mask=inside)
     mean = tl.sum(x * x, 0) / WIDTH
@@ -45,7 +45,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0)
     if EARLY:
-        gdc_wait()  # weights were there before the kernel that is still running
+        gdc_wait()  # the weights were loaded before the wait, since no earlier kernel writes them
         gdc_launch_dependents()
     x = tl.load(residual + row * WIDTH + column, mask=inside, other=0.0)
     if PARTS > 0:
@@ -54,7 +54,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
             other = part * tl.num_programs(0) + row
             change += tl.load(delta + other * WIDTH + column, mask=inside, other=0.0)
         if PARTS > 1:
-            change = change.to(tl.bfloat16).to(tl.float32)  # as if the product had been summed up where it was made
+            change = change.to(tl.bfloat16).to(tl.float32)  # rounds as if the product had been summed where it was made
         if HAS_BIAS:
             change += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         x += change
@@ -66,9 +66,9 @@ def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """residual += delta (+ bias); out = rms_norm(residual) * weight; the new residual also goes to `tap`.
+    """Computes residual += delta (+ bias) and out = rms_norm(residual) * weight; the new residual also goes to `tap`.
 
-    residual fp32 [rows, width], delta and out bf16, weight fp32; tap is a bf16 view whose rows may be further apart.
+    residual fp32 [rows, width], delta and out bf16, weight fp32; tap is a bf16 view whose rows need not be contiguous.
     delta may also be a product in parts, fp32 [parts, rows, width].
     """
     rows, width = residual.shape
@@ -100,8 +100,9 @@ def _heads(  # type: ignore[no-untyped-def]
     vectors, biases, norm, eps, cos, sin, position, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, VALUE_NORM: tl.constexpr = False,
 ):
-    """Some heads' vectors with their biases; normed and rotated if they are queries or keys. Values know no weights of
-    a norm.
+    """Loads the vectors of some heads with their biases. Queries and keys (ROTATED) are normed and rotated.
+
+    The norm of values has no weights.
     """
     d = tl.arange(0, BLOCK)
     inside = (d < DIM)[None, :]
@@ -109,7 +110,7 @@ def _heads(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         x += tl.load(biases[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROTATED:
-        # the other half is loaded a second time, which is cheaper than moving it between threads
+        # the other half is loaded a second time, which is cheaper than exchanging it between threads
         other = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
         y = tl.load(vectors[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
@@ -128,7 +129,7 @@ def _heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _places(place, heads, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where heads' vectors lie in a pool [pages, heads, page tokens, dim]."""
+    """Returns the addresses of heads' vectors in a pool [pages, heads, page tokens, dim]."""
     vector = ((place // PAGE).to(tl.int64) * HEADS + heads) * PAGE + place % PAGE
     return vector[:, None] * DIM + tl.arange(0, BLOCK)[None, :]
 
@@ -140,15 +141,15 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     VALUE_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """A program has a few heads of one row, which are all queries, all keys or all values."""
+    """Each program handles a few heads of one row, which are all queries, all keys or all values."""
     first, row = tl.program_id(0) * TOGETHER, tl.program_id(1)
     heads, inside = first + tl.arange(0, TOGETHER), (tl.arange(0, BLOCK) < DIM)[None, :]
-    # where there are no values, they are the keys as they come
+    # if qkv contains no values, the keys before norm and rotation are the values
     parts = tl.where(first < PARTS, heads, heads - KV_HEADS)
     vectors, biases = qkv + row.to(tl.int64) * ROW + parts * DIM, bias + parts * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
     if EARLY:
-        gdc_wait()  # where rows stand was known before the kernel that is still running
+        gdc_wait()  # the rows' positions and places were known before the kernel that is still running
         gdc_launch_dependents()
     if first < HEADS:
         x = _heads(vectors, biases, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
@@ -167,11 +168,12 @@ def rotary_write(
     signed_sin: Tensor, positions: Tensor, places: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
     norm_values: bool = False,
 ) -> None:
-    """Head norms and rotation of qkv bf16 [rows, (heads + 2 kv heads) * dim]; keys and values go to their places.
+    """Norms and rotates the heads of qkv bf16 [rows, (heads + 2 kv heads) * dim]; stores keys and values at their
+    places.
 
-    queries bf16 [rows, heads, dim]; keys and values: one layer's pools [pages, kv heads, page tokens, dim]; norms come
-    both or not at all. Without values in qkv, the keys before their norm are the values; with queries alone nothing is
-    stored. `norm_values`: values are normed too, without weights. Rows of qkv may be further apart.
+    queries bf16 [rows, heads, dim]; keys and values are one layer's pools [pages, kv heads, page tokens, dim]. Either
+    both norms are given or none. If qkv has no values, the keys before their norm are the values; if it has queries
+    only, nothing is stored. `norm_values` norms the values too, without weights. Rows of qkv need not be contiguous.
     """
     rows, heads, dim = queries.shape
     kv_heads, page, parts = keys.shape[1], keys.shape[2], qkv.shape[1] // dim
@@ -232,8 +234,10 @@ def context_write(
     projected: Tensor, bias: Tensor | None, k_norms: Tensor | None, eps: float, cos: Tensor, signed_sin: Tensor,
     positions: Tensor, places: Tensor, keys: Tensor, values: Tensor,
 ) -> None:
-    """Draft context of all layers: projected bf16 [rows, layers * 2 * kv heads * dim], k_norms fp32 [layers, dim],
-    keys and values the draft pools [layers, pages, kv heads, page tokens, dim].
+    """Stores the draft context of all layers.
+
+    projected bf16 [rows, layers * 2 * kv heads * dim], k_norms fp32 [layers, dim]; keys and values are the draft pools
+    [layers, pages, kv heads, page tokens, dim].
     """
     layers, _, kv_heads, page, dim = keys.shape
     together = _together(kv_heads)
@@ -278,7 +282,7 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = silu(gate) * up for gate_up bf16 [rows, 2 * inner] (gates first), out bf16 [rows, inner]."""
+    """Computes out = silu(gate) * up for gate_up bf16 [rows, 2 * inner] (gates first), out bf16 [rows, inner]."""
     rows, inner = out.shape
     _silu_mul_kernel[(triton.cdiv(inner, _GATE_BLOCK), rows)](
         gate_up, or_any(bias, gate_up), out, INNER=inner, BLOCK=_GATE_BLOCK, HAS_BIAS=bias is not None, EARLY=EARLY,
@@ -292,7 +296,7 @@ def silu_mul_reference(gate_up: Tensor, bias: Tensor | None, out: Tensor) -> Non
 
 
 def _together(*heads: int) -> int:
-    """How many heads a program takes: a power of two that divides all their numbers."""
+    """Returns how many heads a program handles: a power of two that divides all numbers of heads."""
     common = math.gcd(*heads)
     return min(common & -common, _MOST_TOGETHER)
 
@@ -302,7 +306,7 @@ def bias_added(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def or_any(tensor: Tensor | None, stand_in: Tensor) -> Any:
-    """A kernel argument that is never read still needs an address."""
+    """Returns a stand-in for a missing tensor, because a kernel argument that is never read still needs an address."""
     return stand_in if tensor is None else tensor
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels of a mixture of experts: choosing and grouping, products with the chosen experts alone, and their sum.
+"""Triton kernels of a mixture of experts: choosing and grouping, products with the chosen experts only, and their sum.
 
-A pair is a row and one of the experts it chose. Pairs of the same expert stand together, 16 of them make a tile, and a
-tile's products read the expert's weights once. A pair's sums do not depend on who shares its tile.
+A pair is a row and one of the experts it chose. Pairs of the same expert are grouped, 16 of them form a tile, and the
+products of a tile read the expert's weights once. The sums of a pair do not depend on the other pairs in its tile.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from slipstream.kernels.gpu.dense_kernels import dense_sums
 from slipstream.kernels.gpu.elementwise import store_normed
 from slipstream.kernels.gpu.quant_kernels import TILE_ROWS, block_sums
 
-PAIRS = tl.constexpr(16)  # in a tile
-SIXTEENS = tl.constexpr(2**16)  # a tile is its expert, and so often which sixteen of the expert's pairs it has
+PAIRS = tl.constexpr(16)  # pairs per tile
+# a tile is encoded as its expert plus SIXTEENS times the index of its 16 pairs in the list
+SIXTEENS = tl.constexpr(2**16)
 GATED_BY_SILU = tl.constexpr(1)
 GATED_BY_GELU = tl.constexpr(2)
-GONE = tl.constexpr(-(2**31))  # below the key of any expert that can still be chosen
-NO_NUMBER = tl.constexpr(-(2**31) + 1)
+GONE = tl.constexpr(-(2**31))  # the key of an expert that is already chosen, below the key of every other
+NO_NUMBER = tl.constexpr(-(2**31) + 1)  # the key of NaN
 
 
 @triton.jit
 def ordered(numbers):  # type: ignore[no-untyped-def]
-    """Integers in the order of the numbers; what is no number comes last, and zeros have one sign."""
+    """Maps numbers to integers in the same order; NaN comes last, and both zeros are equal."""
     bits = (numbers + 0.0).to(tl.int32, bitcast=True)
     return tl.where(numbers == numbers, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_NUMBER)
 
@@ -33,13 +34,13 @@ def ordered(numbers):  # type: ignore[no-untyped-def]
 def score_kernel(weight_ptr, x_ptr, out_ptr, x_stride, out_stride, outputs, inputs, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
                  TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
                  INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[part, row, output] = the sum of x[row, k] * weight[output, k] over a part of the inputs."""
+    """Computes out[part, row, output] = the sum of x[row, k] * weight[output, k] over a part of the inputs."""
     part = tl.program_id(1)
     output, row = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, ROWS)
     k = part * DEPTH + tl.arange(0, DEPTH)
     weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
     x_at = x_ptr + row[None, :] * x_stride + k[:, None]
-    # weights are there before the rows are
+    # the weights are loaded before the wait, because no earlier kernel writes them
     weight = tl.load(weight_at) if EVEN else tl.load(weight_at, mask=(k < inputs)[None, :], other=0.0)
     if EARLY:
         gdc_wait()
@@ -54,7 +55,9 @@ def score_kernel(weight_ptr, x_ptr, out_ptr, x_stride, out_stride, outputs, inpu
 
 @triton.jit
 def most_wanted(wanted, inside, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The ACTIVE most wanted experts, best first, in as many of the lanes; of two wanted alike the lower one."""
+    """Returns the ACTIVE most wanted experts, best first, one per lane; of two wanted equally, the lower one comes
+    first.
+    """
     expert, lane = tl.arange(0, WIDTH), tl.arange(0, LANES)
     key = tl.where(inside, ordered(wanted), GONE)
     chosen = tl.zeros((LANES,), tl.int32)
@@ -72,9 +75,10 @@ def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr,
                  SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
                  HAS_SCALE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr,
                  ALONE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """A row a program: its experts and their shares, and unless it is the only row its pairs on the experts' lists.
+    """Handles one row per program: its experts and their shares and, if there are other rows, its pairs in the lists.
 
-    Every sixteenth pair of a list opens a tile. Who comes first is first: a pair's sums do not depend on its place.
+    Every sixteenth pair of a list opens a tile. Pairs enter a list in any order, because their sums do not depend on
+    it.
     """
     row = tl.program_id(0)
     expert, lane = tl.arange(0, WIDTH), tl.arange(0, LANES)
@@ -133,9 +137,9 @@ def route_kernel(logits_ptr, bias_ptr, expert_scale_ptr, places_ptr, shares_ptr,
 
 @triton.jit
 def outputs_of_part(part, outputs, TILE: tl.constexpr, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The outputs of a program: neighbours, or with a gate half as many and what each of them is gated with.
+    """Returns the outputs of a program: neighbours or, with a gate, half as many gates and the outputs that they gate.
 
-    A last part that is not full reads the last output again; what it makes of it is not stored.
+    A last part that is not full reads the last output again; that result is not stored.
     """
     local = tl.arange(0, TILE)
     half: tl.constexpr = TILE // 2
@@ -149,7 +153,7 @@ def outputs_of_part(part, outputs, TILE: tl.constexpr, GATE: tl.constexpr):  # t
 
 @triton.jit
 def store_pairs(out_ptr, sums, pair, known, part, outputs, TILE: tl.constexpr, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's outputs of the pairs of its tile; gates come first in a tile."""
+    """Stores a program's outputs for the pairs of its tile; with a gate, the gates come first in the sums."""
     numbers, width = sums, outputs
     size: tl.constexpr = TILE if GATE == 0 else TILE // 2
     if GATE != 0:
@@ -166,12 +170,15 @@ def store_pairs(out_ptr, sums, pair, known, part, outputs, TILE: tl.constexpr, G
 
 @triton.jit
 def pairs_of_tile(experts_ptr, lists_ptr, tiles_ptr, counts_ptr, total_ptr, rows, ALONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's expert (-1: it has no work), its pairs, and which exist. The only row has a tile for every pair."""
+    """Returns a program's expert (-1: no work), its pairs, and which of them exist.
+
+    A single row has a tile per pair.
+    """
     slot, column = tl.program_id(1), tl.arange(0, PAIRS)
     if ALONE:
         expert, pair, known = tl.load(experts_ptr + slot), slot + column * 0, column == 0
     else:
-        # loads that do not wait for each other where they need not; of what does not exist the memory holds anything
+        # loads that do not depend on each other are issued together; entries that do not exist hold arbitrary numbers
         total, tile = tl.load(total_ptr), tl.load(tiles_ptr + slot)
         expert, place = tl.where(slot < total, tile % SIXTEENS, -1), tile // SIXTEENS * PAIRS + column
         known = place < tl.load(counts_ptr + expert, mask=expert >= 0, other=0)
@@ -185,7 +192,7 @@ def dense_experts_kernel(weight_ptr, x_ptr, out_ptr, experts_ptr, lists_ptr, til
                          x_stride, outputs, inputs, SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr,
                          DEPTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
                          EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[pair] = weight[expert] @ x[pair // SHARING] for a tile of pairs and a part of the outputs."""
+    """Computes out[pair] = weight[expert] @ x[pair // SHARING] for a tile of pairs and a part of the outputs."""
     part = tl.program_id(0)
     if EARLY:
         gdc_wait()
@@ -206,7 +213,7 @@ def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_
                          OFFSETS: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr,
                          UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
                          EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """The same with weights that are read as blocks; an expert's outputs fill its last tile of them."""
+    """Does the same with block-quantised weights; an expert's outputs are a multiple of the packing's tile."""
     part = tl.program_id(0)
     if EARLY:
         gdc_wait()
@@ -225,7 +232,7 @@ def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_
 @triton.jit
 def mixed_columns(row, column, inside, answers_ptr, shares_ptr, extra_ptr, places_ptr, rows, width, scratch_place,  # type: ignore[no-untyped-def]
                   RANKS: tl.constexpr, SHARES: tl.constexpr):  # fmt: skip
-    """The answers of a row's pairs by their shares, in the order of its ranking, and what every row passes last."""
+    """Adds a row's answers by their shares, in the order of its ranking, and then the shared expert's answer."""
     total = tl.zeros(column.shape, tl.float32)
     if (row < rows) & (tl.load(places_ptr + row) < scratch_place):
         pair = row.to(tl.int64) * RANKS
@@ -240,7 +247,7 @@ def mixed_columns(row, column, inside, answers_ptr, shares_ptr, extra_ptr, place
 
 @triton.jit
 def forget_pairs(row, experts_ptr, counts_ptr, total_ptr, rows, RANKS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sets back to zero what the row has counted up."""
+    """Resets the counters that the row has incremented."""
     if row < rows:
         rank = tl.arange(0, LANES)
         expert = tl.load(experts_ptr + row * RANKS + rank, mask=rank < RANKS, other=-1)
@@ -252,7 +259,7 @@ def forget_pairs(row, experts_ptr, counts_ptr, total_ptr, rows, RANKS: tl.conste
 def combine_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, out_ptr, experts_ptr, counts_ptr, total_ptr, rows,  # type: ignore[no-untyped-def]
                    width, scratch_place, RANKS: tl.constexpr, SHARES: tl.constexpr, LANES: tl.constexpr,
                    BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """A row's answers as one."""
+    """Adds up a row's answers."""
     row = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -271,7 +278,7 @@ def combine_norm_kernel(answers_ptr, shares_ptr, extra_ptr, places_ptr, residual
                         experts_ptr, counts_ptr, total_ptr, tap_stride, rows, eps, scratch_place,
                         WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr,
                         LANES: tl.constexpr, HAS_TAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """A row's answers as one, added to the stream, which is normed."""
+    """Adds up a row's answers, adds them to the stream and norms it."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

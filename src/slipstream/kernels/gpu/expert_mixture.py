@@ -1,8 +1,8 @@
-"""Mixtures of experts on the GPU: a row's experts and shares, products with the experts that were chosen, their sum.
+"""Mixtures of experts on the GPU: each row's experts and shares, products with the chosen experts, and their sum.
 
-Every launcher has a torch twin of the same signature (`..._reference`). A row has a pair for each expert it chose and,
-where the expert that every row passes stands among the others, one more for that. Sums and products are not fused
-where a kernel is compiled anew for other row counts: the compiler must not choose what rounds.
+Every launcher has a counterpart in torch with the same signature (`..._reference`). A row has a pair for each expert it
+chose and, if the shared expert is stored with the others, one more for that. Sums and products are not fused in kernels
+that are compiled separately for several row counts, because the compiler must not choose which operation rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.config import WeightFormat
 from slipstream.kernels.cpu.native_matrix import StoredTensor
 from slipstream.kernels.cpu.torch_kernels import softcapped
 from slipstream.kernels.gpu import expert_kernels as kernels
-from slipstream.kernels.gpu.elementwise import add_norm_reference, warps_for
+from slipstream.kernels.gpu.elementwise import add_norm_reference, or_any, warps_for
 from slipstream.kernels.gpu.matmul_plans import ROW_COUNTS, expert_depth, expert_launch
 from slipstream.kernels.gpu.matrices import EARLY, INTERPRETED, GpuDense, GpuMatrix, brain_floats, matmul_reference
 from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack, unpacked_planes
@@ -28,16 +28,16 @@ from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack, 
 Gate = Literal["silu", "gelu"]
 TILE_PAIRS: int = kernels.PAIRS.value
 _GATES = {None: 0, "silu": kernels.GATED_BY_SILU.value, "gelu": kernels.GATED_BY_GELU.value}
-_COMBINED = 512  # numbers of a row in one program
-_LANES = 32  # of the warp that chooses for a row
+_COMBINED = 512  # numbers of a row that one program adds up
+_LANES = 32  # lanes of the warp that chooses a row's experts
 _SCORED = 64  # outputs of a router in one program
-_SCORED_INPUTS = 256
-_APART = 16  # rows of scores begin at multiples of this: loads take several numbers at once from there
+_SCORED_INPUTS = 256  # inputs of a router in one program
+_APART = 16  # rows of scores begin at multiples of this, so that a load can take several numbers at once
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How logits become experts and shares."""
+    """How a router's logits become experts and shares."""
 
     experts: int
     active: int
@@ -45,39 +45,39 @@ class RoutingRule:
     renormalise: bool
     scale: float
     softcap: float
-    shared: bool = False  # every row passes one expert more
-    gated: bool = False  # which a sigmoid weighs: of the logit behind the experts'
-    joined: bool = False  # and which stands behind the others in their stacks
+    shared: bool = False  # whether every row also goes through one shared expert
+    gated: bool = False  # whether a sigmoid weighs the shared expert, by the logit behind those of the experts
+    joined: bool = False  # whether the shared expert is stored behind the others in their stacks
 
     @property
     def ranks(self) -> int:
-        """Pairs of a row."""
+        """How many pairs a row has."""
         return self.active + self.joined
 
     @property
     def stacked(self) -> int:
-        """Experts in a stack."""
+        """How many experts a stack holds."""
         return self.experts + self.joined
 
     def new_counts(self, device: torch.device) -> Tensor:
-        """Memory of a layer for the `counts` of its routings."""
+        """Allocates a layer's memory for the `counts` of its routings."""
         return torch.zeros(self.stacked + 1, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a step's rows chose, by row and by expert. Only the entries of pairs that exist are filled.
+    """What the rows of a step chose, by row and by expert. Only the entries of existing pairs are filled.
 
-    An expert's pairs stand in any order, sixteen of them are a tile, and tiles stand in any order too: neither changes
-    a pair's numbers. A row that is alone needs no lists.
+    The pairs of an expert are in any order, sixteen of them are a tile, and tiles are in any order too; neither order
+    changes a pair's numbers. A single row needs no lists.
     """
 
     rule: RoutingRule
-    shares: Tensor  # fp32 [rows, active, and one for the shared expert]
-    experts: Tensor  # int32 [rows, ranks]; -1 in rows that do not count
+    shares: Tensor  # fp32 [rows, active + 1 for a shared expert]
+    experts: Tensor  # int32 [rows, ranks]; -1 in padding rows
     lists: Tensor  # int32 [stacked, rows]: an expert's pairs, each row * ranks + rank
-    tiles: Tensor  # int32 [most tiles]: an expert, and 2^16 times which sixteen of its list
-    counts: Tensor  # int32 [stacked + 1]: pairs of an expert, and tiles; zeros before the choice and behind the sum
+    tiles: Tensor  # int32 [most tiles]: the expert plus 2^16 times the index of the 16 pairs in its list
+    counts: Tensor  # int32 [stacked + 1]: pairs of each expert, then tiles; zeros before the choice and after the sum
 
     @classmethod
     def empty(cls, rule: RoutingRule, rows: int, counts: Tensor) -> Routing:
@@ -106,17 +106,17 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The answers of experts, not yet added up; rows whose place is not before `scratch_place` have none."""
+    """The answers of experts before they are added up; a row whose place is not before `scratch_place` has none."""
 
     answers: Tensor  # fp32 [pairs, width]
     routing: Routing
-    extra: Tensor | None  # bf16 [rows, width]: the shared expert's where it stands apart
+    extra: Tensor | None  # bf16 [rows, width]: the shared expert's answer if it is stored separately
     places: Tensor
     scratch_place: int
 
 
 class ExpertStack:
-    """One projection of all experts [experts, outputs, inputs]: bf16, or blocks of one type."""
+    """One projection of all experts [experts, outputs, inputs], in bf16 or in blocks of one type."""
 
     def __init__(self, weights: Tensor | QuantPlanes, experts: int) -> None:
         self.weights = weights
@@ -131,7 +131,7 @@ class ExpertStack:
         self.launches = {alone: expert_launch(kind, self.inputs, alone) for alone in (True, False)}
 
     def dense(self, expert: int) -> Tensor:
-        """An expert's weights in fp32."""
+        """Returns an expert's weights in fp32."""
         if isinstance(self.weights, Tensor):
             return self.weights[expert * self.outputs : (expert + 1) * self.outputs].float()
         tiles = self.outputs // TILE_ROWS
@@ -147,17 +147,17 @@ class ExpertStack:
 
 
 def stack_kind(sources: Sequence[StoredTensor], weight_format: WeightFormat) -> str | None:
-    """The block type that all tensors of a stack have and keep; None: they become bf16."""
+    """Returns the block type that all tensors of a stack share and keep, or None if they become bf16."""
     names = {source.type_name for source in sources}
     packed = weight_format != "bf16" and len(names) == 1 and names <= KINDS.keys()
-    # blocks lie in tiles of 64 outputs, and an expert begins with a tile of its own
+    # blocks are packed in tiles of 64 outputs, and every expert must begin with a new tile
     return names.pop() if packed and all(source.shape[0] % TILE_ROWS == 0 for source in sources) else None
 
 
 def make_expert_stack(
     sources: Sequence[Sequence[StoredTensor]], device: torch.device, weight_format: WeightFormat = "auto"
 ) -> ExpertStack:
-    """A stack of experts, each of the tensors it consists of."""
+    """Builds a stack of experts; each expert is given by the tensors that are joined along its outputs."""
     each = [source for expert in sources for source in expert]
     kind = stack_kind(each, weight_format)
     if kind is None:
@@ -167,7 +167,7 @@ def make_expert_stack(
 
 
 def new_scores(matrix: GpuMatrix, rows: int, device: torch.device) -> Tensor:
-    """Memory for a router's product with so many rows: fp32 [parts, rows, outputs], rows apart as loads like it."""
+    """Allocates a router's product with `rows` rows: fp32 [parts, rows, outputs], with aligned rows."""
     whole = not isinstance(matrix, GpuDense) or rows > ROW_COUNTS[-1]
     parts = 1 if whole else triton.cdiv(matrix.in_features, _SCORED_INPUTS)
     apart = -(-matrix.out_features // _APART) * _APART
@@ -175,7 +175,7 @@ def new_scores(matrix: GpuMatrix, rows: int, device: torch.device) -> Tensor:
 
 
 def score(matrix: GpuMatrix, rows: Tensor, out: Tensor) -> None:
-    """A router's product, rows bf16 [rows, inputs], whose parts [parts, rows, outputs] in fp32 are yet to be added."""
+    """Computes a router's product of rows bf16 [rows, inputs] in fp32 parts [parts, rows, outputs], not yet added."""
     parts, count, outputs = out.shape
     if parts == 1:
         matrix(rows, out[0])
@@ -195,15 +195,15 @@ def score_reference(matrix: GpuMatrix, rows: Tensor, out: Tensor) -> None:
 def route(
     logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, places: Tensor, scratch_place: int, out: Routing
 ) -> None:
-    """Chooses and groups by logits fp32 [parts, rows or more, experts, and perhaps the shared expert's gate].
+    """Chooses and groups by logits fp32 [parts, rows or more, experts + 1 if the shared expert is gated].
 
-    `bias` counts in the choice only, `expert_scale` in the shares only. Rows whose place is not before `scratch_place`
-    choose nothing.
+    `bias` affects the choice only, `expert_scale` the shares only. A row whose place is not before `scratch_place`
+    chooses nothing.
     """
     rule, rows = out.rule, out.rows
     kernels.route_kernel[(rows,)](
-        logits, _or(bias, logits), _or(expert_scale, logits), places, out.shares, out.experts, out.lists, out.tiles,
-        out.counts, logits.stride(0), logits.stride(1), scratch_place, rows, rule.softcap, rule.scale,
+        logits, or_any(bias, logits), or_any(expert_scale, logits), places, out.shares, out.experts, out.lists,
+        out.tiles, out.counts, logits.stride(0), logits.stride(1), scratch_place, rows, rule.softcap, rule.scale,
         PARTS=logits.shape[0], EXPERTS=rule.experts, WIDTH=max(_LANES, triton.next_power_of_2(rule.experts)),
         LANES=max(_LANES, triton.next_power_of_2(rule.ranks)), ACTIVE=rule.active, SIGMOID=rule.sigmoid,
         RENORMALISE=rule.renormalise, SOFTCAP=rule.softcap > 0, HAS_BIAS=bias is not None,
@@ -242,7 +242,7 @@ def route_reference(
 
 
 def expert_gate_up(stack: ExpertStack, rows: Tensor, routing: Routing, gate: Gate, out: Tensor) -> None:
-    """out[pair] = gate(first half) * second half of the pair's expert's answer to its row.
+    """Computes out[pair] = gate(first half) * second half of the answer of the pair's expert to its row.
 
     rows bf16 [rows, inputs], out bf16 [pairs, outputs / 2].
     """
@@ -256,7 +256,8 @@ def expert_gate_up_reference(stack: ExpertStack, rows: Tensor, routing: Routing,
 
 
 def expert_down(stack: ExpertStack, inner: Tensor, routing: Routing, out: Tensor) -> None:
-    """out[pair] = the pair's expert's answer to inner[pair]: bf16 [pairs, inputs] to fp32 [pairs, outputs]."""
+    """Computes out[pair] = the answer of the pair's expert to inner[pair]: bf16 [pairs, inputs], fp32 [pairs, outputs].
+    """
     _multiply(stack, inner, routing, 1, None, out)
 
 
@@ -266,11 +267,11 @@ def expert_down_reference(stack: ExpertStack, inner: Tensor, routing: Routing, o
 
 
 def combine(mixture: Mixture, out: Tensor) -> None:
-    """A row's answers by their shares, in bf16; zeros for rows that do not count."""
+    """Adds up each row's answers by their shares, in bf16; padding rows get zeros."""
     answers, routing, places = mixture.answers, mixture.routing, mixture.places
     rule, width = routing.rule, answers.shape[1]
     kernels.combine_kernel[(triton.cdiv(width, _COMBINED), out.shape[0])](
-        answers, routing.shares, _or(mixture.extra, answers), places, out, routing.experts, routing.counts,
+        answers, routing.shares, or_any(mixture.extra, answers), places, out, routing.experts, routing.counts,
         routing.counts[-1:], routing.rows, width, mixture.scratch_place, RANKS=rule.ranks,
         SHARES=routing.shares.shape[1], LANES=triton.next_power_of_2(rule.ranks), BLOCK=_COMBINED, EARLY=EARLY,
         num_warps=4, launch_pdl=EARLY, enable_fp_fusion=False,
@@ -294,12 +295,13 @@ def combine_reference(mixture: Mixture, out: Tensor) -> None:
 def combine_norm(
     residual: Tensor, mixture: Mixture, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
 ) -> None:
-    """What `combine` makes of a mixture goes to the stream by `add_norm`, in one launch."""
+    """Does what `combine` and then `add_norm` do, in one launch."""
     answers, routing, (rows, width) = mixture.answers, mixture.routing, residual.shape
     block = triton.next_power_of_2(width)
     kernels.combine_norm_kernel[(rows,)](
-        answers, routing.shares, _or(mixture.extra, answers), mixture.places, residual, weight, out, _or(tap, out),
-        routing.experts, routing.counts, routing.counts[-1:], 0 if tap is None else tap.stride(0), routing.rows, eps,
+        answers, routing.shares, or_any(mixture.extra, answers), mixture.places, residual, weight, out,
+        or_any(tap, out), routing.experts, routing.counts, routing.counts[-1:],
+        0 if tap is None else tap.stride(0), routing.rows, eps,
         mixture.scratch_place, WIDTH=width, BLOCK=block, RANKS=routing.rule.ranks, SHARES=routing.shares.shape[1],
         LANES=triton.next_power_of_2(routing.rule.ranks), HAS_TAP=tap is not None, EARLY=EARLY,
         num_warps=warps_for(block), launch_pdl=EARLY, enable_fp_fusion=False,
@@ -317,7 +319,7 @@ def combine_norm_reference(
 def _multiply(
     stack: ExpertStack, rows: Tensor, routing: Routing, sharing: int, gate: Gate | None, out: Tensor
 ) -> None:
-    """`sharing` pairs in a row read the same one of `rows`."""
+    """Multiplies pairs with their experts; `sharing` consecutive pairs read the same one of `rows`."""
     launch, weights = stack.launches[routing.alone], stack.weights
     parts = triton.cdiv(out.shape[1], launch.tile if gate is None else launch.tile // 2)
     grid = parts, routing.tiles.shape[0]
@@ -337,21 +339,16 @@ def _multiply(
         return
     kind = weights.kind
     kernels.quant_experts_kernel[grid](
-        weights.words, _or(weights.high, weights.words), weights.scales, _or(weights.offsets, weights.scales), rows,
-        out, *chosen, rows.stride(0), stack.outputs, stack.inputs, weights.steps, weights.unit,
+        weights.words, or_any(weights.high, weights.words), weights.scales, or_any(weights.offsets, weights.scales),
+        rows, out, *chosen, rows.stride(0), stack.outputs, stack.inputs, weights.steps, weights.unit,
         BITS=kind.bits, HIGH=kind.high, GROUP=kind.group, ZERO=kind.zero, OFFSETS=kind.minima, UNROLL=stack.depth,
         EVEN=stack.inputs == weights.steps * kind.step, **common,
     )
 
 
 def _by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """Experts that somebody chose, and their pairs."""
+    """Yields the experts that at least one row chose, and their pairs."""
     chosen = routing.experts.flatten()
     for expert in chosen.unique().tolist():
         if expert >= 0:
             yield expert, torch.nonzero(chosen == expert).flatten()
-
-
-def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A kernel argument that is never read still needs an address."""
-    return stand_in if tensor is None else tensor

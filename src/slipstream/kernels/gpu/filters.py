@@ -1,8 +1,9 @@
 """Where min-p, top-k and top-p cut a row of logits: the smallest logit / temperature that they keep.
 
-Three launches, which end at once for a row without filters. The first weighs, stretch by stretch, what is above each of
-some cuts, which are values of the row itself; the second gathers what stands between the two cuts that the answer must
-lie between; the third searches there. A row whose list is too long (equals, mostly) is searched as a whole.
+There are three launches, which end at once for a row without filters. The first computes, stretch by stretch, the mass
+above each of some cuts, which are values of the row itself. The second gathers the numbers between the two cuts that
+enclose the answer. The third searches among them. If a row's list is too long, mostly because of equal numbers, the
+whole row is searched.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch import Tensor
 from slipstream.kernels.cpu.ranking import LEAST_TEMPERATURE
 
 STRETCH = 4096  # tokens that one program reads
-MOST_GATHERED = 16384
-_CUTS = 32
-_SAMPLED = 256  # tokens of a row whose values serve as cuts: about 5000 of 152K tokens stand between two of them
-_WEIGHED_AT_ONCE = 256
-_SEARCHED_AT_ONCE = 2048
+MOST_GATHERED = 16384  # numbers of a row's list; a longer list is not gathered, and the row is searched as a whole
+_CUTS = 32  # cuts per row
+_SAMPLED = 256  # tokens of a row from which the cuts are taken: of 152K tokens about 5000 are between two cuts
+_WEIGHED_AT_ONCE = 256  # tokens per turn of the first launch, which has to keep _CUTS sums for each
+_SEARCHED_AT_ONCE = 2048  # tokens per turn of the search
 _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
 
 
 @dataclass(frozen=True, slots=True)
 class FilterScratch:
-    """Where the launches leave what the next one reads; `floors` is the result."""
+    """Where each launch stores what the next one reads; `floors` is the result."""
 
-    floors: Tensor  # fp32 [rows], -inf where nothing is filtered
+    floors: Tensor  # fp32 [rows]; -inf if nothing is filtered
     peaks: Tensor  # fp32 [rows, stretches]
     cuts: Tensor  # fp32 [rows, _CUTS], rising
-    counts: Tensor  # int32 [rows, stretches, _CUTS]: numbers that reach each cut
-    masses: Tensor  # fp32, their probability on the scale of the stretch's peak
-    few: Tensor  # fp32 [rows, MOST_GATHERED]
+    counts: Tensor  # int32 [rows, stretches, _CUTS]: how many numbers reach each cut
+    masses: Tensor  # fp32 [rows, stretches, _CUTS]: the mass of those numbers, relative to the stretch's peak
+    few: Tensor  # fp32 [rows, MOST_GATHERED]: the gathered list
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> FilterScratch:
@@ -49,13 +50,15 @@ class FilterScratch:
 
 @triton.jit
 def ordered(bits):  # type: ignore[no-untyped-def]
-    """Bits of floats as integers of the same order; and back."""
+    """Maps the bits of floats to integers in the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def precise_log(x):  # type: ignore[no-untyped-def]
-    """ln x of positive normal numbers to about one unit in the last place, also near 1, where tl.log is coarse."""
+    """Computes ln x of positive normal numbers to about one unit in the last place, also near 1, where tl.log is
+    coarse.
+    """
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23  # leaves a mantissa of √½ to √2
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -74,7 +77,7 @@ def precise_log(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _filters(sequence, temperature, top_k, top_p, min_p, size):  # type: ignore[no-untyped-def]
-    """A sequence's settings; a top-k that keeps everything is 0. The last says whether anything is filtered."""
+    """Returns a sequence's settings (a top-k that keeps everything is 0), and whether anything is filtered."""
     heat, most = tl.load(temperature + sequence), tl.load(top_k + sequence)
     share, least = tl.load(top_p + sequence), tl.load(min_p + sequence)
     most = tl.where((most > 0) & (most < size), most, 0)
@@ -84,7 +87,7 @@ def _filters(sequence, temperature, top_k, top_p, min_p, size):  # type: ignore[
 
 @triton.jit
 def _sampled(line, at, size, heat, SAMPLED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of a row's sample: whole sectors of memory, all over the row."""
+    """Returns some numbers of a row's sample, which consists of whole memory sectors spread over the row."""
     place = tl.minimum(at // 8 * (size // (SAMPLED // 8)) + at % 8, size - 1)
     value = tl.div_rn(tl.load(line + place), heat)
     return tl.where(value != value, float("-inf"), value)
@@ -92,7 +95,7 @@ def _sampled(line, at, size, heat, SAMPLED: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _sampled_cuts(line, size, heat, SAMPLED: tl.constexpr, CUTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rising values of the row: the highest few of a sample and every ninth below them; the lowest cut is -inf."""
+    """Returns rising values of the row: the highest few of a sample and every ninth below; the lowest cut is -inf."""
     at = tl.arange(0, SAMPLED)
     value = _sampled(line, at, size, heat, SAMPLED)
     rank = tl.zeros((SAMPLED,), tl.int32)
@@ -112,7 +115,7 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits, stride, temperature, top_k, top_p, min_p, peaks, cuts, counts, masses, each, size,
     STRETCH: tl.constexpr, SAMPLED: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """How many numbers of one stretch of a row reach each cut, and their mass."""
+    """Computes how many numbers of one stretch of a row reach each cut, and their mass."""
     row, stretch = tl.program_id(0), tl.program_id(1)
     heat, _, _, _, some = _filters(row // each, temperature, top_k, top_p, min_p, size)
     if some:
@@ -129,7 +132,7 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
         mass = tl.zeros((BLOCK, CUTS), tl.float32)
         for start in range(first, first + STRETCH, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            # what is behind the end is NaN, which reaches no cut
+            # numbers behind the end are NaN, which reaches no cut
             value = tl.div_rn(tl.load(line + place, mask=place < size, other=float("nan")), heat)
             reaches = value[:, None] >= cut[None, :]
             count += reaches.to(tl.int32)
@@ -144,9 +147,9 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
 def _bracket(  # type: ignore[no-untyped-def]
     row, peaks, cuts, counts, masses, stretches, most, share, least, STRETCHES: tl.constexpr, CUTS: tl.constexpr
 ):
-    """Where a row's answer lies: (peak, least answer, low, high, mass above high, whole mass, numbers in each stretch).
+    """Encloses a row's answer: (peak, least answer, low, high, mass above high, whole mass, numbers in each stretch).
 
-    A row with only top-p is searched between two cuts; of any other row all that reaches one is needed.
+    A row with only top-p is searched between two cuts; for any other row all numbers above the lower cut are needed.
     """
     stretch, number = tl.arange(0, STRETCHES), tl.arange(0, CUTS)
     there = stretch < stretches
@@ -197,7 +200,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights_from(source, size, divisor, least, peak, by_mass, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many numbers of a list are at least each of `least` (eight), or their mass on the scale of the peak."""
+    """Returns how many numbers of a list are at least each of eight `least`, or their mass relative to the peak."""
     total = tl.zeros((BLOCK, 8), tl.float32)
     for start in range(0, size, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -211,7 +214,8 @@ def _weights_from(source, size, divisor, least, peak, by_mass, BLOCK: tl.constex
 def _edge(  # type: ignore[no-untyped-def]
     source, size, divisor, least, most, peak, above, by_mass, target, BLOCK: tl.constexpr
 ):
-    """The largest number from `least` to `most` whose weight and that of all above it reach `target`, or `least`."""
+    """Finds the largest number from `least` to `most` that, with all numbers above it, reaches `target`; else `least`.
+    """
     low = ordered(least.to(tl.int32, bitcast=True)).to(tl.int64)
     high = ordered(most.to(tl.int32, bitcast=True)).to(tl.int64)
     while low < high:
@@ -229,7 +233,7 @@ def _search_kernel(  # type: ignore[no-untyped-def]
     logits, stride, temperature, top_k, top_p, min_p, peaks, cuts, counts, masses, few, floors, each, size, stretches,
     STRETCHES: tl.constexpr, CUTS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One row's floor: min-p, then top-k, then top-p on what is left."""
+    """Finds one row's floor: by min-p, then top-k, then top-p on what is left."""
     row = tl.program_id(0)
     heat, most, share, least, some = _filters(row // each, temperature, top_k, top_p, min_p, size)
     floor = float("-inf")

@@ -1,6 +1,6 @@
-"""What a drafter's heads say of every candidate behind every candidate of the slot before, in tables on the device.
+"""The corrections of a drafter's heads for every candidate behind every candidate of the slot before, as device tables.
 
-Only heads that look one token back have such tables; a head that remembers the whole path has none.
+Only heads that look one token back have such tables; a head that depends on the whole path has none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from slipstream.kernels.cpu.ranking import LEAST_TEMPERATURE
 from slipstream.kernels.gpu.tree_growth import HeadScores
 
-_RANKS_AT_ONCE = 64
-_HIDDEN_AT_ONCE = 1024
-_LEAST_DOT = 16  # rows of a tile that tl.dot takes
+_RANKS_AT_ONCE = 64  # columns of a head's tables per turn
+_HIDDEN_AT_ONCE = 1024  # columns of a hidden row per turn
+_LEAST_DOT = 16  # the smallest number of rows that tl.dot supports
 _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """A head whose previous rows pass a gate that the hidden row opens."""
+class CorrectionGate:
+    """A gate of a head, opened by the hidden row, through which the previous token's row passes."""
 
     inner: Tensor  # fp32 [rank, rank]
     of_hidden: Tensor  # fp32 [rank, hidden]
@@ -36,24 +36,24 @@ class Trust:
 
     of_hidden: Tensor  # fp32 [hidden]
     bias: float
-    before: Tensor | None = None  # [vocabulary, rank]; None: the token before does not matter
+    before: Tensor | None = None  # [vocabulary, rank]; None if the token before does not matter
     of_before: Tensor | None = None  # fp32 [rank]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """A drafter's heads on the device: a correction is before[previous] . after[candidate]."""
+    """A drafter's heads on the device; a correction is before[previous] . after[candidate]."""
 
-    before: Tensor | None = None  # [vocabulary, rank] in any float type; None: nothing is corrected
+    before: Tensor | None = None  # [vocabulary, rank] in any float type; None if nothing is corrected
     after: Tensor | None = None
-    weigh: Tensor | None = None  # fp32 [rank, hidden]: the hidden row weighs the product
-    gate: Gate | None = None
+    weigh: Tensor | None = None  # fp32 [rank, hidden]: with it the hidden row weighs the product
+    gate: CorrectionGate | None = None
     trust: Trust | None = None
 
 
 @triton.jit
 def _previous(candidates, sequence_stride, slot_stride, anchors, sequence, slot, line, count):  # type: ignore[no-untyped-def]
-    """The tokens that may stand before a slot: the candidates of the slot before it, or the anchor."""
+    """Returns the tokens that may precede a slot: the candidates of the slot before it, or the anchor."""
     at = candidates + sequence.to(tl.int64) * sequence_stride + (slot - 1) * slot_stride
     found = tl.load(at + line, mask=line < tl.where(slot > 0, count, 0), other=0)
     return (found + tl.where(slot > 0, 0, tl.load(anchors + sequence))).to(tl.int64)
@@ -64,7 +64,7 @@ def _correction_kernel(  # type: ignore[no-untyped-def]
     before, after, given, weights, candidates, sequence_stride, slot_stride, anchors, temperature, corrections, scale,
     count, rank, GIVEN: tl.constexpr, WEIGHED: tl.constexpr, LINES: tl.constexpr, RANKS: tl.constexpr,
 ):
-    """The corrections [K (before), K] of one slot; `given` are rows that take the place of the table's."""
+    """Computes the corrections [K (before), K] of one slot; `given` are rows that replace those of the table."""
     sequence, slot = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, LINES)
     there = line < count
@@ -97,7 +97,7 @@ def _confidence_kernel(  # type: ignore[no-untyped-def]
     anchors, confidence, count, size, rank, BEFORE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """The confidence in one slot's proposal behind each token that may stand before it."""
+    """Computes the confidence in one slot's proposal behind each token that may precede it."""
     sequence, slot = tl.program_id(0), tl.program_id(1)
     row = hidden + sequence.to(tl.int64) * hidden_stride + slot * row_stride
     parts = tl.zeros((BLOCK,), tl.float32)
@@ -119,13 +119,13 @@ def _confidence_kernel(  # type: ignore[no-untyped-def]
 
 
 def _previous_tokens(candidates: Tensor, anchors: Tensor) -> Tensor:
-    """The tokens [sequences, slots, K] that may stand before each slot."""
+    """Returns the tokens [sequences, slots, K] that may precede each slot."""
     first = anchors[:, None, None].expand(-1, 1, candidates.shape[2])
     return torch.cat((first, candidates[:, :-1]), dim=1)
 
 
-def _gated(weights: HeadWeights, gate: Gate, hidden: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
-    """The gated rows [sequences, slots, K, rank] of the tokens before."""
+def _gated(weights: HeadWeights, gate: CorrectionGate, hidden: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
+    """Returns the gated rows [sequences, slots, K, rank] of the tokens before."""
     assert weights.before is not None
     rows = weights.before[_previous_tokens(candidates, anchors)].float()
     opened = torch.nn.functional.linear(hidden.float(), gate.of_hidden, gate.bias)
@@ -135,16 +135,16 @@ def _gated(weights: HeadWeights, gate: Gate, hidden: Tensor, candidates: Tensor,
 def score_heads(
     weights: HeadWeights, hidden: Tensor, candidates: Tensor, anchors: Tensor, temperature: Tensor, out: HeadScores
 ) -> None:
-    """Fills `out`, all but its least confidence, from hidden rows [sequences, slots, H] and candidates [.., slots, K].
+    """Fills `out`, except its least confidence, from hidden rows [sequences, slots, H] and candidates [.., slots, K].
 
-    Heads without a correction leave zeros. Temperature is that of the sequences' settings.
+    Heads without a correction give zeros. `temperature` is that of each sequence.
     """
     sequences, slots, count = candidates.shape
     assert candidates.stride(2) == 1 and hidden.stride(2) == 1
     lines = max(_LEAST_DOT, triton.next_power_of_2(count))
     tokens = candidates, candidates.stride(0), candidates.stride(1), anchors
     nothing = hidden
-    # a rank of 0 makes zeros
+    # a rank of 0 gives zeros
     rank = weights.before.shape[1] if weights.before is not None else 0
     given = _gated(weights, weights.gate, hidden, candidates, anchors) if weights.gate is not None else nothing
     weighed = nothing if weights.weigh is None else hidden.float() @ weights.weigh.t()

@@ -1,6 +1,7 @@
-"""One dispatch for everything the device runs: the Triton kernels, or their torch twins where somebody asked for them.
+"""One place that chooses what the device runs: the Triton kernels, or their torch counterparts if the user asks for
+them.
 
-The choice is made once and by name; nothing falls back from one to the other on its own.
+The choice is made once and by name; there is no automatic fallback from one to the other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Product = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GpuKernels:
-    """Launchers by what they do; see the module of each for its arguments."""
+    """The launchers, by what they do; the module of each describes its arguments."""
 
     choice: Kernels
     multiply: Product
@@ -68,7 +69,8 @@ class GpuKernels:
     delta: delta_net_launch.DeltaKernels
 
 
-# The module of each launcher. The launcher has the field's name; its torch twin has that name and `_reference`.
+# The module of each launcher. A launcher has the name of its field; its torch counterpart has that name and
+# `_reference`.
 _MODULES: dict[str, ModuleType] = {
     **dict.fromkeys(("add_norm", "rotary_write", "silu_mul", "context_write"), elementwise),
     **dict.fromkeys(("accept", "compact", "hold"), commit),

@@ -1,7 +1,8 @@
-"""What some families and drafters have between their matmuls beyond the plain layer: normed deltas, gates, norms of
-many parts at once, convolutions within a draft block, bent logits.
+"""Steps between the matmuls that only some families and drafters have: normed deltas, gates, norms of several parts,
+convolutions within a draft block, and bent logits.
 
-Every kernel has a launcher and a torch twin of the same signature (`..._reference`); a row is computed for itself.
+Every kernel has a launcher and a counterpart in torch with the same signature (`..._reference`). A row's result does
+not depend on other rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from slipstream.kernels.gpu.elementwise import bias_added, or_any, warps_for
 Gating = Literal["sigmoid", "softplus", "gelu"]
 _SIGMOID, _SOFTPLUS, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _GATINGS: dict[Gating, int] = {"sigmoid": 0, "softplus": 1, "gelu": 2}
-_BLOCK = 1024
-_LOGIT_BLOCK = 4096
+_BLOCK = 1024  # numbers of a row per program
+_LOGIT_BLOCK = 4096  # logits of a row per program
 
 
 @triton.jit
@@ -65,11 +66,11 @@ def join_norm(
     beside_norms: Tensor | None, scale: float, weights: Tensor | None, eps: float, out: Tensor,
     tap: Tensor | None = None,
 ) -> None:
-    """residual = (residual + rms_norm(delta + bias) * norm) * scale; out = rms_norm(residual) * weights.
+    """Computes residual = (residual + rms_norm(delta + bias) * norm) * scale and out = rms_norm(residual) * weights.
 
-    residual fp32 [rows, width]; delta, beside and out bf16; norms fp32. With something `beside` the delta, both are
-    normed with their line of `beside_norms` [2, width] and added up first. Several lines of `weights` [outs, width]
-    give several outs [outs, rows, width]; without any, out is the residual itself. The new residual also goes to `tap`.
+    residual fp32 [rows, width]; delta, beside and out bf16; norms fp32. If there is a second delta `beside`, both are
+    first normed with their line of `beside_norms` [2, width] and added. Several lines of `weights` [outs, width] give
+    several outs [outs, rows, width]; without weights, out is the residual itself. The new residual also goes to `tap`.
     """
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
@@ -115,9 +116,10 @@ def _norm_parts_kernel(  # type: ignore[no-untyped-def]
 
 
 def norm_parts(x: Tensor, weights: Tensor, eps: float, out: Tensor) -> None:
-    """out = rms_norm of every part of x [rows, parts, width], each with its line of `weights` fp32 [parts, width].
+    """Computes out = rms_norm of every part of x [rows, parts, width], each with its line of `weights` fp32 [parts,
+    width].
 
-    x fp32 or bf16, out bf16 of the same shape; rows and parts of both may lie anywhere.
+    x fp32 or bf16, out bf16 of the same shape; rows and parts of both may have any stride.
     """
     rows, parts, width = x.shape
     block = triton.next_power_of_2(width)
@@ -146,19 +148,19 @@ def _gate_mul_kernel(  # type: ignore[no-untyped-def]
     if KIND == _SIGMOID:
         weight = tl.sigmoid(x)
     elif KIND == _SOFTPLUS:
-        small = tl.exp(-tl.abs(x))  # far from zero the sum with 1 would lose it
+        small = tl.exp(-tl.abs(x))  # below 1e-4 the sum with 1 would lose its digits
         weight = tl.maximum(x, 0.0) + tl.where(small < 1e-4, small, tl.log(1.0 + small))
     else:
-        # 0.5 * (1 + tanh(u)) is a sigmoid of 2 u
+        # 0.5 * (1 + tanh(u)) is the sigmoid of 2 u
         weight = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     tl.store(out + row * WIDTH + column, (value * weight).to(tl.bfloat16), mask=inside)
 
 
 def gate_mul(values: Tensor, gate: Tensor, bias: Tensor | None, out: Tensor, kind: Gating) -> None:
-    """out = values * f(gate + bias), f being a sigmoid, a softplus or the GELU with a tanh.
+    """Computes out = values * f(gate + bias); f is a sigmoid, a softplus or the GELU with a tanh.
 
-    values [rows, width] and gate [rows, gates] bf16 or fp32, their rows anywhere; each gate weighs the next width /
-    gates values. out bf16 [rows, width].
+    values [rows, width] and gate [rows, gates] are bf16 or fp32 with any row stride; each gate weighs the next
+    width / gates values. out bf16 [rows, width].
     """
     rows, width = values.shape
     _gate_mul_kernel[(triton.cdiv(width, _BLOCK), rows)](
@@ -184,7 +186,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
     at = row.to(tl.int64) * WIDTH + column
     kernels = dynamic + (row * 2 + SIDE) * (TAPS * (WIDTH // GROUP)) + column // GROUP
     total = tl.zeros([BLOCK], tl.float32)
-    before = tl.where(inside, row % each, -1)  # blocks stand side by side; nothing reaches across a block's start
+    before = tl.where(inside, row % each, -1)  # blocks are neighbours in memory, and no tap may cross a block's start
     for back in tl.static_range(TAPS):
         there = before >= back
         weight = tl.load(base + (SIDE * TAPS + back) * WIDTH + column, mask=there, other=0.0)
@@ -199,10 +201,10 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
 def convolve(
     x: Tensor, bias: Tensor | None, dynamic: Tensor, base: Tensor, leaving: bool, each: int, out: Tensor
 ) -> None:
-    """A causal convolution of x + bias, bf16 [rows, width], over the rows of every block of `each`, a kernel for each.
+    """Convolves x + bias, bf16 [rows, width], causally over the rows of every block of `each`; every row has a kernel.
 
-    A kernel is its part of base fp32 [2, taps, width] plus that of dynamic bf16 [rows, 2 * taps * groups], which the
-    channels of a group share; the second of both is for rows `leaving` a sublayer. out bf16, another tensor than x.
+    A kernel is the sum of its part of base fp32 [2, taps, width] and of dynamic bf16 [rows, 2 * taps * groups], which
+    the channels of a group share. The second half of both is for rows `leaving` a sublayer. out bf16 must not be x.
     """
     rows, width = x.shape
     taps = base.shape[1]
@@ -241,7 +243,8 @@ def _bend_kernel(logits, width, multiplier, cap, BLOCK: tl.constexpr, CAPPED: tl
 
 
 def bend(logits: Tensor, multiplier: float, cap: float) -> None:
-    """Multiplies fp32 logits [rows, vocabulary] in place, and keeps them between plus and minus `cap` (0: does not)."""
+    """Multiplies fp32 logits [rows, vocabulary] in place and bends them into plus or minus `cap`; a cap of 0 does not.
+    """
     rows, width = logits.shape
     _bend_kernel[(triton.cdiv(width, _LOGIT_BLOCK), rows)](
         logits, width, multiplier, cap, BLOCK=_LOGIT_BLOCK, CAPPED=cap > 0, num_warps=8

@@ -1,7 +1,7 @@
 """Matrices on the GPU, dense or as a file's blocks: bf16 rows in, bf16 rows out (fp32 for an output head).
 
-With 16, 32 or 64 rows a row's sum has one order, so the text of a step does not depend on how many rows it had. More
-rows of a prefill go through cuBLAS, blocks by way of bf16.
+With 16, 32 or 64 rows a row's sum has one order, so the text of a step does not depend on the number of its rows. The
+more numerous rows of a prefill go through cuBLAS, for which blocks are expanded to bf16.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, dequan
 from slipstream.kernels.gpu.quant_kernels import expand_kernel, quant_matmul_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EARLY = not INTERPRETED  # programs start while the kernel before ends, and wait for it
-# With so few outputs, or inputs, a kernel of ours is quicker than cuBLAS: it begins while the one before it still runs
+EARLY = not INTERPRETED  # whether programs start while the kernel before them ends, and then wait for it
+# With at most this many outputs or inputs, the kernel of this package is faster than cuBLAS, because it can begin while
+# the kernel before it still runs.
 _FEW_OUTPUTS, _FEW_INPUTS = 6144, 2048
 _MOST_ROWS = ROW_COUNTS[-1]
-_GATHER_WIDTH = 1024
-_EXPAND_ROWS = 16
-_EXPANDED_WEIGHTS = 2**27  # at a time: every matrix of a layer, but not all of an output head
-_BLOCK_ROWS = 256  # up to here, reading blocks again for every 64 rows costs less than writing them out as bf16
+_GATHER_WIDTH = 1024  # numbers of a row that a program copies
+_EXPAND_ROWS = 16  # rows of blocks that a program expands
+_EXPANDED_WEIGHTS = 2**27  # weights expanded at a time: enough for every matrix of a layer, but not for an output head
+_BLOCK_ROWS = 256  # up to this many rows, reading blocks again for every 64 rows costs less than expanding them to bf16
 _PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PROBES = 4
+_PROBES = 4  # random inputs on which cuBLAS must agree with itself
 
 
 class Scratch:
-    """Memory that all matrices of a model share, since they run one after another.
+    """Memory that all matrices of a model share, because they run one after another.
 
-    Captured graphs keep its addresses: once `seal` was called it no longer grows.
+    Captured graphs contain its addresses, so it does not grow any more after `seal`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,9 +51,9 @@ class Scratch:
         self._sealed = False
 
     def reserve(self, partials: int = 0, dense: int = 0) -> None:
-        """Makes room for that many partial sums and dequantised weights."""
+        """Makes room for this many partial sums and expanded weights."""
         if self._sealed and (partials > self.partials.numel() or dense > self.dense.numel()):
-            raise IntegrityError("a matrix is loaded that needs more scratch memory than captured graphs know of")
+            raise IntegrityError("a matrix needs more scratch memory than the captured graphs have")
         if partials > self.partials.numel():
             self.partials = torch.empty(partials, dtype=torch.float32, device=self.device)
         if dense > self.dense.numel():
@@ -67,7 +68,7 @@ class Scratch:
 
 
 class GpuMatrix(ABC):
-    """A weight [out, in] on the device, ready to multiply rows."""
+    """A weight [out, in] on the device that is ready to multiply rows."""
 
     out_features: int
     in_features: int
@@ -76,23 +77,22 @@ class GpuMatrix(ABC):
     result_dtype: torch.dtype
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """rows @ weight^T for bf16 rows [n, in]; n is 16, 32, 64 or more."""
+        """Returns rows @ weight^T for bf16 rows [n, in]; n is 16, 32, 64 or more."""
         count = rows.shape[0]
         if count not in ROW_COUNTS and count < _MOST_ROWS:
-            raise IntegrityError(f"a product with {count} rows is asked for, which should be padded to 16, 32 or 64")
+            raise IntegrityError(f"a product with {count} rows was requested; they must be padded to 16, 32 or 64")
         if out is None:
             out = torch.empty(count, self.out_features, dtype=self.result_dtype, device=rows.device)
         self.multiply(rows, out)
         return out
 
     def in_parts(self, rows: Tensor) -> Tensor:
-        """The product, or fp32 parts [parts, n, out] whose sum it is where adding them up is better left to who reads.
-        """
+        """Returns the product, or its fp32 parts [parts, n, out] if it is faster to let the reader add them up."""
         return self(rows)
 
     @abstractmethod
     def multiply(self, rows: Tensor, out: Tensor) -> None:
-        """Writes rows @ weight^T into `out`, whose rows may lie apart."""
+        """Writes rows @ weight^T into `out`, whose rows need not be contiguous."""
 
     @abstractmethod
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
@@ -100,11 +100,13 @@ class GpuMatrix(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weights [out, in] that are multiplied, in fp32."""
+        """Returns the weights [out, in] that are multiplied, in fp32."""
 
 
 class GpuDense(GpuMatrix):
-    """bf16 weights. cuBLAS multiplies large ones where it sums 16, 32 and 64 rows alike, our kernel the others."""
+    """bf16 weights. cuBLAS multiplies large ones if it sums 16, 32 and 64 rows alike; otherwise this package's kernel
+    does.
+    """
 
     format = "bf16"
 
@@ -127,7 +129,7 @@ class GpuDense(GpuMatrix):
             scratch.reserve(partials=_partials(self._tickets.numel(), self.plan))
 
     def _library_differs(self) -> bool:
-        """Whether cuBLAS sums a row of this shape in an order that depends on the others."""
+        """Whether cuBLAS sums a row of this shape in an order that depends on the other rows."""
         key = (self.out_features, self.in_features, self.result_dtype)
         if key not in self.scratch.agreements:
             self.scratch.agreements[key] = rows_agree(self.weight, self.result_dtype)
@@ -141,7 +143,7 @@ class GpuDense(GpuMatrix):
             library_product(rows, self.weight, out)
 
     def multiply_in_order(self, rows: Tensor, out: Tensor, launch: Launch) -> None:
-        """The kernel that sums every row alike; the launch decides its speed only."""
+        """Runs the kernel that sums every row in the same order; the launch affects its speed only."""
         split, depth = self.plan.split, self.plan.depth
         dense_matmul_kernel[(triton.cdiv(self.out_features, launch.tile), split)](
             self.weight, rows, out, self.scratch.partials, self._tickets, rows.stride(0), out.stride(0),
@@ -161,7 +163,8 @@ class GpuDense(GpuMatrix):
 
 
 class GpuQuantised(GpuMatrix):
-    """Blocks of one type, read as they are; for a prefill they are written out as bf16 in the scratch memory."""
+    """Blocks of one type, which are multiplied as they are; for a prefill they are expanded to bf16 in scratch memory.
+    """
 
     def __init__(
         self, planes: QuantPlanes, format: str, scratch: Scratch, result_dtype: torch.dtype = torch.bfloat16
@@ -177,7 +180,7 @@ class GpuQuantised(GpuMatrix):
         self._constants = {
             "BITS": kind.bits, "HIGH": kind.high, "GROUP": kind.group, "ZERO": kind.zero, "OFFSETS": kind.minima,
         }
-        # kernels want an address even for planes a type has not got; they do not read it
+        # kernels need an address even for planes that a type does not have; they do not read it
         self._stored = tuple(
             planes.words if plane is None else plane
             for plane in (planes.words, planes.high, planes.scales, planes.offsets)
@@ -186,8 +189,8 @@ class GpuQuantised(GpuMatrix):
         scratch.reserve(_partials(planes.tiles, self.plan), self._expanded_rows * self.in_features)
 
     def in_parts(self, rows: Tensor) -> Tensor:
-        # The last program of a tile adds up 64 rows longer than the readers of 64 rows would; with 16 there are few of
-        # those, and they are slower.
+        # With 64 rows the last program of a tile takes longer to add up the parts than the 64 readers do. With 16 rows
+        # there are too few readers, and they are slower.
         planes, split = self.planes, self.plan.split
         if rows.shape[0] != _MOST_ROWS or split == 1:
             return self(rows)
@@ -207,7 +210,7 @@ class GpuQuantised(GpuMatrix):
             start += size
 
     def multiply_blocks(self, rows: Tensor, out: Tensor, launch: Launch) -> None:
-        """Into `out` [n, out] or, left in parts, [parts, n, out]; the launch decides its speed only."""
+        """Multiplies into `out` [n, out] or, in parts, [parts, n, out]; the launch affects the speed only."""
         planes, plan = self.planes, self.plan
         quant_matmul_kernel[(triton.cdiv(planes.outputs, launch.tile), plan.split)](
             *self._stored, rows, out, self._scratch.partials, self._tickets, rows.stride(0), out.stride(-2),
@@ -239,7 +242,8 @@ class GpuQuantised(GpuMatrix):
 
 
 class GpuStacked(GpuMatrix):
-    """Parts of different types that read the same rows, their outputs one behind the other; a launch for each."""
+    """Parts of different types that read the same rows, with their outputs one behind the other; each part is a launch.
+    """
 
     def __init__(self, parts: Sequence[GpuMatrix]) -> None:
         self.parts = parts
@@ -255,16 +259,17 @@ class GpuStacked(GpuMatrix):
             start += part.out_features
 
     def embed_rows(self, ids: Tensor, out: Tensor) -> None:
-        raise IntegrityError("a table of token embeddings is made of one tensor")
+        raise IntegrityError("token embeddings cannot be a stack of several tensors")
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts])
 
 
 def joined_in_order(parts: Sequence[GpuMatrix]) -> GpuMatrix:
-    """Small matrices that read the same rows as one, with sums in fp32; where all are dense, one launch serves them.
+    """Joins small matrices that read the same rows into one, with sums in fp32; if all are dense, it is one launch.
 
-    A kernel of ours multiplies up to 64 rows: the library has none for an odd number of outputs that is as quick.
+    The kernel of this package multiplies up to 64 rows, because cuBLAS has no equally fast one for an odd number of
+    outputs.
     """
     dense = [part for part in parts if isinstance(part, GpuDense)]
     if len(dense) < len(parts):
@@ -274,8 +279,8 @@ def joined_in_order(parts: Sequence[GpuMatrix]) -> GpuMatrix:
 
 
 def library_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    """cuBLAS: fastest, in an order of its own."""
-    if not rows.is_cuda:  # the interpreter has no cuBLAS beside it
+    """Multiplies with cuBLAS, which is fastest and chooses its own order of sums."""
+    if not rows.is_cuda:  # there is no cuBLAS under Triton's interpreter
         out.copy_(rows.float() @ weight.float().t())
     elif out.dtype == weight.dtype:
         torch.mm(rows, weight.t(), out=out)
@@ -284,7 +289,7 @@ def library_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def rows_agree(weight: Tensor, result_dtype: torch.dtype) -> bool:
-    """Whether cuBLAS gives 16 rows the same bits alone, among 32 and among 64, wherever they stand."""
+    """Whether cuBLAS gives 16 rows the same bits alone, among 32 and among 64, at any place."""
     outputs, inputs = weight.shape
     generator = torch.Generator(weight.device).manual_seed(outputs * 31 + inputs)
     for _ in range(_PROBES):
@@ -299,7 +304,7 @@ def rows_agree(weight: Tensor, result_dtype: torch.dtype) -> bool:
 
 
 def matmul_reference(matrix: GpuMatrix, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """What a matrix computes, in plain torch and fp32."""
+    """Computes what a matrix does, in plain torch and fp32."""
     result = rows.float() @ matrix.dense().t()
     return result.to(matrix.result_dtype) if out is None else out.copy_(result)
 
@@ -308,14 +313,14 @@ def make_gpu_matrix(
     sources: Sequence[StoredTensor], scratch: Scratch, weight_format: WeightFormat = "auto",
     result_dtype: torch.dtype = torch.bfloat16,
 ) -> GpuMatrix:
-    """One matrix from tensors stacked along the outputs: as their file has them, or all in bf16."""
+    """Builds one matrix from tensors stacked along the outputs, either as their file has them or all in bf16."""
     if weight_format not in ("auto", "native", "bf16"):
         raise ConfigError(f"weights cannot be {weight_format} on a GPU", "use --dtype auto or bf16")
     runs: list[list[StoredTensor]] = []
     kinds: list[str | None] = []
     for source in sources:
         kind = source.type_name if source.type_name in KINDS and weight_format != "bf16" else None
-        # tiles of packed weights have 64 outputs, so a tensor can only follow one that fills its last tile
+        # tiles of packed weights have 64 outputs, so a tensor can only be joined to one that fills its last tile
         if runs and kinds[-1] == kind and (kind is None or runs[-1][-1].shape[0] % TILE_ROWS == 0):
             runs[-1].append(source)
         else:
@@ -332,7 +337,7 @@ def make_gpu_matrix(
 
 
 def brain_floats(sources: Sequence[StoredTensor], device: torch.device) -> Tensor:
-    """The tensors in bf16 on the device, converted there piece by piece."""
+    """Returns the tensors in bf16 on the device, where they are converted piece by piece."""
     inputs = sources[0].shape[1]
     weight = torch.empty(sum(source.shape[0] for source in sources), inputs, dtype=torch.bfloat16, device=device)
     start = 0
@@ -350,5 +355,5 @@ def brain_floats(sources: Sequence[StoredTensor], device: torch.device) -> Tenso
 
 
 def _partials(tiles: int, plan: ShapePlan) -> int:
-    """Sums the programs of one product leave for each other; tiles of 128 outputs may need one tile of 64 more."""
+    """Returns how many partial sums the programs of one product exchange; tiles of 128 outputs may need 64 more."""
     return 0 if plan.split == 1 else plan.split * (tiles + 1) * TILE_ROWS * _MOST_ROWS

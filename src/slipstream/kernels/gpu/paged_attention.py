@@ -1,12 +1,12 @@
-"""Attention of rows over paged keys and values, in three launches, with the same bits for a row in any company.
+"""Attention of rows over paged keys and values in three launches; a row has the same bits whatever rows are beside it.
 
-The keys a row sees are dealt out to SLOTS partial sums by the row's own position: the last two groups of GROUP keys
-have a slot each, the pages before them are split evenly over the others. No key of these pages is one where trees
-branch, so all rows of a sequence read the same ones, and the first launch sums them up for many rows at a time. The
-second launch sums up the last two groups, a tree's keys gathered through a row's ancestors in the order of their
-positions. A key that a row does not see changes no bit of its sums, so rows of one program may see different ones. The
-third launch adds up a row's slots. Each launch begins while the one before it is still running, and waits only for
-what it needs.
+The keys that a row sees are divided into SLOTS partial sums by the row's own position: the last two groups of GROUP
+keys have a slot each, and the pages before them are split evenly over the others. These pages contain no keys of a
+tree's branches, so all rows of a sequence read the same ones, and the first launch sums them for many rows at a time.
+The second launch sums the last two groups; a tree's keys are gathered through a row's ancestors in the order of their
+positions. A key that a row does not see does not change a bit of its sums, so rows of one program may see different
+keys. The third launch adds up a row's slots. Each launch begins while the one before it is still running, and waits
+only for what it needs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from slipstream.kernels.gpu.paged_attention_kernels import (
 )
 
 SLOTS = 32  # partial sums of a row
-FEW_SLOTS, LEAST_PAGES = 2, 4  # more than so many slots are shared only where each has at least so many pages
-GROUP = 32  # keys of a slot that is a row's own
-DEEPEST_ROW = GROUP  # how far behind its anchor a tree's row may be, for its path to lie within its last two groups
-LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch: what a warp multiplies
-PROGRAMS = 264  # of the first launch: two for each multiprocessor of an H200 are at work at a time
-AT_ONCE = 16  # slots whose loads are on the way together when they are added up
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the interpreter's dot is wrong for bf16
+FEW_SLOTS, LEAST_PAGES = 2, 4  # more than FEW_SLOTS slots are used only if each has at least LEAST_PAGES pages
+GROUP = 32  # keys in each of a row's last two slots
+DEEPEST_ROW = GROUP  # the largest depth of a tree's row whose path surely lies within its last two groups
+LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch, as many as a warp multiplies
+PROGRAMS = 264  # programs of the first launch: two for each multiprocessor of an H200 run at the same time
+AT_ONCE = 16  # slots whose loads are in flight together when they are added up
+# needs another path, because the interpreter's bf16 dot is wrong
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Partial sums of one launch at a time; the same memory serves every layer."""
+    """The partial sums of one launch at a time; all layers use the same memory."""
 
-    # [sequences, kv heads, SLOTS, rows of a sequence, query heads of a kv head (a power of two of them), ...]
-    sums: Tensor  # fp16 [..., dim]: values weighted by 2 ** (score - peak), in their unit
-    stats: Tensor  # fp32 [..., 3]: the scores' peak, the sum of weights, peak + log2(unit)
+    # [sequences, kv heads, SLOTS, rows of a sequence, query heads of a kv head (padded to a power of two), ...]
+    sums: Tensor  # fp16 [..., dim]: values weighted by 2 ** (score - peak), in multiples of their own unit
+    stats: Tensor  # fp32 [..., 3]: the peak of the scores, the sum of weights, peak + log2(unit)
 
     @classmethod
     def empty(cls, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> AttentionScratch:
@@ -58,14 +59,16 @@ class AttentionScratch:
     def sized(
         cls, rows: DeviceRows, page_tokens: int, heads: int, width: int, device: torch.device
     ) -> AttentionScratch:
-        """For all layers of a model: none has more padded heads, or more numbers in all of them, than these."""
-        # where a sequence has more rows than a page, nothing is split
+        """Makes scratch for all layers of a model; `heads` and `width` are the most padded heads and numbers of a
+        layer.
+        """
+        # nothing is split if a sequence has more rows than a page has tokens
         slots = rows.rows * SLOTS if rows.each <= page_tokens else 0
         sums = torch.empty(slots * width, dtype=torch.float16, device=device)
         return cls(sums, torch.empty(slots * heads * 3, device=device))
 
     def by_row(self, sequences: int, kv_heads: int, share: int, dim: int) -> Tensor:
-        """What a launch has left, [rows, kv heads, SLOTS, share, dim + 3]; slots that a row does not use are zeros."""
+        """Returns the partial sums of a launch [rows, kv heads, SLOTS, share, dim + 3], with zeros in unused slots."""
         lanes = sequences, kv_heads, SLOTS, -1, triton.next_power_of_2(share)
         parts = torch.cat((self.sums.view(*lanes, dim), self.stats.view(*lanes, 3)), dim=-1)
         used = self.stats.view(*lanes, 3)[..., 1:2] > 0.0
@@ -74,22 +77,22 @@ class AttentionScratch:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How programs share the work on heads of one size: what fits into a multiprocessor's registers and memory.
+    """How programs share the work on heads of one size, as registers and memory of a multiprocessor allow.
 
-    It decides the order of sums, so nothing else than the size of a head may decide it.
+    It determines the order of sums, so it must depend on nothing but the size of a head.
     """
 
-    lanes: int  # rows times query heads of a kv head that a program of the first launch takes
-    keys: int  # of a page that are summed up at a time, at most
-    stages: int  # how often so many keys are on the way or in work
-    warps: int  # of the first launch
+    lanes: int  # rows times query heads of a kv head in a program of the first launch
+    keys: int  # the most keys of a page that are summed at a time
+    stages: int  # how many such portions of keys are in flight or being summed
+    warps: int  # warps of a program of the first launch
     last_warps: int
     combine_warps: int
     prefill_lanes: int
 
 
 def padded_heads(heads: int, kv_heads: int) -> int:
-    """Query heads, if every kv head had a power of two of them."""
+    """Returns the number of query heads if every kv head had a power of two of them."""
     return kv_heads * triton.next_power_of_2(heads // kv_heads)
 
 
@@ -97,16 +100,16 @@ TILINGS = {
     128: Tiling(64, 64, 3, 4, 2, 1, 128),
     256: Tiling(64, 32, 3, 8, 4, 1, 128),
     512: Tiling(32, 32, 2, 8, 8, 2, 64),
-}  # by the largest head
+}  # keyed by the largest head size
 
 
 def paged_attention(
     queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor,
     scratch: AttentionScratch,
 ) -> None:
-    """Attention of queries bf16 [rows, heads, dim] over one layer's pools [pages, kv heads, page tokens, dim].
+    """Computes attention of queries bf16 [rows, heads, dim] over one layer's pools [pages, kv heads, page tokens, dim].
 
-    `window` (0: none) counts positions, the row's own included. out: bf16 [rows, heads * dim].
+    `window` counts positions including the row's own; 0 means no window. out: bf16 [rows, heads * dim].
     """
     _, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
@@ -141,7 +144,7 @@ def paged_attention(
     )
     few = max(LAST_LANES // share_padded, 1)
     fews, tree = triton.cdiv(rows.each, few), rows.kind == "tree"
-    groups = (group - 1 + rows.each - 1) // group + 1  # that rows may stand in
+    groups = (group - 1 + rows.each - 1) // group + 1  # how many groups the rows' positions may fall into
     work = fews + 2 * rows.each if tree else fews * (1 + groups)
     last_groups_kernel[(kv_heads, work, rows.sequences)](
         queries, keys, values, rows.positions, rows.base, rows.earliest, rows.pages, rows.paths, scratch.sums,
@@ -157,7 +160,7 @@ def paged_attention(
 
 @cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin before the one that it waits for has ended."""
+    """Whether a launch can begin before the launch that it waits for has ended."""
     return device.type == "cuda" and not _INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -167,7 +170,7 @@ def _prefill(
     _, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     if rows.kind != "chain":
-        raise IntegrityError(f"{rows.each} rows of kind {rows.kind} in a sequence: no more than {page} can be attended")
+        raise IntegrityError(f"a sequence has {rows.each} rows of kind {rows.kind}; attention supports at most {page}")
     share = heads // kv_heads
     share_padded = triton.next_power_of_2(share)
     tiling = _tiling(dim)
@@ -183,7 +186,7 @@ def _prefill(
 
 
 def _read_in_turns(pool: Tensor, count: int) -> TensorDescriptor:
-    """A pool as the memory unit copies it, `count` vectors at a time: programs need no registers for addresses."""
+    """Describes a pool for the memory unit, which copies `count` vectors at a time without registers for addresses."""
     return TensorDescriptor.from_tensor(pool.view(-1, pool.shape[-1]), [count, pool.shape[-1]])
 
 
@@ -195,7 +198,7 @@ def paged_attention_reference(
     queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor,
     scratch: AttentionScratch | None = None, precision: torch.dtype = torch.float32,
 ) -> None:
-    """The same in torch, a sequence at a time, every key a row sees in one sum."""
+    """Computes the same in torch, one sequence at a time, with all keys that a row sees in one sum."""
     _, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     for sequence in range(rows.sequences):
@@ -208,7 +211,7 @@ def paged_attention_reference(
         if window:
             seen = seen & (at - position < window) & (position - at < window)
         slots = position
-        if rows.kind == "tree":  # behind the anchor every row has keys of its own
+        if rows.kind == "tree":  # behind the anchor every row has its own keys
             depth = (position - base).clamp(0, rows.paths.shape[1] - 1).expand(rows.each, -1)
             ancestors = base + rows.paths[own].long().gather(1, depth)
             slots = torch.where(position < base, position, torch.where(seen, ancestors, base))

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over pages; `attention.py` launches them and says how they divide the work."""
+"""The Triton kernels of attention over pages; `paged_attention.py` launches them and says how they divide the work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _last_position(positions, sequence, EACH: tl.constexpr, EACH_PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the last row of a sequence stands; rows that are not used look like its first."""
+    """Returns the position of the last row of a sequence; unused rows have the position of its first."""
     row = tl.arange(0, EACH_PADDED)
     return tl.max(tl.load(positions + sequence * EACH + tl.minimum(row, EACH - 1)), 0)
 
 
 @triton.jit
 def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The range of key positions that a row at `position` sees."""
+    """Returns the range of key positions that a row at `position` sees."""
     low = position * 0 + earliest
     until = position + 1
     if BLOCK:
@@ -30,14 +30,14 @@ def _visible(position, earliest, last, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _shared_until(until, GROUP_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the last two groups of a row's keys begin."""
+    """Returns the position at which the last two groups of a row's keys begin."""
     return tl.maximum((until - 1 >> GROUP_BITS) - 1, 0) << GROUP_BITS
 
 
 @triton.jit
 def _split(low, until, PAGE_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, SLOTS: tl.constexpr,  # type: ignore[no-untyped-def]
            FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # fmt: skip
-    """How the pages before a row's last two groups are dealt out: its first, the one behind them, the pages of a slot.
+    """Returns how the pages before a row's last two groups are split: first page, page behind the last, pages per slot.
     """
     first_page = low >> PAGE_BITS
     stop_page = tl.maximum(_shared_until(until, GROUP_BITS) + (1 << PAGE_BITS) - 1 >> PAGE_BITS, first_page)
@@ -48,7 +48,7 @@ def _split(low, until, PAGE_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, SLOTS:
 def _pages_of_slot(  # type: ignore[no-untyped-def]
     shared_pages, SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr
 ):
-    """With more pages there are never fewer."""
+    """Returns the pages per slot, which never decrease as the number of pages grows."""
     few = tl.minimum(tl.cdiv(shared_pages, FEW_SLOTS), LEAST_PAGES)
     return tl.maximum(tl.maximum(tl.cdiv(shared_pages, SLOTS - 2), few), 1)
 
@@ -57,7 +57,7 @@ def _pages_of_slot(  # type: ignore[no-untyped-def]
 def _slot_begin(  # type: ignore[no-untyped-def]
     sequence, kv_head, slot, EACH: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_PADDED: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Where a slot's partial sums begin: those of all rows of a sequence lie together, as a program has them."""
+    """Returns where a slot's partial sums begin; those of all rows of a sequence are neighbours, as in a program."""
     return ((sequence * KV_HEADS + kv_head) * SLOTS + slot) * (EACH * SHARE_PADDED)
 
 
@@ -65,10 +65,10 @@ def _slot_begin(  # type: ignore[no-untyped-def]
 def _store_part(  # type: ignore[no-untyped-def]
     sums, stats, at, peak, weight, total, used, DIM: tl.constexpr
 ):
-    """Stores what a slot came to; values in 16 bits, as multiples of a power of two that is their own."""
+    """Stores the sums of a slot; values have 16 bits, as multiples of a power of two chosen for them."""
     d = tl.arange(0, DIM)
     largest = tl.max(tl.abs(total), 1).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(largest, 252)  # infinities stay what they are
+    exponent = tl.minimum(largest, 252)  # infinities stay infinite
     shrink = (253 - exponent << 23).to(tl.float32, bitcast=True)
     tl.store(sums + at[:, None] * DIM + d[None, :], (total * shrink[:, None]).to(tl.float16), mask=used[:, None])
     tl.store(stats + at * 3, peak, mask=used)
@@ -80,7 +80,7 @@ def _store_part(  # type: ignore[no-untyped-def]
 def _fold_keys(  # type: ignore[no-untyped-def]
     query, key, value, seen, scale, peak, weight, total, INTERPRETED: tl.constexpr
 ):
-    """Adds some keys to the sums of every lane. A lane that sees none of them keeps its sums to the bit."""
+    """Adds some keys to the sums of every lane; the sums of a lane that sees none of them do not change by a bit."""
     if INTERPRETED:
         query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     scores = tl.where(seen, tl.dot(query, tl.trans(key)) * scale, float("-inf"))
@@ -88,7 +88,8 @@ def _fold_keys(  # type: ignore[no-untyped-def]
     anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     shrink = tl.exp2(peak - anchor)
     weights = tl.exp2(scores - anchor[:, None])
-    weight = tl.fma(weight, shrink, tl.sum(weights, 1))  # spelt out: the compiler must not choose which product rounds
+    # explicit, so that the compiler cannot choose which product rounds
+    weight = tl.fma(weight, shrink, tl.sum(weights, 1))
     weights = weights.to(tl.bfloat16)
     if INTERPRETED:
         weights = weights.to(tl.float32)
@@ -101,13 +102,14 @@ def _fold_pages(  # type: ignore[no-untyped-def]
     query, keys, values, own_pages, begin, end, low, until, scale, kv_head, peak, weight, total,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Folds pages begin..end of a sequence, so many keys at a time; a lane sees key positions low..until of them."""
+    """Adds pages begin..end of a sequence, KEYS keys at a time; a lane sees the key positions low..until of them."""
     PIECES: tl.constexpr = PAGE // KEYS
     token = tl.arange(0, KEYS)
     held = tl.load(own_pages + tl.where(begin < end, begin, 0))
     for piece in range(begin * PIECES, end * PIECES):
         at = (held * KV_HEADS + kv_head) * PAGE + piece % PIECES * KEYS
-        # looked up one step ahead: a load that waits for a load would keep the compiler from fetching keys early
+        # the page is looked up one step ahead: a load that depends on a load would keep the compiler from prefetching
+        # keys
         held = tl.load(own_pages + tl.minimum((piece + 1) // PIECES, end - 1))
         key, value = keys.load([at, 0]), values.load([at, 0])
         position = piece * KEYS + token
@@ -125,7 +127,8 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr, OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A program has a tile of rows and sums up every n-th of their shared slots, n being the tile's programs."""
+    """A program handles a tile of rows and every n-th of their shared slots; n is the number of programs of the tile.
+    """
     tile, kv_head, sequence = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED
@@ -136,12 +139,12 @@ def shared_kernel(  # type: ignore[no-untyped-def]
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(position, tl.load(earliest + sequence), last, WINDOW, BLOCK)
     first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, FEW_SLOTS, LEAST_PAGES)
-    # rows need not fill as many slots as this; one division for all of them is quicker than one for each
+    # some rows may fill fewer slots than this; one division for all rows is faster than one for each
     fewest = _pages_of_slot(tl.min(stop_page - first_page, 0), SLOTS, FEW_SLOTS, LEAST_PAGES)
     most_slots = tl.minimum(tl.cdiv(tl.max(stop_page - first_page, 0), fewest), SLOTS - 2)
     at = ((row * KV_HEADS + kv_head) * SHARE + member)[:, None] * DIM + d[None, :]
     if OVERLAP:
-        gdc_wait()  # for the queries: where rows stand, and the keys of these slots, were there before
+        gdc_wait()  # waits for the queries; the rows' positions and the keys of these slots were written earlier
         gdc_launch_dependents()
     query = tl.load(queries + at, mask=used[:, None], other=0.0)
     shared_until = _shared_until(until, GROUP_BITS)
@@ -150,7 +153,8 @@ def shared_kernel(  # type: ignore[no-untyped-def]
         first = first_page + slot * each
         here = used & (first < stop_page)
         stop = tl.minimum(first + each, stop_page)
-        # where no row has such a slot, `begin` is behind every page, and pages are still few enough to count in pieces
+        # if no row has such a slot, `begin` is behind every page, yet small enough to be multiplied by the pieces of a
+        # page
         begin, end = tl.min(tl.where(here, first, 1 << 26), 0), tl.max(tl.where(here, stop, 0), 0)
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)
         weight = tl.zeros([TILE * SHARE_PADDED], tl.float32)
@@ -160,8 +164,8 @@ def shared_kernel(  # type: ignore[no-untyped-def]
             tl.where(here, tl.minimum(stop * PAGE, shared_until), 0), scale, kv_head, peak, weight, total,
             KV_HEADS, PAGE, KEYS, INTERPRETED,
         )
-        # Rows that have no such slot store nothings that nobody reads: what the mask would need to know of them are
-        # registers, and with fewer of them there is room for the next launch beside this one.
+        # Rows without such a slot store sums that are never read. A mask for them would need registers, and with fewer
+        # registers the programs of the next launch fit beside these.
         begin = _slot_begin(sequence, kv_head, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS) + first_lane
         known = lane < EACH * SHARE_PADDED - first_lane
         _store_part(sums, stats, begin + lane, peak, weight, total, known, DIM)
@@ -172,13 +176,13 @@ def _found(  # type: ignore[no-untyped-def]
     own_pages, most_pages, path, position, reached, page, committed, kv_head, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, PAGE_BITS: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Which of the pool's vectors are the keys of positions within one of a row's pages."""
+    """Returns the indices of the pool's vectors that hold the keys of positions within one of a row's pages."""
     held = (tl.load(own_pages + page) * KV_HEADS + kv_head) * PAGE
     if not TREE:
         return held + (position & (PAGE - 1))
     depth = position - committed
     ancestor = committed + tl.load(path + depth, mask=reached & (depth >= 0), other=0)
-    step_page = committed >> PAGE_BITS  # the rows of a step lie there or in the page behind
+    step_page = committed >> PAGE_BITS  # the rows of a step are in this page or in the next one
     here = (tl.load(own_pages + step_page) * KV_HEADS + kv_head) * PAGE
     behind = (tl.load(own_pages + tl.minimum(step_page + 1, most_pages - 1)) * KV_HEADS + kv_head) * PAGE
     own = tl.where(ancestor >> PAGE_BITS == step_page, here, behind)
@@ -193,12 +197,13 @@ def last_groups_kernel(  # type: ignore[no-untyped-def]
     GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, SLOTS: tl.constexpr, OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """A program sums up one group for those of a few rows whose last group or last but one it is. From the group on in
-    which a tree's step began every row has keys of its own, and a program takes one row.
+    """A program sums one group of keys for a few rows, for each of which it is the last group or the last but one.
+
+    From the group in which a tree's step began, every row has its own keys, and a program handles one row.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    # programs of the groups behind, where a step seldom gets to, begin last
+    # programs of later groups, which a step seldom reaches, start last
     kv_head, work, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(base + sequence)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
@@ -238,8 +243,8 @@ def last_groups_kernel(  # type: ignore[no-untyped-def]
         peak, weight, total = _fold_keys(query, key, value, seen, scale, peak, weight, total, INTERPRETED)
         begin = _slot_begin(sequence, kv_head, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS)
         _store_part(sums, stats, begin + own_row * SHARE_PADDED + member, peak, weight, total, here, DIM)
-    # Who waits for this launch waits for its first program, and so for the first launch too. The others must not: while
-    # they stay, there is no room for those that have not begun.
+    # A kernel that waits for this launch waits for its first program, and therefore also for the first launch. The
+    # other programs must not wait: as long as they stay, there is no room for programs that have not started.
     if OVERLAP and (work == 0) & (kv_head == 0) & (sequence == 0):
         gdc_wait()
 
@@ -252,14 +257,14 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     GROUP_BITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, FEW_SLOTS: tl.constexpr,
     LEAST_PAGES: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Adds up the slots of a row's head."""
+    """Adds up the slots of one head of a row."""
     head, row = tl.program_id(0), tl.program_id(1)
     sequence = row // EACH
     last = _last_position(positions, sequence, EACH, EACH_PADDED) if BLOCK else 0
     low, until = _visible(tl.load(positions + row), tl.load(earliest + sequence), last, WINDOW, BLOCK)
     first_page, stop_page, each = _split(low, until, PAGE_BITS, GROUP_BITS, SLOTS, FEW_SLOTS, LEAST_PAGES)
     slots = tl.cdiv(stop_page - first_page, each)
-    ends = tl.minimum((until - 1 >> GROUP_BITS) - (low >> GROUP_BITS), 1) + 1  # of the last two groups the row sees
+    ends = tl.minimum((until - 1 >> GROUP_BITS) - (low >> GROUP_BITS), 1) + 1  # how many of the last two groups it sees
     d = tl.arange(0, DIM)
     if OVERLAP:
         gdc_wait()
@@ -271,7 +276,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         there = slot < SLOTS
         at = _slot_begin(sequence, head // SHARE, slot, EACH, KV_HEADS, SHARE_PADDED, SLOTS)
         at += row % EACH * SHARE_PADDED + head % SHARE
-        # read past the first cache, which does not hear of what other multiprocessors wrote
+        # loads bypass the first cache, which does not see what other multiprocessors wrote
         peaks = tl.load(stats + at * 3, mask=there, other=float("-inf"), cache_modifier=".cg")
         weights = tl.load(stats + at * 3 + 1, mask=there, other=0.0, cache_modifier=".cg")
         units = tl.load(stats + at * 3 + 2, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -292,7 +297,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, SHARE_PADDED: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Many rows of one sequence: a program takes a tile of them through all their pages."""
+    """Handles many rows of one sequence: a program takes a tile of them through all their pages."""
     tile, kv_head, sequence = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, d = tl.arange(0, TILE * SHARE_PADDED), tl.arange(0, DIM)
     member = lane % SHARE_PADDED

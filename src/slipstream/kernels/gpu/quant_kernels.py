@@ -1,8 +1,8 @@
 """Triton kernels that read packed blocks: a product with 16 to 64 rows, whole matrices as bf16, and single rows.
 
-A word holds one code of each of its planes (packing.py), so codes become weights in place, by shifts that are known
-when the kernel is compiled, and every dot reads a plane's inputs in their natural order. Weights are rounded to bf16
-and then multiplied like dense ones, so unpacking costs no more for 64 rows than for 16.
+A word holds one code of each of its planes (packing.py). Codes therefore become weights in place, by shifts that are
+known when the kernel is compiled, and every dot reads a plane's inputs in their natural order. Weights are rounded to
+bf16 and then multiplied like dense ones, so unpacking costs no more for 64 rows than for 16.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slipstream.kernels.gpu.dense_kernels import combined
 
-TILE_ROWS = tl.constexpr(64)  # weights lie in tiles of this many outputs
+TILE_ROWS = tl.constexpr(64)  # outputs of a tile; packing.py has the same number
 
-# Two weights at a time, one in each half of a register. An integer below 256 whose bits are read as a bf16 is that
-# integer times 2^-133, so codes need no conversion: they are masked out, and scales make up for the power of two.
-# Everything is exact up to the rounding of the fma.
+# The instructions unpack two weights at a time, one in each half of a register. An integer below 256 whose bits are
+# read as a bf16 is that integer times 2^-133, so codes need no conversion: they are masked, and scales make up for the
+# power of two. Everything is exact up to the rounding of the fma.
 _CODES = """{ .reg .b32 code;
     shr.b32 code, $1, $2;
     and.b32 code, code, $4;"""
@@ -45,7 +45,7 @@ MINUS = tl.constexpr(0x80008000 - 2**32)  # the sign bits of two bf16
 
 @triton.jit
 def code_integers(words, high, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A plane's codes as int32."""
+    """Returns a plane's codes as int32."""
     codes = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
     if HIGH:
         codes |= ((high.to(tl.int32) >> (2 * CRUMB)) & 3) << 4
@@ -54,7 +54,9 @@ def code_integers(words, high, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: t
 
 @triton.jit
 def plane_pair(packed, PLANE: tl.constexpr, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the bf16 numbers in a wide integer, twice in a register; times FACTOR (two bf16) unless that is 0."""
+    """Returns one of the bf16 numbers in a wide integer, twice in a register; it is multiplied by FACTOR unless that is
+    0.
+    """
     half = (packed >> (32 * (PLANE // 2))).to(tl.int32)
     selector = tl.full(half.shape, 0x1010 if PLANE % 2 == 0 else 0x3232, tl.int32)
     if FACTOR == 0:
@@ -69,7 +71,7 @@ def plane_pair(packed, PLANE: tl.constexpr, FACTOR: tl.constexpr):  # type: igno
 
 @triton.jit
 def plane_number(packed, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the bf16 numbers in a wide integer, in fp32."""
+    """Returns one of the bf16 numbers in a wide integer, in fp32."""
     half = (packed >> (32 * (PLANE // 2))).to(tl.int32)
     return ((half >> (16 * (PLANE % 2))) << 16).to(tl.float32, bitcast=True)
 
@@ -77,9 +79,9 @@ def plane_number(packed, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def plane_numbers(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
                   HIGH: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
-    """A plane's weights in fp32."""
+    """Returns a plane's weights in fp32."""
     codes = (code_integers(words, high, PLANE, CRUMB, BITS, HIGH) - ZERO).to(tl.float32)
-    numbers = codes * (plane_number(scales, PLANE) * 2.0**-70 * 2.0**-63)  # 2^-133 itself is no normal number
+    numbers = codes * (plane_number(scales, PLANE) * 2.0**-70 * 2.0**-63)  # in two factors, as 2^-133 is not normal
     if OFFSETS:
         numbers += plane_number(offsets, PLANE)
     return numbers
@@ -88,8 +90,8 @@ def plane_numbers(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.c
 @triton.jit
 def plane_weights(words, high, scales, offsets, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr,  # type: ignore[no-untyped-def]
                   HIGH: tl.constexpr, ZERO: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
-    """A plane's weights in bf16, by the instructions above."""
-    # the upper of two nibbles of a byte stays where it is, sixteen times as large
+    """Returns a plane's weights in bf16, computed by the instructions above."""
+    # the upper of two nibbles of a byte is not shifted down, and is therefore sixteen times as large
     lift: tl.constexpr = 16 if BITS == 4 and not HIGH and PLANE % 2 == 1 else 1
     shape: tl.constexpr = words.shape
     shift = tl.full(shape, BITS * PLANE - (4 if lift == 16 else 0), tl.int32)
@@ -120,19 +122,19 @@ def block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_rows, x_kno
                BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
                OFFSETS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, SOME: tl.constexpr,
                STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """Sums [outputs, rows] over the turns from `first` to `last`, weights as the M side of every dot.
+    """Sums [outputs, rows] over the turns from `first` to `last`, with the weights as the M side of every dot.
 
-    Rows are given by where they begin; with SOME, rows that are not known count as zeros and are not read.
+    Rows are given by their start addresses. With SOME, rows that are not known count as zeros and are not read.
     """
     planes: tl.constexpr = 16 // BITS
     tile: tl.constexpr = output.shape[0]
-    # Every dot takes one plane of several steps (of every second one where two share a word of high bits).
+    # Every dot takes one plane of several steps, or of every second step if two steps share a word of high bits.
     apart: tl.constexpr = 2 if HIGH else 1
     taken: tl.constexpr = UNROLL // apart
     within = tl.arange(0, GROUP)
     inner = output % TILE_ROWS
     block = (output // TILE_ROWS) * steps
-    # Weights are unpacked where the dots want them only if all they are made of are loads of as many dimensions.
+    # Weights are unpacked in the registers that the dots read only if all their inputs are loads of as many dimensions.
     ordinal = tl.arange(0, taken)
     groups_at = (block * TILE_ROWS + inner)[:, None, None] + (ordinal * (apart * TILE_ROWS))[None, :, None]
     words_at = words_ptr + groups_at.to(tl.int64) * GROUP + within[None, None, :]
@@ -143,9 +145,9 @@ def block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_rows, x_kno
     place = place // GROUP * (apart * planes * GROUP) + place % GROUP
     x_at = x_rows[None, :] + place[:, None]
     if EARLY:
-        gdc_wait()  # nothing the kernel before writes is read or overwritten above
+        gdc_wait()  # nothing above reads or overwrites what the kernel before writes
     acc = tl.zeros((tile, x_rows.shape[0]), tl.float32)
-    # with a way round the loop, the assembler would let every multiplication wait for the one before
+    # if the loop could be skipped, the assembler would let every multiplication wait for the one before
     tl.assume(first < last)
     for turn in tl.range(first, last, num_stages=STAGES):
         if HIGH:
@@ -189,7 +191,7 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
                         OFFSETS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
                         UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, IN_PARTS: tl.constexpr,
                         EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """out[row, output] = sum of x[row, k] * weight[output, k]."""
+    """Computes out[row, output] = sum of x[row, k] * weight[output, k]."""
     tile, split = tl.program_id(0), tl.program_id(1)
     output = tile * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
@@ -208,7 +210,8 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
 def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, out_stride, start, outputs, inputs,  # type: ignore[no-untyped-def]
                   steps, unit, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
                   ZERO: tl.constexpr, OFFSETS: tl.constexpr, TILE: tl.constexpr, CHOSEN: tl.constexpr):  # fmt: skip
-    """Rows of the weight in the type of `out`: those from `start` on, or those in `ids`; two steps of TILE rows."""
+    """Writes rows of the weight in the type of `out`: those from `start` on, or those in `ids`; two steps of TILE rows.
+    """
     local = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = local < outputs
     output = start + local
@@ -218,7 +221,7 @@ def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, 
     within = tl.arange(0, GROUP)
     for part in tl.static_range(2):
         ahead = tl.program_id(1) * 2 + part
-        step = tl.minimum(ahead, steps - 1)  # past the last one nothing is stored
+        step = tl.minimum(ahead, steps - 1)  # nothing is stored for a step past the last one
         at = (((output // TILE_ROWS) * steps + step) * TILE_ROWS + output % TILE_ROWS)[:, None]
         words = tl.load(words_ptr + at.to(tl.int64) * GROUP + within[None, :], mask=inside[:, None], other=0)
         high = words
@@ -235,7 +238,7 @@ def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, 
             numbers = plane_numbers(
                 words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH, ZERO, OFFSETS
             )
-            # rounded before the unit, a power of two, as in a product
+            # rounded before the unit, a power of two, is applied, as in a product
             numbers = numbers.to(tl.bfloat16).to(tl.float32) * unit
             place = out_ptr + local.to(tl.int64)[:, None] * out_stride + k[None, :]
             tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < inputs)[None, :])

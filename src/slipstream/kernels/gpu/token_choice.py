@@ -1,8 +1,8 @@
 """The target's token after every row and the candidates of every drafted slot, from logits that stay on the device.
 
-Behind the filters' floors (filters.py) there are two launches: the largest score of every group of tokens, and the
-best K tokens of a row, which can only be in the K best groups. A row's answer depends on its logits, position and
-settings only, and equals go to the lowest id.
+After the filters have found their floors (filters.py) there are two launches: the largest score of every group of
+tokens, and the best K tokens of a row, which can only be in the K best groups. A row's answer depends only on its
+logits, position and settings, and among equal scores the lowest id wins.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_BEST = tl.constexpr(NO_BEST)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """How each sequence samples; a top_k of 0, a top_p of 1 and a min_p of 0 leave everything in."""
 
-    temperature: Tensor  # fp32 [sequences], 0: the largest logit wins
+    temperature: Tensor  # fp32 [sequences]; at 0 the largest logit wins
     seed: Tensor  # int64
     top_k: Tensor  # int32
     top_p: Tensor  # fp32
@@ -39,8 +39,8 @@ class Settings:
     shared: Tensor  # int32: whether drafts are ranked with the noise that the target will use
 
     @classmethod
-    def empty(cls, sequences: int, device: torch.device) -> Settings:
-        """Greedy sequences without filters."""
+    def empty(cls, sequences: int, device: torch.device) -> SamplingSettings:
+        """Makes settings of greedy sequences without filters."""
         def numbers(dtype: torch.dtype, value: float = 0) -> Tensor:
             return torch.full((sequences,), value, dtype=dtype, device=device)
 
@@ -51,14 +51,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class RankingScratch:
-    """Where the launches leave what the next one reads."""
+    """Where each launch stores what the next one reads."""
 
-    count: int  # candidates of a row
+    count: int  # candidates per row
     filters: FilterScratch
-    best: Tensor  # fp32 [rows, stretches * _GROUPS], the largest score of each group
+    best: Tensor  # fp32 [rows, stretches * _GROUPS]: the largest score of each group
     peaks: Tensor  # fp32 [rows, stretches]
     sums: Tensor  # fp32 [rows, stretches]
-    listed: Tensor  # int64 [rows, room for all keys that can ever be listed while the best are found]
+    listed: Tensor  # int64 [rows, room for all keys that may be listed while the best are found]
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, count: int, device: torch.device) -> RankingScratch:
@@ -75,14 +75,14 @@ class RankingScratch:
 
 @triton.jit
 def _gumbel(seed, position, group, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The noise of the tokens [groups, GROUP]: the words of kernels/noise.py, which come in fours."""
+    """Returns the noise of the tokens [groups, GROUP]: the words of kernels/noise.py, which come in groups of four."""
     fours = (group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]).to(tl.uint32)
     nothing = tl.zeros_like(fours)
     a, b, c, d = tl.philox(seed, fours, nothing + position.to(tl.uint32), nothing, nothing)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (group.shape[0], GROUP))
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1.0 - 2.0**-24)
     rest = 1.0 - uniform
-    lost = (1.0 - rest) - uniform  # what rounding took from 1 - u, exactly: the smallest u make the largest noise
+    lost = (1.0 - rest) - uniform  # the exact rounding error of 1 - u: the smallest u give the largest noise
     return -precise_log(-(precise_log(rest) + (lost * uniform + lost)))
 
 
@@ -91,7 +91,7 @@ def _scored(  # type: ignore[no-untyped-def]
     logits, stride, positions, temperature, seed, shared, floors, row, group, each, size, ahead,
     DRAFT: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """What the tokens of some groups of a row are compared by, and whether any of their logits is not a number."""
+    """Returns the scores by which tokens of some groups of a row are compared, and whether any logit is NaN or +Inf."""
     sequence = row // each
     heat = tl.load(temperature + sequence)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -107,7 +107,7 @@ def _scored(  # type: ignore[no-untyped-def]
             noisy = tl.load(shared + sequence) != 0
         if noisy:
             score += _gumbel(tl.load(seed + sequence), tl.load(positions + row) + ahead, group, GROUP)
-    return tl.where(score == 0.0, 0.0, score), broken  # the two zeros are equals
+    return tl.where(score == 0.0, 0.0, score), broken  # the two zeros count as equal
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _stretch_kernel(  # type: ignore[no-untyped-def]
     logits, stride, positions, temperature, seed, shared, floors, best, peaks, sums, each, size, ahead,
     DRAFT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """The largest score of every group of one stretch, of the stretch itself, and the sum of its exponentials."""
+    """Computes the largest score of every group of a stretch and of the stretch, and the sum of its exponentials."""
     row, stretch = tl.program_id(0), tl.program_id(1)
     group = stretch * GROUPS + tl.arange(0, GROUPS)
     score, broken = _scored(
@@ -133,7 +133,7 @@ def _stretch_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rank_among(keys, listed, count):  # type: ignore[no-untyped-def]
-    """How many of `count` listed keys are larger than each of these."""
+    """Returns how many of `count` listed keys are larger than each of these keys."""
     rank = tl.zeros(keys.shape, tl.int32)
     for start in range(0, count, 64):
         place = start + tl.arange(0, 64)
@@ -144,10 +144,10 @@ def _rank_among(keys, listed, count):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best(score, number, listed, COUNT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The COUNT best as keys: a score and, below it, how far its number is from the highest possible.
+    """Returns the COUNT best as keys: a score and, in the lower bits, how far its number is from the highest possible.
 
-    The best of all reach the COUNT-th best of the largest of some lines, and hardly anything else does. `listed` is
-    memory for what other threads must see, between barriers.
+    The keys are divided into lines. The COUNT best of all are at least the COUNT-th best of the lines' largest keys,
+    and hardly any other key is. `listed` is memory for what other threads must see, between barriers.
     """
     order = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64)
     keys = (order << 32) | (0x7FFFFFFF - number).to(tl.int64)
@@ -181,7 +181,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     ahead, groups, stretches, count, room, DRAFT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, STRETCHES: tl.constexpr,
 ):
-    """The best tokens of a row's best groups; a row that is not all numbers, or has no token at all, has none."""
+    """Finds the best tokens of a row's best groups; a row with NaN or Inf, or without any possible token, has none."""
     row = tl.program_id(0)
     stretch = tl.arange(0, STRETCHES)
     peak = tl.load(peaks + row * stretches + stretch, mask=stretch < stretches, other=float("-inf"))
@@ -211,7 +211,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def _rank(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
     scores: Tensor | None, scratch: RankingScratch,
 ) -> None:
     rows, size = logits.shape
@@ -238,30 +238,31 @@ def _rank(
 
 
 def choose(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, out: Tensor, scratch: RankingScratch
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
-    """The target's token (int32 [rows]) after each row of fp32 logits [rows, vocabulary], NO_BEST where it has none.
+    """Chooses the target's token (int32 [rows]) after each row of fp32 logits [rows, vocabulary]; NO_BEST if it has
+    none.
 
-    Row r belongs to sequence r // each, and its token will stand one behind `positions[r]`. `scratch` is for one
+    Row r belongs to sequence r // each, and its token gets the position behind `positions[r]`. `scratch` is for one
     candidate.
     """
     _rank(logits, positions, settings, each, 1, out, None, scratch)
 
 
 def top_candidates(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor, scores: Tensor,
-    scratch: RankingScratch,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
+    scores: Tensor, scratch: RankingScratch,
 ) -> None:
-    """The likeliest tokens (int32 [rows, K]) of drafted rows and their log-probabilities (fp32), best first.
+    """Finds the likeliest tokens (int32 [rows, K]) of drafted rows and their log-probabilities (fp32), best first.
 
-    A row's token will stand `ahead` behind its position. Places that no token fills hold 0 and -inf; the scores of a
-    row that is not all numbers are NaN. Only the tokens that the sequence's filters keep have a probability.
+    A row's token gets the position `ahead` behind the row's. Places without a token hold 0 and -inf; the scores of a
+    row with NaN or Inf are NaN. Only tokens that the sequence's filters keep have a probability.
     """
     _rank(logits, positions, settings, each, ahead, tokens, scores, scratch)
 
 
 def choose_reference(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, out: Tensor, scratch: RankingScratch
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
     """`choose` in plain torch."""
     sums, usable = _reference_sums(logits, positions + 1, settings, each, noisy=settings.temperature > 0)
@@ -270,8 +271,8 @@ def choose_reference(
 
 
 def top_candidates_reference(
-    logits: Tensor, positions: Tensor, settings: Settings, each: int, ahead: int, tokens: Tensor, scores: Tensor,
-    scratch: RankingScratch,
+    logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
+    scores: Tensor, scratch: RankingScratch,
 ) -> None:
     """`top_candidates` in plain torch."""
     count = scratch.count
@@ -286,9 +287,9 @@ def top_candidates_reference(
 
 
 def _reference_sums(
-    logits: Tensor, places: Tensor, settings: Settings, each: int, noisy: Tensor
+    logits: Tensor, places: Tensor, settings: SamplingSettings, each: int, noisy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What is compared, in fp32, and which rows are usable; the token of a row will stand at its place."""
+    """Returns what is compared, in fp32, and which rows are usable; a row's token gets the position in `places`."""
     sums, usable = logits.float().clone(), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     for row, place in enumerate(places.tolist()):
         sequence = row // each
@@ -304,8 +305,8 @@ def _reference_sums(
     return sums, usable
 
 
-def _hide_filtered(scaled: Tensor, settings: Settings, sequence: int) -> None:
-    """Sets what min-p, then top-k, then top-p on what is left, leave out to -inf."""
+def _hide_filtered(scaled: Tensor, settings: SamplingSettings, sequence: int) -> None:
+    """Sets to -inf what min-p removes, then top-k, and then top-p from what is left."""
     most, share = int(settings.top_k[sequence]), float(settings.top_p[sequence])
     least = settings.min_p[sequence]
     if least > 0.0:

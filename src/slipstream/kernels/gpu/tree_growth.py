@@ -1,8 +1,9 @@
 """Chains and trees of drafted candidates, grown on the device into the rows of the verify step.
 
-Two launches: one ranks and calibrates what may follow each token of each slot, the other adds nodes best first. Every
-row of a tree has at most one open candidate, its next child, so what is open is a vector, and choosing is its maximum.
-Nodes come in the same order as in speculative/tree.py: chances are doubles, and equals go to whoever was offered first.
+There are two launches: one ranks and calibrates what may follow each token of each slot, the other adds nodes best
+first. Every row of a tree has at most one open candidate, its next child, so the open candidates are a vector, and the
+next node is its maximum. Nodes come in the same order as in speculative/tree.py: chances are doubles, and among equals
+the candidate that was offered first wins.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from torch import Tensor
 from slipstream.kernels.cpu.native_growth import CalibrationTable
 from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
 
-MOST_ROWS = 64
+MOST_ROWS = 64  # rows of a tree, and candidates of a slot; open candidates are packed with six bits for each
 
-# a calibration as one line of doubles: its kind, bounds, weights and sizes, then these
+# A calibration is one line of doubles: its kind, bounds, weights and sizes, and from these indices on its tables.
 _CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 8, 24, 32, 40, 48, 144
 _TRUST_AT, _SAY_AT, _OWN_AT, _SHARED_AT = (tl.constexpr(at) for at in (_TRUST, _SAY, _OWN, _SHARED))
 _CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
 CALIBRATION_WORDS = 240
 _WORDS = tl.constexpr(CALIBRATION_WORDS)
-_TAKEN_AS_THEY_ARE = bytes(8)  # the kind of a line that changes no claim
+_TAKEN_AS_THEY_ARE = bytes(8)  # the kind of a line that leaves claims as they are
 _MOST_CLAIMS, _MOST_DEPTHS, _MOST_TRUSTS, _MOST_BINS = 16, 8, 8, 96
 
-# in place of how many candidates a branch has
+# These stand in place of the number of a branch's candidates.
 _NOT_NUMBERS, _LOST_HEAD = -2, -1
 _NO_NUMBERS, _HEAD_LOST = tl.constexpr(_NOT_NUMBERS), tl.constexpr(_LOST_HEAD)
 _LAST = tl.constexpr(2**63 - 1)
@@ -43,15 +44,15 @@ class Wishes:
     """What each sequence wants grown; all tensors are [sequences]."""
 
     anchors: Tensor  # int32
-    nodes: Tensor  # int32: at most so many behind the anchor; -1: the sequence is not there, and uses no row at all
-    depth: Tensor  # int32: none of them deeper than this
+    nodes: Tensor  # int32: the most nodes behind the anchor; -1 marks a padding sequence, which uses no rows
+    depth: Tensor  # int32: the largest depth of a node
     shape: Tensor  # int32: CHAIN, TREE or SEEDED_TREE
-    floor: Tensor  # fp32: nothing less likely is added to a tree's best nodes
+    floor: Tensor  # fp32: nodes that are less likely to survive are not added to a tree
     calibration: Tensor  # fp64 [sequences, CALIBRATION_WORDS], see `calibration_line`
 
     @classmethod
     def empty(cls, sequences: int, device: torch.device) -> Wishes:
-        """Nothing to grow, claims taken as they are."""
+        """Makes wishes without nodes, whose claims are taken as they are."""
         def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros((sequences, *shape), dtype=dtype, device=device)
 
@@ -62,18 +63,18 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """What a drafter's heads say of each candidate behind each candidate of the slot before; slot 0 has one line."""
+    """The heads' scores of each candidate behind each candidate of the slot before; in slot 0 only line 0 is used."""
 
     corrections: Tensor  # fp32 [sequences, slots, K (before), K]
-    scale: Tensor  # fp32 [sequences]: what one unit of a correction is worth in scores
+    scale: Tensor  # fp32 [sequences]: the factor from a correction to a score
     confidence: Tensor | None  # fp32 [sequences, slots, K (before)]: probability that the first candidate is right
-    least_confidence: Tensor  # fp32 [sequences]: nothing is offered below it
+    least_confidence: Tensor  # fp32 [sequences]: below this confidence no candidate is offered
 
     @classmethod
     def empty(
         cls, sequences: int, slots: int, candidates: int, confident: bool, least_confidence: Tensor
     ) -> HeadScores:
-        """Room for what heads say; how little confidence is enough is the caller's."""
+        """Makes room for the heads' scores; the caller provides the least confidence."""
         def floats(*shape: int) -> Tensor:
             return torch.zeros((sequences, *shape), dtype=torch.float32, device=least_confidence.device)
 
@@ -83,13 +84,13 @@ class HeadScores:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The nodes besides what the rows hold; row r belongs to sequence r // each."""
+    """What is known of the grown nodes beyond their rows; row r belongs to sequence r // each."""
 
-    parents: Tensor  # int32 [rows], -1 for the anchor and rows that are not used
-    chances: Tensor  # fp32 [rows], the drafter's own probability of each token given its parent
-    survivals: Tensor  # fp32 [rows], how likely each is to be kept as far as the calibration knows, 1 for the anchor
-    counts: Tensor  # int32 [sequences], nodes behind the anchor; -1: the sequence is not there
-    broken: Tensor  # int32 [sequences], 1 where the drafter's numbers are none; such a sequence has no nodes
+    parents: Tensor  # int32 [rows]; -1 for the anchor and for unused rows
+    chances: Tensor  # fp32 [rows]: the drafter's own probability of each token given its parent
+    survivals: Tensor  # fp32 [rows]: the calibrated probability that a node is kept; 1 for the anchor
+    counts: Tensor  # int32 [sequences]: nodes behind the anchor; -1 marks a padding sequence
+    broken: Tensor  # int32 [sequences]: 1 if the drafter's numbers are not finite; such a sequence has no nodes
 
     @classmethod
     def empty(cls, rows: DeviceRows) -> Grown:
@@ -105,11 +106,11 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The candidates behind each token before them, likeliest first; without heads all tokens have the same."""
+    """The candidates behind each token before them, likeliest first; without heads they are the same for all tokens."""
 
     chances: Tensor  # fp64 [sequences, slots, before, K]
-    worths: Tensor  # fp64, calibrated
-    origins: Tensor  # int32, which of the slot's candidates it is
+    worths: Tensor  # fp64: the calibrated chances
+    origins: Tensor  # int32: the index of each among the slot's candidates
     counts: Tensor  # int32 [sequences, slots, before]
 
     @classmethod
@@ -124,14 +125,14 @@ class Branches:
 
 
 def calibration_line(table: CalibrationTable | None) -> Tensor:
-    """A calibration as the kernels read it, on the host; None takes claims as they are."""
+    """Returns a calibration on the host in the form that the kernels read; None takes claims as they are."""
     line = torch.zeros(CALIBRATION_WORDS, dtype=torch.float64)
     write_calibration(line.data_ptr(), table)
     return line
 
 
 def write_calibration(start: int, table: CalibrationTable | None) -> None:
-    """`calibration_line` to an address; asked for in every drafting step, so it goes straight to the memory."""
+    """Writes a `calibration_line` to an address; it copies memory directly, because every drafting step calls it."""
     if table is None:
         ctypes.memmove(start, _TAKEN_AS_THEY_ARE, 8)
         return
@@ -154,7 +155,7 @@ def write_calibration(start: int, table: CalibrationTable | None) -> None:
 
 @cache
 def _line_head(*numbers: float) -> bytes:
-    """The first numbers of a line, and edges that nothing reaches."""
+    """Returns the first numbers of a line, with edges that no claim or depth reaches."""
     head = np.full(_TRUST, np.inf)
     head[:_CLAIMS] = 0.0
     head[: len(numbers)] = numbers
@@ -170,7 +171,7 @@ def _recorded(bins, place, prior, weight, least, most):  # type: ignore[no-untyp
 
 @triton.jit
 def _calibrated(line, claimed, depth):  # type: ignore[no-untyped-def]
-    """What claims (a vector) are worth at a depth; see Calibration.chance of speculative/calibration.py."""
+    """Returns what claims (a vector) are worth at a depth; see Calibration.chance of speculative/calibration.py."""
     kind, least, most = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     worth = claimed
     if kind > 0.0:
@@ -198,7 +199,10 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
     scores, sequence_stride, slot_stride, corrections, scale, confidence, least_confidence, calibration,
     chances, worths, origins, counts, candidates, HEADS: tl.constexpr, CONFIDENT: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Ranks one slot's candidates behind one token. Confidence speaks for the first, the others share the rest."""
+    """Ranks one slot's candidates behind one token.
+
+    The first candidate gets the confidence, the others share the rest.
+    """
     sequence, slot, before = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     branch = (sequence * tl.num_programs(1) + slot) * tl.num_programs(2) + before
     place = tl.arange(0, WIDTH)
@@ -213,7 +217,8 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
         lost = _infinite(correction)
         rest = tl.maximum(0.0, 1.0 - tl.sum(chance))
         corrected = score + tl.load(scale + sequence).to(tl.float64) * correction.to(tl.float64)
-        shift = tl.maximum(0.0, tl.max(corrected))  # a low temperature may lift a correction out of exp's range
+        # keeps exp in its range, since a low temperature scales corrections up
+        shift = tl.maximum(0.0, tl.max(corrected))
         weights = tl.exp(corrected - shift)
         chance = weights / (tl.sum(weights) + rest * tl.exp(-shift))
     earlier = (chance[None, :] == chance[:, None]) & (place[None, :] < place[:, None])
@@ -240,7 +245,7 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
 def _grow(  # type: ignore[no-untyped-def]
     row, worths, origins, counts, limit, deepest, shape, floor, candidates, BEFORE: tl.constexpr
 ):
-    """Adds nodes until there are enough; returns rows' parents, places in the branches, survivals; nodes, and a fault.
+    """Adds nodes until there are enough; returns parents, indices into the branches, survivals, nodes, and a fault.
 
     The open candidate of a row is packed as (order of its offer, branch, rank, row).
     """
@@ -248,12 +253,12 @@ def _grow(  # type: ignore[no-untyped-def]
     parent, place = tl.full(row.shape, -1, tl.int32), tl.zeros_like(row)
     first = tl.load(counts)
     opened = (first > 0) & (deepest > 0)
-    own = tl.load(worths, mask=opened, other=0.0)  # of the newest row's first child, whoever else is waiting
+    own = tl.load(worths, mask=opened, other=0.0)  # survival of the newest row's first child, uncapped
     waiting = tl.where((row == 0) & opened, tl.minimum(own, 1.0), -1.0).to(tl.float64)
     packed = row.to(tl.int64)
     broken = (first == _HEAD_LOST) & (deepest > 0)
     branch_of_newest, step = 0, tl.full((), 0, tl.int32)
-    lead = tl.where(shape == 1, 0, tl.minimum(limit, deepest))  # how long a chain stands before everything else
+    lead = tl.where(shape == 1, 0, tl.minimum(limit, deepest))  # length of the chain that is added before other nodes
     best = tl.max(waiting)
     leading = (step < lead) & opened
     going = (limit > 0) & (broken == 0) & (leading | ((shape != 0) & (best >= floor) & (best >= 0.0)))
@@ -274,7 +279,7 @@ def _grow(  # type: ignore[no-untyped-def]
         opened = children > 0
         child_worth = tl.load(worths + child * candidates, mask=opened, other=0.0)
         held = tl.sum(tl.where(row == chosen, survival, 0.0))
-        # a calibration need not be monotone, but a worse-ranked sibling never goes first
+        # a calibration need not be monotone, but a sibling of lower rank must not come first
         sibling = tl.where(rank + 1 < siblings, tl.minimum(held * sibling_worth, reached), -1.0)
         own = reached * child_worth
         broken = broken | (children == _HEAD_LOST)
@@ -302,7 +307,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags,
     slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """One sequence: the nodes, then its rows. Rows that are not used look like row 0."""
+    """Handles one sequence: first its nodes, then its rows; unused rows are like row 0."""
     sequence = tl.program_id(0)
     row = tl.arange(0, ROWS)
     lines = (sequence * ROWS + row)[:, None] * _DEEP
@@ -338,7 +343,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     tl.store(survivals + out, tl.where(row == 0, 1.0, tl.where(used, survival.to(tl.float32), 0.0)))
     tl.store(node_counts + sequence, count)
     tl.store(broken_flags + sequence, broken.to(tl.int32))
-    tl.debug_barrier()  # parents are read by other threads, and paths were cleared by others
+    tl.debug_barrier()  # other threads have written the parents and cleared the paths
     ancestor, high = tl.where(used, row, 0), tl.max(level)
     while high > 0:
         above = tl.load(parents + sequence * ROWS + ancestor, mask=ancestor > 0, other=0)
@@ -350,7 +355,7 @@ def grow(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
     page_tokens: int, grown: Grown, branches: Branches,
 ) -> None:
-    """Fills `rows` (all but base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
     sequences, slots, candidates = tokens.shape
     before = branches.counts.shape[2]
     assert tokens.stride() == scores.stride() and tokens.stride(2) == 1
@@ -358,7 +363,7 @@ def grow(
     assert before == (1 if heads is None else candidates)
     confidence = None if heads is None else heads.confidence
     unused = scores
-    # without fused multiply-adds the doubles are those of the host
+    # fused multiply-adds are off, so that the doubles have the same bits as on the host
     _branch_kernel[(sequences, slots, before)](
         scores, scores.stride(0), scores.stride(1), unused if heads is None else heads.corrections,
         unused if heads is None else heads.scale, unused if confidence is None else confidence,

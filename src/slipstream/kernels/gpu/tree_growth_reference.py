@@ -1,4 +1,4 @@
-"""`grow` in plain torch and Python: the same branches, then a sorted list of open candidates instead of a vector."""
+"""`grow` in plain torch and Python: the same branches, and a sorted list of open candidates instead of a vector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes
 from slipstream.kernels.rows import CHAIN, TREE
 
-_LOST_HEAD = -1
+_LOST_HEAD = -1  # stands in place of the number of a branch's candidates
 _NOWHERE = float("inf")
 
 
@@ -19,7 +19,7 @@ def grow_reference(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
     page_tokens: int, grown: Grown, branches: Branches,
 ) -> None:
-    """Fills `rows` (all but base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
     _rank(scores, wishes.calibration, heads, branches)
     unknown = (scores.isnan() | (scores == _NOWHERE)).flatten(1).any(dim=1).tolist()
     rows.paths.zero_()
@@ -88,7 +88,7 @@ def _calibrated(line: Tensor, claimed: Tensor, depth: int) -> Tensor:
 
 
 class _Tree:
-    """The nodes of one sequence in the order they are added; row 0 is the anchor."""
+    """The nodes of one sequence in the order in which they are added; row 0 is the anchor."""
 
     def __init__(self, branches: Branches, sequence: int) -> None:
         self._chances, self._worths, self._origins, self._counts = (

@@ -15,8 +15,9 @@ void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int gro
 namespace amx {
 namespace {
 
-// Tile registers, two sets: they are not renamed, so one product must not wait for the other's registers.
-// Macros, because the compiler pastes the names into instructions.
+// There are two sets of tile registers: the processor does not rename them, so with one set a product would have to
+// wait for the registers of the product before. They are macros because the compiler pastes their names into
+// instructions.
 #define ROWS 0
 #define WEIGHTS 1
 #define SUMS 2
@@ -24,7 +25,7 @@ namespace {
 #define OTHER_WEIGHTS 4
 #define OTHER_SUMS 5
 
-// The compiler does not know what tile instructions read from memory: everything must have been stored before them.
+// The compiler does not know that tile instructions read memory, so all stores must be complete before them.
 inline void settle(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
 struct alignas(64) TileConfig {
@@ -38,10 +39,10 @@ struct alignas(64) TileConfig {
     }
 };
 
-constexpr int kAtOnce = 6;  // blocks: enough that neither tiles nor floats wait for each other's memory
+constexpr int kAtOnce = 6;  // blocks per round: enough that neither tiles nor floats wait for the other's memory
 constexpr int kQuadBytes = 8 * 64;
 
-// Integer sums of one block for 16 rows: [row][output].
+// The integer sums of one block for 16 rows: [row][output].
 using Sums = int32_t[kGroup * kTile];
 
 // One product of 16 rows with 16 outputs over 32 inputs.
@@ -64,8 +65,8 @@ inline void multiply_pair(const TileProduct& one, const TileProduct& other) {
     _tile_stored(OTHER_SUMS, other.sums, 64);
 }
 
-// A block's codes as whole bytes: 8-bit ones lie in the tile itself, others are unpacked. Where every 16 inputs have
-// their own scale, the two halves become two products, each with zeros in place of the other's codes.
+// Provides a block's codes as whole bytes: 8-bit codes lie in the tile itself, others are unpacked. If every 16 inputs
+// have their own scale, the two halves become two products, each with zeros in place of the other half's codes.
 template <int K>
 inline void unpack(const uint8_t* tile, int index, uint8_t (*room)[kQuadBytes], const uint8_t** quads) {
     if (K == kQ8_0) {
@@ -82,7 +83,7 @@ inline void unpack(const uint8_t* tile, int index, uint8_t (*room)[kQuadBytes], 
     }
 }
 
-// What a block adds to the rows' results: the same roundings in the same order as without tiles.
+// Adds a block's contribution to the rows' results, with the same roundings in the same order as without tiles.
 template <int K>
 inline void add_tile_sums(const uint8_t* tile, int index, const Sums* found, const RowsIn& in, size_t at, Floats* total) {
     const WeightFactors<K> factors(tile, index);
@@ -124,7 +125,7 @@ void sixteen_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& i
             for (int half = 0; half < halves; ++half) products[i * halves + half] = {quads[half], codes, sums[i][half]};
         }
         settle(unpacked);
-        // an odd one out is multiplied twice, into the same place
+        // if the number of products is odd, the last one is computed twice into the same place
         for (int i = 0; i < count * halves; i += 2)
             multiply_pair(products[i], products[std::min(i + 1, count * halves - 1)]);
         settle(sums);
@@ -171,13 +172,14 @@ void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int gro
 }  // namespace amx
 }  // namespace slip
 
-// Whether tiles really multiply here: one small product against the same without tiles. May die where they do not.
+// Whether tiles really multiply here: compares one small product with the same product without tiles. The process may
+// die where tiles do not work.
 SLIP_VISIBLE int slip_probe_amx() {
     using namespace slip;
     constexpr int inputs = 64, bytes = static_cast<int>(tile_bytes(kQ8_0, inputs));
     alignas(64) uint8_t data[bytes];
     alignas(64) float with[kGroup * kTile], without[kGroup * kTile];
-    for (int i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(0x2c + i * 7 % 4);  // sound halves, odd codes
+    for (int i = 0; i < bytes; ++i) data[i] = static_cast<uint8_t>(0x2c + i * 7 % 4);  // finite halves, varied codes
     const SlipMatrix matrix{kQ8_0, kTile, inputs, data};
     RowBuffer buffer;
     const RowsIn in = buffer.shaped(kGroup, inputs);

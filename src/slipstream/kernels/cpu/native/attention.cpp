@@ -1,8 +1,8 @@
-// Row attention in two passes: scores of every visible key, then the weighted sum of values, key after key.
+// Row attention in two passes: the scores of every visible key, then the weighted sum of values, key after key.
 //
-// What makes a row's bits its own: a score adds up dim lane by lane and then the lanes in one fixed tree; a weight is
-// added to lane `position % kLanes` of the total; values are added in position order. Hidden keys are skipped and never
-// multiplied, so that what lies there cannot matter.
+// A row's bits do not depend on other rows, because every sum has a fixed order: a score adds up dim lane by lane and
+// then the lanes in one fixed tree; a weight is added to lane `position % kLanes` of the total; values are added in the
+// order of positions. Hidden keys are skipped and never multiplied, so that the contents of their slots have no effect.
 #include "attention.h"
 
 #include <algorithm>
@@ -18,22 +18,22 @@ namespace SLIP_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kTileQueries = 6;  // queries and vectors of one tile of weighted sums: what fits into the registers
+constexpr int kTileQueries = 6;  // queries and vectors in one tile of weighted sums, as many as fit into the registers
 constexpr int kTileVectors = 4;
 #else
 constexpr int kTileQueries = 3;
 constexpr int kTileVectors = 2;
 #endif
-constexpr int kBlockRows = 16;  // rows of a piece where there is work enough
-constexpr int64_t kBlockScores = 1 << 17;  // scores of a piece that still leave room for keys in the cache
-constexpr double kReading = 1.5;  // what a piece costs before its first query, in queries
-constexpr int kAhead = 2 * kLanes;  // positions between the keys that are sent for and those at hand
+constexpr int kBlockRows = 16;  // the most rows of a piece
+constexpr int64_t kBlockScores = 1 << 17;  // the most scores of a piece; more would leave no room for keys in the cache
+constexpr double kReading = 1.5;  // the cost of reading a piece's keys, in units of one query's work
+constexpr int kAhead = 2 * kLanes;  // positions between the keys that are prefetched and those in use
 constexpr int kNoBorder = std::numeric_limits<int>::max();
 const float kHidden = -std::numeric_limits<float>::infinity();
 
 int block_of(int position) { return position / kLanes * kLanes; }
 
-// The positions that some of the rows see.
+// The range of positions that at least one of the rows sees.
 struct Sight {
     int low = kNoBorder, high = -1;
     bool empty() const { return high < low; }
@@ -50,8 +50,8 @@ Sight sight_of(const RowPlan& plan, int start, int stop) {
     return sight;
 }
 
-// How many of the query heads that share keys stay together: all, unless there are fewer `units` of them than threads.
-// Reading the keys counts as much as kReading queries, and the thread with the most pieces decides.
+// Returns how many of the query heads that share keys stay in one piece: all, unless there are fewer `units` than
+// threads. Reading the keys costs as much as kReading queries, and the thread with the most pieces determines the time.
 int heads_of_piece(int units, int share, int threads) {
     int best = share;
     double least = std::numeric_limits<double>::infinity();
@@ -64,7 +64,7 @@ int heads_of_piece(int units, int share, int threads) {
     return best;
 }
 
-// Memory of one thread that grows and is never given back; contents do not survive growing.
+// The memory of one thread, which grows and is never freed before the thread ends; growing loses its contents.
 class Buffer {
 public:
     ~Buffer() { std::free(data_); }
@@ -94,8 +94,8 @@ Scratch& scratch() {
     return mine;
 }
 
-// Turns the scores of positions first + low .. first + high into weights, hidden neighbours in the same blocks into
-// zeros; returns what the weights add up to.
+// Turns the scores of positions first + low .. first + high into weights, and hidden neighbours in the same blocks into
+// zeros; returns the sum of the weights.
 float soften(float* scores, int low, int high) {
     const int first = block_of(low), last = block_of(high);
     for (int at = first; at < low; ++at) scores[at] = kHidden;
@@ -105,7 +105,8 @@ float soften(float* scores, int low, int high) {
     const Floats peak = set1(largest(most));
     Floats total = set1(0.0f);
     for (int at = first; at <= last; at += kLanes) {
-        // exp takes no infinities, and is zero long before -200; a NaN stands second and stays
+        // exp does not handle infinities, and its result is zero long before -200; max returns its second operand for
+        // NaN
         const Floats weight = exp(max(set1(-200.0f), load(scores + at) - peak));
         store(scores + at, weight);
         total = total + weight;
@@ -113,7 +114,7 @@ float soften(float* scores, int low, int high) {
     return sum(total);
 }
 
-// Adds weighted values to sums that stand in memory, in the order of the keys.
+// Adds weighted values to sums in memory, in the order of the keys.
 template <int Queries, int Vectors>
 void add_values(const Pool& pool, const int64_t* places, int count, const float* weights, int64_t stride, int column,
                 float* const* sums) {
@@ -143,7 +144,7 @@ void add_columns(const Pool& pool, const int64_t* places, int count, const float
         add_values<Queries, 1>(pool, places, count, weights, stride, column, sums);
 }
 
-// Values of `count` places for up to kTileQueries queries, whose weights lie `stride` floats apart.
+// Adds the values of `count` places for up to kTileQueries queries, whose weights are `stride` floats apart.
 void add_weighted(const Pool& pool, const int64_t* places, int count, const float* weights, int64_t stride, int queries,
                   float* const* sums) {
     if (count <= 0) return;
@@ -159,7 +160,7 @@ void add_weighted(const Pool& pool, const int64_t* places, int count, const floa
     }
 }
 
-// The attention of one piece: some rows of a group, the query heads of one kv head.
+// The attention of one piece: some rows of a group with query heads of one kv head.
 class PieceWork {
 public:
     PieceWork(const RowPlan& plan, const RowPlan::Piece& piece, const Pool& pool, const float* queries,
@@ -169,7 +170,7 @@ public:
         const Sight sight = sight_of(plan, piece.start, piece.stop);
         first_ = block_of(sight.low);
         end_ = sight.empty() ? first_ : block_of(sight.high) + kLanes;
-        // an odd number of lines, lest the scores of all queries want the same place of the nearest cache
+        // an odd number of cache lines, so that the scores of all queries do not compete for one set of the first cache
         stride_ = ((end_ - first_) / kLanes | 1) * kLanes;
         Scratch& mine = scratch();
         scores_ = mine.scores.of(static_cast<size_t>(count_) * stride_);
@@ -205,8 +206,9 @@ private:
         return &plan_.places[plan_.rows[row].own + position - group_.shared];
     }
 
-    // Keys and values are sent for ahead of their use: a block of them may fill a page of memory, and what the processor
-    // fetches by itself ends there. Values have time, since all keys are scored before the first value is added.
+    // Keys and values are prefetched: a block of them may fill a page of memory, and the processor's own prefetching
+    // ends at a page's border. Values can be prefetched early, because all keys are scored before the first value is
+    // added.
     void score_shared() {
         const int end = std::min(end_, group_.shared);
         for (int at = first_; at < end; at += kLanes) {
@@ -219,14 +221,14 @@ private:
         }
     }
 
-    // The keys that a row of a tree finds through its ancestors.
+    // Scores the keys that a row of a tree finds through its ancestors.
     void score_own(int row) {
         for (int at = std::max(first_, group_.shared); at <= plan_.rows[row].high; at += kLanes)
             score(pool_, own_places(row, at), scaled_ + index(row, 0) * pool_.dim, piece_.head_count,
                   scores(row, 0) + (at - first_), stride_);
     }
 
-    // Values at positions low .. high, both included, for some heads of a row.
+    // Adds the values at positions low .. high, both included, for some heads of a row.
     void add_span(int row, int low, int high, int head, int heads, float* const* sums) {
         const int border = std::min(high + 1, std::max(low, group_.shared));
         const float* weights = scores(row, head);
@@ -237,8 +239,8 @@ private:
                          sums);
     }
 
-    // Weights and sums of a few rows, whose common stretch of keys is read once for all of them. Tiles of several
-    // rows hold all heads of the piece, so that their scores lie evenly apart.
+    // Computes weights and sums of a few rows, whose common stretch of keys is read once for all of them. A tile of
+    // several rows contains all heads of the piece, so that the scores are evenly spaced.
     void add_tile(int row, int rows, int head, int heads) {
         float* sums[kTileQueries];
         float totals[kTileQueries];
@@ -269,7 +271,8 @@ private:
         }
         for (int n = 0; n < rows * heads; ++n)
             for (int at = 0; at < pool_.dim; at += kLanes)
-                store(sums[n] + at, load(sums[n] + at) / set1(totals[n]));  // no key at all: 0 / 0, as torch has it
+                // without any key this is 0 / 0, as in torch
+                store(sums[n] + at, load(sums[n] + at) / set1(totals[n]));
     }
 
     const RowPlan& plan_;
@@ -278,8 +281,8 @@ private:
     const RowPlan::Group& group_;
     float* out_;
     int out_stride_;
-    int count_;  // queries: rows times heads
-    int first_, end_;  // positions whose scores are held
+    int count_;  // number of queries: rows times heads
+    int first_, end_;  // the range of positions whose scores are stored
     int64_t stride_;
     float *scores_, *scaled_;
 };
@@ -287,7 +290,7 @@ private:
 }  // namespace
 
 
-// Where the slots of one sequence lie.
+// Where the slots of one sequence are in memory.
 struct RowPlan::Slots {
     const int32_t* page_ids;
     int page_tokens;
@@ -295,7 +298,8 @@ struct RowPlan::Slots {
 
     int64_t place(int slot) const { return page_ids[slot / page_tokens] * page_places + slot % page_tokens; }
 
-    // The places of slots from .. end - 1; those outside low .. high are hidden and repeat one that is not.
+    // Appends the places of slots from .. end - 1; a slot outside low .. high is hidden and repeats a visible one's
+    // place.
     void append(std::vector<int64_t>& places, int from, int end, int low, int high) const {
         if (from >= end) return;
         const size_t before = places.size();
@@ -350,7 +354,8 @@ void RowPlan::add_group(const SlipBatch& batch, const SlipGroup& group, int kv_h
         for (int i = 0; i < count; ++i) add_way(batch, group, i, slots);
 }
 
-// The places of a tree's row from the group's `shared` on: what is committed, then its ancestors, then itself.
+// Appends the places of a tree's row from the group's `shared` on: committed keys, then the row's ancestors, then
+// itself.
 void RowPlan::add_way(const SlipBatch& batch, const SlipGroup& group, int index, const Slots& slots) {
     Row& row = rows[group.start + index];
     row.own = places.size();
@@ -358,14 +363,14 @@ void RowPlan::add_way(const SlipBatch& batch, const SlipGroup& group, int index,
     const int shared = groups[row.group].shared;
     const size_t end = places.size() + (block_of(row.high) + kLanes - shared);
     slots.append(places, shared, group.base, row.low, row.high);
-    // hidden and missing positions repeat a place that may be read
+    // hidden and missing positions repeat a place that is safe to read
     places.resize(end, slots.place(group.base + index));
     for (int node = index; node >= 0; node = batch.parents[group.parents + node])
         if (positions_[node] >= row.low) places[row.own + positions_[node] - shared] = slots.place(group.base + node);
 }
 
-// Each thread's share is an unbroken stretch of rows, kv head after kv head, so that keys are read by one thread, or by
-// two where a share ends among their rows.
+// Cuts the work into pieces. A thread's share is a contiguous stretch of rows, one kv head after the other, so that
+// keys are read by one thread, or by two where a share ends among their rows.
 void RowPlan::cut(const SlipBatch& batch, int heads, int kv_heads, int threads) {
     const int share = heads / kv_heads;
     int longest = kLanes, count = 0;
@@ -377,7 +382,7 @@ void RowPlan::cut(const SlipBatch& batch, int heads, int kv_heads, int threads) 
     int64_t done = 0;
     for (int i = 0; i < batch.groups; ++i)
         for (int head = 0; head < heads; head += together)
-            // later rows see more keys: long pieces first leave the short ones to even out the end
+            // later rows see more keys, so their longer pieces come first and the short ones even out the end
             for (int stop = batch.group[i].stop; stop > batch.group[i].start;) {
                 const int64_t end = ((done * threads / total + 1) * total + threads - 1) / threads;
                 const int own = std::min({most, end - done, int64_t{stop - batch.group[i].start}});
@@ -405,7 +410,7 @@ SLIP_EXPORT(void, slip_attention)
  int kv_heads, int dim, float scale, float* out, int threads) {
     using namespace slip::SLIP_ISA;
     thread_local RowPlan mine;
-    RowPlan& plan = mine;  // the team's other threads would otherwise see plans of their own
+    RowPlan& plan = mine;  // a reference, because `mine` would name another object in each thread of the team
     plan.build(*batch, heads, kv_heads, threads);
     slip::Team& team = slip::Team::shared();
     team.run(threads, [&] {

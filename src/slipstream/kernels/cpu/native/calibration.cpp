@@ -1,4 +1,5 @@
-// Outcomes of drafts into a calibration: the same as Calibration.observe of speculative/calibration.py, many at a time.
+// Records outcomes of drafts in a calibration: the same as Calibration.observe of speculative/calibration.py, in
+// batches.
 #include "calibration.h"
 
 #include <cmath>
@@ -7,7 +8,7 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr int kHits = 3, kProven = 4;  // places in a state
+constexpr int kHits = 3, kProven = 4;  // indices into a state
 
 double trust(const double* state, const double* rules, int level) {
     const double poor = state[1] * std::pow(rules[kPoor], level);
@@ -15,7 +16,7 @@ double trust(const double* state, const double* rules, int level) {
     return (state[0] + poor * rules[kPoor] + hopeless * rules[kHopeless]) / (state[0] + poor + hopeless);
 }
 
-// How much the engine's trust says to a sequence whose own drafts were accepted.
+// Returns how much the engine's trust counts for a sequence; it counts less the more of its own drafts were accepted.
 double parent_say(const SlipCalibration& c) { return 1.0 / (1.0 + c.own_state[kHits] / c.rules[kOwnJudgement]); }
 
 double inherited_trust(const SlipCalibration& c, int level) {
@@ -74,7 +75,7 @@ struct Standing {
 
 using namespace slip::SLIP_ISA;
 
-// Works out trust and say, level by level.
+// Computes trust and say for each level.
 SLIP_EXPORT(void, slip_refresh_trust)(const SlipCalibration* c) {
     for (int level = 0; level < c->trusts; ++level) {
         c->trust[level] = trust(c->own_state, c->rules, level);
@@ -82,7 +83,7 @@ SLIP_EXPORT(void, slip_refresh_trust)(const SlipCalibration* c) {
     }
 }
 
-// `outcomes` are (claim, depth, hit, leading); `changes` the standings behind them over those before, own and parent's.
+// `outcomes` are (claim, depth, hit, leading); `changes` are the ratios of trust after to before, own and engine's.
 SLIP_EXPORT(void, slip_observe)(const SlipCalibration* c, const double* outcomes, int32_t number, double* changes) {
     const Standing before(*c);
     for (const double* each = outcomes; each < outcomes + 4 * number; each += 4)

@@ -7,22 +7,24 @@
 
 extern "C" {
 
-// See Calibration of speculative/calibration.py; a record is that of one sequence on top of the engine's, or the latter.
+// See Calibration of speculative/calibration.py. A record belongs to one sequence and refines the engine's, or is the
+// engine's.
 struct SlipCalibration {
     int32_t claims, depths, trusts;
     const double* claim_edges;
     const double* depth_edges;
     double least, most, claim_weight, parent_weight;
-    double* own;     // (hits, seen) of every place
-    double* shared;  // those of the parent; null: there is none
-    double* trust;   // by depth from 1, the last one for all below
-    double* say;     // what the parent's trust leaves of its record, by depth
-    double* own_state;  // how likely each of three drafters is, accepted tokens that fade, whether there ever were any
+    double* own;     // (hits, seen) per place
+    double* shared;  // the same of the engine's record; null if there is none
+    double* trust;   // by depth from 1; the last entry is for all greater depths
+    double* say;     // the factor that the engine's trust puts on its record, by depth
+    // the probability of each of three kinds of drafter, faded accepted tokens, whether any was accepted
+    double* own_state;
     double* shared_state;
-    const double* own_prior;  // of the three drafters
+    const double* own_prior;  // the prior probability of the three kinds
     const double* shared_prior;
-    double own_keep, shared_keep;  // what an outcome leaves of the counts before it
-    const double* rules;           // in the order of SlipRule
+    double own_keep, shared_keep;  // the factor by which an outcome fades the counts before it
+    const double* rules;           // constants in the order of SlipRule
 };
 
 enum SlipRule : int32_t { kPoor, kHopeless, kChange, kUnproven, kSurest, kOwnJudgement };

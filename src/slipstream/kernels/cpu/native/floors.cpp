@@ -1,8 +1,8 @@
-// What the machine can do at best: bytes read and int8 products per second, for the floors under a step's time.
+// Measures the machine's limits for lower bounds of a step's time: bytes read and int8 products per second.
 #include "matmul.h"
 #include "weights.h"
 
-// Reads memory from front to back on all threads; the result only keeps the compiler from leaving it out.
+// Reads memory from front to back on all threads; the result only keeps the compiler from removing the loop.
 SLIP_EXPORT(int64_t, slip_read)(const int32_t* data, int64_t count, int threads) {
     using namespace slip;
     using namespace slip::SLIP_ISA;
@@ -21,11 +21,11 @@ SLIP_EXPORT(int64_t, slip_read)(const int32_t* data, int64_t count, int threads)
     return total;
 }
 
-// Multiplies codes in registers `rounds` times on every thread; returns how many products that were.
+// Multiplies codes in registers `rounds` times on every thread; returns the number of products.
 SLIP_EXPORT(int64_t, slip_products)(int rounds, int threads) {
     using namespace slip;
     using namespace slip::SLIP_ISA;
-    constexpr int kChains = 8;  // sums that do not wait for each other
+    constexpr int kChains = 8;  // independent sums, so that none waits for another
     alignas(64) const uint8_t codes[64] = {1, 2, 3};
     const int8_t four[4] = {1, -2, 3, -4};
     std::atomic<int64_t> kept{0};

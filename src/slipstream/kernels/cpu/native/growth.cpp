@@ -1,7 +1,9 @@
-// Grows the chain and the tree of one drafted block: candidates in, prefixes worth a row of the verify step out.
+// Grows the chain and the tree of one drafted block: it takes candidates and returns prefixes that are worth a row of
+// the verify step.
 //
-// The same as grow_chain and grow_tree of speculative/tree.py over BlockDrafts of speculative/candidates.py, without a
-// Python call per node. Sums over a head's rank are float, everything about chances is double, as there.
+// It computes the same as grow_chain and grow_tree of speculative/tree.py over BlockDrafts of
+// speculative/candidates.py, without a Python call per node. As there, sums over a head's rank are float, and
+// everything about chances is double.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -18,22 +20,22 @@ constexpr int32_t kMostRows = 256;
 enum SlipFloatType : int32_t { kFloat = 0, kHalf = 1, kBrain = 2 };
 enum SlipGrowthState : int32_t { kGrown = 0, kBroken = 1, kUnknownToken = 2 };
 
-// Tables that correct a slot's candidates once the token before them is chosen.
+// Tables that correct a slot's candidates once the token before the slot is chosen.
 struct SlipHead {
-    int32_t vocabulary, rank;  // rank 0: nothing is corrected
+    int32_t vocabulary, rank;  // rank 0 corrects nothing
     int32_t before_type, after_type;
-    const void* before;   // [vocabulary, rank], by the token that stands before
-    const void* after;    // [vocabulary, rank], by the candidate
-    const float* trusted;  // [rank], what the token before says about the slot's confidence; null: nothing
+    const void* before;   // [vocabulary, rank], indexed by the token before the slot
+    const void* after;    // [vocabulary, rank], indexed by the candidate
+    const float* trusted;  // [rank], the weight of the token before in the slot's confidence; null if it has none
 };
 
 struct SlipBlock {
     int32_t slots, candidates;
     const int64_t* tokens;    // [slots, candidates], likeliest first
-    const float* scores;      // their log-probabilities
-    const SlipHead* head;     // null: the token before does not matter
-    const float* confidence;  // [slots], the part of the confidence that the slot decides; null: there is none
-    double scale;             // what one unit of a correction is worth in scores
+    const float* scores;      // the candidates' log-probabilities
+    const SlipHead* head;     // null if candidates do not depend on the token before
+    const float* confidence;  // [slots], the slot's own part of the confidence; null if there is no confidence head
+    double scale;             // the factor from a correction to a score
     double min_confidence;
 };
 
@@ -49,7 +51,7 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-// Of the standard containers the linker would keep one instruction set's code for all of them.
+// Standard containers are not used: of their code for several instruction sets the linker would keep only one.
 template <class T>
 class List {
     static_assert(std::is_trivially_copyable<T>::value, "elements are moved as bytes");
@@ -110,7 +112,7 @@ void widen(const void* table, int32_t type, int64_t row, int rank, float* out) {
     for (; i < rank; ++i) out[i] = _cvtsh_ss(bits[i]);
 }
 
-// The product of a row of any length with one that is padded to whole vectors; `lanes(i)` are the row's from i on.
+// Multiplies a row of any length with one that is padded to whole vectors; `lanes(i)` loads the row's vector at i.
 template <class Lanes>
 float dot(int rank, const float* padded, const Lanes& lanes) {
     Floats totals[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
@@ -121,10 +123,10 @@ float dot(int rank, const float* padded, const Lanes& lanes) {
     return sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
-// The candidates behind one token, likeliest first: `count` of them from `first` on in the ranked lists.
+// The candidates behind one token, likeliest first: `count` of them from index `first` on in the ranked lists.
 struct Branch {
     int64_t previous;
-    int32_t next;  // another branch of the same slot, or -1
+    int32_t next;  // index of another branch of the same slot, or -1
     int32_t count;
     int32_t first;
 };
@@ -219,7 +221,7 @@ private:
         if (rank >= branches_[branch].count) return;
         const double claimed = chances_[branches_[branch].first + rank];
         const double own = grown.survivals[parent] * calibrated(calibration_, claimed, grown.depths[parent] + 1);
-        // a calibration need not be monotone, but a worse-ranked sibling never goes first
+        // a calibration need not be monotone, but a sibling of lower rank must not come first
         waiting_.push_back({std::min(own, ceiling), order_++, parent, rank, branch});
         std::push_heap(waiting_.begin(), waiting_.end(), later);
     }
@@ -229,7 +231,7 @@ private:
             offer(grown, row, 0, branch(grown.depths[row], grown.tokens[row]), grown.survivals[row]);
     }
 
-    // The chain and the tree pass through the same branches, so each is ranked once.
+    // Returns a branch. The chain and the tree pass through the same branches, so each is ranked once and kept.
     int branch(int slot, int64_t previous) {
         if (!block_->head) previous = 0;
         for (int known = newest_[slot]; known >= 0; known = branches_[known].next)
@@ -241,7 +243,7 @@ private:
         return newest_[slot] = branches_.size() - 1;
     }
 
-    // The chances of the slot's candidates behind `previous`; false if nothing is offered there.
+    // Computes the chances of the slot's candidates behind `previous`; returns false if there are none to offer.
     bool weigh(int slot, int64_t previous) {
         const int count = block_->candidates;
         const float* scores = block_->scores + static_cast<int64_t>(slot) * count;
@@ -259,7 +261,7 @@ private:
             confidence_ = confidence(slot);
             if (confidence_ < block_->min_confidence) return false;
         }
-        double shift = 0.0;  // a low temperature may lift a correction out of exp's range
+        double shift = 0.0;  // keeps exp in its range, because a low temperature may make a correction very large
         if (!correct(slot, scores, shift) || (block_->confidence && !std::isfinite(confidence_))) {
             state = state == kGrown ? kBroken : state;
             return false;
@@ -294,7 +296,8 @@ private:
         return 0.5f * (std::tanh(0.5f * static_cast<float>(score)) + 1.0f);
     }
 
-    // Corrected scores, and the largest if it is above 0; false if a correction is no number.
+    // Corrects the scores and sets `shift` to the largest if it is above 0; returns false if a correction is not
+    // finite.
     bool correct(int slot, const float* scores, double& shift) {
         const SlipHead& head = *block_->head;
         const int count = block_->candidates;
@@ -318,12 +321,12 @@ private:
             const uint16_t* row = static_cast<const uint16_t*>(head.after) + token * rank_;
             return dot(rank_, before_.begin(), [row](int i) { return load_half(row + i); });
         }
-        float* row = after_.begin();  // padded, and the padding stays zero
+        float* row = after_.begin();  // has padding, which stays zero
         widen(head.after, head.after_type, token, rank_, row);
         return dot(rank_, before_.begin(), [row](int i) { return load(row + i); });
     }
 
-    // The rows of one slot's candidates lie all over a large table: the next slot's travel while this one's are used.
+    // Prefetches the rows of the next slot's candidates, which are scattered over a large table.
     void fetch(int slot) {
         if (!rank_ || slot != fetched_ + 1 || slot >= block_->slots) return;
         fetched_ = slot;
@@ -337,7 +340,7 @@ private:
         }
     }
 
-    // Appends the candidates with any chance, likeliest first, equals in their old order; returns how many.
+    // Appends the candidates with a chance above 0, likeliest first and equal ones in their order; returns how many.
     int ranked(int slot) {
         const int64_t* tokens = block_->tokens + static_cast<int64_t>(slot) * block_->candidates;
         const int first = tokens_.size();
@@ -357,7 +360,7 @@ private:
         return tokens_.size() - first;
     }
 
-    // The first candidate's chance as the confidence head has it; the others share what it leaves.
+    // Sets the first candidate's chance to the confidence; the others share the rest.
     void trusting(double* chances, int count) const {
         const double left = 1.0 - chances[0];
         const double share = left > 0.0 ? (1.0 - confidence_) / left : 0.0;
@@ -382,7 +385,7 @@ private:
 }  // namespace SLIP_ISA
 }  // namespace slip
 
-// Both shapes a policy chooses between, or one of them: no chain where `length` is 0, no tree where `nodes` is 0.
+// Grows the two shapes that a policy chooses between; a `length` of 0 grows no chain, and `nodes` of 0 no tree.
 SLIP_EXPORT(int32_t, slip_grow)
 (const SlipBlock* block, const SlipCalibration* calibration, int32_t anchor, int32_t length, int32_t nodes,
  int32_t depth, int32_t seeded, double floor, SlipGrown* chain, SlipGrown* tree) {

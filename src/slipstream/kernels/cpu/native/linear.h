@@ -1,4 +1,4 @@
-// Linear layers of one or several matrices: the rows they read, in the forms the matrices want, and where results go.
+// Linear layers of one or several matrices: the rows they read, in the forms the matrices need, and where results go.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ bool wants_codes(const SlipLinear& linear) {
     return false;
 }
 
-// The rows a linear layer reads, in the forms its parts want.
+// The rows that a linear layer reads, in the forms that its parts need: int8 codes, floats, or both.
 struct Operand {
     RowBuffer buffer;
     std::vector<float> values;
@@ -47,7 +47,7 @@ struct Operand {
         if (codes) quantise_row(x, in, row);
         if (floats) std::memcpy(values.data() + static_cast<size_t>(row) * in.stride, x, in.stride * sizeof(float));
     }
-    // Up to 32 inputs from a block's start on.
+    // Stores up to 32 inputs from the start of a block on.
     void put_block(const float* x, int row, int index, int count) {
         if (codes) quantise_block(x, in, row, index);
         if (floats)
@@ -60,8 +60,8 @@ void one_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, i
     else multiply_tile(matrix, tile, in, group, rows, out);
 }
 
-// A stretch of a linear layer's tiles with the rows from group `base` of the operand on:
-// done(first row, rows, first output, outputs, products [16, 16]).
+// Multiplies some tiles of a linear layer with the rows from group `base` of the operand on, and calls
+// done(first row, rows, first output, outputs, products [16, 16]) for each.
 template <class Done>
 void multiply_tiles(
     const SlipLinear& linear, int from, int to, const RowsIn& in, int base, int rows, const Done& done) {
@@ -82,7 +82,7 @@ void multiply_tiles(
     }
 }
 
-// All tiles of a linear layer.
+// Multiplies all tiles of a linear layer.
 template <class Done>
 void multiply(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Done done) {
     int total = 0;
@@ -98,7 +98,7 @@ void add_bias(const float* bias, int count, int rows, float* products) {
         for (int c = 0; c < count; ++c) products[r * kTile + c] += bias[c];
 }
 
-// to[row, output] = products (+ bias), or added to what is there.
+// Computes to[row, output] = products (+ bias); with Add they are added to what is there.
 template <bool Add>
 void multiply_into(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, float* to, size_t stride) {
     multiply(team, linear, in, rows, [&](int row, int own, int first, int count, float* products) {

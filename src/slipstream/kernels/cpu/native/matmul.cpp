@@ -8,15 +8,17 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr float kCodes = 127.0f;
-constexpr float kSpike = 12.0f;  // times the mean: the largest of 32 normal numbers is about 3 times theirs
+constexpr float kCodes = 127.0f;  // the largest int8 code
+// A block is spiky if its largest value is this many times its mean magnitude; the largest of 32 normally distributed
+// numbers is about 3 times their mean.
+constexpr float kSpike = 12.0f;
 #if defined(__AVX512F__)
-constexpr int kMostFloatRows = 8;  // two sums a row must fit the registers
+constexpr int kMostFloatRows = 8;  // two sums per row must fit into the registers
 #else
 constexpr int kMostFloatRows = 4;
 #endif
 
-// R rows of a group, from `first` on, through one tile.
+// Multiplies R rows of a group, from `first` on, with one tile.
 template <int K, int R>
 void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
     const int blocks = blocks_of(matrix.inputs);
@@ -27,7 +29,8 @@ void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, 
     for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
     size_t at = in.block(group, 0);
     for (int index = 0; index < blocks; ++index, ++at) {
-        // one row reads as fast as memory delivers; several leave it idle meanwhile, so the next tile is sent for
+        // a single row keeps memory busy; with several rows memory would be idle during the sums, so the next tile is
+        // fetched
         if (R >= 4) prefetch_block<K>(tile + tile_bytes(K, matrix.inputs), index);
         const WeightCodes<K> codes(tile, index);
         const WeightFactors<K> factors(tile, index);
@@ -52,7 +55,7 @@ inline Floats load_weights(const uint8_t* p) {
     return K == kF16 ? load_half(halves) : load_brain(halves);
 }
 
-// Float weights: two running sums per row, over even and odd inputs, so that a single row need not wait for itself.
+// Multiplies with float weights: two running sums per row, over even and odd inputs, so that additions overlap.
 template <int K, int R>
 void float_tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, int group, int first, float* out) {
     constexpr size_t line = kTile * (K == kF32 ? 4 : 2);
@@ -82,8 +85,9 @@ struct Kernel {
     int rows;
 };
 
-// The widest kernel that does not exceed the rows at hand, or the next wider one if a few spare rows cost less than
-// another pass over the weights; spare rows are computed from whatever the buffers hold and never looked at.
+// Returns the widest kernel that does not exceed the remaining rows, or the next wider one if a few spare rows cost
+// less than another pass over the weights. Spare rows are computed from whatever the buffers hold, and their results
+// are not used.
 template <int K>
 Kernel quantised_kernel(int rows) {
 #if defined(__AVX512F__)
@@ -99,7 +103,7 @@ Kernel quantised_kernel(int rows) {
 
 template <int K>
 Kernel float_kernel(int rows) {
-    // these read the rows themselves, so there are no spare ones
+    // these kernels read the float rows, behind which there is no memory, so spare rows are not possible
     if (kMostFloatRows == 8 && rows >= 8) return {float_tile_rows<K, 8>, 8};
     if (rows >= 4) return {float_tile_rows<K, 4>, 4};
     return {float_tile_rows<K, 1>, 1};
@@ -118,7 +122,7 @@ Kernel kernel_for(int kind, int rows) {
     }
 }
 
-// Codes, scale and sums of one row's block; `row` is its number in the group.
+// Stores codes, scale and sums of one row's block; `row` is its index in the group.
 inline void put_codes(const CodeRows& rows, size_t width, size_t place, size_t row, Floats low, Floats high, float top) {
     const float scale = top / kCodes;
     const Floats steps = set1(top > 0.0f ? kCodes / top : 0.0f);

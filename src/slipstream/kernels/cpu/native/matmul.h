@@ -1,5 +1,5 @@
-// Rows times packed weights: every weight is read once for all rows, and a row's sum has one order, whatever its
-// neighbours: block after block, within a block an exact integer sum, then two or three roundings.
+// Rows times packed weights. Every weight is read once for all rows. A row's sum has one order, whatever rows are
+// beside it: block after block, within a block an exact integer sum, then two or three roundings.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace slip {
 
 constexpr int kGroup = 16;  // rows that are multiplied together
 
-// Rows as int8 codes with a scale per 32 inputs. Within a group the rows of one block stand together.
+// Rows as int8 codes with a scale per 32 inputs. Within a group the rows of one block are neighbours.
 struct CodeRows {
     int8_t* codes = nullptr;     // [groups, blocks, width, 32]
     float* scales = nullptr;     // [groups, blocks, width]
@@ -24,13 +24,14 @@ struct CodeRows {
 };
 
 // Rows as the kernels read them: codes, or the floats themselves. A group is no wider than needed, so that few rows
-// stay in the nearest cache while the weights stream past.
+// stay in the first cache while the weights stream past.
 //
-// Where one value dwarfs the others of its block, 8 bits leave nothing of them. Such a block is marked, and what the
-// rounding lost is coded once more in `rest`: a few per cent of all blocks, and most of the rounding's damage.
+// If one value of a block is far larger than the others, 8 bits leave nothing of the others. Such a block is marked,
+// and its rounding error is coded once more in `rest`. These are a few per cent of all blocks, and cause most of the
+// rounding error.
 struct RowsIn {
     int inputs = 0;
-    int width = kGroup;  // rows of a group
+    int width = kGroup;  // rows per group
     CodeRows main, rest;
     uint8_t* spiky = nullptr;       // [groups, blocks, width]
     const float* values = nullptr;  // [rows, stride]
@@ -48,18 +49,18 @@ inline bool any_of(const uint8_t* marks) {
 
 inline int groups_of(int rows) { return (rows + kGroup - 1) / kGroup; }
 
-// Memory behind RowsIn, kept from call to call.
+// The memory behind RowsIn, which is kept from call to call.
 class RowBuffer {
 public:
     RowsIn shaped(int rows, int inputs) {
-        // one group more than needed, since tiles always read 16 rows
+        // one group more than needed, because tiles always read 16 rows
         const size_t blocks = static_cast<size_t>(groups_of(rows) + 1) * blocks_of(inputs);
         RowsIn in;
         in.inputs = inputs;
         in.width = rows <= 2 ? rows : rows < kGroup ? (rows + 3) / 4 * 4 : kGroup;
         in.main = main_.shaped(blocks);
         in.rest = rest_.shaped(blocks);
-        // rows that only fill up a group are never written, and must not look as if they wanted anything
+        // rows that only fill up a group are never written, so their marks must be cleared here
         spiky_.assign(blocks * kGroup, 0);
         in.spiky = spiky_.data();
         return in;
@@ -87,13 +88,13 @@ private:
 
 namespace SLIP_ISA {
 
-// Thirty-two floats become codes of the block; NaN and infinity make its scale, hence the row's results, no number.
+// Converts 32 floats to codes of a block. NaN or infinity makes the scale, and so the row's results, not finite.
 void quantise_block(const float* x, const RowsIn& in, int row, int index);
 inline void quantise_row(const float* x, const RowsIn& in, int row) {
     for (int index = 0; index < in.inputs / kBlock; ++index) quantise_block(x + index * kBlock, in, row, index);
 }
 
-// One tile of one matrix for up to 16 rows of a group: out[row * 16 + column].
+// Multiplies one tile of one matrix with up to 16 rows of a group: out[row * 16 + column].
 void multiply_tile(const SlipMatrix& matrix, int tile, const RowsIn& in, int group, int rows, float* out);
 
 }  // namespace SLIP_ISA

@@ -1,9 +1,10 @@
 // Weights repacked for the register tile: sixteen outputs side by side, thirty-two inputs at a time.
 //
-// A tile (16 outputs x all inputs) is a sequence of chunks, each the codes of a few blocks and then their scales, so
-// that a matrix is read from front to back: memory delivers at full speed only to a single unbroken stream. Within a block of 32 inputs the codes of four inputs stand together per output (a
-// "quad"), which is what the dot-product instructions want. 4-bit codes hold quad i in the low and quad i + 4 in the
-// high half of a byte. Values are those of the file to the bit: only their places change.
+// A tile (16 outputs x all inputs) is a sequence of chunks; each has the codes of a few blocks and then their scales. A
+// matrix is thus read from front to back, because memory delivers at full speed only to a single unbroken stream.
+// Within a block of 32 inputs the codes of four inputs are neighbours per output (a "quad"), as the dot-product
+// instructions need them. A byte of 4-bit codes holds quad i in its low half and quad i + 4 in its high half. The
+// values are exactly those of the file; only their places change.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ enum Kind : int32_t { kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K, kF16, kBF16, kF32, kKin
 
 inline bool is_float(int kind) { return kind >= kF16; }
 
-// Bytes of codes and of scales per block of a tile, and of the scales that a chunk's blocks share.
+// Bytes of codes and of scales per block of a tile, and of the scales that the blocks of a chunk share.
 constexpr size_t code_bytes(int kind) {
     constexpr size_t bytes[kKinds] = {256, 256, 512, 256, 384, 1024, 1024, 2048};
     return bytes[kind];
@@ -41,7 +42,7 @@ constexpr size_t tile_bytes(int kind, int inputs) {
     return (blocks_of(inputs) + chunk_blocks(kind) - 1) / chunk_blocks(kind) * chunk_bytes(kind);
 }
 
-// Where a block's parts lie, from the start of its tile.
+// The offsets of a block's parts from the start of its tile.
 struct BlockPlace {
     size_t codes, scales, shared;
 
@@ -63,11 +64,11 @@ struct SlipMatrix {
     const uint8_t* data;
 };
 
-// Weights that read the same rows, their outputs one behind the other.
+// Matrices that read the same rows; their outputs are one behind the other.
 struct SlipLinear {
     int32_t parts, outputs;
     const SlipMatrix* part;
-    const float* bias;  // of all outputs, or null
+    const float* bias;  // one per output, or null
 };
 
 }  // extern "C"

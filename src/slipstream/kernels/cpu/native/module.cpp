@@ -1,4 +1,4 @@
-// What the machine can run, asked once when the library is loaded.
+// What the machine can run; Python asks when it loads the library.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,7 +31,7 @@ SLIP_VISIBLE int slip_has_avx512() {
            __builtin_cpu_supports("avx512vnni");
 }
 
-// Whether the processor has int8 tiles and the kernel lets this process use them; threads made later may as well.
+// Whether the processor has int8 tiles and the kernel lets this process, including threads made later, use them.
 SLIP_VISIBLE int slip_request_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;

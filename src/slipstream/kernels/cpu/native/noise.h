@@ -1,6 +1,6 @@
 // Sampling noise for sixteen tokens at a time: Philox4x32-10 words of (seed, position, token), then Gumbel.
 //
-// The same words and, but for the last bits of the logarithms, the same numbers as kernels/noise.py.
+// The words are the same as those of kernels/noise.py; the numbers may differ in the last bits of the logarithms.
 #pragma once
 
 #include <cstdint>
@@ -13,27 +13,28 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr float kMostNoise = 22.88f;  // of the word 0: 33 ln 2, rounded up
+constexpr float kMostNoise = 22.88f;  // the largest noise, which the word 0 gives: 33 ln 2, rounded up
 constexpr int kVectors = 8;
 constexpr int kTile = kVectors * kLanes;  // tokens whose words are drawn together
 
 #if defined(__AVX512F__)
 
-constexpr int kStrands = 4;  // as many as fit the registers: they hide each other's multiplications
+// independent computations that hide each other's latency; as many as fit into the registers
+constexpr int kStrands = 4;
 
-// Eight unsigned words, each in the low half of a 64-bit lane; what stands in the high halves does not matter.
+// Eight unsigned words, each in the low half of a 64-bit lane; the contents of the high halves do not matter.
 struct Longs {
     __m512i v;
 };
 inline Longs longs(uint64_t x) { return {_mm512_set1_epi64(static_cast<long long>(x))}; }
-// Blocks first .. first + 7 in the order that `tokens` undoes.
+// Returns blocks first .. first + 7 in an order that `tokens` undoes.
 inline Longs blocks(uint32_t first) {
     return {_mm512_add_epi64(_mm512_set1_epi64(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7))};
 }
 inline Longs product(Longs a, uint32_t b) { return {_mm512_mul_epu32(a.v, _mm512_set1_epi64(b))}; }
 inline Longs high(Longs a) { return {_mm512_srli_epi64(a.v, 32)}; }
 inline Longs xor_all(Longs a, Longs b, Longs c) { return {_mm512_ternarylogic_epi64(a.v, b.v, c.v, 0x96)}; }
-// Four words of each of eight blocks as the words of 32 consecutive tokens.
+// Reorders four words of each of eight blocks to the words of 32 consecutive tokens.
 inline void tokens(const Longs c[4], Ints out[2]) {
     const __m512i front = _mm512_mask_blend_epi32(0xAAAA, c[0].v, _mm512_slli_epi64(c[1].v, 32));
     const __m512i back = _mm512_mask_blend_epi32(0xAAAA, c[2].v, _mm512_slli_epi64(c[3].v, 32));
@@ -82,7 +83,7 @@ inline void tokens(const Longs c[4], Ints out[2]) {
     out[0] = sixteen_tokens(c[0].a, c[1].a, c[2].a, c[3].a);
     out[1] = sixteen_tokens(c[0].b, c[1].b, c[2].b, c[3].b);
 }
-// High and low halves are exact as floats, and so is the high half's product: their sum is rounded once.
+// The high and low halves are exact as floats, and so is the product of the high half: the sum is rounded once.
 inline __m256 unsigned_to_floats(__m256i a) {
     const __m256 top = _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 16));
     const __m256 bottom = _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(0xFFFF)));
@@ -105,7 +106,7 @@ inline Floats choose(Floats smaller, Floats larger, Floats yes, Floats no) {
 
 // The key schedule and the part of the counter that all tokens of one position share.
 struct NoiseSource {
-    uint64_t keys[10][2];  // 64 bits wide as the lanes are, to be spread over them straight from memory
+    uint64_t keys[10][2];  // as wide as a lane, so that they can be broadcast straight from memory
     uint32_t position[2];
 
     NoiseSource(uint64_t seed, int64_t at) {
@@ -120,7 +121,7 @@ struct NoiseSource {
         position[1] = static_cast<uint32_t>(static_cast<uint64_t>(at) >> 32);
     }
 
-    // The words of kTile tokens from `token` on, a multiple of four.
+    // Draws the words of kTile tokens from `token` on, which is a multiple of four.
     void draw(int32_t token, Ints words[kVectors]) const {
         const uint32_t block = static_cast<uint32_t>(token) / 4;
         for (int vector = 0; vector < kVectors; vector += 2 * kStrands) draw_some(block + 4 * vector, words + vector);
@@ -149,7 +150,7 @@ private:
     }
 };
 
-// ln x of positive normal numbers to about one unit in the last place, also close to 1.
+// Returns ln x of positive normal numbers to about one unit in the last place, also close to 1.
 inline Floats log(Floats x) {
     const Ints bits = bits_to_ints(x);
     const Ints exponent = shift_right<23>(bits - set1(int32_t{0x3F3504F3}));  // leaves a mantissa of √½ to √2
@@ -172,19 +173,19 @@ inline Floats log(Floats x) {
 
 inline Floats halves_above(Ints words) { return unsigned_to_floats(words) + set1(0.5f); }
 
-// -ln(1 - u) of the words' uniform numbers u, small ones included: an exponentially distributed number.
+// Returns -ln(1 - u) of the words' uniform numbers u, small ones included: an exponentially distributed number.
 inline Floats exponential(Ints words) {
     const Floats one = set1(1.0f);
     const Floats u = min(halves_above(words) * set1(0x1p-32f), set1(1.0f - 0x1p-24f));
     const Floats rest = one - u;
-    const Floats lost = (one - rest) - u;  // what rounding took from 1 - u, exactly
+    const Floats lost = (one - rest) - u;  // the exact rounding error of 1 - u
     return set1(0.0f) - (log(rest) + fma(lost, u, lost));
 }
 
 inline Floats gumbel(Floats exponentials) { return set1(0.0f) - log(exponentials); }
 
-// At least gumbel(exponential(words)), without a logarithm: -ln(1 - u) >= u, and the bits of a float read as an integer
-// are a chord of its binary logarithm.
+// Returns an upper bound of gumbel(exponential(words)) without a logarithm: -ln(1 - u) >= u, and the bits of a float
+// read as an integer are a chord of its binary logarithm.
 inline Floats noise_bound(Ints words) {
     const Floats chord = to_floats(bits_to_ints(halves_above(words)));
     return fma(chord, set1(-0.69314718f * 0x1p-23f), set1(159.0f * 0.69314718f + 1e-3f));

@@ -1,4 +1,4 @@
-// From the blocks of a model file to tiles, and single rows of a file to floats (embeddings).
+// Packs the blocks of a model file into tiles, and decodes single rows of a file, such as embeddings, to floats.
 #include <cstring>
 
 #include "matrix.h"
@@ -6,8 +6,8 @@
 namespace slip {
 namespace {
 
-constexpr int kRawBlock[kKinds] = {32, 32, 32, 256, 256, 1, 1, 1};     // inputs of a block in the file
-constexpr int kRawBytes[kKinds] = {18, 20, 34, 144, 210, 2, 2, 4};     // its bytes
+constexpr int kRawBlock[kKinds] = {32, 32, 32, 256, 256, 1, 1, 1};     // inputs per block in the file
+constexpr int kRawBytes[kKinds] = {18, 20, 34, 144, 210, 2, 2, 4};     // bytes per block in the file
 
 float half_to_float(uint16_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31, fraction = half & 0x3ffu;
@@ -34,9 +34,9 @@ float read_half(const uint8_t* p) { return half_to_float(read16(p)); }
 // Thirty-two inputs of one output as the file has them.
 struct Block {
     uint8_t codes[kBlock];
-    uint16_t scale = 0, minimum = 0;             // as stored, half precision
-    uint16_t super_scale = 0, super_minimum = 0;  // K-quants: of the super-block
-    uint8_t sub[2] = {0, 0};                     // K-quants: the block's own scale and minimum, or two scales
+    uint16_t scale = 0, minimum = 0;             // half precision, as stored
+    uint16_t super_scale = 0, super_minimum = 0;  // those of the super-block, for K types only
+    uint8_t sub[2] = {0, 0};                     // for K types: the block's own scale and minimum, or two scales
 };
 
 void read_nibbles(const uint8_t* packed, uint8_t* codes) {
@@ -62,7 +62,7 @@ void read_q4_k(const uint8_t* raw, int index, Block& block) {
     for (int i = 0; i < kBlock; ++i) block.codes[i] = index % 2 ? packed[i] >> 4 : packed[i] & 15;
 }
 
-// Q6_K: 4 low bits, 2 high bits, a signed scale per 16 inputs; codes are stored plus 32.
+// Q6_K has 4 low bits, 2 high bits and a signed scale per 16 inputs; codes are stored plus 32.
 void read_q6_k(const uint8_t* raw, int index, Block& block) {
     const int half = index / 4, quarter = index % 4;
     const uint8_t* low = raw + half * 64 + quarter % 2 * 32;
@@ -86,7 +86,7 @@ Block read_block(int kind, const uint8_t* row, int index) {
     const uint8_t* raw = row + static_cast<size_t>(index) * kRawBytes[kind];
     block.scale = read16(raw);
     if (kind == kQ8_0) {
-        for (int i = 0; i < kBlock; ++i) block.codes[i] = raw[2 + i] ^ 0x80;  // -128..127 as 0..255
+        for (int i = 0; i < kBlock; ++i) block.codes[i] = raw[2 + i] ^ 0x80;  // maps -128..127 to 0..255
     } else {
         if (kind == kQ4_1) block.minimum = read16(raw + 2);
         read_nibbles(raw + (kind == kQ4_1 ? 4 : 2), block.codes);
@@ -148,12 +148,12 @@ void decode_block(int kind, const Block& block, float* out) {
 }  // namespace
 }  // namespace slip
 
-// Bytes of a row in the file.
+// Returns the bytes of a row in the file.
 SLIP_VISIBLE int64_t slip_row_bytes(int kind, int inputs) {
     return static_cast<int64_t>(inputs / slip::kRawBlock[kind]) * slip::kRawBytes[kind];
 }
 
-// Bytes of a packed matrix; its memory must be aligned to 64 bytes.
+// Returns the bytes of a packed matrix; its memory must be aligned to 64 bytes.
 SLIP_VISIBLE int64_t slip_packed_bytes(int kind, int outputs, int inputs) {
     return static_cast<int64_t>(slip::tile_bytes(kind, inputs)) * slip::tiles_of(outputs);
 }
@@ -166,7 +166,7 @@ SLIP_VISIBLE void slip_pack(int kind, int outputs, int inputs, const uint8_t* ro
                        packed + output / slip::kTile * slip::tile_bytes(kind, inputs));
 }
 
-// Rows of a table as the file stores it, one per id, as floats; 0 if an id is not in it.
+// Decodes rows of a table as the file stores it, one per id, to floats; returns 0 if an id is not in the table.
 SLIP_VISIBLE int slip_decode_rows(int kind, int rows, int inputs, const uint8_t* table, const int64_t* ids, int count,
                                   float* out) {
     using namespace slip;

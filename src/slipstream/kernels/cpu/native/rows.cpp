@@ -1,11 +1,12 @@
-// Keys and values of rows moved between places of the page pools, all layers in one call.
+// Moves keys and values of rows between places of the page pools, for all layers in one call.
 #include <cstring>
 #include <vector>
 
 #include "native.h"
 
-// Pools are [pages, heads, page_tokens, dim]; `places` holds, per row, page and offset it comes from and goes to. All
-// rows of a pool are read before any is written, since one may go where another comes from.
+// Pools are [pages, heads, page_tokens, dim]; `places` holds, per row, the page and offset of its source and
+// destination. All rows of a pool are read before any is written, because one row's destination may be another row's
+// source.
 SLIP_VISIBLE void slip_move_rows(
     float* const* pools, int count, int heads, int page_tokens, int dim, const int32_t* places, int rows
 ) {

@@ -1,8 +1,8 @@
 // Rankings of logits: the best token, the K best with the row's logsumexp, and both with seeded Gumbel noise.
 //
-// Rows are cut into stretches that fit the first cache; the team takes stretches in any order and their findings are
-// put together in the order of tokens, so an answer depends on its row only. Noise is drawn where it can matter: a
-// bound on a token's noise rules nearly all of them out before a logarithm is taken.
+// Rows are cut into stretches that fit into the first cache. The team takes stretches in any order, and their findings
+// are combined in the order of tokens, so an answer depends on its row only. Noise is drawn only where it can matter: a
+// bound on a token's noise rules out nearly all tokens before a logarithm is computed.
 #include "sampling.h"
 
 #include <algorithm>
@@ -15,12 +15,13 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr float kBinary = 1.44269504f;    // log2 e: turns powers of e into powers of two
-constexpr float kLeastNoise = -2.82f;     // of the largest words: -ln(24 ln 2), rounded down
-// Terms of a noisy logsumexp this far below its largest are left out: together they are less than one in a million.
+constexpr float kBinary = 1.44269504f;    // log2 e, which turns powers of e into powers of two
+// the smallest noise, which the largest words give: -ln(24 ln 2), rounded down
+constexpr float kLeastNoise = -2.82f;   
+// Terms of a noisy logsumexp this far below the largest are left out; together they are less than one in a million.
 constexpr float kNegligible = 25.0f;
 
-// A search for the K best of every row, and where the answers go.
+// A search for the K best of every row, and where the answers are written.
 struct Search {
     const Rows& rows;
     int count;
@@ -41,7 +42,7 @@ struct Search {
 
     Ranked* places_of(int piece) const { return places + static_cast<size_t>(piece) * 2 * count; }
 
-    // Puts a row's findings together, largest first; returns how many there are.
+    // Combines a row's findings, largest first; returns how many there are.
     int merge(int row) const {
         Ranked* first = places_of(row * rows.stretches);
         Ranked* end = first;
@@ -55,7 +56,7 @@ struct Search {
         return size;
     }
 
-    // `sum` is that of e^(score - shift); the scores are divided by `divisor`.
+    // Writes a row's answer; `sum` is the sum of e^(score - shift), and the scores are divided by `divisor`.
     void answer(int row, bool usable, double shift, double sum, float divisor) const {
         const Ranked* found = places_of(row * rows.stretches);
         const int size = usable ? merge(row) : 0;
@@ -74,7 +75,7 @@ inline Floats largest_of(const Floats score[kVectors]) {
     return most;
 }
 
-// 2^x for x up to 0, good to seven digits near it; 2^-115, which counts for nothing in a sum, for all below.
+// Returns 2^x for x up to 0, exact to seven digits near 0; far below it returns 2^-115, which does not change a sum.
 inline Floats power(Floats x) {
     const Floats bounded = max(x, set1(-115.0f));
     const Floats n = round_even(bounded);
@@ -88,7 +89,7 @@ inline Floats power(Floats x) {
     return bits_to_floats(bits_to_ints(p) + shift_left<23>(to_ints(n)));
 }
 
-// The K best of one stretch, and the sum of e^((score - largest) / temperature).
+// Finds the K best of one stretch, and the sum of e^((score - largest) / temperature).
 void rank_stretch(const Search& search, int piece, float inverse) {
     const Rows& rows = search.rows;
     const int row_index = piece / rows.stretches, stretch = piece % rows.stretches;
@@ -131,15 +132,15 @@ void finish_ranking(const Search& search, int row, float temperature) {
     search.answer(row, whole.usable(), static_cast<double>(whole.largest) / temperature, terms, temperature);
 }
 
-// What noise depends on beside the token, and what tokens it may choose.
+// What the noise depends on beside the token, and which tokens it may choose.
 struct Noise {
     const int64_t* positions;
     uint64_t seed;
     float temperature;
-    const float* floors;  // per row, or null
+    const float* floors;  // one per row, or null
     float inverse;
-    int* order;   // rows by position
-    int* groups;  // where in that order each position's rows begin, and its end
+    int* order;   // the rows, sorted by position
+    int* groups;  // index of each position's first row in that order, and the index behind the last
     int group_count = 0;
 
     Noise(const int64_t* positions, int rows, uint64_t seed, float temperature, const float* floors)
@@ -152,35 +153,35 @@ struct Noise {
         groups[group_count] = rows;
     }
 
-    // Scores that a low temperature lifts out of fp32's range say nothing any more.
+    // Scores that a low temperature takes out of the range of fp32 cannot be compared any more.
     bool usable(const Look& whole) const { return whole.usable() && std::isfinite(whole.largest / temperature); }
 };
 
-// One row in the stretch at hand.
+// One row in the stretch that is being searched.
 struct NoisyRow {
     const float* scores;
     Finding* finding;
     Leaders leaders;
     Floats terms;
-    float largest;  // divided by the temperature
-    float slack;    // more than rounding can change in score * inverse + bound
+    float largest;  // the row's largest score divided by the temperature
+    float slack;    // an upper bound of the rounding error of score * inverse + bound
     float floor;
     bool summing;
 
     float ranked_reach() const { return leaders.bar() - slack; }
-    // What score * inverse + noise must come to if the token is to matter.
+    // Returns what score * inverse + noise must reach for the token to matter.
     float reach() const {
         return summing ? std::min(ranked_reach(), largest + kLeastNoise - kNegligible) : ranked_reach();
     }
 };
 
-// The search among scores with noise; `summing` asks for the logsumexp as well.
+// The search among scores with noise; `summing` also computes the logsumexp.
 struct NoisySearch {
     const Search& search;
     const Noise& noise;
     bool summing;
 
-    // Prepares a row for one stretch; false if it has nothing to choose from.
+    // Prepares a row for one stretch; returns false if the row has no token to choose.
     bool begin(NoisyRow& it, const NoiseSource& source, int row, int stretch) const {
         const Rows& rows = search.rows;
         const Look whole = rows.whole(row);
@@ -207,7 +208,7 @@ struct NoisySearch {
         return row[token] / noise.temperature + lanes[token % kLanes];
     }
 
-    // Whether none of these tokens can matter, whatever its noise.
+    // Whether none of these tokens can matter, whatever its noise is.
     bool hopeless(const NoisyRow& it, Floats score) const {
         const float least = std::max(it.reach() - kMostNoise, it.floor - it.slack);
         return greater(set1(least), score * set1(noise.inverse)) == 0xFFFF;
@@ -227,7 +228,8 @@ struct NoisySearch {
         }
     }
 
-    // e^(score / temperature - largest + noise), where e^noise is one over the exponentially distributed number.
+    // Adds e^(score / temperature - largest + noise), where e^noise is the inverse of the exponentially distributed
+    // number.
     void add_terms(NoisyRow& it, const Floats score[kVectors], const Ints words[kVectors]) const {
         Floats tile = set1(0.0f);
         SLIP_UNROLL for (int i = 0; i < kVectors; ++i) {
@@ -249,7 +251,7 @@ struct NoisySearch {
         }
     }
 
-    // The rows of one position share the words of a stretch.
+    // Searches one stretch for all rows of one position, which share the words of the noise.
     void run(int group, int stretch) const {
         const int first = noise.groups[group], size = noise.groups[group + 1] - first;
         thread_local Kept<NoisyRow> kept;

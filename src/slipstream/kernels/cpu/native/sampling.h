@@ -1,4 +1,4 @@
-// Rows of scores cut into stretches, and the K best that a stretch finds; what the rankings of sampling.cpp share.
+// Rows of scores cut into stretches, and the K best of a stretch: what the rankings of sampling.cpp share.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-constexpr int kStretch = 8192;
-constexpr int64_t kWorthSharing = 8 * kStretch;  // fewer scores are ranked before a second thread has woken up
+constexpr int kStretch = 8192;  // scores of a stretch: 32 KiB, which fit into the first cache
+constexpr int64_t kWorthSharing = 8 * kStretch;  // fewer scores are ranked sooner than a second thread wakes up
 constexpr float kHidden = -INFINITY;
 
 struct Ranked {
@@ -26,7 +26,7 @@ struct Ranked {
 
 bool ahead(const Ranked& a, const Ranked& b) { return a.value > b.value || (a.value == b.value && a.id < b.id); }
 
-// Memory that is kept between calls; `get` leaves the values open.
+// Memory that is kept between calls; `get` does not initialise it.
 template <typename T>
 class Kept {
 public:
@@ -43,7 +43,7 @@ private:
     size_t size_ = 0;
 };
 
-// What the stretches of a row tell each other: a score that at least K tokens of the row reach.
+// A score that at least K tokens of the row reach; the stretches of a row raise it for each other.
 struct Bar {
     std::atomic<float> score;
 
@@ -54,13 +54,13 @@ struct Bar {
     }
 };
 
-// The K best of one stretch, whose tokens are offered in rising order; needs places for 2K.
+// The K best of one stretch, whose tokens are offered in rising order; it needs room for 2K.
 class Leaders {
 public:
     Leaders() = default;
     Leaders(Ranked* places, int count, Bar* shared) : places_(places), shared_(shared), count_(count) { lift(); }
 
-    float bar() const { return bar_; }  // lower scores need not be offered
+    float bar() const { return bar_; }  // scores below it need not be offered
 
     void offer(float value, int32_t id) {
         places_[size_++] = {value, id};
@@ -68,7 +68,7 @@ public:
         finish();
         float last = places_[0].value;
         for (int i = 1; i < count_; ++i) last = std::min(last, places_[i].value);
-        own_ = std::nextafter(last, INFINITY);  // a later token of the same score ranks behind
+        own_ = std::nextafter(last, INFINITY);  // a later token with the same score ranks behind
         shared_->raise(last);
         lift();
     }
@@ -92,19 +92,19 @@ private:
     float bar_ = -FLT_MAX;
 };
 
-// What a first look at a stretch says.
+// The result of a first pass over a stretch.
 struct Look {
     float largest = kHidden;
     int32_t where = 0;    // the first token with that score
-    bool broken = false;  // some score is NaN
+    bool broken = false;  // whether some score is NaN
 
     bool usable() const { return !broken && std::isfinite(largest); }
 };
 
-// What the ranking of a stretch found, beside the leaders in their places.
+// What the ranking of a stretch found, in addition to the leaders.
 struct Finding {
     int size = 0;
-    float sum = 0.0f;  // of e^(score - shift)
+    float sum = 0.0f;  // the sum of e^(score - shift)
 };
 
 struct Memory {
@@ -143,7 +143,7 @@ struct Rows {
     }
 };
 
-// Sixteen scores from `at` on; places behind the end are hidden.
+// Loads sixteen scores from `at` on; those behind the end are hidden.
 inline Floats load_some(const float* row, int at, int stop) {
     if (at + kLanes <= stop) return load(row + at);
     float lanes[kLanes];
@@ -162,7 +162,7 @@ inline void load_tile(const float* row, int at, int stop, Floats score[kVectors]
 constexpr int kBlock = 16 * kLanes;
 constexpr int kBlocks = kStretch / kBlock;
 
-// `maxima` receives the largest scores of every block, lane by lane: all of them of different tokens.
+// Passes over a stretch. `maxima` receives the largest scores of every block, lane by lane, all of different tokens.
 Look look(const float* row, int start, int stop, Floats maxima[kBlocks]) {
     Look seen;
     uint32_t broken = 0;
@@ -187,7 +187,7 @@ Look look(const float* row, int start, int stop, Floats maxima[kBlocks]) {
     return seen;
 }
 
-// Floats in the order of integers, and back.
+// Maps floats to integers in the same order, and back.
 inline int32_t rank_of(float x) {
     int32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -200,7 +200,7 @@ inline float of_rank(int32_t rank) {
     return x;
 }
 
-// A score, as high as can be told from the maxima, that at least `count` tokens reach; never less than `known`.
+// Returns the highest score for which the maxima show that at least `count` tokens reach it, but at least `known`.
 float reached_by(int count, const Floats* maxima, int blocks, float largest, float known) {
     const auto reaching = [=](float score) {
         int lower = 0;

@@ -1,6 +1,6 @@
-// Scores of 16 keys at a time.
+// The scores of 16 keys at a time.
 //
-// A score multiplies and adds lane by lane along dim, then adds up the lanes at distance 8, 4, 2 and 1.
+// A score multiplies and adds lane by lane along dim, and then adds up the lanes at distance 8, 4, 2 and 1.
 #pragma once
 
 #include <immintrin.h>
@@ -19,16 +19,16 @@ constexpr int kDotQueries = 3;  // queries that share the loads of 16 keys
 constexpr int kDotQueries = 1;
 #endif
 
-// One kv head of the pools: keys and values of a place.
+// One kv head of the pools: the keys and values of a place.
 struct Pool {
     const float* keys;
     const float* values;
-    int64_t head;  // places before this head's
+    int64_t head;  // places before this head's in a page
     int dim;
 
     const float* key(int64_t place) const { return keys + (place + head) * dim; }
     const float* value(int64_t place) const { return values + (place + head) * dim; }
-    // Sends for a key or a value before it is wanted.
+    // Prefetches a key or a value.
     void prefetch(const float* from) const {
         for (int at = 0; at < dim; at += kLanes) _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T1);
     }
@@ -36,7 +36,7 @@ struct Pool {
 
 #if defined(__AVX512F__)
 
-// Lanes of four keys summed at distance 8 and 4: four lanes are left of each, one key per quarter.
+// Adds the lanes of four keys at distance 8 and 4: four lanes of each key are left, one key per quarter.
 inline Floats fold_far(const Floats (&a)[4]) {
     const auto halves = [](Floats x, Floats y) {
         return _mm512_add_ps(_mm512_shuffle_f32x4(x.v, y.v, 0x44), _mm512_shuffle_f32x4(x.v, y.v, 0xEE));
@@ -45,7 +45,7 @@ inline Floats fold_far(const Floats (&a)[4]) {
     return {_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD))};
 }
 
-// Then at distance 2 and 1, within the quarters of four vectors: lane 4 q + i is the sum of quarter q of vector i.
+// Then adds at distance 2 and 1, within the quarters of four vectors: lane 4 q + i is the sum of quarter q of vector i.
 inline Floats fold_near(const Floats (&a)[4]) {
     const auto halves = [](__m512 x, __m512 y) {
         const __m512d p = _mm512_castps_pd(x), q = _mm512_castps_pd(y);
@@ -80,7 +80,7 @@ inline Floats fold_near(const Floats (&a)[4]) {
 
 #endif
 
-// Scores of 16 keys for some queries: each key's products stay in its lanes until all are folded together.
+// Computes the scores of 16 keys for some queries; each key's products stay in its lanes until all are folded together.
 template <int Queries, int Dim>
 void dot_keys(const Pool& pool, const int64_t* places, const float* queries, float* scores, int64_t stride) {
     const int dim = Dim ? Dim : pool.dim;
@@ -112,7 +112,7 @@ void score_all(const Pool& pool, const int64_t* places, const float* queries, in
         dot_keys<1, Dim>(pool, places, queries + done * pool.dim, scores + done * stride, stride);
 }
 
-// Scores of 16 keys for `count` queries that all find them in the same places.
+// Computes the scores of 16 keys for `count` queries, which all find the keys in the same places.
 void score(const Pool& pool, const int64_t* places, const float* queries, int count, float* scores, int64_t stride) {
     if (pool.dim == 64) score_all<64>(pool, places, queries, count, scores, stride);
     else score_all<0>(pool, places, queries, count, scores, stride);

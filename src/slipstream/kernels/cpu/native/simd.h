@@ -1,7 +1,7 @@
-// Sixteen floats or ints at a time, as one AVX-512 register or two AVX2 ones.
+// Sixteen floats or ints at a time, in one AVX-512 register or two AVX2 registers.
 //
-// Both spellings do the same operation on the same lane in the same order, so a kernel written with them gives the
-// same bits on every machine. Nothing here may be contracted into other operations: build with -ffp-contract=off.
+// Both versions do the same operation on the same lane in the same order, so a kernel written with them gives the same
+// bits on every machine. The compiler must not contract operations into others: build with -ffp-contract=off.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@ inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }  // of (NaN, b): b
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }  // max(NaN, b) is b
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline Floats round_even(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
@@ -50,7 +50,7 @@ inline Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int N>
 inline Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
 inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v)); }
-inline uint32_t greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }  // a bit per lane
+inline uint32_t greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }  // one bit per lane
 
 #else
 
@@ -119,7 +119,7 @@ inline uint32_t greater(Floats a, Floats b) {
 
 #endif
 
-// The sum of all lanes: neighbours at distance 8, 4, 2, 1, whatever the machine.
+// Returns the sum of all lanes, added at distance 8, 4, 2 and 1 on every machine.
 inline float sum(Floats a) {
 #if defined(__AVX512F__)
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
@@ -150,12 +150,12 @@ inline float largest(Floats a) {
     return best;
 }
 
-// e^x to about one unit in the last place; 0 below -87, never more than e^88.7, NaN stays NaN.
+// Returns e^x to about one unit in the last place; it is 0 below -87, at most e^88.7, and NaN for NaN.
 inline Floats exp(Floats x) {
-    // max and min return their second argument if one is NaN, so x stands second
+    // max and min return their second argument if one is NaN, so x is the second
     const Floats bounded = max(set1(-87.3f), min(set1(88.7f), x));
     const Floats n = round_even(bounded * set1(1.44269504f));
-    Floats r = fma(n, set1(-0.693145752f), bounded);  // ln 2 in two parts, the first with few digits
+    Floats r = fma(n, set1(-0.693145752f), bounded);  // ln 2 is split in two parts, of which the first has few digits
     r = fma(n, set1(-1.42860677e-6f), r);
     Floats p = set1(1.0f / 5040.0f);
     p = fma(p, r, set1(1.0f / 720.0f));
@@ -164,7 +164,7 @@ inline Floats exp(Floats x) {
     p = fma(p, r, set1(1.0f / 6.0f));
     p = fma(p, r, set1(0.5f));
     p = fma(p, r * r, r) + set1(1.0f);
-    // 2^(n-1) and a factor 2, since 2^n may overflow where p * 2^n does not
+    // multiplies by 2^(n-1) and by 2, because 2^n may overflow where p * 2^n does not
     return p * bits_to_floats(shift_left<23>(to_ints(n) + set1(int32_t{126}))) * set1(2.0f);
 }
 

@@ -11,7 +11,7 @@ namespace slip {
 namespace SLIP_ISA {
 namespace {
 
-// 1 / rms(x); a row's sum of squares runs over sixteen lanes, then over them.
+// Returns 1 / rms(x); a row's squares are added in sixteen lanes, and then the lanes.
 float norm_factor(const float* x, int size, float eps) {
     Floats squares = set1(0.0f);
     int i = 0;
@@ -21,7 +21,7 @@ float norm_factor(const float* x, int size, float eps) {
     return 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
 }
 
-// out = x * factor * weight
+// Computes out = x * factor * weight.
 void scale_row(const float* x, float factor, const float* weight, int size, float* out) {
     int i = 0;
     for (; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * set1(factor) * load(weight + i));
@@ -32,7 +32,7 @@ void norm_row(const float* x, const float* weight, int size, float eps, float* o
     scale_row(x, norm_factor(x, size, eps), weight, size, out);
 }
 
-// Rotary embedding in place, halves paired.
+// Applies the rotary embedding in place, with paired halves.
 void rotate_head(float* x, const float* cosines, const float* sines, int dim) {
     const int half = dim / 2;
     for (int i = 0; i < half; ++i) {
@@ -44,14 +44,14 @@ void rotate_head(float* x, const float* cosines, const float* sines, int dim) {
 
 inline Floats swish(Floats gate, Floats up) { return gate * up / (set1(1.0f) + exp(set1(0.0f) - gate)); }
 
-constexpr int kPatterns = 4;
+constexpr int kPatterns = 4;  // attention patterns of a stack, the same as MAX_PATTERNS of native_stack.py
 
 struct Scratch {
     Operand normed, mixed, inner, wanted;
     RowPlan plans[kPatterns];
     std::vector<float> qkv, attended;
 
-    // Room for a pass; layers of one stack differ in their weights' types only, so the rows serve them all.
+    // Makes room for a pass. Layers of a stack differ only in their weights' types, so the same rows serve all of them.
     void prepare(const SlipForward& job, int rows) {
         const SlipStack& stack = *job.stack;
         for (Operand* operand : {&normed, &mixed, &inner, &wanted}) operand->forget();
@@ -80,7 +80,7 @@ struct Scratch {
     }
 };
 
-// gate and up for 32 outputs at a time, which become one block of what `down` reads.
+// Computes gate and up for 32 outputs at a time, which become one block of what `down` reads.
 void gated(Team& team, const SlipLinear& linear, const RowsIn& in, int rows, Operand& inner) {
     const SlipMatrix &gate = linear.part[0], &up = linear.part[1];
     const int size = gate.outputs, units = blocks_of(size);
@@ -115,8 +115,9 @@ struct Pass {
     Scratch& scratch;
     int rows;
 
-    // each(row, first block, last block + 1) for all blocks of all rows. The scales of a group's rows stand side by side
-    // in a block, and threads that write different rows would take each other's lines away: they take different blocks.
+    // Calls each(row, first block, last block + 1) for all blocks of all rows. The scales of a group's rows are
+    // neighbours in a block. Threads that write different rows would compete for cache lines, so they take different
+    // blocks instead.
     template <class Each>
     void share_blocks(int size, const Each& each) const {
         const int blocks = blocks_of(size), groups = groups_of(rows);
@@ -150,7 +151,7 @@ struct Pass {
         });
     }
 
-    // Norms, rotates and stores what one row adds to the cache; its queries stay where they are.
+    // Norms, rotates and stores the keys and values of one row; its queries stay in `qkv`.
     void turn(int index, int row, float* qkv) const {
         const SlipLayer& layer = stack.layer[index];
         const SlipBatch& batch = job.batches[0];
@@ -221,7 +222,7 @@ struct Pass {
     }
 };
 
-// Every row of the taps through fc, a norm and the draft layers' key and value projections, into their pools.
+// Norms and rotates one row's projected keys and stores its keys and values in the pools of the draft layers.
 void store_context(const SlipContext& job, int row, float* projected, size_t width) {
     const int dim = job.head_dim, heads = job.kv_heads;
     const size_t position = job.positions[row];
@@ -271,7 +272,7 @@ SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
     float* from_fc = Scratch::room(mixed, static_cast<size_t>(job->rows) * hidden);
     float* out = Scratch::room(projected, job->rows * width);
     Team& team = Team::shared();
-    Operand &first = taps, &second = context;  // thread_local names mean another object on another thread
+    Operand &first = taps, &second = context;  // references, because thread_local names another object on each thread
     team.run(job->threads, [&] {
         if (amx_enter) amx_enter();
         team.share(job->rows, [&](int row) { first.put(job->taps + static_cast<size_t>(row) * inputs, row); });
@@ -287,7 +288,7 @@ SLIP_EXPORT(void, slip_context)(const SlipContext* job) {
     }, job->rows <= kGroup);
 }
 
-// out [rows, outputs] = rows [rows, inputs] times the linear layer.
+// Computes out [rows, outputs] = rows [rows, inputs] times the linear layer.
 SLIP_EXPORT(void, slip_matmul)(const SlipLinear* linear, const float* rows, int count, float* out, int threads) {
     using namespace slip;
     using namespace slip::SLIP_ISA;
@@ -306,14 +307,14 @@ SLIP_EXPORT(void, slip_matmul)(const SlipLinear* linear, const float* rows, int 
     });
 }
 
-// Rows that stand together by linear layer, `counts` of each, times their own layer; all layers have one shape. A layer's
-// rows begin a group of their own, so that no tile mixes rows of two.
+// Multiplies rows, sorted by linear layer with `counts` of each, with their layer; all layers have one shape. The rows
+// of a layer begin a new group, so that no tile mixes rows of two layers.
 SLIP_EXPORT(void, slip_grouped_matmul)(
     const SlipLinear* const* linears, const int32_t* counts, int layers, const float* rows, float* out, int threads) {
     using namespace slip;
     using namespace slip::SLIP_ISA;
     struct Own {
-        int row, group;  // the first of its rows, and where they stand in the operand
+        int row, group;  // the layer's first row, and the group in which it begins in the operand
     };
     thread_local Operand memory;
     Operand& operand = memory;

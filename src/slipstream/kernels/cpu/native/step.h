@@ -6,10 +6,10 @@
 extern "C" {
 
 struct SlipLayer {
-    SlipLinear qkv, output, gate_up, down;  // parts of gate_up: gate, up
+    SlipLinear qkv, output, gate_up, down;  // gate_up has two parts, gate and up
     const float *input_norm, *post_norm;
     const float *q_norm, *k_norm;  // both or neither
-    int32_t pattern;               // which of the batches its attention follows
+    int32_t pattern;               // index of the batch that describes its attention
 };
 
 struct SlipStack {
@@ -21,25 +21,25 @@ struct SlipStack {
 
 struct SlipForward {
     const SlipStack* stack;
-    const SlipBatch* batches;  // the same rows once per attention pattern
+    const SlipBatch* batches;  // the same rows, once per attention pattern
     int32_t patterns, threads;
-    float* const* keys;             // per layer, pools [pages, kv heads, page tokens, dim]
+    float* const* keys;             // a pool [pages, kv heads, page tokens, dim] per layer
     float* const* values;
-    float* x;                       // [rows, hidden]: the embeddings, afterwards the residual stream
-    const float *cosines, *sines;   // [positions, dim]; the first half of the sines negated
+    float* x;                       // [rows, hidden], the embeddings and then the residual stream
+    const float *cosines, *sines;   // [positions, dim]; the first half of the sines is negated
     int32_t taps;                   // residual streams to keep, side by side per row
-    const int32_t* tap_layers;      // -1: the embeddings
+    const int32_t* tap_layers;      // -1 means the embeddings
     float* tapped;                  // [rows, taps * hidden]
     float* hidden;                  // [rows, hidden] after the final norm
-    int32_t wanted;                 // rows that go through the head
+    int32_t wanted;                 // how many rows go through the head
     const int32_t* wanted_rows;
     const SlipLinear* head;
     float* logits;                  // [wanted, vocabulary]
 };
 
-// Taps of committed rows on their way into the draft context of all draft layers.
+// The job of turning the taps of committed rows into the draft context of all draft layers.
 struct SlipContext {
-    const SlipLinear *fc, *projection;  // projection: keys and values of layer 0, of layer 1, ...
+    const SlipLinear *fc, *projection;  // projection has keys and values of layer 0, then of layer 1, ...
     const float *norm, *k_norms;        // k_norms [layers, dim], or null
     float eps;
     int32_t rows, layers, kv_heads, head_dim, page_tokens, threads;

@@ -12,13 +12,13 @@
 namespace slip {
 namespace {
 
-constexpr int kSpins = 2000;  // some tens of microseconds: as long as waking somebody takes
+constexpr int kSpins = 2000;  // some tens of microseconds, which is as long as waking a thread takes
 
 uint64_t word(uint32_t phase, uint32_t count) { return static_cast<uint64_t>(phase) << 32 | count; }
 uint32_t phase_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
 uint32_t count_of(uint64_t word) { return static_cast<uint32_t>(word); }
 
-// The cores this thread may use.
+// Returns the cores that this thread may use.
 cpu_set_t allowed_cores() {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -26,8 +26,9 @@ cpu_set_t allowed_cores() {
     return set;
 }
 
-// The core that thread `worker` of a team of `threads` keeps to, as a set; all cores where it keeps to none. Only a team
-// that fills its cores is pinned: several small teams on a large machine would otherwise share the same few cores.
+// Returns the core to which thread `worker` of a team of `threads` is pinned, as a set, or all cores if it is not. Only
+// a team that fills its cores is pinned: several small teams on a large machine would otherwise share the same few
+// cores.
 cpu_set_t core_of(int worker, int threads, const cpu_set_t& allowed) {
     if (threads != CPU_COUNT(&allowed)) return allowed;
     cpu_set_t set;
@@ -37,7 +38,7 @@ cpu_set_t core_of(int worker, int threads, const cpu_set_t& allowed) {
     return set;
 }
 
-// The caller keeps a core of its own while the team works on something long, and gets its freedom back afterwards.
+// Pins the caller to a core while the team does long work, and restores its cores afterwards.
 class PinnedCaller {
 public:
     PinnedCaller(int threads, const cpu_set_t& allowed) : pinned_(threads == CPU_COUNT(&allowed)) {
@@ -54,11 +55,11 @@ private:
     bool pinned_;
 };
 
-// The team is never destroyed: at the end of the process another thread may still be inside it.
+// The team is never destroyed, because at the end of the process another thread may still be inside it.
 Team* team = new Team;
 
-// A forked child has one thread only, and what it inherits of the team may be locked or half changed for good; it gets
-// a team of its own. The C library lets this handler allocate.
+// A forked child has only one thread, and the team that it inherits may be locked or half changed for good. It
+// therefore gets a new team. The C library allows this handler to allocate.
 void renew_team() { team = new Team; }
 
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, renew_team);
@@ -74,13 +75,13 @@ Team::Worker& Team::worker() {
     return me;
 }
 
-// Short waits cost nothing but this core; longer ones mean that somebody else needs it.
+// Waits. A short wait costs only this core; a longer one means that another thread needs the core, so it is yielded.
 void Team::wait_a_little(int turn) {
     if (turn < kSpins) _mm_pause();
     else sched_yield();
 }
 
-// A piece of one's own stretch, or of another's; -1 where nothing is left (or the phase is only being opened).
+// Takes a piece of the worker's own stretch, or of another's; returns -1 if none is left or the phase is being opened.
 int Team::claim(const Worker& me, int pieces) {
     for (int i = 0; i < running_; ++i) {
         const int owner = (me.index + i) % running_;
@@ -95,7 +96,7 @@ int Team::claim(const Worker& me, int pieces) {
     return -1;
 }
 
-// Whether all pieces of a phase are done; the one who sees it first opens the next phase.
+// Whether all pieces of a phase are done; the first thread that sees it opens the next phase.
 bool Team::over(uint32_t phase, int pieces) {
     uint64_t seen = done_.load(std::memory_order_acquire);
     if (phase_of(seen) != phase) return true;
@@ -105,7 +106,7 @@ bool Team::over(uint32_t phase, int pieces) {
     return true;
 }
 
-// Starts the workers that are missing, as far as the system allows; returns how many threads there are for a call.
+// Starts missing workers as far as the system allows; returns how many threads there are for a call.
 int Team::grow(int threads) {
     try {
         for (; workers_ + 1 < threads; ++workers_)
@@ -116,7 +117,7 @@ int Team::grow(int threads) {
     return threads;
 }
 
-// The first call that is not `call`: watched for a moment, then slept for.
+// Waits for the first call that is not `call`: it watches for a moment and then sleeps.
 long Team::sleep_until_after(long call) {
     for (int turn = 0; turn < kSpins; ++turn) {
         const long now = call_.load(std::memory_order_acquire);
@@ -128,7 +129,7 @@ long Team::sleep_until_after(long call) {
     return call_.load();
 }
 
-// Whether the call is still open and this thread is now counted in; after its end nobody may look at it any more.
+// Whether the call is still open, with this thread counted in; after its end no thread may look at the call any more.
 bool Team::enter(long call) {
     inside_.fetch_add(1);
     if (call % 2 == 1 && call_.load() == call) return true;
@@ -137,7 +138,7 @@ bool Team::enter(long call) {
 }
 
 void Team::serve(int worker) {
-    int placed = 0;  // the size of the team that this thread's cores were chosen for
+    int placed = 0;  // the size of the team for which this thread's cores were chosen
     for (long call = 0;;) {
         call = sleep_until_after(call);
         const int wanted = wanted_.load();
@@ -159,7 +160,7 @@ void Team::run(int threads, const std::function<void()>& body, bool brief) {
     running_ = grow(std::clamp(threads, 1, static_cast<int>(kMostThreads)));
     first_phase_ = phase_of(done_.load());
     worker() = {0, first_phase_};
-    // a call with more threads than the last one has stretches that nobody has opened
+    // a call with more threads than the last one has stretches that no thread has opened yet
     for (int i = 0; i < running_; ++i) stretches_[i].next.store(word(first_phase_, 0));
     if (running_ == 1) {
         body();
@@ -174,7 +175,7 @@ void Team::run(int threads, const std::function<void()>& body, bool brief) {
     }
     wake_.notify_all();
     body();
-    call_.fetch_sub(1);  // closed: whoever has not come yet stays out
+    call_.fetch_sub(1);  // closes the call, so that a thread that has not entered yet stays out
     for (int wait = 0; inside_.load() > 0; ++wait) wait_a_little(wait);
 }
 

@@ -1,7 +1,7 @@
-// One team of threads for the whole process: engines take turns, nobody spins while there is nothing to do.
+// One team of threads for the whole process: engines take turns, and no thread spins while there is nothing to do.
 //
-// Work is a sequence of phases, each cut into pieces. A phase is over when its pieces are done, not when everybody has
-// come by: a thread that some other process keeps off its core is not waited for unless it holds a piece.
+// Work is a sequence of phases, each cut into pieces. A phase is over when its pieces are done, not when every thread
+// has arrived: a thread that another process keeps off its core is waited for only if it holds a piece.
 #pragma once
 
 #include <sched.h>
@@ -16,17 +16,18 @@ namespace slip {
 
 class Team {
 public:
+    // each has a stretch in a cache line of its own; a larger team is cut to this
     static constexpr int kMostThreads = 64;
 
-    // Runs body() on `threads` threads, the caller being one of them, and returns when none is left in it. Bodies do
-    // nothing but `share`, with the same phases in the same order on every thread. Calls from several threads wait for
-    // each other: two engines share the cores instead of fighting for them. Where the threads
-    // are as many as the cores, each is held on a core of its own meanwhile; the caller only unless the work is `brief`,
-    // as that takes the system longer than some of it.
+    // Runs body() on `threads` threads, of which the caller is one, and returns when no thread is in it any more. A
+    // body only calls `share`, with the same phases in the same order on every thread. Calls from several threads wait
+    // for each other, so that two engines do not compete for the cores. If there are as many threads as cores, each is
+    // pinned to a core during the call. The caller is not pinned for `brief` work, because pinning can take longer than
+    // such work.
     void run(int threads, const std::function<void()>& body, bool brief = false);
 
-    // One phase: each(0), ..., each(pieces - 1), every one called once. Each thread goes through a stretch of its own,
-    // since memory is fast only where it is read in order, and then helps the others with theirs.
+    // Runs one phase: each(0), ..., each(pieces - 1), every one called once. Each thread works through its own stretch
+    // of pieces, because memory is fast only if it is read in order, and then helps the other threads with theirs.
     template <class Each>
     void share(int pieces, Each each) {
         Worker& me = worker();
@@ -53,7 +54,7 @@ private:
         uint32_t phase = 0;
     };
     struct alignas(64) Stretch {
-        std::atomic<uint64_t> next{0};  // phase, and how many pieces of the stretch are taken
+        std::atomic<uint64_t> next{0};  // the phase, and how many pieces of the stretch are taken
     };
     static Worker& worker();
     static void wait_a_little(int turn);
@@ -67,16 +68,16 @@ private:
     std::mutex turn_;
     std::mutex sleep_;
     std::condition_variable wake_;
-    const cpu_set_t cores_;  // what the process may use
+    const cpu_set_t cores_;  // the cores that the process may use
     int workers_ = 0;        // threads that were started; the caller is one more
     int running_ = 0;
-    uint32_t first_phase_ = 0;  // of the call at hand
+    uint32_t first_phase_ = 0;  // the first phase of the current call
     const std::function<void()>* body_ = nullptr;
-    std::atomic<long> call_{0};        // how many calls there were, times two, plus one while the last one is open
-    std::atomic<int> wanted_{0};       // threads the open call asks for
-    std::atomic<int> inside_{0};       // threads, other than the caller, that are in its body
+    std::atomic<long> call_{0};        // twice the number of calls so far, plus one while the last one is open
+    std::atomic<int> wanted_{0};       // the number of threads for the open call
+    std::atomic<int> inside_{0};       // how many threads other than the caller are in its body
     Stretch stretches_[kMostThreads];
-    alignas(64) std::atomic<uint64_t> done_{0};  // phase, and how many of its pieces are done
+    alignas(64) std::atomic<uint64_t> done_{0};  // the phase, and how many of its pieces are done
 };
 
 }  // namespace slip

@@ -1,4 +1,4 @@
-// One block of packed weights times one row: codes as unsigned bytes in registers, integer sums, and their worth.
+// One block of packed weights times one row: codes as unsigned bytes in registers, integer sums, and their scaling.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@ namespace SLIP_ISA {
 
 #if defined(__AVX512F__)
 
-using Codes = __m512i;  // a quad of every output
+using Codes = __m512i;  // one quad of every output
 inline Codes load_codes(const uint8_t* p) { return _mm512_load_si512(p); }
 inline Codes low_nibbles(Codes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline Codes high_nibbles(Codes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
@@ -20,8 +20,9 @@ inline Codes with_high_bits(Codes low, Codes high) {
     return _mm512_or_si512(low, _mm512_slli_epi16(bits, 4));
 }
 inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
-// Adds the products of four unsigned codes and four signed ones to every output. Where rows run side by side (Abreast)
-// the instruction spreads the four itself: GCC does not know that form, and spends a register and a load of their own.
+// Adds the products of four unsigned codes and four signed ones to every output. If rows are processed in pairs
+// (Abreast) the instruction itself broadcasts the four: GCC does not know that form, and would use a register and a
+// load for it.
 template <bool Wide, bool Abreast = false>
 inline Ints dot(Ints sum, Codes codes, const int8_t* four) {
     if (Abreast) {
@@ -43,7 +44,7 @@ inline Floats load_brain(const uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-// The largest magnitude of 32 floats; NaN counts as larger than everything.
+// Returns the largest magnitude of 32 floats; NaN counts as larger than every number.
 inline float magnitude(Floats a, Floats b) {
     const __m512i bits = _mm512_max_epi32(_mm512_castps_si512(abs(a).v), _mm512_castps_si512(abs(b).v));
     const int32_t top = _mm512_reduce_max_epi32(bits);
@@ -76,8 +77,9 @@ inline Codes with_high_bits(Codes low, Codes high) {
     return {_mm256_or_si256(low.lo, _mm256_slli_epi16(lo, 4)), _mm256_or_si256(low.hi, _mm256_slli_epi16(hi, 4))};
 }
 inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-// Without a dot-product instruction pairs are summed in 16 bits, where products with 8-bit codes (Wide) would
-// overflow: those are taken as signed numbers, sign moved to the other factor, and 128 times the sum put back.
+// Without a dot-product instruction pairs are summed in 16 bits, in which products with 8-bit codes (Wide) would
+// overflow. Those codes are taken as signed numbers, with the sign moved to the other factor; `start_sum` then adds no
+// offset.
 template <bool Wide>
 inline __m256i pairs(__m256i codes, __m256i four) {
     if (!Wide) return _mm256_maddubs_epi16(codes, four);
@@ -123,13 +125,13 @@ inline float magnitude(Floats a, Floats b) {
 
 template <int K>
 struct WeightTraits {
-    static constexpr bool kWide = K == kQ8_0;  // codes of all 8 bits
+    static constexpr bool kWide = K == kQ8_0;  // whether codes use all 8 bits
     static constexpr bool kMinimum = K == kQ4_1 || K == kQ4_K;
-    static constexpr int kOffsetBits = K == kQ4_0 ? 3 : K == kQ8_0 ? 7 : K == kQ6_K ? 5 : 0;  // codes stand 2^n too high
-    static constexpr int kHalves = K == kQ6_K ? 2 : 1;  // parts of a block with a scale of their own
+    static constexpr int kOffsetBits = K == kQ4_0 ? 3 : K == kQ8_0 ? 7 : K == kQ6_K ? 5 : 0;  // codes are 2^n too high
+    static constexpr int kHalves = K == kQ6_K ? 2 : 1;  // parts of a block that have their own scale
 };
 
-// The codes of one block, unsigned, a register per quad.
+// The codes of one block, unsigned, in one register per quad.
 template <int K>
 struct WeightCodes {
     Codes quads[8];
@@ -161,7 +163,7 @@ private:
     }
 };
 
-// Asks for a block's share of its chunk, scales included.
+// Prefetches a block's part of its chunk, including scales.
 template <int K>
 inline void prefetch_block(const uint8_t* tile, int index) {
     constexpr size_t share = chunk_bytes(K) / chunk_blocks(K);
@@ -169,7 +171,7 @@ inline void prefetch_block(const uint8_t* tile, int index) {
         _mm_prefetch(reinterpret_cast<const char*>(tile + index * share + line), _MM_HINT_T1);
 }
 
-// What the integer sums of one block are worth.
+// The factors that turn the integer sums of one block into floats.
 template <int K>
 struct WeightFactors {
     Floats scale[2], minimum;
@@ -193,7 +195,7 @@ struct WeightFactors {
     }
 };
 
-// What 2^bits too much in every code has added to a sum; AVX2 takes wide codes as signed and has added nothing.
+// Returns minus what codes that are 2^bits too high add to a sum; AVX2 takes wide codes as signed, so they add nothing.
 template <int K>
 inline Ints start_sum(const int32_t* negated) {
 #if !defined(__AVX512F__)
@@ -204,11 +206,11 @@ inline Ints start_sum(const int32_t* negated) {
     return shift_left<bits>(set1(*negated));
 }
 
-// One block of some neighbouring rows; what belongs to row r stands r places further on.
+// One block of some neighbouring rows; the data of row r is r places further on.
 struct BlockRows {
     const int8_t* codes;
     const float *scales, *sums;
-    const int32_t *whole, *first, *last;  // minus the sums of the codes
+    const int32_t *whole, *first, *last;  // minus the sums of the codes: of all, of the first 16 and of the last 16
 
     BlockRows(const CodeRows& rows, size_t at, size_t width, int row)
         : codes(rows.codes + (at * width + row) * kBlock),
@@ -219,7 +221,7 @@ struct BlockRows {
           last(first + width) {}
 };
 
-// Adds to a row's result what its integer sums are worth: the one place where results are rounded.
+// Adds a block's scaled integer sums to a row's result; this is the only place where results are rounded.
 template <int K>
 inline __attribute__((always_inline)) Floats add_sums(Floats total, const WeightFactors<K>& factors, const Ints* sums,
                                                       const BlockRows& rows, int r) {
@@ -230,14 +232,15 @@ inline __attribute__((always_inline)) Floats add_sums(Floats total, const Weight
     return total;
 }
 
-// Minus what the offset of the codes adds to a row's sums.
+// Starts a row's sums with minus what the offset of the codes adds to them.
 template <int K>
 inline __attribute__((always_inline)) void start_sums(Ints* sums, const BlockRows& rows, int r) {
     sums[0] = start_sum<K>((WeightTraits<K>::kHalves == 1 ? rows.whole : rows.first) + r);
     if (WeightTraits<K>::kHalves == 2) sums[1] = start_sum<K>(rows.last + r);
 }
 
-// One block of N neighbouring rows from r on. Their integer sums run side by side: one alone waits for itself.
+// Adds one block of N neighbouring rows from r on. Their integer sums run side by side, because a single one has to
+// wait for its own additions.
 template <int K, int N>
 inline __attribute__((always_inline)) void add_block(Floats* total, const WeightCodes<K>& codes,
                                                      const WeightFactors<K>& factors, const BlockRows& rows, int r) {
