@@ -246,8 +246,8 @@ class LLM:
         if self._gpu is not None:
             return self._gpu.exact
         config, layers = self._target.config, self._target.layers
-        one_of_each = {type(layer): layer for layer in layers}.values()
-        heads = {(layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim) for layer in layers}
+        one_of_each = {layer.kind: layer for layer in layers}.values()
+        heads = {(one.heads, one.kv_heads, one.head_dim) for one in map(config.layer, range(config.layers))}
         return (
             self._target.weight_format in ROW_INVARIANT_FORMATS
             and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)

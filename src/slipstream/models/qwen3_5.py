@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.rowwise import row_by_row
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, Step
-from slipstream.models.delta_net import DeltaNetLayer
-from slipstream.models.layers import RotaryRows, biased
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
+from slipstream.models.delta_net import load_delta_net
+from slipstream.models.layers import HeadGate, LayerPart, Projections, load_attention, load_gate
 from slipstream.models.llama import gguf_name
-from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
+from slipstream.models.moe import GGUF_MOE, MoeShape, load_expert_block
 from slipstream.models.rope import partial_rows, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
@@ -71,62 +68,43 @@ class Qwen35Config(DecoderConfig):
         return self.delta
 
 
-class GatedAttentionLayer(MoeLayer):
-    """Attention whose output is weighed by a sigmoid, number by number, before it is joined.
-
-    The gate's rows stand in the query projection, behind those of each head's queries.
-    """
-
-    def _load_qkv(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        shape, dim = self.shape, self.shape.head_dim
-        order = partial(partial_rows, head_dim=dim, dim=shape.rope.dim)
-        both = torch.arange(shape.heads * 2 * dim).view(shape.heads, 2, dim)
-        rows = {
-            "q": both[:, 0].flatten()[order(shape.heads)],
-            "k": order(shape.kv_heads),
-            "v": torch.arange(shape.kv_heads * dim),
-        }
-        self.projections, self.biases = {}, {}
-        for name in rows:
-            stored = 2 * shape.heads * dim if name == "q" else shape.kv_heads * dim
-            self.projections[name] = weights.source(f"{prefix}{name}_proj.weight", (stored, shape.hidden_size))
-            if shape.attention_bias:
-                self.biases[name] = weights.vector(f"{prefix}{name}_proj.bias", stored)
-        gate = both[:, 1].flatten()
-        gate_rows = [self.projections["q"].rows(gate)]
-        self.gate = None if weights.joins_gates else weights.matrix(gate_rows)
-        self.gate_bias = self.biases["q"][gate] if self.biases else None
-        own_rows = [self.projections[name].rows(index) for name, index in rows.items()]
-        self.qkv = weights.matrix([*own_rows, *(gate_rows if weights.joins_gates else [])])
-        own = [self.biases[name][index] for name, index in rows.items()] if self.biases else []
-        self.qkv_bias = torch.cat(own) if own else None
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        return [*([] if self.gate is None else [self.gate]), *super().matrices]
-
-    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
-        assert self.gate is not None, "a CPU keeps gates for themselves"
-        return mixed * row_by_row(torch.sigmoid, biased(self.gate(y), self.gate_bias))
-
-
 class Qwen35(Decoder):
-    """A stack of delta nets and gated attention."""
+    """Most layers mix rows through a delta net; in every few layers attention does, and a sigmoid weighs its result."""
 
     config: Qwen35Config
 
-    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> MoeLayer:
-        config, prefix = self.config, f"model.layers.{index}."
+    def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
+        config = self.config
         if config.recurrent[index]:
             state = config.recurrent[:index].count(True)
-            return DeltaNetLayer(weights, config, prefix, config.moe, config.delta, state, config.as_gguf)
-        return GatedAttentionLayer(weights, config, prefix, config.pattern(index), config.moe)
+            prefix += "linear_attn."
+            return load_delta_net(weights, config.delta, prefix, config.hidden_size, state, config.as_gguf)
+        prefix += "self_attn."
+        projections, gate = _gated_projections(weights, config, prefix)
+        return load_attention(weights, config, prefix, config.pattern(index), config.pool(index), projections, gate)
 
-    def run_layer(self, index: int, x: Tensor, step: Step) -> Tensor:
-        layer = self.layers[index]
-        if isinstance(layer, DeltaNetLayer):
-            return layer.recur(x, step.batch)
-        return Decoder.run_layer(self, index, x, step)
+    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
+        if self.config.moe is None:
+            return super().make_feeder(weights, index, prefix)
+        return load_expert_block(weights, prefix, self.config.moe)
+
+
+def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
+    """The gate's rows stand in the query projection, behind those of each head's queries."""
+    dim, order = config.head_dim, partial(partial_rows, head_dim=config.head_dim, dim=config.rope.dim)
+    both = torch.arange(config.heads * 2 * dim).view(config.heads, 2, dim)
+    queries, gate = both[:, 0].flatten()[order(config.heads)], both[:, 1].flatten()
+    values = torch.arange(config.kv_heads * dim)
+    stored, found, gate_bias = Projections(), Projections(), None
+    for letter, rows in {"q": queries, "k": order(config.kv_heads), "v": values}.items():
+        size = 2 * config.heads * dim if letter == "q" else config.kv_heads * dim
+        stored.sources[letter] = weights.source(f"{prefix}{letter}_proj.weight", (size, config.hidden_size))
+        found.sources[letter] = stored.sources[letter].rows(rows)
+        if config.attention_bias:
+            stored.biases[letter] = weights.vector(f"{prefix}{letter}_proj.bias", size)
+            found.biases[letter] = stored.biases[letter][rows]
+            gate_bias = stored.biases["q"][gate]
+    return found, load_gate(weights, "sigmoid", stored.sources["q"].rows(gate), found, gate_bias)
 
 
 MODEL = Qwen35

@@ -31,8 +31,8 @@ from slipstream.kernels.gpu.matrices import Scratch
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
-from slipstream.models.gpu_weights import GpuWeights
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_weights import GpuWeights
 from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter

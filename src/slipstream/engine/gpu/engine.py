@@ -21,7 +21,7 @@ from slipstream.engine.scheduler import StepPlan, Ticket
 from slipstream.engine.session import Session
 from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.speculative.gates import EntropyGate
 from slipstream.types import GenEvent, Request, SamplingParams
 

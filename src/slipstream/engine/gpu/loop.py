@@ -12,7 +12,7 @@ from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.gpu.landing import Landing, ReportCopy
 from slipstream.engine.gpu.state import DecodeState, Decoding, Wish
 from slipstream.engine.gpu.step import DecodeStep, bucket
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 _HOST_COPIES = 3
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], DecodeStep]

@@ -21,7 +21,7 @@ from slipstream.engine.runner import RowWork
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
 from slipstream.kernels.rows import RowPlaces
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
 _WIDTHS = (1, 4, 16, 32, 64)

@@ -17,7 +17,7 @@ from slipstream.engine.proposer import Proposer
 from slipstream.engine.session import Session
 from slipstream.kernels.gpu.tree_growth import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.speculative.batch_gate import BatchGate
 from slipstream.speculative.costs import StepShape
 from slipstream.speculative.expected_gains import assumed

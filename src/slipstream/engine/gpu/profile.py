@@ -20,7 +20,7 @@ from slipstream.engine.gpu.loop import Flight
 from slipstream.engine.gpu.state import Decoding, Wish
 from slipstream.engine.gpu.step import DecodeStep
 from slipstream.engine.profile import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 _ROUNDS = 8
 _COPIES = ("Memcpy", "Memset")

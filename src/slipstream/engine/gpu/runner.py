@@ -12,7 +12,7 @@ from slipstream.engine.gpu.step import bucket
 from slipstream.engine.runner import ForwardResult, RowWork, Runner
 from slipstream.engine.variants import DraftVariants
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.speculative.draft import BlockDrafter
 
 

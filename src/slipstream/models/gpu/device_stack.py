@@ -1,11 +1,11 @@
-"""A stack of layers on a GPU: the same rows as everywhere, through kernels that a graph can hold.
+"""A stack of layers on a GPU: the same rows as on a CPU, through kernels that a graph can hold.
 
-Everything here allocates its intermediates as it goes: inside a captured graph they become the graph's own memory.
+A pass allocates its intermediates as it goes; inside a captured graph they become the graph's own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,36 +16,32 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.expert_mixture import Mixture
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.paged_attention import AttentionScratch, padded_heads
-from slipstream.models.delta_net import DeltaNetLayer
-from slipstream.models.gpu_layers import Delta, DevicePass, DevicePools, RotaryPair, layer_parts
-from slipstream.models.layers import TransformerLayer
-from slipstream.models.rope import RopeConfig
+from slipstream.models.gpu.device_parts import (
+    DevicePass,
+    DevicePools,
+    DeviceSetting,
+    DeviceSublayer,
+    PartResult,
+    RotaryPair,
+    device_layer,
+)
+from slipstream.models.layers import Attention, Layer
 
 
 class GpuStack:
-    """The layers of a target or a drafter with their final norm; `pool_of` says whose keys and values a layer reads."""
+    """The layers of a target or a drafter with their final norm."""
 
-    def __init__(
-        self,
-        kernels: GpuKernels,
-        layers: Sequence[TransformerLayer],
-        norm: Tensor,
-        rotaries: Mapping[RopeConfig, RotaryPair],
-        pool_of: Callable[[int], int],
-    ) -> None:
-        self._kernels = kernels
+    def __init__(self, setting: DeviceSetting, layers: Sequence[Layer], norm: Tensor) -> None:
+        self._kernels = setting.kernels
         self._norm = norm
-        self._eps = layers[0].shape.rms_eps
-        self._layers = [
-            layer_parts(kernels, layer, index, pool_of(index), rotaries[layer.shape.rope], norm.device)
-            for index, layer in enumerate(layers)
-        ]
-        read = [part.norms for parts in self._layers for part in parts if part.norms is not None]
+        self._eps = setting.eps
+        self._layers = [device_layer(setting, layer) for layer in layers]
+        read = [sublayer.norms for layer in self._layers for sublayer in layer if sublayer.norms is not None]
         self._most_lines = max(norms.numel() // norm.numel() for norms in read)
-        attending = [layer.shape for layer in layers if not isinstance(layer, DeltaNetLayer)]
-        heads = [padded_heads(shape.heads, shape.kv_heads) for shape in attending]
+        attending = [part for layer in layers for part in layer.parts if isinstance(part, Attention)]
+        heads = [padded_heads(part.heads, part.kv_heads) for part in attending]
         self._most_heads = max(heads, default=0)
-        widths = (count * shape.head_dim for count, shape in zip(heads, attending, strict=True))
+        widths = (count * part.head_dim for count, part in zip(heads, attending, strict=True))
         self._widest = max(widths, default=0)
 
     def run(
@@ -65,43 +61,52 @@ class GpuStack:
         page_tokens = pools.target[0][0].shape[2]
         scratch = AttentionScratch.sized(rows, page_tokens, self._most_heads, self._widest, residual.device)
         step = DevicePass(rows, pools, scratch, states, sides)
-        delta: Delta | None = None
-        for index, parts in enumerate(self._layers):
-            # what a layer leaves behind is complete when the next one's norm has added it up
+        found: PartResult | None = None
+        before: DeviceSublayer | None = None  # the sublayer that `found` comes from
+        for index, sublayers in enumerate(self._layers):
+            # The stream that a layer leaves is complete when the next layer's first norm has added the last result.
             tap = taps[:, places[index - 1]] if taps is not None and index - 1 in places else None
-            for part in parts:
-                read = normed[: len(part.norms)] if part.norms is not None and part.norms.dim() > 1 else normed[0]
-                self._join(residual, delta, part.norms, read, tap)
-                delta, tap = part(read, step), None
+            for sublayer in sublayers:
+                norms = sublayer.norms
+                read = normed[: len(norms)] if norms is not None and norms.dim() > 1 else normed[0]
+                self._join(residual, found, before, norms, read, tap)
+                found, before, tap = sublayer.part(read, step), sublayer, None
         last = len(self._layers) - 1
         tap = taps[:, places[last]] if taps is not None and last in places else None
-        self._join(residual, delta, self._norm, normed[0], tap)
+        self._join(residual, found, before, self._norm, normed[0], tap)
         return normed[0], taps
 
     def _join(
-        self, residual: Tensor, delta: Delta | None, norms: Tensor | None, out: Tensor, tap: Tensor | None
+        self,
+        residual: Tensor,
+        found: PartResult | None,
+        before: DeviceSublayer | None,
+        norms: Tensor | None,
+        out: Tensor,
+        tap: Tensor | None,
     ) -> None:
-        """Adds what a part has said to the stream, and norms the stream for the next one."""
-        if delta is not None and isinstance(delta.rows, Mixture):
-            self._kernels.combine_norm(residual, delta.rows, norms, self._eps, out, tap)
-            return
-        if delta is None or delta.norm is None:
-            rows, bias = (None, None) if delta is None else (delta.rows, delta.bias)
-            self._kernels.add_norm(residual, rows, norms, self._eps, out, tap, bias)
-            return
-        self._kernels.join_norm(
-            residual,
-            delta.rows,
-            delta.bias,
-            delta.norm,
-            delta.beside,
-            delta.beside_norms,
-            delta.scale,
-            norms,
-            self._eps,
-            out,
-            tap,
-        )
+        """Adds what a part has found to the stream, and norms the stream for the next part."""
+        kernels, eps = self._kernels, self._eps
+        if found is None or before is None:
+            kernels.add_norm(residual, None, norms, eps, out, tap, None)
+        elif isinstance(found.rows, Mixture):
+            kernels.combine_norm(residual, found.rows, norms, eps, out, tap)
+        elif before.post_norm is None:
+            kernels.add_norm(residual, found.rows, norms, eps, out, tap, found.bias)
+        else:
+            kernels.join_norm(
+                residual,
+                found.rows,
+                found.bias,
+                before.post_norm,
+                found.beside,
+                found.beside_norms,
+                before.scale,
+                norms,
+                eps,
+                out,
+                tap,
+            )
 
 
 class GpuContext:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,13 +14,13 @@ from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.paged_attention import DEEPEST_ROW
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, DecoderConfig
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.gemma4 import Gemma4
-from slipstream.models.gpu_heads import device_heads
-from slipstream.models.gpu_layers import DevicePools, RotaryPair
-from slipstream.models.gpu_stack import GpuContext, GpuStack
-from slipstream.models.gpu_weights import GpuEmbedding
+from slipstream.models.gpu.device_heads import device_heads
+from slipstream.models.gpu.device_parts import DevicePools, DeviceSetting, RotaryPair
+from slipstream.models.gpu.device_stack import GpuContext, GpuStack
+from slipstream.models.gpu.device_weights import GpuEmbedding
+from slipstream.models.layers import SideEmbeddings
 from slipstream.models.rope import RotaryTable
 
 _NEVER_DRAFTED = -1e30  # far below any logit, and still a number: a sum over such tokens alone must not become NaN
@@ -35,9 +34,9 @@ class GpuTarget:
         self.vocab_size = decoder.config.vocab_size
         self.kernels = kernels
         rotaries = {rope: rotary_pair(table, positions, device) for rope, table in decoder.rotaries.items()}
-        self._stack = GpuStack(kernels, decoder.layers, decoder.norm, rotaries, decoder.config.pool)
-        has_sides = isinstance(decoder, Gemma4) and decoder.config.side_size > 0
-        self._sides = _GemmaSides(kernels, cast(Gemma4, decoder)) if has_sides else None
+        setting = DeviceSetting(kernels, rotaries, decoder.config.rms_eps, device)
+        self._stack = GpuStack(setting, decoder.layers, decoder.norm)
+        self._sides = _DeviceSides(kernels, decoder.sides, decoder.config) if decoder.sides is not None else None
 
     def run(
         self, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int], states: DeviceStates | None = None
@@ -55,26 +54,26 @@ class GpuTarget:
         return found
 
 
-class _GemmaSides:
-    """An embedding of every row for every layer: one of its token, and one computed from the stream's beginning."""
+class _DeviceSides:
+    """An embedding of every row for every layer: one of its token, and one computed from the first stream."""
 
-    def __init__(self, kernels: GpuKernels, decoder: Gemma4) -> None:
-        config = decoder.config
+    def __init__(self, kernels: GpuKernels, sides: SideEmbeddings, config: DecoderConfig) -> None:
         self._kernels = kernels
-        self._decoder = decoder
-        self._shape = config.layers, config.side_size
-        self._norms = decoder.side_norm.expand(config.layers, -1).contiguous()
-        # what is projected is scaled down before its norm, which only shows in what the norm adds to the square
+        self._sides = sides
+        self._shape = sides.layers, sides.size
+        self._norms = sides.norm.expand(sides.layers, -1).contiguous()
+        # The model divides the projected rows by the square root of the width before it norms them. A norm undoes any
+        # such factor except in the epsilon, so the epsilon is multiplied by the width instead.
         self._eps = config.rms_eps * config.hidden_size
 
     def __call__(self, residual: Tensor, tokens: Tensor) -> Tensor:
-        kernels, decoder = self._kernels, self._decoder
-        projected = kernels.multiply(decoder.side_projection, residual.to(torch.bfloat16)).view(-1, *self._shape)
-        sides = torch.empty_like(projected)
-        kernels.norm_parts(projected, self._norms, self._eps, sides)
-        embed = device_embedding(decoder.side_embed)
+        kernels, sides = self._kernels, self._sides
+        projected = kernels.multiply(sides.projection, residual.to(torch.bfloat16)).view(-1, *self._shape)
+        normed = torch.empty_like(projected)
+        kernels.norm_parts(projected, self._norms, self._eps, normed)
+        embed = device_embedding(sides.embed)
         own = embedded(kernels, embed, tokens, embed.scale).view(-1, *self._shape)
-        return (own.add_(sides) * 2.0**-0.5).to(torch.bfloat16)
+        return (own.add_(normed) * 2.0**-0.5).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,8 @@ class GpuDrafter:
         self._head: Matrix = drafter.head or target.draft_head
         self._known = drafter.known_tokens.to(device) if drafter.known_tokens is not None else None
         rotary = rotary_pair(drafter.rotary, positions, device)
-        self._stack = GpuStack(kernels, drafter.layers, drafter.norm, {config.rope: rotary}, lambda index: index)
+        setting = DeviceSetting(kernels, {config.rope: rotary}, config.rms_eps, device)
+        self._stack = GpuStack(setting, drafter.layers, drafter.norm)
         each = drafter.context_each or ()
         self.context = GpuContext(
             kernels,
@@ -136,7 +136,7 @@ class GpuDrafter:
             config.rms_eps,
             rotary,
             drafter.tap_norms,
-            torch.stack([layer.input_norm for layer in drafter.layers]) if each else None,
+            torch.stack(drafter.input_norms) if each else None,
             each,
         )
 
