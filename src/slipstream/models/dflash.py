@@ -38,7 +38,7 @@ from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Embedding, Progress, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
-LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # the same keys under either name
+LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # both writers use the same keys
 
 
 class DFlashDrafter:
@@ -80,7 +80,7 @@ class DFlashDrafter:
         return self.config.draft_vocab_size or self.config.vocab_size
 
     def _load_tap_norms(self, weights: Weights) -> Tensor:
-        """One row of weights per tap."""
+        """The norms of taps, one row of weights per tap."""
         taps = range(len(self.config.target_layer_ids))
         width = self.tap_width // len(taps)
         return torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
@@ -127,7 +127,7 @@ class DFlashDrafter:
         return load_convolution(weights, prefix, config.hidden_size, *sizes)
 
     def _load_known_tokens(self, weights: Weights) -> Tensor:
-        """The target's id of every token the head knows; Hugging Face files store how far it is from its place."""
+        """The target's id of every token that the head knows; Hugging Face files store the id minus its index."""
         if self.head is None:
             raise ConfigError(f"{self.config.label}: a reduced vocabulary (draft_vocab_size) needs a head of its own")
         stored = weights.source("d2t", (self._head_tokens,)).dense().long()
@@ -146,9 +146,9 @@ class DFlashDrafter:
         self._on_cpu.write_context(self, taps, places, keys, values)
 
     def borrow(self, embed: Embedding, softcap: float) -> Callable[[Tensor], Tensor]:
-        """Takes what the target lends and returns how the block's tokens are embedded.
+        """Takes the target's embedding and softcap, and returns the function that embeds the block's tokens.
 
-        The target's embedding comes as scaled as the target has it, unless the drafter knows a scale for the raw one.
+        A borrowed embedding keeps the target's scale, unless the drafter has a scale of its own for the raw rows.
         """
         self.borrow_softcap(softcap)
         if self.embed is not None:
@@ -156,7 +156,7 @@ class DFlashDrafter:
         return embed if self.config.input_embedding_scale is None else embed.raw
 
     def borrow_softcap(self, softcap: float) -> None:
-        """The target's softcap goes with its head, unless the drafter has one of its own."""
+        """Takes the target's softcap together with its head, unless the drafter has a softcap of its own."""
         if self.head is None:
             self._softcap = self.config.final_logit_softcapping or softcap
 
@@ -183,7 +183,7 @@ class DFlashDrafter:
         return embedded if scale is None else embedded * scale
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """The drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+        """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
         multiplier, known = self.config.output_multiplier, self.known_tokens
         logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self._softcap)
         if known is None:

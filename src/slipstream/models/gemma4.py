@@ -1,4 +1,4 @@
-"""Gemma 4 targets, dense and with experts: two kinds of attention layers, four norms a layer, per-layer embeddings."""
+"""Gemma 4 targets, dense and with experts: sliding and full layers, norms behind each part, per-layer embeddings."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from slipstream.models.weights import Weights
 
 ARCH = "laguna"
 SLIDING, FULL = "sliding_attention", "full_attention"
-_GGUF_PERIOD = 4  # layers from one full layer to the next in a file that does not say, as in llama.cpp
+_GGUF_PERIOD = 4  # layers from one full layer to the next (three slide between), for a file that does not say
 _GGUF_SIGMOID = 2  # llama.cpp's number of the rule that routes by sigmoids
 GGUF_OWN = GGUF_MOE | {"self_attn.g_proj.weight": "attn_gate.weight"}
 

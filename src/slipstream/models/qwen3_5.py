@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3.6 dense targets: gated delta nets, and attention with a gated output in every few layers.
 
-Of checkpoints that can see as well, the text part is loaded.
+Some checkpoints also have an image part; only their text part is loaded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slipstream.models.weights import Weights
 
 FAMILY, ARCH = "qwen3_5", "qwen35"
 LINEAR, FULL = "linear_attention", "full_attention"
-_PERIOD = 4  # every so many layers one attends, where a file does not say
+_PERIOD = 4  # layers from one with attention to the next, for a file that does not say
 _TEXT_PREFIX = "model.language_model."
-_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # a drafter of its own, and the eyes
+_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # the model's own drafter and its image part are ignored
 GGUF_OWN = GGUF_MOE | {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
@@ -43,11 +43,11 @@ GGUF_OWN = GGUF_MOE | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35Config(DecoderConfig):
-    """The numbers of both kinds of layers, and which is which."""
+    """The numbers of both kinds of layers, and of which kind each layer is."""
 
     recurrent: tuple[bool, ...]
     delta: DeltaShape
-    as_gguf: bool  # llama.cpp's converter changes some tensors
+    as_gguf: bool  # the file has the tensors of the recurrence as llama.cpp's converter changes them
     moe: MoeShape | None
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, Fam
 def hf_config(
     config: ConfigReader, family: str, read_moe: Callable[[ConfigReader], MoeShape | None]
 ) -> tuple[Qwen35Config, FamilyNames]:
-    """The numbers of a Hugging Face checkpoint, with or without eyes, and how it names its tensors."""
+    """The numbers of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
     sees = config.has("text_config")
     text = config.section("text_config") if sees else config
     text.require("hidden_act", ("silu", "swish"), "this activation")
@@ -137,7 +137,7 @@ def hf_config(
         text.integer("linear_value_head_dim"),
         text.integer("linear_conv_kernel_dim", least=2),
     )
-    # Hugging Face's own reading of a config that does not say
+    # A quarter of a head turns in a config that does not say: this is Hugging Face's own default.
     rope_source = ConfigReader({"partial_rotary_factor": 0.25, **text.values}, text.label)
     read = Qwen35Config(
         family=family,
@@ -180,7 +180,7 @@ def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
 def gguf_config(
     config: ConfigReader, weights: Weights, family: str, arch: str, moe: MoeShape | None
 ) -> tuple[Qwen35Config, FamilyNames]:
-    """The same from llama.cpp's keys; blocks behind the last layer are a drafter of the model's own."""
+    """The same numbers from llama.cpp's keys; blocks behind the last layer are the model's own drafter, and ignored."""
     drafting = config.integer(f"{arch}.nextn_predict_layers", 0, least=0)
     layers = config.layers(f"{arch}.block_count") - drafting
     head_dim, heads = config.integer(f"{arch}.attention.key_length"), config.integer(f"{arch}.attention.head_count")

@@ -1,4 +1,4 @@
-"""Targets and drafters as a GPU runs them: embedding, stack and head around rows that live on the device."""
+"""Targets and drafters as a GPU runs them: embedding, stack and head, around rows that stay on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from slipstream.models.gpu.device_weights import GpuEmbedding
 from slipstream.models.layers import SideEmbeddings
 from slipstream.models.rope import RotaryTable
 
-_NEVER_DRAFTED = -1e30  # far below any logit, and still a number: a sum over such tokens alone must not become NaN
+# The logit of tokens that a drafter's own head does not know. It is far below any real logit, and it is finite because
+# with -inf a softmax over such tokens alone would become NaN.
+_NEVER_DRAFTED = -1e30
 
 
 class GpuTarget:
@@ -41,7 +43,7 @@ class GpuTarget:
     def run(
         self, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int], states: DeviceStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden rows and taps."""
+        """Hidden rows after the final norm, and the taps."""
         embed = device_embedding(self.decoder.embed)
         residual = embedded(self.kernels, embed, rows.tokens, embed.scale)
         sides = self._sides(residual, rows.tokens) if self._sides is not None else None
@@ -78,14 +80,14 @@ class _DeviceSides:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPools:
-    """Draft context, where a stack looks for a target's keys."""
+    """The draft context in the place where a stack looks for a target's keys and values."""
 
     target: Sequence[tuple[Tensor, Tensor]]
-    scratch_place: int = 0  # only experts ask for it, and drafters have none
+    scratch_place: int = 0  # only experts read it, and drafters have no experts
 
 
 class GpuDrafter:
-    """A drafter (a variant of one) on the target's device."""
+    """A drafter, or a variant of one, on the target's device."""
 
     def __init__(
         self,
@@ -111,13 +113,13 @@ class GpuDrafter:
         self.taps = config.target_layer_ids
         self._kernels = kernels
         self._window = window
-        # heads that remember the whole path stay on the host
+        # A head that remembers the whole path to a token runs on the host.
         self.heads = device_heads(drafter.heads, device) if drafter.heads is not None else None
         self.on_device = drafter.heads is None or self.heads is not None
         self.candidate_limit = drafter.heads.candidate_limit if drafter.heads is not None else 0
         drafter.borrow_softcap(target.config.softcap)
         self._embed = device_embedding(drafter.embed or target.embed)
-        # the target's embedding comes as scaled as the target has it, unless the drafter has a scale for the raw one
+        # A borrowed embedding keeps the target's scale, unless the drafter has a scale of its own for the raw rows.
         own = config.input_embedding_scale
         self._scale = own if own is not None else 1.0 if drafter.embed is not None else self._embed.scale
         self._head: Matrix = drafter.head or target.draft_head
@@ -125,33 +127,20 @@ class GpuDrafter:
         rotary = rotary_pair(drafter.rotary, positions, device)
         setting = DeviceSetting(kernels, {config.rope: rotary}, config.rms_eps, device)
         self._stack = GpuStack(setting, drafter.layers, drafter.norm)
-        each = drafter.context_each or ()
-        self.context = GpuContext(
-            kernels,
-            drafter.fc,
-            drafter.context_kv,
-            drafter.context_bias,
-            drafter.hidden_norm,
-            drafter.context_k_norm[:, 0].contiguous(),
-            config.rms_eps,
-            rotary,
-            drafter.tap_norms,
-            torch.stack(drafter.input_norms) if each else None,
-            each,
-        )
+        self.context = GpuContext(kernels, drafter, rotary)
 
     def lay_out(self, rows: DeviceRows, anchors: Tensor, page_tokens: int) -> None:
-        """Blocks of masks behind the anchors."""
+        """Fills the rows with blocks: each has its anchor and then mask tokens."""
         self._kernels.block_rows(rows, anchors, self.drafter.config.mask_token_id, self._window, page_tokens)
 
     def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks."""
+        """Hidden rows of the blocks after the final norm."""
         residual = embedded(self._kernels, self._embed, rows.tokens, self._scale)
         pools = _DraftPools(list(zip(keys, values, strict=True)))
         return self._stack.run(residual, rows, pools)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """With the drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+        """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
         config, cap = self.drafter.config, self.drafter.softcap
         found = logits(self._kernels, self._head, hidden)
         if config.output_multiplier != 1.0 or cap > 0:
@@ -162,7 +151,7 @@ class GpuDrafter:
 
 
 def device_embedding(embed: object) -> GpuEmbedding:
-    """What a model whose weights are on a device calls its embedding."""
+    """The embedding of a model whose weights are on a device."""
     assert isinstance(embed, GpuEmbedding), "the model's weights are not on a GPU"
     return embed
 
@@ -174,7 +163,7 @@ def embedded(kernels: GpuKernels, embed: GpuEmbedding, tokens: Tensor, scale: fl
 
 
 def logits(kernels: GpuKernels, head: Matrix, hidden: Tensor) -> Tensor:
-    """In fp32: bf16 is too coarse to rank a vocabulary by."""
+    """Logits in fp32, because bf16 is too coarse to rank a vocabulary by."""
     out = torch.empty(hidden.shape[0], head.out_features, dtype=torch.float32, device=hidden.device)
     return kernels.multiply(head, hidden, out)
 

@@ -37,7 +37,7 @@ class RotaryPair:
 
 
 class DevicePools(Protocol):
-    """Keys and values on the device, and the place where rows that do not count store theirs."""
+    """Keys and values on the device, and the place for those of rows that do not count."""
 
     @property
     def target(self) -> Sequence[tuple[Tensor, Tensor]]: ...

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.linear import Matrix
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.expert_mixture import Mixture
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.paged_attention import AttentionScratch, padded_heads
+from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.gpu.device_parts import (
     DevicePass,
     DevicePools,
@@ -53,7 +53,7 @@ class GpuStack:
         states: DeviceStates | None = None,
         sides: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden rows in bf16 and the tapped residuals side by side; `residual` is used up."""
+        """Normed hidden rows in bf16, and the tapped residuals side by side; the pass overwrites `residual`."""
         count, hidden = residual.shape
         taps = residual.new_empty(count, len(tap_layers) * hidden, dtype=torch.bfloat16) if tap_layers else None
         places = {layer: slice(i * hidden, (i + 1) * hidden) for i, layer in enumerate(tap_layers)}
@@ -110,51 +110,32 @@ class GpuStack:
 
 
 class GpuContext:
-    """Taps of committed rows into the draft layers' keys and values."""
+    """Projects the taps of committed rows into the draft layers' keys and values."""
 
-    def __init__(
-        self,
-        kernels: GpuKernels,
-        fc: Matrix,
-        projection: Matrix,
-        bias: Tensor | None,
-        norm: Tensor,
-        k_norms: Tensor,
-        eps: float,
-        rotary: RotaryPair,
-        tap_norms: Tensor | None = None,
-        layer_norms: Tensor | None = None,
-        projections: Sequence[Matrix] = (),
-    ) -> None:
-        """`tap_norms` [taps, width] norm every tap for itself. With `layer_norms` [layers, hidden] every layer norms
-        the context once more, and has a projection of its own.
-        """
+    def __init__(self, kernels: GpuKernels, drafter: DFlashDrafter, rotary: RotaryPair) -> None:
         self._kernels = kernels
-        self._fc = fc
-        self._projection = projection
-        self._bias = bias
-        self._norm = norm
-        self._k_norms = k_norms
-        self._eps = eps
+        self._drafter = drafter
+        self._eps = drafter.config.rms_eps
         self._rotary = rotary
-        self._tap_norms = tap_norms
-        self._layer_norms = layer_norms
-        self._projections = projections
-        self.width = fc.in_features  # of the taps of a row
+        self._k_norms = drafter.context_k_norm[:, 0].contiguous()
+        # [layers, hidden], for a drafter whose layers norm the context once more, each by itself
+        self._layer_norms = torch.stack(drafter.input_norms) if drafter.context_each else None
+        self.width = drafter.tap_width  # of all taps of a row together
 
     def write(self, taps: Tensor, positions: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Pools are [layers, pages, heads, page tokens, dim]; rows that do not count have a scratch place."""
-        if self._tap_norms is not None:
-            parts = taps.view(taps.shape[0], *self._tap_norms.shape)
+        """Pools are [layers, pages, heads, page tokens, dim]; rows that do not count are stored in a scratch place."""
+        kernels, drafter = self._kernels, self._drafter
+        if drafter.tap_norms is not None:
+            parts = taps.view(taps.shape[0], *drafter.tap_norms.shape)
             each = torch.empty_like(parts)
-            self._kernels.norm_parts(parts, self._tap_norms, self._eps, each)
+            kernels.norm_parts(parts, drafter.tap_norms, self._eps, each)
             taps = each.view_as(taps)
-        projected = self._kernels.multiply(self._fc, taps)
+        projected = kernels.multiply(drafter.fc, taps)
         context = torch.empty_like(projected)
-        self._kernels.add_norm(projected.float(), None, self._norm, self._eps, context, None, None)
-        self._kernels.context_write(
+        kernels.add_norm(projected.float(), None, drafter.hidden_norm, self._eps, context, None, None)
+        kernels.context_write(
             self._project(context),
-            self._bias,
+            drafter.context_bias,
             self._k_norms,
             self._eps,
             self._rotary.cos,
@@ -167,13 +148,14 @@ class GpuContext:
 
     def _project(self, context: Tensor) -> Tensor:
         """Keys and values of all layers side by side."""
-        if self._layer_norms is None:
-            return self._kernels.multiply(self._projection, context)
+        each = self._drafter.context_each
+        if self._layer_norms is None or each is None:
+            return self._kernels.multiply(self._drafter.context_kv, context)
         layers, (rows, hidden) = len(self._layer_norms), context.shape
         normed = context.new_empty(layers, rows, hidden)
         shared = context[:, None].expand(-1, layers, -1)
         self._kernels.norm_parts(shared, self._layer_norms, self._eps, normed.transpose(0, 1))
-        projected = context.new_empty(rows, layers, self._projections[0].out_features)
-        for index, matrix in enumerate(self._projections):
+        projected = context.new_empty(rows, layers, each[0].out_features)
+        for index, matrix in enumerate(each):
             self._kernels.multiply(matrix, normed[index], projected[:, index])
         return projected.view(rows, -1)
