@@ -1,7 +1,7 @@
 """The target model that all families share: embedding, layers, final norm and head, for any device.
 
-Prefill, decoding and verification are one forward over rows. A CPU's forward hangs on the model itself; a GPU's is
-`models/gpu/device_models.py`.
+Prefill, decoding and verification are one forward over rows. The methods of `Decoder` run it on a CPU, by
+`models/cpu/cpu_models.py`; on a GPU `GpuTarget` in `models/gpu/device_models.py` takes the place of these methods.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Decoder:
         self.sides = self.load_sides(weights)
         self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
         ropes = [config.layer(index).rope for index in range(config.layers)]
-        self.rotaries = {rope: RotaryTable(rope) for rope in ropes}
+        self.rotaries = {rope: RotaryTable(rope) for rope in dict.fromkeys(ropes)}
         self.rotary = self.rotaries[ropes[0]]  # a compiled pass takes layers only if all of them rotate alike
         weights.finish(names.ignored)
 

@@ -93,18 +93,24 @@ def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> t
     """The gate's rows stand in the query projection, behind those of each head's queries."""
     dim, order = config.head_dim, partial(partial_rows, head_dim=config.head_dim, dim=config.rope.dim)
     both = torch.arange(config.heads * 2 * dim).view(config.heads, 2, dim)
-    queries, gate = both[:, 0].flatten()[order(config.heads)], both[:, 1].flatten()
-    values = torch.arange(config.kv_heads * dim)
-    stored, found, gate_bias = Projections(), Projections(), None
-    for letter, rows in {"q": queries, "k": order(config.kv_heads), "v": values}.items():
-        size = 2 * config.heads * dim if letter == "q" else config.kv_heads * dim
-        stored.sources[letter] = weights.source(f"{prefix}{letter}_proj.weight", (size, config.hidden_size))
-        found.sources[letter] = stored.sources[letter].rows(rows)
+    rows = {
+        "q": both[:, 0].flatten()[order(config.heads)],
+        "k": order(config.kv_heads),
+        "v": torch.arange(config.kv_heads * dim),
+        "gate": both[:, 1].flatten(),
+    }
+    stored, biases = {}, {}
+    for letter in "qkv":
+        size = both.numel() if letter == "q" else config.kv_heads * dim
+        stored[letter] = weights.source(f"{prefix}{letter}_proj.weight", (size, config.hidden_size))
         if config.attention_bias:
-            stored.biases[letter] = weights.vector(f"{prefix}{letter}_proj.bias", size)
-            found.biases[letter] = stored.biases[letter][rows]
-            gate_bias = stored.biases["q"][gate]
-    return found, load_gate(weights, "sigmoid", stored.sources["q"].rows(gate), found, gate_bias)
+            biases[letter] = weights.vector(f"{prefix}{letter}_proj.bias", size)
+    found = Projections(
+        {letter: source.rows(rows[letter]) for letter, source in stored.items()},
+        {letter: bias[rows[letter]] for letter, bias in biases.items()},
+    )
+    gate_bias = biases["q"][rows["gate"]] if biases else None
+    return found, load_gate(weights, "sigmoid", stored["q"].rows(rows["gate"]), found, gate_bias)
 
 
 MODEL = Qwen35
