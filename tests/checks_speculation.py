@@ -116,7 +116,7 @@ def shuffled_pair() -> LLM:
     assert drafter is not None
     source = torch.Generator().manual_seed(0)
     for layer in drafter.drafter.layers:
-        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for matrix in layer.matrices:
             _shuffle(matrix, source)
     _shuffle(drafter.drafter.fc, source)
     _shuffle(drafter.drafter.context_kv, source)

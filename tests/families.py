@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from slipstream import LLM
 from slipstream.config import EngineConfig, WeightFormat
-from slipstream.models import gemma4
+from slipstream.models.cpu import part_runs
 from slipstream.models.decoder import Decoder
 from slipstream.models.loading import load_target
 from slipstream.speculative.candidates import BlockDrafts
@@ -133,7 +133,7 @@ def greedy_text(model: Decoder, ids: Sequence[int], tokens: int) -> list[int]:
 def greedy_texts(path: Path, lengths: Sequence[int], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """llama.cpp's greedy answers from a GGUF file, and ours from the same file with llama.cpp's GELU."""
     prompts = [ids_of(length, length) for length in lengths]
-    with patch.object(gemma4, "gelu", _tabled_gelu):
+    with patch.dict(part_runs.ACTIVATIONS, gelu=_tabled_gelu):
         model = load(path)
         ours = [greedy_text(model, ids, tokens) for ids in prompts]
     return llama_cpp_tokens(path, prompts, tokens), ours

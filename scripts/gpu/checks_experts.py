@@ -32,9 +32,8 @@ from slipstream.kernels.gpu.kernel_set import gpu_kernels
 from slipstream.kernels.gpu.matmul_plans import Launch
 from slipstream.kernels.gpu.matrices import GpuMatrix, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.models.gemma4 import gelu
-from slipstream.models.gpu_moe import GpuExperts, GpuMoe
-from slipstream.models.moe import Experts, MoeBlock, MoeShape, Router
+from slipstream.models.gpu.device_experts import DeviceExpertBlock, DeviceExperts
+from slipstream.models.moe import MoeShape, load_expert_block, load_experts
 
 SCRATCH_PLACE = 10_000
 PRODUCT_ERROR = 3e-2 if "--tiny" in sys.argv else 1e-2  # the interpreter truncates where a GPU rounds
@@ -295,9 +294,9 @@ def block_of(name: str, shape: MoeShape, kind: str, scratch: Scratch) -> Callabl
         return out
 
     if name.startswith("Gemma"):
-        experts = GpuExperts(kernels, Router(weights, "r", shape), Experts(weights, "e.", shape, gelu))
+        experts = DeviceExperts(kernels, load_experts(weights, "r", "e.", shape, "gelu"))
         return lambda x, rows: normed(x, experts(x, x, rows, SCRATCH_PLACE))
-    block = GpuMoe(kernels, MoeBlock(weights, "mlp.", shape))
+    block = DeviceExpertBlock(kernels, load_expert_block(weights, "mlp.", shape))
     return lambda x, rows: normed(x, block(x, rows, SCRATCH_PLACE))
 
 

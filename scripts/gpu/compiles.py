@@ -36,7 +36,7 @@ from slipstream.kernels.gpu import delta_net_launch as delta
 from slipstream.kernels.gpu import matrices as matmul
 from slipstream.kernels.gpu import paged_attention as attention
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step -> rows of each

@@ -43,11 +43,11 @@ from slipstream.engine.gpu.row_passes import GpuBlocks
 from slipstream.kernels.gpu.expert_mixture import ExpertStack, Routing
 from slipstream.kernels.rows import CHAIN, TREE, AttentionPattern
 from slipstream.models.decoder import DecoderConfig, FamilyNames
-from slipstream.models.delta_net import DeltaNetLayer
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.laguna import Laguna, LagunaConfig
-from slipstream.models.moe import MoeBlock, MoeLayer
+from slipstream.models.layers import Attention
+from slipstream.models.moe import RoutedExperts, routed_experts
 from slipstream.models.qwen3_5 import Qwen35
 from slipstream.models.rope import RopeConfig
 from slipstream.models.weights import keep_name
@@ -166,28 +166,28 @@ class Bench:
         return start.elapsed_time(end) / steps
 
     def bytes_moved(self, rows: int, touched: list[int]) -> tuple[int, float]:
-        """The bytes that a step must read or write, and how many experts of a layer it touches on average."""
-        blocks = [layer.moe for layer in self.target.layers if isinstance(layer, MoeLayer) and layer.moe is not None]
-        assert len(blocks) == len(touched), "every mixture was routed once"
+        """What a step must read or write, and how many experts of a layer it touches on average."""
+        layers = self.target.layers
+        mixtures = routed_experts(layers)
+        assert len(mixtures) == len(touched), "every mixture was routed once"
         moved = self.target.step_bytes
-        for block, count in zip(blocks, touched, strict=True):
-            usual, each = expert_bytes(block)
+        for routed, count in zip(mixtures, touched, strict=True):
+            usual, each = expert_bytes(routed)
             moved += count * each - usual
-        for index, layer in enumerate(self.target.layers):
-            if not isinstance(layer, DeltaNetLayer):
-                shape, window = self.shape.layer(index), layer.pattern.window
-                seen = min(self.context, window) if window else self.context
-                moved += (seen + rows) * 2 * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
+        for part in (part for layer in layers for part in layer.parts if isinstance(part, Attention)):
+            window = part.pattern.window
+            seen = min(self.context, window) if window else self.context
+            moved += (seen + rows) * 2 * part.kv_heads * part.head_dim * torch.bfloat16.itemsize
         if self.shape.states is not None:
             moved += 2 * self.shape.states.state_bytes
         return moved, sum(touched) / max(1, len(touched))
 
 
-def expert_bytes(block: MoeBlock) -> tuple[int, int]:
-    """The bytes of a layer's experts in a step of one row, and the bytes of one expert."""
-    stacks = [cast(ExpertStack, block.experts.gate_up), cast(ExpertStack, block.experts.down)]
+def expert_bytes(routed: RoutedExperts) -> tuple[int, int]:
+    """What a layer's experts count for in the bytes of a step of one row, and what one of them has."""
+    stacks = [cast(ExpertStack, routed.gate_up), cast(ExpertStack, routed.down)]
     whole, count = sum(stack.nbytes for stack in stacks), stacks[0].experts
-    return whole * (block.shape.active + block.experts.has_shared) // count, whole // count
+    return whole * (routed.shape.active + routed.has_shared) // count, whole // count
 
 
 def small_drafter(target: DecoderConfig) -> DFlashConfig:

@@ -20,7 +20,7 @@ from slipstream.kernels.gpu.packing import KINDS, TILE_ROWS, QuantPlanes, pack
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
-from slipstream.models.gpu_weights import GpuEmbedding
+from slipstream.models.gpu.device_weights import GpuEmbedding
 from slipstream.models.laguna import LagunaConfig
 from slipstream.models.moe import MoeShape
 from slipstream.models.qwen3_5 import Qwen35Config

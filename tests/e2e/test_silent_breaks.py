@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -276,7 +277,8 @@ def test_9_sums_that_depend_on_the_row_count(torch_llm: LLM, monkeypatch: pytest
     prompts = checks.eval_prompts(2)
     assert checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
     for layer in torch_llm.engine.executor.target.layers:
-        monkeypatch.setattr(layer, "down", _uneven(layer.down))
+        mlp: Any = layer.parts[1]
+        monkeypatch.setattr(mlp, "down", _uneven(mlp.down))
     assert not checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
 
 

@@ -26,10 +26,10 @@ from slipstream.kernels.gpu.expert_mixture import (
 from slipstream.kernels.gpu.kernel_set import gpu_kernels
 from slipstream.kernels.gpu.matrices import GpuDense, Scratch, joined_in_order
 from slipstream.kernels.gpu.packing import KINDS
-from slipstream.models.gemma4 import gelu
-from slipstream.models.gpu_moe import GpuExperts, GpuMoe
-from slipstream.models.gpu_weights import GpuWeights
-from slipstream.models.moe import Experts, MoeBlock, MoeShape, Router
+from slipstream.models.cpu.part_runs import ask_experts, choose_experts, run_expert_block
+from slipstream.models.gpu.device_experts import DeviceExpertBlock, DeviceExperts
+from slipstream.models.gpu.device_weights import GpuWeights
+from slipstream.models.moe import MoeShape, load_expert_block, load_experts
 from slipstream.models.weights import Weights
 from tests.kernels.test_matmul import poisoned, some_rows, stored
 
@@ -361,9 +361,9 @@ def test_a_block_computes_what_it_does_on_a_processor(name: str, kernels: Kernel
     shape, rows, unused = SHAPES[name], 5, (3,)
     file = write_moe(tmp_path, shape)
     own, there = Weights(file, "fp32"), GpuWeights(file, "auto", Scratch(CPU))
-    block = GpuMoe(gpu_kernels(kernels), MoeBlock(there, "mlp.", shape))
+    block = DeviceExpertBlock(gpu_kernels(kernels), load_expert_block(there, "mlp.", shape))
     x = some_rows(16, 64, 6)
-    truth = MoeBlock(own, "mlp.", shape)(x.float())
+    truth = run_expert_block(load_expert_block(own, "mlp.", shape), x.float())
     for _ in range(2):  # a layer's counts are at zero again
         assert_near(mixed_rows(block(x, device_rows(rows, unused), SCRATCH), kernels), truth, rows, unused)
     alone = mixed_rows(block(x, device_rows(1, ()), SCRATCH), kernels)
@@ -380,11 +380,10 @@ def test_a_router_may_read_other_rows_and_weigh_experts(kernels: Kernels, tmp_pa
     own, there = Weights(file, "fp32"), GpuWeights(file, "bf16", Scratch(CPU))
     scale = own.vector("router.scale", shape.experts)
     router_rows, expert_rows = some_rows(16, 64, 1), some_rows(16, 64, 2)
-    chosen, shares = Router(own, "mlp.gate.weight", shape)(router_rows.float())
-    truth = Experts(own, "mlp.experts.", shape, gelu)(expert_rows.float(), chosen, shares * scale[chosen])
-    block = GpuExperts(
-        gpu_kernels(kernels), Router(there, "mlp.gate.weight", shape), Experts(there, "mlp.experts.", shape, gelu)
-    )
+    routed, there_routed = (load_experts(one, "mlp.gate.weight", "mlp.experts.", shape, "gelu") for one in (own, there))
+    chosen, shares = choose_experts(routed, router_rows.float())
+    truth = ask_experts(routed, expert_rows.float(), chosen, shares * scale[chosen])
+    block = DeviceExperts(gpu_kernels(kernels), there_routed)
     found = block(router_rows, expert_rows, device_rows(rows, ()), SCRATCH, scale)
     assert_near(mixed_rows(found, kernels), truth, rows, ())
 
@@ -397,10 +396,11 @@ def test_a_step_that_was_broken_off_leaves_no_counts_behind(tmp_path: Path) -> N
 
     file, x = write_moe(tmp_path, shape), some_rows(16, 64, 6)
     kernels = gpu_kernels("triton")
-    block = MoeBlock(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
-    broken, whole = GpuMoe(replace(kernels, expert_down=no_memory), block), GpuMoe(kernels, block)
+    block = load_expert_block(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
+    broken = DeviceExpertBlock(replace(kernels, expert_down=no_memory), block)
+    whole = DeviceExpertBlock(kernels, block)
     whole._experts._counts = broken._experts._counts
     with pytest.raises(MemoryError):
         broken(x, device_rows(rows, ()), SCRATCH)
-    truth = MoeBlock(Weights(file, "fp32"), "mlp.", shape)(x.float())
+    truth = run_expert_block(load_expert_block(Weights(file, "fp32"), "mlp.", shape), x.float())
     assert_near(mixed_rows(whole(x, device_rows(rows, ()), SCRATCH), "triton"), truth, rows, ())

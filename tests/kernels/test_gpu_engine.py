@@ -27,8 +27,8 @@ from slipstream.errors import IntegrityError
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.gpu.tree_growth import calibration_line
 from slipstream.kernels.rows import TREE
-from slipstream.models.gpu_models import GpuDrafter
-from slipstream.models.gpu_stack import GpuContext
+from slipstream.models.gpu.device_models import GpuDrafter
+from slipstream.models.gpu.device_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.calibration import Calibration
 from slipstream.types import BASE_VARIANT, Decision, SamplingParams

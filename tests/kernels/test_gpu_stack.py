@@ -43,7 +43,7 @@ from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter, load_drafter, read_drafter_config
 from slipstream.models.dflash_names import names_in
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.models.loading import load_target
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.sampling import RowSampler
@@ -213,7 +213,8 @@ def test_quantised_files_run_as_they_are(name: str, recipe: Any, tmp_path: Path)
     path = write_family_gguf(decided(family(name)), tmp_path / "t.gguf", recipe)
     ids = ids_of(24, 3)
     ours = OnDevice.load(path, weight_format="auto")
-    assert {layer.output.format for layer in ours.model.layers} == {recipe.upper()}
+    model: Any = ours.model
+    assert {layer.parts[0].output.format for layer in model.layers} == {recipe.upper()}
     check_rows(name, ours.rows(ids, 16)[0], our_target(load(path), [ids])[0][0])
 
 
@@ -329,8 +330,8 @@ def test_costs_know_what_rows_read_of_the_experts(name: str, tmp_path: Path) -> 
     model: Any = OnDevice.load(save_model(family(name), tmp_path)).model
     stored = 0
     if name != "qwen3":
-        each = [layer.moe if name.startswith("qwen3_moe") else layer.experts for layer in model.layers]
-        stored = sum(one.experts.gate_up.nbytes + one.experts.down.nbytes for one in each)
+        each = [layer.parts[1].routed for layer in model.layers]
+        stored = sum(one.gate_up.nbytes + one.down.nbytes for one in each)
     assert expert_bytes(model, 1) == pytest.approx(stored / 2)  # three of six
     assert expert_bytes(model, 2) == pytest.approx(stored * 3 / 4)
     assert expert_bytes(model, 40) == pytest.approx(stored)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
 from slipstream.formats import gguf_write
+from slipstream.models.cpu.part_runs import enter_convolution
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.dflash_config import DFlashConfig, read_gguf, read_hf
 from slipstream.models.dflash_names import gguf_spellings
@@ -391,9 +392,11 @@ def test_a_packed_dflash2_drafter_is_the_same_drafter(tmp_path: Path) -> None:
     for key in nested:
         assert getattr(packed.config, key) == getattr(original.config, key)
     for ours, theirs in zip(packed.layers, original.layers, strict=True):
-        assert ours.mlp_conv is not None and theirs.mlp_conv is not None
-        rows = noise(16, HIDDEN, seed=1)
-        assert float((ours.mlp_conv.enter(rows)[0] - theirs.mlp_conv.enter(rows)[0]).abs().max()) < 0.1
+        rows, entered = noise(16, HIDDEN, seed=1), []
+        for convolution in (ours.sublayers[1].convolution, theirs.sublayers[1].convolution):
+            assert convolution is not None
+            entered.append(enter_convolution(convolution, rows)[0])
+        assert float((entered[0] - entered[1]).abs().max()) < 0.1
     assert_same_heads(original, packed, tolerance=0.3)
 
 

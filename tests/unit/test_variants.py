@@ -285,7 +285,8 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
 def matrices(drafter: DFlashDrafter) -> dict[str, Matrix]:
     found = {"fc": drafter.fc, "context_kv": drafter.context_kv}
     for index, layer in enumerate(drafter.layers):
-        found |= {f"{index}.{part}": getattr(layer, part) for part in ("qkv", "output", "gate_up", "down")}
+        names = ("qkv", "output", "gate_up", "down")
+        found |= {f"{index}.{name}": matrix for name, matrix in zip(names, layer.matrices, strict=True)}
     return found
 
 

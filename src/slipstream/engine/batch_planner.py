@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.executor import NO_SEQUENCE, DeviceSteps, Landed, Wish, bucket
-from slipstream.engine.proposer import GATE_CLOSED, Proposer, StepTimes, longest_context
+from slipstream.engine.proposer import GATE_CLOSED, MeasuredStep, Proposer, longest_context
 from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
@@ -280,7 +280,7 @@ class BatchPlanner:
         draft_ms = costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
         step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
         gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
-        self._proposer.refresh(StepTimes(shape, committed, step_ms, ms), bool(batch.governed), gates)
+        self._proposer.refresh(MeasuredStep(shape, committed, step_ms, ms), bool(batch.governed), gates)
 
 
 def _drafting(batch: DeviceBatch, landed: Landed) -> int:

@@ -33,7 +33,7 @@ _TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
 GATE_CLOSED = "the gate has closed"
 
 
-class StepTimes(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A step that held nothing but decoding, as the cost table sees it."""
 
     shape: StepShape
@@ -254,7 +254,7 @@ class Proposer:
             for sequence, own, count in zip(sequences, proposed, committed, strict=True)
             if isinstance(sequence.gate, EmaGate) and own.proposal.nodes
         ]
-        times = StepTimes(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
+        times = MeasuredStep(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
         timed = not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS
         self.refresh(times, any(each.policy is not None for each in sequences), gates, timed)
         for sequence, plan, count in zip(sequences, proposed, committed, strict=True):
@@ -270,7 +270,7 @@ class Proposer:
         return not self._plain_steps % _TIMED_PLAIN_STEPS
 
     def refresh(
-        self, times: StepTimes, governed: bool, gates: Sequence[tuple[EmaGate, int]], timed: bool = True
+        self, times: MeasuredStep, governed: bool, gates: Sequence[tuple[EmaGate, int]], timed: bool = True
     ) -> None:
         """Takes in what a step really cost; `gates` are those of drafting sequences, with the tokens of each."""
         policy = self.policy

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.errors import ConfigError
 
-MOST_LAYERS = 4096
+MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could make us allocate everything
 _MISSING = object()
 
 
 class ConfigReader:
-    """Reads typed values from a config, naming the key and the model in every complaint."""
+    """Reads typed values from a config; every error names the key and the model."""
 
     def __init__(self, values: Mapping[str, object], label: str) -> None:
         self.values = values
@@ -21,7 +21,7 @@ class ConfigReader:
         return self.values.get(key) is not None
 
     def layers(self, key: str) -> int:
-        """A number of layers; what a damaged file claims must not decide how much is allocated."""
+        """A number of layers, with a limit, because a damaged file must not decide how much is allocated."""
         found = self.integer(key)
         if found > MOST_LAYERS:
             raise ConfigError(f"{self.label}: '{key}' is {found}, no model has more than {MOST_LAYERS} layers")
@@ -60,7 +60,7 @@ class ConfigReader:
         return list(value)
 
     def each_layer(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
-        """A whole number for every layer; files give one for all, or a list."""
+        """A whole number for every layer, of which files give one for all layers or a list."""
         if not isinstance(self.values.get(key), list | tuple):
             return (self.integer(key, default),) * layers
         found = self.integers(key)
@@ -69,23 +69,23 @@ class ConfigReader:
         return tuple(found)
 
     def layer_kinds(self, key: str, layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The kind of every layer, each one of those we know."""
+        """The kind of every layer, each of which must be among `known`."""
         found = self._get(key, None)
         if not isinstance(found, list) or len(found) != layers or any(kind not in known for kind in found):
             raise ConfigError(f"{self.label}: {key} must name {layers} layers, each one of {', '.join(known)}")
         return tuple(found)
 
     def section(self, key: str) -> ConfigReader:
-        """A nested object; null, absent or anything else reads as empty."""
+        """A nested object; a value that is absent, null or no object reads as an empty one."""
         value = self.values.get(key)
         return ConfigReader(value if isinstance(value, Mapping) else {}, f"{self.label}: {key}")
 
     def text_part(self) -> ConfigReader:
-        """What a multimodal config says of its language model; one of text alone says it directly."""
+        """The section of a multimodal config about its language model, or the whole config of a text model."""
         return self.section("text_config") if self.has("text_config") else self
 
     def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
-        """Refuses a config that asks for behaviour we would get wrong; absent and null are fine."""
+        """Refuses a config that asks for behaviour which we would compute wrongly; absent and null are allowed."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
             raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")

@@ -1,8 +1,12 @@
-"""The decoder stack all families share: one forward over rows for prefill, decoding and verify alike."""
+"""The target model that all families share: embedding, layers, final norm and head, for any device.
+
+Prefill, decoding and verification are one forward over rows. The methods of `Decoder` run it on a CPU, by
+`models/cpu/cpu_models.py`; on a GPU `GpuTarget` in `models/gpu/device_models.py` takes the place of these methods.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self, TypeVar
 
@@ -12,17 +16,23 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.kernels.cpu.linear import Matrix, rough_twin
-from slipstream.kernels.cpu.native_stack import LayerPools, NativeStack, PassResult
-from slipstream.kernels.cpu.torch_kernels import rms_norm, softcapped
+from slipstream.kernels.cpu.torch_kernels import softcapped
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.lazy import cached_property
-from slipstream.models.layers import RotaryRows, TransformerLayer
-from slipstream.models.native_pass import native_stack, packed
+from slipstream.models.cpu.cpu_models import CpuTarget
+from slipstream.models.cpu.part_runs import KvLayers
+from slipstream.models.layers import (
+    Layer,
+    LayerPart,
+    RotaryRows,
+    SideEmbeddings,
+    load_attention,
+    load_mlp,
+    load_projections,
+    load_usual_layer,
+)
 from slipstream.models.rope import RopeConfig, RotaryTable
 from slipstream.models.weights import Weights
-
-# of each layer that stores them: keys and values [pages, kv heads, page tokens, dim]
-KvLayers = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +63,11 @@ class DecoderConfig:
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
 
     def layer(self, index: int) -> Self:
-        """The numbers of one layer, as if all were like it."""
+        """The config of a model whose layers are all like this one."""
         return self
 
     def pattern(self, index: int) -> AttentionPattern:
-        """Which keys a layer's rows see."""
+        """Which of the keys before them a layer's rows see."""
         return AttentionPattern()
 
     def pool(self, index: int) -> int:
@@ -71,16 +81,17 @@ class DecoderConfig:
 
     @property
     def states(self) -> DeltaShape | None:
-        """What recurrent layers keep of a sequence; None: there are none."""
+        """The state that recurrent layers keep of a sequence; None: the model has no such layers."""
         return None
 
     @property
     def embedding_scale(self) -> float:
+        """What the rows of the token table are multiplied by."""
         return 1.0
 
     @property
     def softcap(self) -> float:
-        """Logits are bent towards plus and minus this; 0: they are not."""
+        """The bound of logits, which are bent so that none passes plus or minus this; 0: there is no bound."""
         return 0.0
 
 
@@ -88,7 +99,7 @@ _Config = TypeVar("_Config", bound=DecoderConfig)
 
 
 def extended(base: DecoderConfig, kind: type[_Config], **own: object) -> _Config:
-    """A family's own config: the common fields as `base` has them, and what the family adds."""
+    """A config of a family's own class: the common fields are those of `base`, and `own` has what the family adds."""
     common = {field.name: getattr(base, field.name) for field in fields(base)}
     return kind(**common | own)
 
@@ -100,21 +111,11 @@ class FamilyNames:
     file_name: Callable[[str], str]
     ignored: Callable[[str], bool]
     rotary_rows: RotaryRows | None = None
-    norm_shift: float = 0.0  # what is missing from the norms' weights as the file has them
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward hands to every layer."""
-
-    batch: RowBatch
-    rotary: Mapping[RopeConfig, tuple[Tensor, Tensor]]
-    kv: KvLayers
-    sides: Tensor | None = None  # what a family gives its layers beside the stream: [rows, layers, ...]
+    norm_shift: float = 0.0  # some files store norms' weights minus this; loading adds it back
 
 
 class Decoder:
-    """A target model: embeds rows, runs the layers, records taps, and turns hidden rows into logits."""
+    """A target model: a family's file says what its layers consist of, and this class has all that families share."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, names: FamilyNames) -> None:
         self.config = config
@@ -123,81 +124,61 @@ class Decoder:
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size, config.embedding_scale
         )
         self.layers = [self.make_layer(weights, names, index) for index in range(config.layers)]
-        self.patterns = tuple(dict.fromkeys(layer.pattern for layer in self.layers))
+        self.patterns = tuple(dict.fromkeys(map(config.pattern, range(config.layers))))
         self.norm = weights.norm("model.norm.weight", config.hidden_size)
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
         self._head_source = weights.source(head, (config.vocab_size, config.hidden_size))
-        # int4 products come out in bf16, too coarse to rank a vocabulary by
+        # Products of int4 matrices come out in bf16, which is too coarse to rank a vocabulary by.
         self.head = weights.head(self._head_source, "int8" if weights.weight_format == "int4" else None)
-        self.load_rest(weights)
+        self.sides = self.load_sides(weights)
         self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
-        self.rotaries = {rope: RotaryTable(rope) for rope in {layer.shape.rope for layer in self.layers}}
-        self.rotary = self.rotaries[self.layers[0].shape.rope]  # of all layers, where a compiled pass takes them
-        self._native = native_stack(config, self.layers, self.norm)
-        self._pools: tuple[KvLayers, LayerPools] | None = None
+        ropes = [config.layer(index).rope for index in range(config.layers)]
+        self.rotaries = {rope: RotaryTable(rope) for rope in dict.fromkeys(ropes)}
+        self.rotary = self.rotaries[ropes[0]]  # a compiled pass takes layers only if all of them rotate alike
         weights.finish(names.ignored)
 
-    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> TransformerLayer:
-        """Builds one layer; families with layers of their own override it."""
+    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
+        """Says what one layer consists of; families override it, or the two methods that it calls."""
         config = self.config
         shape, prefix = config.layer(index), f"model.layers.{index}."
-        return TransformerLayer(weights, shape, prefix, config.pattern(index), names.rotary_rows)
+        mixer = self.make_mixer(weights, names, index, prefix)
+        return load_usual_layer(weights, shape, prefix, mixer, lambda inner: self.make_feeder(weights, index, inner))
 
-    def load_rest(self, weights: Weights) -> None:
-        """Takes what a family has beside embedding, layers, final norm and head."""
+    def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
+        """What lets a row take something from the rows before it; `prefix` is that of the layer's tensors."""
+        shape, prefix = self.config.layer(index), prefix + "self_attn."
+        projections = load_projections(weights, shape, prefix, names.rotary_rows)
+        pattern, pool = self.config.pattern(index), self.config.pool(index)
+        return load_attention(weights, shape, prefix, pattern, pool, projections)
 
-    def begin(self, x: Tensor, batch: RowBatch, kv: KvLayers) -> Step:
-        rotary = {rope: table.rows(batch.positions, batch.end) for rope, table in self.rotaries.items()}
-        return Step(batch, rotary, kv)
+    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
+        """What works on every row by itself; `prefix` is that of the MLP's tensors."""
+        return load_mlp(weights, self.config.layer(index), prefix)
 
-    def run_layer(self, index: int, x: Tensor, step: Step) -> Tensor:
-        layer = self.layers[index]
-        return layer(x, step.batch, step.rotary[layer.shape.rope], *step.kv[self.config.pool(index)])
+    def load_sides(self, weights: Weights) -> SideEmbeddings | None:
+        """Takes the embeddings that a family gives its layers beside the stream."""
+        return None
+
+    @cached_property
+    def _on_cpu(self) -> CpuTarget:
+        return CpuTarget(self.config, self.layers, self.norm)
 
     def forward(self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows after the final norm, and the residual after each tapped layer side by side.
+        """Hidden rows after the final norm, and the residual after each tapped layer side by side, on a CPU.
 
         Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm.
         """
-        if self._native is not None:
-            done = self._run_native(self._native, batch, kv, tap_layers, ())
-            return done.hidden, done.taps
-        x = self.embed(batch.token_ids)
-        step = self.begin(x, batch, kv)
-        recorded = {-1: x}
-        for index in range(len(self.layers)):
-            x = self.run_layer(index, x, step)
-            if index in tap_layers:
-                recorded[index] = x
-        taps = torch.cat([recorded[index] for index in tap_layers], dim=-1) if tap_layers else None
-        return rms_norm(x, self.norm, self.config.rms_eps), taps
+        return self._on_cpu.forward(self, batch, kv, tap_layers)
 
     def forward_logits(
         self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward`, with the wanted rows taken through the head: in one native call where that is possible."""
-        if self._native is not None and wanted:
-            done = self._run_native(self._native, batch, kv, tap_layers, wanted)
-            if done.logits is not None:
-                return done.logits, done.taps
+        """Like `forward`, with the wanted rows taken through the head: in one native call where that is possible."""
+        done = self._on_cpu.native_logits(self, batch, kv, tap_layers, wanted)
+        if done is not None:
+            return done
         hidden, taps = self.forward(batch, kv, tap_layers)
         return (self.logits(hidden[torch.tensor(wanted)]) if wanted else hidden[:0]), taps
-
-    def _run_native(
-        self, stack: NativeStack, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
-    ) -> PassResult:
-        if self._pools is None or self._pools[0] is not kv:
-            # addresses are read once per set of pools, which is kept so that it cannot become another one's
-            self._pools = kv, LayerPools([keys for keys, _ in kv], [values for _, values in kv])
-        return stack.run(
-            batch,
-            self.embed(batch.token_ids),
-            self._pools[1],
-            self.rotary.tables(batch.end),
-            tap_layers,
-            wanted,
-            packed(self.head),
-        )
 
     @cached_property
     def draft_head(self) -> Matrix:

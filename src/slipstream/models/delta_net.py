@@ -1,75 +1,64 @@
-"""A layer whose rows mix through a gated delta net: a matrix per head that fades, learns and answers."""
+"""A gated delta net as a part of a layer: every head keeps a matrix that fades, learns from a row and answers it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.kernels.cpu.delta_rule import DeltaRule, DeltaShape
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.torch_kernels import rms_norm
-from slipstream.kernels.rows import AttentionPattern, RowBatch
-from slipstream.models.layers import LayerShape, RotaryRows
-from slipstream.models.moe import MoeLayer, MoeShape
 from slipstream.models.weights import Weights
 
 
-class DeltaNetLayer(MoeLayer):
-    """Norm, delta net, norm, MLP or experts; the recurrent state comes with the batch."""
+@dataclass(slots=True, eq=False)
+class DeltaNet:
+    """Mixes rows through a recurrent state, which comes with the batch, instead of attention over stored keys."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        shape: LayerShape,
-        prefix: str,
-        moe: MoeShape | None,
-        delta: DeltaShape,
-        state: int,
-        as_gguf: bool,
-    ) -> None:
-        """`state` is the layer's place among the recurrent ones; `as_gguf` says how the file has its tensors."""
-        self.delta, self.state, self._as_gguf = delta, state, as_gguf
-        super().__init__(weights, shape, prefix, AttentionPattern(), moe)
+    shape: DeltaShape
+    state: int  # the layer's place among the recurrent layers
+    inputs: Matrix  # what the convolution reads, and the output's gate
+    gates: Matrix | None  # how much is written and how much is forgotten; None: these rows stand behind `inputs`
+    output: Matrix
+    head_norm: Tensor
+    rule: DeltaRule
+
+    @property
+    def value_width(self) -> int:
+        return self.shape.value_heads * self.shape.value_dim
 
     @property
     def matrices(self) -> list[Matrix]:
-        feeding = self.moe.matrices if self.moe is not None else [self.gate_up, self.down]
-        return [self.inputs, *([] if self.gates is None else [self.gates]), self.output, *feeding]
+        return [self.inputs, *([] if self.gates is None else [self.gates]), self.output]
 
-    def _load_mixer(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        delta, hidden, prefix = self.delta, self.shape.hidden_size, prefix + "linear_attn."
-        self._value_width = delta.value_heads * delta.value_dim
-        # what the convolution reads and the output's gate; how much is written and how much forgotten
-        inputs = [
-            weights.source(prefix + "in_proj_qkv.weight", (delta.channels, hidden)),
-            weights.source(prefix + "in_proj_z.weight", (self._value_width, hidden)),
-        ]
-        gates = [weights.source(f"{prefix}in_proj_{name}.weight", (delta.value_heads, hidden)) for name in ("b", "a")]
-        self.inputs = weights.matrix([*inputs, *gates] if weights.joins_gates else inputs)
-        self.gates = None if weights.joins_gates else weights.matrix(gates)
-        self.output = weights.matrix([weights.source(prefix + "out_proj.weight", (hidden, self._value_width))])
-        self.head_norm = weights.vector(prefix + "norm.weight", delta.value_dim)
-        self.rule = self._load_rule(weights, prefix)
 
-    def _load_rule(self, weights: Weights, prefix: str) -> DeltaRule:
-        delta = self.delta
-        rates, shift = (weights.vector(prefix + name, delta.value_heads) for name in ("A_log", "dt_bias"))
-        if self._as_gguf:
-            # these files have the rates themselves and a flat kernel
-            kernel = weights.source(prefix + "conv1d.weight", (delta.channels, delta.kernel)).dense()
-            return DeltaRule(delta, kernel, rates, shift)
-        kernel = weights.source(prefix + "conv1d.weight", (delta.channels, 1, delta.kernel)).dense()
-        return DeltaRule(delta, kernel[:, 0], -rates.exp(), shift)
+def load_delta_net(
+    weights: Weights, delta: DeltaShape, prefix: str, hidden_size: int, state: int, as_gguf: bool
+) -> DeltaNet:
+    """`as_gguf` says that llama.cpp's converter has changed the tensors of the recurrence."""
+    width = delta.value_heads * delta.value_dim
+    inputs = [
+        weights.source(prefix + "in_proj_qkv.weight", (delta.channels, hidden_size)),
+        weights.source(prefix + "in_proj_z.weight", (width, hidden_size)),
+    ]
+    names = (prefix + "in_proj_b.weight", prefix + "in_proj_a.weight")
+    gates = [weights.source(name, (delta.value_heads, hidden_size)) for name in names]
+    return DeltaNet(
+        delta,
+        state,
+        inputs=weights.matrix([*inputs, *gates] if weights.joins_gates else inputs),
+        gates=None if weights.joins_gates else weights.matrix(gates),
+        output=weights.matrix([weights.source(prefix + "out_proj.weight", (hidden_size, width))]),
+        head_norm=weights.vector(prefix + "norm.weight", delta.value_dim),
+        rule=_load_rule(weights, delta, prefix, as_gguf),
+    )
 
-    def recur(self, x: Tensor, batch: RowBatch) -> Tensor:
-        """Rows [n, hidden] through the layer."""
-        return self._mlp(x + self._recall(rms_norm(x, self.input_norm, self.shape.rms_eps), batch))
 
-    def _recall(self, y: Tensor, batch: RowBatch) -> Tensor:
-        assert batch.recurrent is not None, "the rows of a recurrent target come with their states"
-        assert self.gates is not None, "a CPU keeps gates for themselves"
-        inputs, gate = self.inputs(y).split([self.delta.channels, self._value_width], dim=-1)
-        write, left = self.rule.gates(*self.gates(y).chunk(2, dim=-1))
-        read = batch.recurrent.run(self.state, self.rule, inputs, write, left)
-        read = rms_norm(read, self.head_norm, self.shape.rms_eps).view(y.shape[0], self._value_width)
-        return self.output(read * F.silu(gate))
+def _load_rule(weights: Weights, delta: DeltaShape, prefix: str, as_gguf: bool) -> DeltaRule:
+    rates, shift = (weights.vector(prefix + name, delta.value_heads) for name in ("A_log", "dt_bias"))
+    if as_gguf:
+        # llama.cpp's files have the rates themselves instead of their logarithms, and a flat kernel.
+        kernel = weights.source(prefix + "conv1d.weight", (delta.channels, delta.kernel)).dense()
+        return DeltaRule(delta, kernel, rates, shift)
+    kernel = weights.source(prefix + "conv1d.weight", (delta.channels, 1, delta.kernel)).dense()
+    return DeltaRule(delta, kernel[:, 0], -rates.exp(), shift)

@@ -14,21 +14,21 @@ from slipstream.models.dflash_names import ShapeOf
 from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 
-# other spellings of speculation keys; the `dspark_` ones are those of DeepSeek bundles
+# Other spellings of the keys about speculation; DeepSeek bundles use those that begin with `dspark_`.
 _ALIASES = {
     "block_size": ("draft_block_size", "dspark_block_size"),
     "mask_token_id": ("dspark_noise_token_id",),
     "target_layer_ids": ("dspark_target_layer_ids", "aux_hidden_state_layer_ids"),
     "markov_rank": ("dspark_markov_rank",),
 }
-GGUF_EXPECTED_TAU = "dflash.expected_tau."  # followed by a class of prompts
-_LAYERS_FROM_ONE = ("aux_hidden_state_layer_ids",)  # these count what enters a layer
+GGUF_EXPECTED_TAU = "dflash.expected_tau."  # the key goes on with the name of a class of prompts
+_LAYERS_FROM_ONE = ("aux_hidden_state_layer_ids",)  # id i is the input of layer i, which is the tap of layer i - 1
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Every number and silent convention of a drafter."""
+    """Every number of a drafter, and every convention that its checkpoint leaves unsaid."""
 
     label: str
     hidden_size: int
@@ -45,18 +45,19 @@ class DFlashConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    patterns: tuple[AttentionPattern, ...]  # one per layer
-    trained_length: int  # 0: not recorded
+    patterns: tuple[AttentionPattern, ...]  # which keys the rows of each layer see
+    trained_length: int  # the longest context in training, in tokens; 0: the files do not say
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
     qk_norm: bool = True
     mlp_bias: bool = False
-    sample_from_anchor: bool = False  # row 0 proposes too, each row the token behind its own position
+    sample_from_anchor: bool = False  # row 0 proposes too, because each row proposes the token behind its own
     parts: DraftParts = field(default_factory=DraftParts)
-    draft_vocab_size: int = 0  # tokens the drafter's own head knows; 0: all of the target's
-    target_family: str | None = None  # None: the files do not say
-    expected_tau: Mapping[str, float] = field(default_factory=dict)  # by prompt class: full chains, greedy
+    draft_vocab_size: int = 0  # how many tokens the drafter's own head knows; 0: all tokens of the target
+    target_family: str | None = None  # the family it was trained for; None: the files do not say
+    # tokens per step that greedy decoding with full chains should reach, by class of prompts
+    expected_tau: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def first_slot(self) -> int:
@@ -96,9 +97,10 @@ class DFlashConfig:
 
 
 def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None = None) -> DFlashConfig:
-    """From config.json; speculation fields may stand in `dflash_config` or at top level.
+    """Reads config.json, whose fields about speculation stand in `dflash_config` or at top level.
 
-    With the shapes of the weights at hand, heads the config does not mention are found and those it invents refused.
+    With the shapes of the weights, heads that the config does not mention are found, and heads that only the config has
+    are refused.
     """
     reader = ConfigReader(_flat(config), label)
     nested = reader.section("dflash_config")
@@ -159,20 +161,20 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
 
 
 def _draft_vocabulary(reader: ConfigReader, vocabulary: int) -> int:
-    """How many of the target's tokens the drafter knows; 0 for all of them."""
+    """How many of the target's tokens the drafter knows; 0 stands for all of them."""
     found = reader.integer("draft_vocab_size", 0, least=0)
     return found if found != vocabulary else 0
 
 
 def _target_family(reader: ConfigReader, key: str, parts: DraftParts) -> str | None:
-    """What the drafter was trained on, where its files say or its parts betray it."""
+    """The family that the drafter was trained for, if its files say so or its parts show it."""
     if reader.has(key):
         return reader.text(key)
     return "laguna" if parts.tap_norms else None
 
 
 def _verifier(reader: ConfigReader) -> str | None:
-    """The family a checkpoint of the speculators format was trained for, such as Qwen3MoeForCausalLM's."""
+    """The family that a checkpoint of the speculators format was trained for: qwen3_moe for Qwen3MoeForCausalLM."""
     named = reader.section("speculators_config").section("verifier").values.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         return None
@@ -180,13 +182,13 @@ def _verifier(reader: ConfigReader) -> str | None:
 
 
 def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The speculators format keeps the numbers of the layers in a section of their own."""
+    """The config with all keys at top level; the speculators format keeps those of the layers in a section."""
     inner = config.get("transformer_layer_config")
     return {**inner, **config} if isinstance(inner, Mapping) else config
 
 
 def _rope(reader: ConfigReader, head_dim: int, layers: int) -> RopeConfig:
-    """One rotation for all layers; a config that has one for each type of layer must mean the same by them."""
+    """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
     used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
     ropes = {
@@ -202,7 +204,7 @@ def _only_kind(reader: ConfigReader) -> str:
 
 
 def _expected_tau(reader: ConfigReader) -> dict[str, float]:
-    """What the pair promises by prompt class; nothing is promised where the section is missing."""
+    """The tokens per step that the pair promises, by prompt class; without the section it promises nothing."""
     if not reader.has("expected_tau"):
         return {}
     if not isinstance(reader.values["expected_tau"], Mapping):
@@ -212,7 +214,7 @@ def _expected_tau(reader: ConfigReader) -> dict[str, float]:
 
 
 def _samples_from_anchor(reader: ConfigReader, nested: ConfigReader, parts: DraftParts) -> bool:
-    """What a checkpoint that does not say means: DSpark's own tools never write the key and use every row."""
+    """The default for a checkpoint without the key: DSpark's own tools never write it, and they use every row."""
     if any(reader.has(key) for key in _SPECULATORS_KEYS):
         return False
     named = [nested.values.get("projector_type"), reader.values.get("projector_type")]
@@ -226,7 +228,7 @@ def _optional_integer(reader: ConfigReader, key: str) -> int | None:
 
 
 def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:
-    """Window and causality of each layer: explicit flags first, then what the layer type implies."""
+    """Window and causality of each layer: explicit flags decide, and without them the type of the layer."""
     forced: bool | None = None
     if reader.has("is_causal"):
         forced = reader.boolean("is_causal")
@@ -253,7 +255,7 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
 
 
 def _window_alone(reader: ConfigReader) -> int:
-    """A window in a config that does not tell its layers apart is every layer's."""
+    """The window of all layers, in a config that does not give each layer a type; 0: there is none."""
     if not reader.has("sliding_window") or not reader.boolean("use_sliding_window", True):
         return 0
     return reader.integer("sliding_window", least=0)
@@ -262,7 +264,7 @@ def _window_alone(reader: ConfigReader) -> int:
 def read_gguf(
     metadata: Mapping[str, object], label: str, vocab_size: int | None, shape_of: ShapeOf | None = None
 ) -> DFlashConfig:
-    """From a GGUF written to llama.cpp's conventions, whose `target_layers` are layer ids plus one."""
+    """Reads a GGUF that follows llama.cpp's conventions, in which `target_layers` are layer ids plus one."""
     reader = ConfigReader(metadata, label)
     hidden, heads = reader.integer("dflash.embedding_length"), reader.integer("dflash.attention.head_count")
     head_dim = reader.integer("dflash.attention.key_length", hidden // heads)
@@ -308,13 +310,13 @@ def read_gguf(
 
 
 def _gguf_draft_vocabulary(shape_of: ShapeOf | None) -> int:
-    """A GGUF says nothing of a smaller vocabulary but the ids of its tokens."""
+    """The size of a smaller vocabulary, which a GGUF shows only by the table of its token ids."""
     ids = shape_of("d2t") if shape_of is not None else None
     return ids[0] if ids else 0
 
 
 def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, object]:
-    """Metadata of another writer's drafter (`<arch>.dflash.*`, plain layer ids) under llama.cpp's keys."""
+    """Renames the keys of another writer's drafter (`<arch>.dflash.*`, plain layer ids) to llama.cpp's keys."""
     renamed: dict[str, object] = {}
     for key, value in metadata.items():
         name = key.removeprefix(f"{arch}.dflash.") if key.startswith(f"{arch}.dflash.") else None
@@ -324,13 +326,13 @@ def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, objec
             ids = value if isinstance(value, list) else [value]
             renamed["dflash.target_layers"] = [layer + 1 if isinstance(layer, int) else layer for layer in ids]
         elif name not in ("n_target_layers", "n_target_features"):
-            # the counts mean different things to different writers; the shape of fc decides
+            # Writers disagree on what these two counts mean, so they are dropped and the shape of fc decides.
             renamed[f"dflash.{name or key.removeprefix(f'{arch}.')}" if key.startswith(f"{arch}.") else key] = value
     return renamed
 
 
 def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf | None) -> DraftParts:
-    """The heads of a GGUF drafter; most writers leave them to the tensors, lucebox also writes `dflash.dspark.*`."""
+    """The heads of a GGUF drafter: most writers have only the tensors, and lucebox also writes `dflash.dspark.*`."""
 
     def find(key: str) -> tuple[ConfigReader, str]:
         other = f"dflash.dspark.{key}"
@@ -356,7 +358,7 @@ def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf
 
 
 def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:
-    """Window and causality of each layer; `attention.causal` speaks for all of them, whatever their window."""
+    """Window and causality of each layer; `attention.causal` decides for all layers, whatever their window."""
     causal = "dflash.attention.causal"
     forced = reader.boolean(causal) if reader.has(causal) else None
     if not reader.has("dflash.attention.sliding_window"):

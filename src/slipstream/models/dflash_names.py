@@ -1,6 +1,7 @@
-"""How drafter files spell their tensors: one canonical name each, found under whatever name a file gives it.
+"""How drafter files spell their tensors: every tensor has one canonical name, and files may give it another.
 
-Canonical are the Hugging Face names without a prefix. GGUF spellings come in llama.cpp's way first, then lucebox's.
+The canonical names are those of Hugging Face without a prefix. Among the GGUF spellings of a tensor, llama.cpp's comes
+first and lucebox's follow.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable, Collection
 from slipstream.formats.weight_files import WeightFile
 from slipstream.models.llama import GGUF_LAYER
 
-ShapeOf = Callable[[str], tuple[int, ...] | None]  # canonical name -> shape, None where the file has no such tensor
+ShapeOf = Callable[[str], tuple[int, ...] | None]  # canonical name -> shape; None: the file has no such tensor
 
 HEADS = ("markov_head.", "confidence_head.", "candidate_selector.")
 _HF_OTHER = {
     "fc.weight": ("encoder.fc.weight",),
     "hidden_norm.weight": ("encoder.output_norm_enc.weight",),
-    # the published checkpoints store both codebooks as bare parameters
+    # The published checkpoints store both codebooks as bare parameters, without `.weight`.
     "candidate_selector.predecessor_codebook.weight": ("candidate_selector.predecessor_codebook",),
     "candidate_selector.successor_codebook.weight": ("candidate_selector.successor_codebook",),
 }
@@ -57,13 +58,13 @@ class DrafterNames:
     def __init__(self, names: Collection[str], gguf: bool) -> None:
         self._names = frozenset(names)
         self._gguf = gguf
-        # a bundle's last stage carries the heads; which number it has is no concern of ours
+        # In a bundle the last stage carries the heads. Its number does not matter, so the prefix is removed.
         self._bundled = {
             _BUNDLE_PREFIX.sub("", name, count=1): name for name in sorted(names) if _BUNDLE_PREFIX.match(name)
         }
 
     def __call__(self, name: str) -> str:
-        """The file's name for a tensor; where it has none, the name it would most likely have."""
+        """The file's name for a tensor; if the file has no such tensor, the name it would most likely have."""
         spellings = gguf_spellings(name) if self._gguf else (name, *_HF_OTHER.get(name, ()))
         for spelling in spellings:
             if spelling in self._names:
@@ -95,7 +96,7 @@ def canonical_name(name: str) -> str:
 
 
 def gguf_spellings(name: str) -> tuple[str, ...]:
-    """Every GGUF name of a tensor, the one to write first."""
+    """All GGUF names of a tensor; the first one is the name to write."""
     if found := _GGUF_TAP_NORM.match(name):
         return (f"dflash.aux_hidden_norm.{found[1]}.weight", f"dflash.aux_hidden_norm.{found[1]}")
     if not name.startswith("layers."):

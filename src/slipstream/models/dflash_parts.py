@@ -1,4 +1,4 @@
-"""What a drafter has beyond the plain DFlash backbone, as its configuration says and its tensors show."""
+"""The parts that a drafter has beyond the plain DFlash backbone, from its configuration and its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash_names import ShapeOf
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
-Find = Callable[[str], tuple[ConfigReader, str]]  # a key -> where it stands, and under which spelling
+Find = Callable[[str], tuple[ConfigReader, str]]  # a key -> the section that has it, and its spelling there
 _Value = TypeVar("_Value", int, str, bool)
 
 
@@ -27,9 +27,9 @@ class DraftParts:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
-    tap_norms: bool = False  # every tap is normed for itself before fc
+    tap_norms: bool = False  # every tap goes through a norm of its own before fc
     context_norm: bool = False  # the context goes through each layer's input norm, as the block does
-    gate_width: int = 0  # of the gate on attention's output
+    gate_width: int = 0  # columns of the gate on attention's result
 
     @property
     def dspark(self) -> bool:
@@ -41,7 +41,7 @@ class DraftParts:
 
 
 def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
-    """What the tensors alone tell; how many candidates a selector was trained with is not among it."""
+    """The parts that the tensors show; they do not show how many candidates a selector was trained with."""
     parts = DraftParts()
     for name in ("markov_w1", "markov_w2"):
         if shape := shape_of(f"markov_head.{name}.weight"):
@@ -61,13 +61,16 @@ def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
         parts = replace(parts, selector_rank=shape[0])
     if shape := shape_of("layers.0.self_attn.g_proj.weight"):
         parts = replace(parts, gate_width=shape[0])
-    # the drafters that norm their taps norm the context in every layer too; no tensor of its own shows it
+    # Drafters that norm their taps also norm the context in every layer; no tensor of its own shows the latter.
     normed = shape_of("aux_hidden_norms.0.weight") is not None
     return replace(parts, tap_norms=normed, context_norm=normed)
 
 
 def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
-    """What the config declares, completed and contradicted by what the tensors show (None: they are not known)."""
+    """The parts that the config declares, completed by those that the tensors show; a contradiction is an error.
+
+    `seen` is None if the tensors are not known.
+    """
     merge = _Merge(find, label, seen)
     rank = merge.number("markov_rank")
     parts = replace(_context_parts(find, seen), markov_rank=rank)
@@ -96,7 +99,7 @@ def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
 
 
 def _context_parts(find: Find, seen: DraftParts | None) -> DraftParts:
-    """The tensors show gates and norms of taps; what the context goes through a config may say in so many words."""
+    """Gates and norms of taps, which the tensors show, and the norm of the context, which a config may state."""
     parts = DraftParts()
     if seen is not None:
         parts = DraftParts(tap_norms=seen.tap_norms, context_norm=seen.context_norm, gate_width=seen.gate_width)
@@ -105,7 +108,7 @@ def _context_parts(find: Find, seen: DraftParts | None) -> DraftParts:
 
 
 class _Merge:
-    """One value from two witnesses: absent in the config, the tensors decide; at odds, nobody does."""
+    """Takes one value from config and tensors, which must agree; if the config has no such key, the tensors decide."""
 
     def __init__(self, find: Find, label: str, seen: DraftParts | None) -> None:
         self._find = find

@@ -20,7 +20,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """`head_dim`, `kv_heads` and `rope` are the sliding layers'; the last `sharing` layers read others' keys."""
+    """`head_dim`, `kv_heads` and `rope` are those of sliding layers; the last `sharing` layers read earlier keys."""
 
     sliding: tuple[bool, ...]
     window: int
@@ -28,9 +28,9 @@ class Gemma4Config(DecoderConfig):
     layer_kv_heads: tuple[int, ...]
     layer_inner: tuple[int, ...]
     full_rope: RopeConfig
-    keys_are_values: tuple[bool, ...]  # values are keys before their norm and rotation
+    keys_are_values: tuple[bool, ...]  # the layer's values are its keys before their norm and rotation
     sharing: int
-    side_size: int  # width of the per-layer embeddings; 0: there are none
+    side_size: int  # width of the embeddings that each layer has; 0: the model has none
     side_vocab: int
     final_softcap: float
     moe: MoeShape | None
@@ -51,7 +51,7 @@ class Gemma4Config(DecoderConfig):
         return index < self.layers - self.sharing
 
     def pool(self, index: int) -> int:
-        """Layers that share read the keys of the last layer of their kind that has any."""
+        """A layer that shares reads the keys of the last layer of its kind that stores any."""
         if self.owns_keys(index):
             return index
         own = range(self.layers - self.sharing)
@@ -212,7 +212,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> Gemma4Config:
 
 
 def _gguf_full_rope(config: ConfigReader, weights: Weights, head_dim: int) -> RopeConfig:
-    """Dimensions that stand still have factors so large that they never turn."""
+    """The rotation of full layers; the factors of dimensions that must not turn are so large that they never do."""
     factors = weights.source("rope_freqs.weight", (head_dim // 2,)).dense()
     return replace(read_gguf_rope(config, ARCH, head_dim), factors=tuple(factors.tolist()))
 

@@ -1,7 +1,7 @@
 """Heads that correct a slot's candidates once the token before them is chosen, and say how far to trust the slot.
 
-Compiled code reads the tables of the simplest heads itself. For the others a walk gathers all that one block can need
-in a few tensor calls, and is then numpy on small arrays, one call per chosen token or tree node.
+Compiled code reads the tables of the simplest heads itself. For other heads a walk gathers everything that one block
+can need in a few tensor calls. After that it works with numpy on small arrays, one call per chosen token or tree node.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from slipstream.models.weights import FLOAT_TYPES, Weights
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
-State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None where it remembers nothing
+State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None: it remembers nothing
 
 _HALF_LIMIT = float(torch.finfo(torch.float16).max)
 
 
 class TokenRows:
-    """A row per token, kept in 16 bits where that loses nothing that matters, cheap to read one at a time."""
+    """A table with a row per token, in 16 bits where that loses nothing that matters; single rows are cheap to read."""
 
     def __init__(self, source: WeightTensor) -> None:
         values = source.dense()
         dtype = FLOAT_TYPES.get(source.type_name)
         if dtype is None:
-            # quantised values are coarser than half precision, but their range may be wider
+            # Quantised values are coarser than half precision, but their range may be wider than its range.
             dtype = torch.float16 if float(values.abs().max()) <= _HALF_LIMIT else torch.float32
         self.table = values.to(dtype).contiguous()
         self._brain = dtype is torch.bfloat16
-        # numpy has no bfloat16: its bits are the upper half of a float32
+        # numpy has no bfloat16, whose bits are the upper half of a float32.
         self._view = self.table.view(torch.uint16).numpy() if self._brain else self.table.numpy()
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the rows stand in memory and how their numbers are stored, for compiled code."""
+        """The address of the rows and the type of their numbers, for compiled code."""
         return self._view.ctypes.data, BRAIN if self._brain else HALF if self._view.itemsize == 2 else FLOAT
 
     def row(self, token: int) -> Floats:
@@ -58,7 +58,7 @@ class TokenRows:
 
 
 class _Walk(Protocol):
-    """One block's worth of a correcting head."""
+    """A correcting head at work on one block."""
 
     def first_state(self) -> State: ...
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]: ...
@@ -153,7 +153,7 @@ class CandidateSelector:
         self.projection = weights.source(name, (rank, config.hidden_size)).dense()
 
     def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
-        # weighing the successors once for all spares every node of the walk the product
+        # The successors are weighed here once, so that no node of the walk has to compute this product again.
         weighed = self.successors.rows(candidates) * _numpy(hidden @ self.projection.t())[:, None]
         return _SelectorWalk(self.predecessors, weighed)
 
@@ -177,7 +177,7 @@ class ConfidenceHead:
         self.embedding = markov.embedding if markov is not None and config.parts.confidence_head_with_markov else None
         width = config.hidden_size + (config.parts.markov_rank if self.embedding is not None else 0)
         name = "confidence_head.proj"
-        # one output: some writers drop the dimension of size one
+        # The matrix has one output, and some writers drop its dimension of size one.
         flat = len(shapes_in(weights.file)(f"{name}.weight") or ()) == 1
         weight = weights.source(f"{name}.weight", (width,) if flat else (1, width)).dense().flatten()
         bias = weights.optional_vector(f"{name}.bias", 1)
@@ -191,7 +191,7 @@ class ConfidenceHead:
 
     @property
     def of_token(self) -> Floats | None:
-        """What weighs the row of the token before; None if it does not matter."""
+        """The weights of the previous token's row; None if the score does not depend on that token."""
         return self._of_token if self.embedding is not None else None
 
     def chance(self, score: float, previous: int) -> float:
@@ -220,7 +220,8 @@ class HeadPass:
 
     @cached_property
     def _walk(self) -> _Walk | None:
-        # compiled code needs no walk, and making one takes longer than all that it does
+        # The walk is made only when it is needed, because compiled code needs none and making one takes longer than
+        # all that compiled code does.
         if self.corrector is None:
             return None
         return self.corrector.begin(_on_host(self._hidden), torch.as_tensor(self._candidates).to("cpu"))
@@ -229,13 +230,13 @@ class HeadPass:
         return self._walk.first_state() if self._walk is not None else None
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        """What to add to the logits of the slot's candidates behind `previous`, and the state behind the slot."""
+        """What to add to the logits of the slot's candidates after token `previous`, and the state after the slot."""
         if self._walk is None:
             return np.zeros(self._candidates.shape[-1], np.float32), state
         return self._walk.correct(slot, previous, state)
 
     def confidence(self, slot: int, previous: int) -> float | None:
-        """How likely the slot's proposal behind `previous` is accepted; None without a confidence head."""
+        """The chance that the slot's proposal after token `previous` is accepted; None without a confidence head."""
         if self.trust is None or self._scores is None:
             return None
         return self.trust.chance(float(self._scores[slot]), previous)
@@ -254,7 +255,7 @@ class DraftHeads:
         self._tables: HeadTables | None = None
         if self.corrector is None or (self.corrector is markov and markov.kind == "vanilla"):
             self._tables = _tables(markov, self.trust)
-        self.candidate_limit = parts.selector_top_k or None  # None: the caller chooses how many
+        self.candidate_limit = parts.selector_top_k or None  # candidates per slot; None: the caller chooses how many
         self.corrects = self.corrector is not None
         self.has_confidence = self.trust is not None
 
@@ -268,7 +269,7 @@ class DraftHeads:
 
 
 def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> HeadTables:
-    """Heads that compiled code can walk; the owners of the memory live as long as their DraftHeads."""
+    """Tables that compiled code can walk; their memory belongs to the heads, which live as long as their DraftHeads."""
     of_token = confidence.of_token if confidence is not None else None
     trusted = None if of_token is None else of_token.ctypes.data
     if markov is None:
@@ -298,6 +299,6 @@ def _numpy(values: Tensor) -> Floats:
 
 
 def _sigmoid(x: Floats | np.float32) -> Floats:
-    # this form cannot overflow
+    # This form of the sigmoid cannot overflow.
     found: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))
     return found

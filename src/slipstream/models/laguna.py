@@ -10,22 +10,22 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.layers import HeadGate
+from slipstream.models.layers import LayerPart, load_attention, load_gate, load_projections
 from slipstream.models.llama import gguf_name, hf_names
-from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
+from slipstream.models.moe import GGUF_MOE, MoeShape, load_expert_block
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
 ARCH = "laguna"
 SLIDING, FULL = "sliding_attention", "full_attention"
-_GGUF_PERIOD = 4  # one full layer and three sliding ones, where a file does not say
-_GGUF_SIGMOID = 2  # llama.cpp's number of that rule
+_GGUF_PERIOD = 4  # layers from one full layer to the next (three slide between), for a file that does not say
+_GGUF_SIGMOID = 2  # llama.cpp's number of the rule that routes by sigmoids
 GGUF_OWN = GGUF_MOE | {"self_attn.g_proj.weight": "attn_gate.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagunaConfig(DecoderConfig):
-    """What the layers share, and how sliding layers and those with experts differ; `rope` is that of full layers."""
+    """The numbers that all layers share, and those in which layers differ; `rope` is that of the full layers."""
 
     layer_heads: tuple[int, ...]
     sliding: tuple[bool, ...]
@@ -43,26 +43,24 @@ class LagunaConfig(DecoderConfig):
         return AttentionPattern(self.window if self.sliding[index] else 0)
 
 
-class LagunaLayer(MoeLayer):
-    """A layer whose heads are weighed by a softplus of the row before they are joined."""
-
-    shape: LagunaConfig
-
-    def _load_gate(self, weights: Weights, prefix: str) -> HeadGate:
-        shape = self.shape
-        width = shape.heads if shape.gate_per_head else shape.heads * shape.head_dim
-        return HeadGate(weights, prefix + "g_proj.weight", width, shape.hidden_size)
-
-
 class Laguna(Decoder):
-    """A stack of Laguna layers."""
+    """A softplus of the row weighs every head's result; all layers but the first few have experts."""
 
     config: LagunaConfig
 
-    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> LagunaLayer:
-        config = self.config
-        moe = config.moe if config.sparse[index] else None
-        return LagunaLayer(weights, config.layer(index), f"model.layers.{index}.", config.pattern(index), moe)
+    def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
+        config, prefix = self.config, prefix + "self_attn."
+        shape = config.layer(index)
+        projections = load_projections(weights, shape, prefix)
+        width = shape.heads if shape.gate_per_head else shape.heads * shape.head_dim
+        source = weights.source(prefix + "g_proj.weight", (width, shape.hidden_size))
+        gate = load_gate(weights, "softplus", source, projections)
+        return load_attention(weights, shape, prefix, config.pattern(index), config.pool(index), projections, gate)
+
+    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
+        if not self.config.sparse[index]:
+            return super().make_feeder(weights, index, prefix)
+        return load_expert_block(weights, prefix, self.config.moe)
 
 
 MODEL = Laguna
@@ -155,7 +153,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[LagunaConfig, Fam
 
 
 def _gguf_sliding(config: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """The first of every few layers is full, the others slide; without a window none does."""
+    """Which layers slide: all but the first of every few; without a window no layer slides."""
     if not config.integer(f"{ARCH}.attention.sliding_window", 0, least=0):
         return (False,) * layers
     key = f"{ARCH}.attention.sliding_window_pattern"

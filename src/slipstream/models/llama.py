@@ -36,7 +36,10 @@ GGUF_LAYER = {
 
 
 def gguf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A Hugging Face tensor name as GGUF files spell it; `own` has a family's names, of layers behind `layers.N.`."""
+    """A Hugging Face tensor name as GGUF files spell it.
+
+    `own` has the names of a family; those of a layer's tensors stand there without `model.layers.N.`.
+    """
     found = own.get(name) or GGUF_GLOBAL.get(name)
     if found is not None:
         return found
@@ -48,7 +51,7 @@ def gguf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
 
 
 def stored_rotary_rows(heads: int, head_dim: int) -> Tensor:
-    """GGUF llama files interleave the two halves of each rotary head; this is the order that undoes it."""
+    """The row order that undoes an interleaving: GGUF llama files interleave the two halves of each rotary head."""
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -60,7 +63,7 @@ def hf_names(tied: bool) -> FamilyNames:
 
 
 def multimodal_names(tied: bool) -> FamilyNames:
-    """Names in a checkpoint that also sees and hears; of those other parts nothing is taken."""
+    """Names in a checkpoint that also has image and audio parts, which are ignored."""
     text = "model.language_model."
 
     def ignored(name: str) -> bool:
@@ -74,7 +77,7 @@ def gguf_names() -> FamilyNames:
 
 
 def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bool = False) -> DecoderConfig:
-    """The fields every Llama-like Hugging Face config has."""
+    """The fields that every Llama-like Hugging Face config has."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", hidden // heads)
     max_positions = config.integer("max_position_embeddings")
@@ -104,7 +107,7 @@ def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bo
 
 
 def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool) -> DecoderConfig:
-    """The same fields from GGUF metadata; what the keys leave out, the tensors say."""
+    """The same fields from GGUF metadata; the shapes of tensors give the numbers that have no key."""
     hidden, heads = config.integer(f"{arch}.embedding_length"), config.integer(f"{arch}.attention.head_count")
     head_dim = config.integer(f"{arch}.attention.key_length", hidden // heads)
     if head_dim % 2:

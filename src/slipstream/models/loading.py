@@ -1,4 +1,4 @@
-"""Opens a model folder or file, finds out what it is, chooses its weight format by measurement, and builds it."""
+"""Opens a model folder or file, finds out which family it is, chooses a weight format by measurement, and builds it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.weights import Progress, Weights, keep_name
 
 MakeWeights = Callable[..., Weights]
-# by Hugging Face's model type and, where it is another one, by GGUF's architecture; a module has `MODEL`, the class
-# that computes it, and `read_hf` and `read_gguf`
+# Families by Hugging Face's model type and, where that is another name, by GGUF's architecture. The module of a family
+# has `MODEL`, the class that says what its layers consist of, and the functions `read_hf` and `read_gguf`.
 FAMILIES: dict[str, ModuleType] = {
     "gemma4": gemma4,
     "gemma4_text": gemma4,
@@ -39,7 +39,7 @@ FAMILIES: dict[str, ModuleType] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedTarget:
-    """A target, the metadata its file carries, and why its weights are in the format they are."""
+    """A target, the metadata of its file, and the reason for the format of its weights."""
 
     model: Decoder
     metadata: dict[str, object]
@@ -49,7 +49,7 @@ class LoadedTarget:
 def load_target(
     path: Path, weight_format: WeightFormat, progress: Progress | None = None, elsewhere: MakeWeights | None = None
 ) -> LoadedTarget:
-    """Builds the target that lies at `path`, its weights on the CPU unless somebody takes them `elsewhere`."""
+    """Builds the target at `path`, with its weights in the CPU's memory unless `elsewhere` loads them onto a device."""
     file = open_weights(path)
     family, reader = _family(path, file)
     decoder_config, names = _read(family, reader, file)
@@ -66,12 +66,12 @@ def load_target(
 
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
-    """The configuration of the target at `path` and how its file spells tensors."""
+    """The configuration of the target at `path`, and how its file spells tensors."""
     return _read(*_family(path, file), file)
 
 
 def _family(path: Path, file: WeightFile) -> tuple[ModuleType, ConfigReader]:
-    """What kind of model lies at `path`, and its configuration still to be read."""
+    """The family of the model at `path`, and a reader of its configuration."""
     config = read_config(path)
     if config is not None:
         reader = ConfigReader(config, path.name)
@@ -97,7 +97,7 @@ def _read(family: ModuleType, reader: ConfigReader, file: WeightFile) -> tuple[D
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
-    """The asked format; else the file's own types where kernels are compiled, or the fastest torch has here."""
+    """The format that was asked for; for auto the file's own types with compiled kernels, or torch's fastest format."""
     kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) > 1}
     four_bit = bool(kinds & {"Q4_0", "Q4_1"})
     if asked == "int4" and not four_bit:

@@ -1,6 +1,6 @@
-"""Merges LoRA adapters into a drafter's weights: the file as it would be had the adapter been part of it all along.
+"""Merges LoRA adapters into a drafter's weights, so that the drafter loads as if the adapter were part of its file.
 
-Drafters store their query and key rows in one order in every container, so a pair fits whichever file it meets.
+Drafters store their query and key rows in the same order in every container, so an adapter fits files of any kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTe
 from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
 from slipstream.models.weights import Progress
 
-# Everything in a drafter that multiplies or looks up; norms, kernels and biases have no low rank to speak of.
+# All matrices and tables of a drafter. Norms, convolution kernels and biases are not among them, because they are too
+# small for a low rank to mean anything.
 _LAYER_MATRICES = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -47,7 +48,7 @@ _OTHER_MATRICES = (
     "candidate_selector.successor_codebook",
     "candidate_selector.hidden_projection",
 )
-# Some trainers see several matrices as one, their outputs one behind the other.
+# Some trainers adapt several matrices as one matrix, with the outputs of one after those of another.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -77,7 +78,7 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """Tells the variant's draft context from any other's: the same bytes at another scale draft differently."""
+        """Names the variant's draft context; the same adapter at another scale drafts differently."""
         return f"{self.fingerprint}@{self.scale!r}"
 
 
@@ -87,7 +88,7 @@ class MergedWeights(WeightFile):
     def __init__(self, base: WeightFile, merged: Mapping[str, tuple[TensorEntry, StoredBytes]]) -> None:
         super().__init__(base.path, merged, base.metadata)
         self._base = base
-        self.adapted = frozenset(merged)  # the file's names of what is not shared with it
+        self.adapted = frozenset(merged)  # the file's names of the tensors that are not shared with it
 
     def names(self) -> list[str]:
         return self._base.names()
@@ -154,7 +155,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
 
 
 def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
-    """Canonical names and shapes of what the drafter in a file lets be adapted."""
+    """Canonical names and shapes of the matrices that an adapter may change, for the drafter in a file."""
     names, layers = names_in(file), 0
     while names(f"layers.{layers}.self_attn.q_proj.weight") in file:
         layers += 1
@@ -165,13 +166,13 @@ def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
             continue
         shape = file.tensor(names(name)).shape
         if len(shape) <= 2:
-            # some writers drop the confidence head's dimension of size one
+            # Some writers drop the confidence head's dimension of size one.
             shapes[name] = (shape[0], shape[1]) if len(shape) == 2 else (1, math.prod(shape))
     return shapes
 
 
 def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
-    """A pair for several matrices at once as one for each; nothing if it is no such pair."""
+    """Splits a pair for several matrices into one pair for each; empty if it is not such a pair."""
     match = _FUSED_NAME.fullmatch(pair.name)
     modules = _FUSED.get(match["module"], ()) if match is not None else ()
     names = [f"layers.{int(match['layer'])}.{module}.weight" for module in modules] if match is not None else []
@@ -210,14 +211,14 @@ def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
 
 
 def _kind(source: WeightTensor) -> str:
-    """The type of a merged tensor: 16 bits where its own is one that nobody here can write."""
+    """The type of a merged tensor: the tensor's own type, or bf16 if no code here can write that type."""
     return source.type_name if source.type_name in ENCODABLE else "BF16"
 
 
 def _merge(
     source: WeightTensor, kind: str, factor: float, up: Tensor, down: Tensor, label: str
 ) -> tuple[TensorEntry, StoredBytes]:
-    """One merged tensor in memory of its own, made a few rows at a time and shaped like one that lies in a file."""
+    """One merged tensor in memory of its own, made a few rows at a time and stored as a file would have it."""
     rows, width = up.shape[0], down.shape[1]
     block, item = BLOCK_SIZES[kind]
     size = rows * width // block * item

@@ -1,24 +1,20 @@
-"""Mixtures of experts: a router that picks a few experts for every row, the experts, and those every row passes."""
+"""Mixtures of experts as parts of a layer: a router that picks a few experts for every row, and the experts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightTensor
-from slipstream.kernels.cpu.expert_products import Activation, mix_experts
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.torch_kernels import row_by_row, softcapped
-from slipstream.kernels.rows import AttentionPattern
-from slipstream.models.layers import LayerShape, TransformerLayer
+from slipstream.models.layers import Activation, Layer, Mlp
 from slipstream.models.weights import Weights
 
-# the GGUF names of a layer's experts, behind `blk.N.`
+# The GGUF names of a layer's experts, without the prefix `blk.N.` of the layer.
 GGUF_MOE = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.experts.gate_proj": "ffn_gate_exps.weight",
@@ -39,168 +35,152 @@ class MoeShape:
 
     hidden_size: int
     experts: int
-    active: int  # experts per row
+    active: int  # experts that each row passes
     intermediate_size: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = True  # the shares of a row's experts add up to one
-    scale: float = 1.0  # of the experts' sum
+    renormalise: bool = True  # the shares of a row's experts are scaled to add up to one
+    scale: float = 1.0  # multiplies the sum of the experts' answers
     router_softcap: float = 0.0
-    selection_bias: bool = False  # counts in the choice of experts and not in their shares
-    shared_size: int = 0  # of the expert every row passes; 0: there is none
-    shared_gate: bool = False  # a sigmoid of the row weighs that expert
+    selection_bias: bool = False  # a bias that counts in the choice of experts and not in their shares
+    shared_size: int = 0  # inner width of the shared expert, which every row passes; 0: there is none
+    shared_gate: bool = False  # a sigmoid of the row weighs the shared expert
 
     def __post_init__(self) -> None:
         if self.active > self.experts:
             raise ConfigError(f"{self.active} of {self.experts} experts cannot be active at once")
 
 
-class Router:
-    """Chooses experts and their shares for every row."""
+@dataclass(slots=True, eq=False)
+class RoutedExperts:
+    """A router and the experts of one layer, each a gated MLP."""
 
-    def __init__(self, weights: Weights, name: str, shape: MoeShape, bias: Tensor | None = None) -> None:
-        self.shape = shape
-        self.matrix = weights.matrix([weights.source(name, (shape.experts, shape.hidden_size))])
-        self.bias = bias
+    shape: MoeShape
+    router: Matrix
+    router_bias: Tensor | None
+    gate_up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    activation: Activation
+    has_shared: bool  # the shared expert stands behind the others in `gate_up` and `down`
 
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts [rows, active] from the best on, and what share of the answer each gives."""
-        shape = self.shape
-        logits = softcapped(self.matrix(rows), shape.router_softcap)
-        sigmoid = shape.scores == "sigmoid"
-        scores = row_by_row(torch.sigmoid, logits) if sigmoid else torch.softmax(logits, dim=-1)
-        chosen = torch.topk(scores if self.bias is None else scores + self.bias, shape.active, dim=-1).indices
-        shares = scores.gather(-1, chosen)
-        if shape.renormalise:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        return chosen, shares
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The router and one expert of many."""
+        return [self.router, self.gate_up[0], self.down[0]]
+
+
+@dataclass(slots=True, eq=False)
+class ExpertBlock:
+    """Routed experts in the place of an MLP, and perhaps a shared expert that every row passes."""
+
+    routed: RoutedExperts
+    shared: Mlp | None  # None: there is none, or it stands among the routed experts
+    shared_gate: Matrix | None
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        shared = self.shared.matrices if self.shared is not None else []
+        return [*self.routed.matrices, *shared, *([] if self.shared_gate is None else [self.shared_gate])]
+
+
+@dataclass(slots=True, eq=False)
+class MlpBesideExperts:
+    """An MLP and routed experts that read the same stream, each with norms of its own; their answers are added.
+
+    This part reads the stream as it is, because the MLP, the router and the experts norm it in three different ways.
+    """
+
+    mlp: Mlp
+    mlp_norm: Tensor
+    mlp_post_norm: Tensor
+    routed: RoutedExperts
+    router_norm: Tensor
+    expert_norm: Tensor
+    expert_post_norm: Tensor
+    expert_scale: Tensor  # one number per expert, which multiplies that expert's share
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [*self.mlp.matrices, *self.routed.matrices]
+
+
+def routed_experts(layers: Sequence[Layer]) -> list[RoutedExperts]:
+    """The experts of all layers that have some."""
+    parts = [part for layer in layers for part in layer.parts]
+    return [part.routed for part in parts if isinstance(part, ExpertBlock | MlpBesideExperts)]
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """The tensors of an expert or of several: gate and up of each, and down of each."""
+class MlpSources:
+    """The tensors of one gated MLP or of several: gate and up of each, and down of each."""
 
     gate_up: list[list[WeightTensor]]
     down: list[list[WeightTensor]]
 
 
-class Experts:
-    """The experts of one layer, each a gated MLP."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        prefix: str,
-        shape: MoeShape,
-        activation: Activation = F.silu,
-        shared: GatedMlp | None = None,
-    ) -> None:
-        """`shared` is what every row passes; where weights are kept so, it stands behind the others."""
-        self.activation = activation
-        bytes_before, products_before = weights.step_bytes, weights.row_products
-        own = _expert_sources(weights, prefix, shape)
-        self.has_shared = (
-            shared is not None
-            and shape.shared_size == shape.intermediate_size
-            and weights.takes_among(own.gate_up, shared.gate_up[0])
-            and weights.takes_among(own.down, shared.down[0])
-        )
-        if shared is not None and self.has_shared:
-            own = GatedMlp(own.gate_up + shared.gate_up, own.down + shared.down)
-        self.gate_up = weights.experts(own.gate_up)
-        self.down = weights.experts(own.down)
-        # a row reads the experts it chose and no others
-        active, count = shape.active + self.has_shared, len(own.down)
-        weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * active // count
-        weights.row_products = products_before + (weights.row_products - products_before) * active // count
-
-    def __call__(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        return mix_experts(self.gate_up, self.down, rows, chosen, shares, self.activation)
+def load_experts(
+    weights: Weights,
+    router_name: str,
+    prefix: str,
+    shape: MoeShape,
+    activation: Activation = "silu",
+    router_bias: Tensor | None = None,
+    shared: MlpSources | None = None,
+) -> RoutedExperts:
+    """The experts of one layer; the shared one joins them where a device keeps all of them in one stack."""
+    router = weights.matrix([weights.source(router_name, (shape.experts, shape.hidden_size))])
+    bytes_before, products_before = weights.step_bytes, weights.row_products
+    own = _expert_sources(weights, prefix, shape)
+    has_shared = (
+        shared is not None
+        and shape.shared_size == shape.intermediate_size
+        and weights.takes_among(own.gate_up, shared.gate_up[0])
+        and weights.takes_among(own.down, shared.down[0])
+    )
+    if shared is not None and has_shared:
+        own = MlpSources(own.gate_up + shared.gate_up, own.down + shared.down)
+    gate_up, down = weights.experts(own.gate_up), weights.experts(own.down)
+    # A row reads the experts that it chose and no others.
+    active, count = shape.active + has_shared, len(own.down)
+    weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * active // count
+    weights.row_products = products_before + (weights.row_products - products_before) * active // count
+    return RoutedExperts(shape, router, router_bias, gate_up, down, activation, has_shared)
 
 
-def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> GatedMlp:
-    """The tensors of every expert: all in one, in one per projection, or one by one."""
+def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> MlpSources:
+    """The tensors of every expert: a file has them all in one tensor, in one per projection, or one by one."""
     count, inner, hidden = shape.experts, shape.intermediate_size, shape.hidden_size
     if not weights.has(prefix + "down_proj"):
         each = [_mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
-        return GatedMlp([one.gate_up[0] for one in each], [one.down[0] for one in each])
+        return MlpSources([one.gate_up[0] for one in each], [one.down[0] for one in each])
     if weights.has(prefix + "gate_up_proj"):
         joined = [weights.source(prefix + "gate_up_proj", (count, 2 * inner, hidden))]
     else:
         joined = [weights.source(prefix + name, (count, inner, hidden)) for name in ("gate_proj", "up_proj")]
     down = weights.source(prefix + "down_proj", (count, hidden, inner))
-    return GatedMlp(
+    return MlpSources(
         [[tensor.part(expert) for tensor in joined] for expert in range(count)],
         [[down.part(expert)] for expert in range(count)],
     )
 
 
-def _mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> GatedMlp:
-    """The tensors of one expert that has its own."""
+def _mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> MlpSources:
+    """The tensors of one expert that has tensors of its own."""
     gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-    return GatedMlp([gate_up], [[weights.source(prefix + "down_proj.weight", (hidden, inner))]])
+    return MlpSources([gate_up], [[weights.source(prefix + "down_proj.weight", (hidden, inner))]])
 
 
-class MoeBlock:
-    """What stands in the place of an MLP: routed experts and perhaps one that every row passes."""
-
-    def __init__(self, weights: Weights, prefix: str, shape: MoeShape) -> None:
-        self.shape = shape
-        name = prefix + "experts.e_score_correction_bias"
-        bias = weights.vector(name, shape.experts) if shape.selection_bias else None
-        self.router = Router(weights, prefix + "gate.weight", shape, bias)
-        shared = None
-        if shape.shared_size:
-            shared = _mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
-        self.experts = Experts(weights, prefix + "experts.", shape, shared=shared)
-        self.shared_gate_up: Matrix | None = None
-        self.shared_down: Matrix | None = None
-        self.shared_gate: Matrix | None = None
-        if shared is not None and not self.experts.has_shared:
-            self.shared_gate_up = weights.matrix(shared.gate_up[0])
-            self.shared_down = weights.matrix(shared.down[0])
-        if shape.shared_gate:
-            name = prefix + "shared_expert_gate.weight"
-            self.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        """All that every row passes, and one expert of many."""
-        found = (self.shared_gate_up, self.shared_down, self.shared_gate)
-        always = [matrix for matrix in found if matrix is not None]
-        return [self.router.matrix, self.experts.gate_up[0], self.experts.down[0], *always]
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        mixed = self.experts(rows, *self.router(rows))
-        if self.shape.scale != 1.0:
-            mixed = mixed * self.shape.scale
-        if self.shared_gate_up is None or self.shared_down is None:
-            return mixed
-        gate, up = self.shared_gate_up(rows).chunk(2, dim=-1)
-        shared = self.shared_down(F.silu(gate) * up)
-        if self.shared_gate is not None:
-            shared = row_by_row(torch.sigmoid, self.shared_gate(rows)) * shared
-        return mixed + shared
-
-
-class MoeLayer(TransformerLayer):
-    """A transformer layer with a mixture of experts where `moe` says so, and its plain MLP elsewhere."""
-
-    def __init__(
-        self, weights: Weights, shape: LayerShape, prefix: str, pattern: AttentionPattern, moe: MoeShape | None
-    ) -> None:
-        self._moe_shape = moe
-        self.moe: MoeBlock | None = None
-        super().__init__(weights, shape, prefix, pattern)
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        return super().matrices if self.moe is None else [*self.mixing, *self.moe.matrices]
-
-    def _load_mlp(self, weights: Weights, prefix: str) -> None:
-        if self._moe_shape is None:
-            super()._load_mlp(weights, prefix)
-        else:
-            self.moe = MoeBlock(weights, prefix, self._moe_shape)
-
-    def _feed(self, y: Tensor) -> Tensor:
-        return super()._feed(y) if self.moe is None else self.moe(y)
+def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertBlock:
+    """The experts in the place of the MLP whose tensors begin with `prefix`."""
+    name = prefix + "experts.e_score_correction_bias"
+    bias = weights.vector(name, shape.experts) if shape.selection_bias else None
+    shared = None
+    if shape.shared_size:
+        shared = _mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
+    routed = load_experts(weights, prefix + "gate.weight", prefix + "experts.", shape, router_bias=bias, shared=shared)
+    block = ExpertBlock(routed, None, None)
+    if shared is not None and not routed.has_shared:
+        block.shared = Mlp(weights.matrix(shared.gate_up[0]), weights.matrix(shared.down[0]))
+    if shape.shared_gate:
+        name = prefix + "shared_expert_gate.weight"
+        block.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])
+    return block

@@ -1,4 +1,4 @@
-"""Refuses a drafter and a target that do not belong together, before the mistake can cost acceptance silently."""
+"""Refuses a drafter and a target that do not belong together; without this check only acceptance would show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HINT = "use the drafter that was trained for this target"
 
 
 def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
-    """Raises PairError with the first reason why these two cannot work together."""
+    """Raises PairError with the first reason why this target and this drafter cannot work together."""
     config = drafter.config
     if config.target_family is not None and config.target_family != target.family:
         said = f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"

@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3.6 dense targets: gated delta nets, and attention with a gated output in every few layers.
 
-Of checkpoints that can see as well, the text part is loaded.
+Some checkpoints also have an image part; only their text part is loaded.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.torch_kernels import row_by_row
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, Step
-from slipstream.models.delta_net import DeltaNetLayer
-from slipstream.models.layers import RotaryRows, biased
+from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
+from slipstream.models.delta_net import load_delta_net
+from slipstream.models.layers import HeadGate, LayerPart, Projections, load_attention, load_gate
 from slipstream.models.llama import gguf_name
-from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
+from slipstream.models.moe import GGUF_MOE, MoeShape, load_expert_block
 from slipstream.models.rope import partial_rows, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
 FAMILY, ARCH = "qwen3_5", "qwen35"
 LINEAR, FULL = "linear_attention", "full_attention"
-_PERIOD = 4  # every so many layers one attends, where a file does not say
+_PERIOD = 4  # layers from one with attention to the next, for a file that does not say
 _TEXT_PREFIX = "model.language_model."
-_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # a drafter of its own, and the eyes
+_OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # the model's own drafter and its image part are ignored
 GGUF_OWN = GGUF_MOE | {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
@@ -46,11 +43,11 @@ GGUF_OWN = GGUF_MOE | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35Config(DecoderConfig):
-    """The numbers of both kinds of layers, and which is which."""
+    """The numbers of both kinds of layers, and of which kind each layer is."""
 
     recurrent: tuple[bool, ...]
     delta: DeltaShape
-    as_gguf: bool  # llama.cpp's converter changes some tensors
+    as_gguf: bool  # the file has the tensors of the recurrence as llama.cpp's converter changes them
     moe: MoeShape | None
 
     def __post_init__(self) -> None:
@@ -71,62 +68,49 @@ class Qwen35Config(DecoderConfig):
         return self.delta
 
 
-class GatedAttentionLayer(MoeLayer):
-    """Attention whose output is weighed by a sigmoid, number by number, before it is joined.
-
-    The gate's rows stand in the query projection, behind those of each head's queries.
-    """
-
-    def _load_qkv(self, weights: Weights, prefix: str, rotary_rows: RotaryRows | None) -> None:
-        shape, dim = self.shape, self.shape.head_dim
-        order = partial(partial_rows, head_dim=dim, dim=shape.rope.dim)
-        both = torch.arange(shape.heads * 2 * dim).view(shape.heads, 2, dim)
-        rows = {
-            "q": both[:, 0].flatten()[order(shape.heads)],
-            "k": order(shape.kv_heads),
-            "v": torch.arange(shape.kv_heads * dim),
-        }
-        self.projections, self.biases = {}, {}
-        for name in rows:
-            stored = 2 * shape.heads * dim if name == "q" else shape.kv_heads * dim
-            self.projections[name] = weights.source(f"{prefix}{name}_proj.weight", (stored, shape.hidden_size))
-            if shape.attention_bias:
-                self.biases[name] = weights.vector(f"{prefix}{name}_proj.bias", stored)
-        gate = both[:, 1].flatten()
-        gate_rows = [self.projections["q"].rows(gate)]
-        self.gate = None if weights.joins_gates else weights.matrix(gate_rows)
-        self.gate_bias = self.biases["q"][gate] if self.biases else None
-        own_rows = [self.projections[name].rows(index) for name, index in rows.items()]
-        self.qkv = weights.matrix([*own_rows, *(gate_rows if weights.joins_gates else [])])
-        own = [self.biases[name][index] for name, index in rows.items()] if self.biases else []
-        self.qkv_bias = torch.cat(own) if own else None
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        return [*([] if self.gate is None else [self.gate]), *super().matrices]
-
-    def _gated(self, mixed: Tensor, y: Tensor) -> Tensor:
-        assert self.gate is not None, "a CPU keeps gates for themselves"
-        return mixed * row_by_row(torch.sigmoid, biased(self.gate(y), self.gate_bias))
-
-
 class Qwen35(Decoder):
-    """A stack of delta nets and gated attention."""
+    """Most layers mix rows through a delta net; in every few layers attention does, and a sigmoid weighs its result."""
 
     config: Qwen35Config
 
-    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> MoeLayer:
-        config, prefix = self.config, f"model.layers.{index}."
+    def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
+        config = self.config
         if config.recurrent[index]:
             state = config.recurrent[:index].count(True)
-            return DeltaNetLayer(weights, config, prefix, config.moe, config.delta, state, config.as_gguf)
-        return GatedAttentionLayer(weights, config, prefix, config.pattern(index), config.moe)
+            prefix += "linear_attn."
+            return load_delta_net(weights, config.delta, prefix, config.hidden_size, state, config.as_gguf)
+        prefix += "self_attn."
+        projections, gate = _gated_projections(weights, config, prefix)
+        return load_attention(weights, config, prefix, config.pattern(index), config.pool(index), projections, gate)
 
-    def run_layer(self, index: int, x: Tensor, step: Step) -> Tensor:
-        layer = self.layers[index]
-        if isinstance(layer, DeltaNetLayer):
-            return layer.recur(x, step.batch)
-        return Decoder.run_layer(self, index, x, step)
+    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
+        if self.config.moe is None:
+            return super().make_feeder(weights, index, prefix)
+        return load_expert_block(weights, prefix, self.config.moe)
+
+
+def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
+    """The gate's rows stand in the query projection, behind those of each head's queries."""
+    dim, order = config.head_dim, partial(partial_rows, head_dim=config.head_dim, dim=config.rope.dim)
+    both = torch.arange(config.heads * 2 * dim).view(config.heads, 2, dim)
+    rows = {
+        "q": both[:, 0].flatten()[order(config.heads)],
+        "k": order(config.kv_heads),
+        "v": torch.arange(config.kv_heads * dim),
+        "gate": both[:, 1].flatten(),
+    }
+    stored, biases = {}, {}
+    for letter in "qkv":
+        size = both.numel() if letter == "q" else config.kv_heads * dim
+        stored[letter] = weights.source(f"{prefix}{letter}_proj.weight", (size, config.hidden_size))
+        if config.attention_bias:
+            biases[letter] = weights.vector(f"{prefix}{letter}_proj.bias", size)
+    found = Projections(
+        {letter: source.rows(rows[letter]) for letter, source in stored.items()},
+        {letter: bias[rows[letter]] for letter, bias in biases.items()},
+    )
+    gate_bias = biases["q"][rows["gate"]] if biases else None
+    return found, load_gate(weights, "sigmoid", stored["q"].rows(rows["gate"]), found, gate_bias)
 
 
 MODEL = Qwen35
@@ -143,7 +127,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, Fam
 def hf_config(
     config: ConfigReader, family: str, read_moe: Callable[[ConfigReader], MoeShape | None]
 ) -> tuple[Qwen35Config, FamilyNames]:
-    """The numbers of a Hugging Face checkpoint, with or without eyes, and how it names its tensors."""
+    """The numbers of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
     sees = config.has("text_config")
     text = config.section("text_config") if sees else config
     text.require("hidden_act", ("silu", "swish"), "this activation")
@@ -159,7 +143,7 @@ def hf_config(
         text.integer("linear_value_head_dim"),
         text.integer("linear_conv_kernel_dim", least=2),
     )
-    # Hugging Face's own reading of a config that does not say
+    # A quarter of a head turns in a config that does not say: this is Hugging Face's own default.
     rope_source = ConfigReader({"partial_rotary_factor": 0.25, **text.values}, text.label)
     read = Qwen35Config(
         family=family,
@@ -202,7 +186,7 @@ def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
 def gguf_config(
     config: ConfigReader, weights: Weights, family: str, arch: str, moe: MoeShape | None
 ) -> tuple[Qwen35Config, FamilyNames]:
-    """The same from llama.cpp's keys; blocks behind the last layer are a drafter of the model's own."""
+    """The same numbers from llama.cpp's keys; blocks behind the last layer are the model's own drafter, and ignored."""
     drafting = config.integer(f"{arch}.nextn_predict_layers", 0, least=0)
     layers = config.layers(f"{arch}.block_count") - drafting
     head_dim, heads = config.integer(f"{arch}.attention.key_length"), config.integer(f"{arch}.attention.head_count")

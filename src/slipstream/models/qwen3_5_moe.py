@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 mixture-of-experts targets: the layers of the dense ones with experts in the place of the MLP."""
+"""Qwen3.5 and Qwen3.6 mixture-of-experts targets: the layers of `qwen3_5.py` with experts in the place of the MLP."""
 
 from __future__ import annotations
 

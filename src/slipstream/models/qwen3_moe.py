@@ -8,8 +8,9 @@ from functools import partial
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames, extended
+from slipstream.models.layers import LayerPart
 from slipstream.models.llama import gguf_config, gguf_name, hf_config, hf_names
-from slipstream.models.moe import GGUF_MOE, MoeLayer, MoeShape
+from slipstream.models.moe import GGUF_MOE, MoeShape, load_expert_block
 from slipstream.models.weights import Weights
 
 FAMILY, ARCH = "qwen3_moe", "qwen3moe"
@@ -17,7 +18,7 @@ FAMILY, ARCH = "qwen3_moe", "qwen3moe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """Qwen3's numbers, the experts', and which layers have them."""
+    """Qwen3's numbers, those of the experts, and which layers have experts."""
 
     moe: MoeShape
     sparse: tuple[bool, ...]
@@ -28,10 +29,10 @@ class Qwen3Moe(Decoder):
 
     config: Qwen3MoeConfig
 
-    def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> MoeLayer:
-        config = self.config
-        moe = config.moe if config.sparse[index] else None
-        return MoeLayer(weights, config, f"model.layers.{index}.", config.pattern(index), moe)
+    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
+        if not self.config.sparse[index]:
+            return super().make_feeder(weights, index, prefix)
+        return load_expert_block(weights, prefix, self.config.moe)
 
 
 MODEL = Qwen3Moe
@@ -39,7 +40,7 @@ MODEL = Qwen3Moe
 
 def read_hf(config: ConfigReader) -> tuple[Qwen3MoeConfig, FamilyNames]:
     base = hf_config(config, FAMILY, qk_norm=True)
-    # older configs say num_experts
+    # Older configs call it num_experts.
     count = config.integer("num_local_experts" if config.has("num_local_experts") else "num_experts")
     moe = MoeShape(
         base.hidden_size,
@@ -54,7 +55,7 @@ def read_hf(config: ConfigReader) -> tuple[Qwen3MoeConfig, FamilyNames]:
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen3MoeConfig, FamilyNames]:
-    """llama.cpp's files have experts in every layer, and their shares always add up to one."""
+    """llama.cpp's files have experts in every layer, and the shares of a row's experts always add up to one."""
     base = gguf_config(config, ARCH, weights, qk_norm=True)
     if config.number(f"{ARCH}.expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise ConfigError(f"{config.label}: a scale of the experts' sum is not supported for this family")

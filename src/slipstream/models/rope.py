@@ -11,14 +11,14 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
 
-_FIRST_TABLE = 2048
+_FIRST_TABLE_POSITIONS = 2048  # size of the first table; too small a value only makes the table grow more often
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """What decides the rotation of a position; `factors` divide the frequencies (as GGUF files store them).
+    """The numbers that decide how a position is rotated; `factors` divide the frequencies, as GGUF files store them.
 
-    Of heads that are `width` wide only the first `dim` dimensions turn (0: all of them).
+    Only the first `dim` dimensions of a head of `width` dimensions turn; if `width` is 0, all of them do.
     """
 
     theta: float
@@ -74,7 +74,7 @@ def read_rope(
 
 
 def _proportional(theta: float, head_dim: int, share: float, factor: float) -> RopeConfig:
-    """Frequencies of the whole head, of which the slower ones stand still."""
+    """The rotation whose frequencies are those of the whole head and whose slower pairs do not turn."""
     turning = int(share * head_dim // 2)
     factors = (factor,) * turning + (math.inf,) * (head_dim // 2 - turning)
     return RopeConfig(theta, head_dim, factors=factors)
@@ -103,9 +103,10 @@ def _scaled_rope(
 
 
 def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool = False) -> RopeConfig:
-    """The same from GGUF keys; sliding layers have a theta and a count of turning dimensions of their own.
+    """Reads the rotation from GGUF keys; sliding layers have a theta and a count of turning dimensions of their own.
 
-    YaRN's attention factor is Hugging Face's, which the keys hold; ggml's compensated constants are no part of a file.
+    YaRN's attention factor is the one of Hugging Face, which the keys hold. ggml computes with compensated constants,
+    but these are not stored in a file.
     """
     key, suffix = f"{arch}.rope.", "_swa" if sliding else ""
     if not config.has(f"{key}freq_base{suffix}"):
@@ -201,13 +202,13 @@ def _yarn_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin per position, grown as positions are reached."""
+    """Tables of cos and sin by position, which grow when a position beyond their end is asked for."""
 
     def __init__(self, rope: RopeConfig) -> None:
         turning, width = inverse_frequencies(rope), max(rope.width, rope.dim)
         still = torch.zeros((width - rope.dim) // 2)
         self._frequencies = torch.cat((turning, still))
-        # what does not turn is not scaled either
+        # Dimensions that do not turn are not scaled either.
         self._scale = torch.cat((torch.full_like(turning, rope.attention_factor), still + 1.0))
         self._cos = torch.empty(0, width)
         self._sin = torch.empty(0, width)
@@ -218,9 +219,9 @@ class RotaryTable:
         return cos[positions][:, None], sin[positions][:, None]
 
     def tables(self, end: int) -> tuple[Tensor, Tensor]:
-        """The same by position [positions, dim], at least up to `end`."""
+        """The same tables by position [positions, dim], at least up to `end`."""
         if end > self._cos.shape[0]:
-            self._grow(max(end, 2 * self._cos.shape[0], _FIRST_TABLE))
+            self._grow(max(end, 2 * self._cos.shape[0], _FIRST_TABLE_POSITIONS))
         return self._cos, self._sin
 
     def _grow(self, size: int) -> None:

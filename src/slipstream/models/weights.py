@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.native_matrix import RowTable
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Progress = Callable[[str, int, int], None]
-BuiltParts = dict[tuple[str, ...], object]  # what became of a file's tensors, by the form it has and their names
+BuiltParts = dict[tuple[str, ...], object]  # what was built of a file's tensors, by its form and their names
 _Part = TypeVar("_Part")
 
 
@@ -26,12 +26,12 @@ def keep_name(name: str) -> str:
 
 
 def rounded_scale(scale: float, table: WeightTensor) -> float:
-    """Families that scale their embeddings were trained with a scale in the precision of the table."""
+    """The scale in the precision of the table, because families that scale embeddings were trained with it so."""
     return float(torch.tensor(scale, dtype=FLOAT_TYPES.get(table.type_name, torch.float32)))
 
 
 class Embedding:
-    """A token table in memory, in the type its file has; rows become floats as they are asked for."""
+    """A token table in memory, in the type of its file; rows are turned into floats when they are asked for."""
 
     def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
         self.scale = rounded_scale(scale, source)
@@ -56,9 +56,9 @@ class Embedding:
 
 
 class Weights:
-    """The tensors of one model in one weight format; remembers what was taken."""
+    """The tensors of one model in one weight format; it remembers which tensors were taken."""
 
-    joins_gates = False  # whether what gates heads is multiplied together with queries, keys and values
+    joins_gates = False  # whether the rows of a gate join the matrix that computes what the gate weighs
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class Weights:
         changed: Collection[str] = (),
         norm_shift: float = 0.0,
     ) -> None:
-        """Variants of a model give each other `parts`; `changed` names the tensors that are this variant's own."""
+        """Variants of a model share `parts`; `changed` names the tensors that belong to this variant alone."""
         self.file = file
         self.weight_format = weight_format
-        self._norm_shift = norm_shift  # some families store how far a norm's weights are from this
+        self._norm_shift = norm_shift  # some families store a norm's weights minus this number
         self._rough = rough  # matrices need not be exact to the last bit
-        self.step_bytes = 0  # bytes of matrices every step reads: the floor under its time
-        self.row_products = 0  # products with weights that every row takes
+        self.step_bytes = 0  # bytes of the matrices that every step reads; no step can take less time than this reading
+        self.row_products = 0  # multiplications with weights that every row needs
         self._file_name = file_name
         self._progress = progress
         self._parts = parts
@@ -88,7 +88,7 @@ class Weights:
         return self._file_name(name) in self.file
 
     def source(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
-        """One tensor, shape checked; the config and the file must agree."""
+        """One tensor, whose shape in the file must be the one that the config implies."""
         file_name = self._file_name(name)
         tensor = self.file.tensor(file_name)
         self._taken.add(file_name)
@@ -117,7 +117,7 @@ class Weights:
         return self.part("embedding", [source], lambda: Embedding(source, scale))
 
     def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], _Part]) -> _Part:
-        """What `make` builds of these tensors, or what another variant has built of the very same ones."""
+        """What `make` builds of these tensors, or what another variant has already built of the same tensors."""
         if self._parts is None or any(source.name in self._changed for source in sources):
             return make()
         key = (form, *(source.name for source in sources))
@@ -139,15 +139,15 @@ class Weights:
         return self.matrix([source], weight_format)
 
     def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
-        """One projection of all experts, each of the tensors it consists of."""
+        """One projection of all experts; `each` has the tensors that every expert's matrix is stacked from."""
         return [self.matrix(sources) for sources in each]
 
     def takes_among(self, each: Sequence[Sequence[WeightTensor]], shared: Sequence[WeightTensor]) -> bool:
-        """Whether an expert that every row passes had better stand among the others, and would be kept as they are."""
+        """Whether a shared expert should join the routed experts, and can be stored in the same form as they are."""
         return False
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
-        """Fails when the file holds tensors this model does not know: something would silently not be computed."""
+        """Fails if the file has tensors that this model did not take, because their part would silently be missing."""
         left = [name for name in self.file.names() if name not in self._taken and not ignored(name)]
         if left:
             shown = ", ".join(sorted(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")

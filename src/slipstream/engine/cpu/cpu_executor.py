@@ -71,8 +71,8 @@ class CpuExecutor:
     @cached_property
     def exact(self) -> bool:
         config, layers = self.target.config, self.target.layers
-        one_of_each = {type(layer): layer for layer in layers}.values()
-        heads = {(layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim) for layer in layers}
+        one_of_each = {layer.kind: layer for layer in layers}.values()
+        heads = {(one.heads, one.kv_heads, one.head_dim) for one in map(config.layer, range(config.layers))}
         return (
             self.target.weight_format in ROW_INVARIANT_FORMATS
             and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)

@@ -12,7 +12,7 @@ from slipstream.kernels.gpu.device_rows import DeviceRows, padded_rows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import HeadScores, Wishes
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
 

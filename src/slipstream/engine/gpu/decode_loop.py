@@ -16,7 +16,7 @@ from slipstream.engine.gpu.landed_report import Landing, ReportCopy
 from slipstream.engine.gpu.row_passes import GpuBlocks
 from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 _HOST_COPIES = 3  # of a report: one is read while the next is written, and one may still wait
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], DecodeStep]

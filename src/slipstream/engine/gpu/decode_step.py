@@ -21,7 +21,7 @@ from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, Wishes
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 
 _WIDTHS = (2, 4, 8, 16, 32, 64)
 MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written

@@ -13,9 +13,8 @@ from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.kernels.gpu.expert_mixture import ExpertStack
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
-from slipstream.models.gemma4 import Gemma4Layer
-from slipstream.models.gpu_models import GpuDrafter
-from slipstream.models.moe import MoeLayer
+from slipstream.models.gpu.device_models import GpuDrafter
+from slipstream.models.moe import routed_experts
 from slipstream.speculative.costs import CostTable, StepShape
 
 _ROWS = (16, 32, 64, 128, 256)
@@ -62,12 +61,10 @@ def measure_costs(
 def expert_bytes(target: Decoder, rows: int) -> float:
     """What so many rows read of a target's experts, if each of them chooses by itself."""
     read = 0.0
-    for layer in target.layers:
-        moe = layer.moe if isinstance(layer, MoeLayer) else layer.experts if isinstance(layer, Gemma4Layer) else None
-        if moe is not None:
-            shape, stacks = moe.router.shape, cast(Sequence[ExpertStack], (moe.experts.gate_up, moe.experts.down))
-            left_out = (1.0 - shape.active / shape.experts) ** rows
-            read += (1.0 - left_out) * sum(stack.nbytes for stack in stacks)
+    for routed in routed_experts(target.layers):
+        shape, stacks = routed.shape, cast(Sequence[ExpertStack], (routed.gate_up, routed.down))
+        left_out = (1.0 - shape.active / shape.experts) ** rows
+        read += (1.0 - left_out) * sum(stack.nbytes for stack in stacks)
     return read
 
 

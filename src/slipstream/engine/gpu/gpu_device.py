@@ -16,7 +16,7 @@ from slipstream.formats.weight_files import WeightFile
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.kernels.gpu.kernel_set import GpuKernels, gpu_kernels
 from slipstream.kernels.gpu.matrices import Scratch
-from slipstream.models.gpu_weights import GpuWeights
+from slipstream.models.gpu.device_weights import GpuWeights
 from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
 
 EXACT_ROWS = 64  # in steps of up to so many rows, a row has the same bits whatever the other rows are

@@ -26,7 +26,7 @@ from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.models.weights import Progress
 from slipstream.speculative.costs import CostTable
 

@@ -20,7 +20,7 @@ from slipstream.engine.gpu.decode_step import DecodeStep
 from slipstream.engine.gpu.gpu_executor import GpuExecutor
 from slipstream.engine.profiler import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
 from slipstream.engine.variants import DraftVariant
-from slipstream.models.gpu_models import GpuDrafter
+from slipstream.models.gpu.device_models import GpuDrafter
 
 _ROUNDS = 8
 _COPIES = ("Memcpy", "Memset")

@@ -20,7 +20,7 @@ from slipstream.engine.gpu.step_report import parts, room
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows, Kind
 from slipstream.kernels.rows import RowPlaces
-from slipstream.models.gpu_models import GpuDrafter, GpuTarget
+from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
 _VERIFY_WIDTHS = (1, 4, 16, 32, 64)  # rows of each sequence in a verify pass; every width is a graph of its own

@@ -1,9 +1,10 @@
-"""Hands a stack of transformer layers to native code as a whole, where every part of it has a compiled kernel."""
+"""Hands a whole stack of layers to native code in one call, where every part of every layer has a compiled kernel."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -20,15 +21,15 @@ from slipstream.kernels.cpu.native_stack import (
     write_context,
 )
 from slipstream.kernels.rows import RowPlaces
-from slipstream.models.layers import LayerShape, TransformerLayer
+from slipstream.models.layers import Attention, Layer, LayerShape, Mlp, Sublayer
 
 
-def native_stack(shape: LayerShape, layers: Sequence[TransformerLayer], norm: Tensor) -> NativeStack | None:
-    """The layers as one native pass; None where some part of them is torch's to compute."""
+def native_stack(shape: LayerShape, layers: Sequence[Layer], norm: Tensor) -> NativeStack | None:
+    """The layers as one native pass; None if some part of them has no compiled kernel and torch must compute it."""
     compiled = library()
-    parts = [_parts(layer) for layer in layers]
+    parts = [_layer_parts(layer, shape) for layer in layers]
     known = [part for part in parts if part is not None]
-    patterns = {layer.pattern for layer in layers}
+    patterns = {part.pattern for part in known}
     fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_DIM and len(patterns) <= MAX_PATTERNS
     if compiled is None or len(known) < len(parts) or not fits:
         return None
@@ -42,32 +43,48 @@ def packed(matrix: Matrix | None) -> PackedLinear | None:
     return matrix.packed if isinstance(matrix, NativeMatrix) else None
 
 
-def _parts(layer: TransformerLayer) -> LayerParts | None:
-    if type(layer) is not TransformerLayer:
-        return None  # a family's own layers have parts that compiled code does not know
-    qkv, output, gate_up, down = map(packed, (layer.qkv, layer.output, layer.gate_up, layer.down))
-    convolved = layer.attention_conv is not None or layer.mlp_conv is not None
-    if qkv is None or output is None or gate_up is None or down is None or convolved:
+def _layer_parts(layer: Layer, shape: LayerShape) -> LayerParts | None:
+    """A layer as compiled code takes it: plain attention and a plain MLP, with the numbers that all layers share."""
+    if layer.kind != (Attention, Mlp) or layer.scalar != 1.0:
+        return None
+    mixing, feeding = layer.sublayers
+    attention, mlp = cast(Attention, mixing.part), cast(Mlp, feeding.part)
+    if not (_is_plain(mixing) and _is_plain(feeding) and _fits(attention, shape) and mlp.activation == "silu"):
+        return None
+    qkv, output, gate_up, down = map(packed, (attention.qkv, attention.output, mlp.gate_up, mlp.down))
+    if qkv is None or output is None or gate_up is None or down is None or mixing.norm is None or feeding.norm is None:
         return None
     return LayerParts(
         qkv,
         output,
         gate_up,
         down,
-        layer.input_norm,
-        layer.post_norm,
-        layer.q_norm,
-        layer.k_norm,
-        layer.qkv_bias,
-        layer.output_bias,
-        layer.gate_up_bias,
-        layer.down_bias,
-        layer.pattern,
+        mixing.norm,
+        feeding.norm,
+        attention.q_norm,
+        attention.k_norm,
+        attention.qkv_bias,
+        attention.output_bias,
+        mlp.gate_up_bias,
+        mlp.down_bias,
+        attention.pattern,
     )
 
 
+def _is_plain(sublayer: Sublayer) -> bool:
+    return sublayer.post_norm is None and sublayer.convolution is None
+
+
+def _fits(attention: Attention, shape: LayerShape) -> bool:
+    """Whether a layer attends as the whole stack does, to keys and values of its own, without a gate."""
+    own = (attention.heads, attention.kv_heads, attention.head_dim, attention.rope, attention.scale)
+    common = (shape.heads, shape.kv_heads, shape.head_dim, shape.rope, shape.head_dim**-0.5)
+    stores = attention.owns_keys and attention.owns_values and not attention.norms_values
+    return own == common and stores and attention.gate is None
+
+
 class ContextWriter:
-    """Taps of committed rows into the draft layers' keys and values, in one native call."""
+    """Projects the taps of committed rows into the draft layers' keys and values, in one native call."""
 
     def __init__(self, compiled: Library, fc: PackedLinear, projection: PackedLinear, bias: Tensor | None) -> None:
         self._library = compiled

@@ -1,4 +1,4 @@
-"""A drafter's heads as the device's tables, where they fit: each may look one token back, and no further."""
+"""A drafter's heads as tables on the device, which is possible if every head looks back one token and no further."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.models.heads import CandidateSelector, ConfidenceHead, DraftHead
 
 
 def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
-    """The heads on a device; None if one of them remembers the path to a token."""
+    """The heads on a device; None if one of them remembers the whole path to a token."""
     corrector = heads.corrector
     trust = _trust(heads.trust, device) if heads.trust is not None else None
     if corrector is None:

@@ -1,10 +1,9 @@
-"""Targets and drafters as a GPU runs them: embedding, stack and head around rows that live on the device."""
+"""Targets and drafters as a GPU runs them: embedding, stack and head, around rows that stay on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,16 +14,18 @@ from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.paged_attention import DEEPEST_ROW
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, DecoderConfig
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.gemma4 import Gemma4
-from slipstream.models.gpu_heads import device_heads
-from slipstream.models.gpu_layers import DevicePools, RotaryPair
-from slipstream.models.gpu_stack import GpuContext, GpuStack
-from slipstream.models.gpu_weights import GpuEmbedding
+from slipstream.models.gpu.device_heads import device_heads
+from slipstream.models.gpu.device_parts import DevicePools, DeviceSetting, RotaryPair
+from slipstream.models.gpu.device_stack import GpuContext, GpuStack
+from slipstream.models.gpu.device_weights import GpuEmbedding
+from slipstream.models.layers import SideEmbeddings
 from slipstream.models.rope import RotaryTable
 
-_NEVER_DRAFTED = -1e30  # far below any logit, and still a number: a sum over such tokens alone must not become NaN
+# The logit of tokens that a drafter's own head does not know. It is far below any real logit, and it is finite because
+# with -inf a softmax over such tokens alone would become NaN.
+_NEVER_DRAFTED = -1e30
 
 
 class GpuTarget:
@@ -35,14 +36,14 @@ class GpuTarget:
         self.vocab_size = decoder.config.vocab_size
         self.kernels = kernels
         rotaries = {rope: rotary_pair(table, positions, device) for rope, table in decoder.rotaries.items()}
-        self._stack = GpuStack(kernels, decoder.layers, decoder.norm, rotaries, decoder.config.pool)
-        has_sides = isinstance(decoder, Gemma4) and decoder.config.side_size > 0
-        self._sides = _GemmaSides(kernels, cast(Gemma4, decoder)) if has_sides else None
+        setting = DeviceSetting(kernels, rotaries, decoder.config.rms_eps, device)
+        self._stack = GpuStack(setting, decoder.layers, decoder.norm)
+        self._sides = _DeviceSides(kernels, decoder.sides, decoder.config) if decoder.sides is not None else None
 
     def run(
         self, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int], states: DeviceStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden rows and taps."""
+        """Hidden rows after the final norm, and the taps."""
         embed = device_embedding(self.decoder.embed)
         residual = embedded(self.kernels, embed, rows.tokens, embed.scale)
         sides = self._sides(residual, rows.tokens) if self._sides is not None else None
@@ -55,38 +56,38 @@ class GpuTarget:
         return found
 
 
-class _GemmaSides:
-    """An embedding of every row for every layer: one of its token, and one computed from the stream's beginning."""
+class _DeviceSides:
+    """An embedding of every row for every layer: one of its token, and one computed from the first stream."""
 
-    def __init__(self, kernels: GpuKernels, decoder: Gemma4) -> None:
-        config = decoder.config
+    def __init__(self, kernels: GpuKernels, sides: SideEmbeddings, config: DecoderConfig) -> None:
         self._kernels = kernels
-        self._decoder = decoder
-        self._shape = config.layers, config.side_size
-        self._norms = decoder.side_norm.expand(config.layers, -1).contiguous()
-        # what is projected is scaled down before its norm, which only shows in what the norm adds to the square
+        self._sides = sides
+        self._shape = sides.layers, sides.size
+        self._norms = sides.norm.expand(sides.layers, -1).contiguous()
+        # The model divides the projected rows by the square root of the width before it norms them. A norm undoes any
+        # such factor except in the epsilon, so the epsilon is multiplied by the width instead.
         self._eps = config.rms_eps * config.hidden_size
 
     def __call__(self, residual: Tensor, tokens: Tensor) -> Tensor:
-        kernels, decoder = self._kernels, self._decoder
-        projected = kernels.multiply(decoder.side_projection, residual.to(torch.bfloat16)).view(-1, *self._shape)
-        sides = torch.empty_like(projected)
-        kernels.norm_parts(projected, self._norms, self._eps, sides)
-        embed = device_embedding(decoder.side_embed)
+        kernels, sides = self._kernels, self._sides
+        projected = kernels.multiply(sides.projection, residual.to(torch.bfloat16)).view(-1, *self._shape)
+        normed = torch.empty_like(projected)
+        kernels.norm_parts(projected, self._norms, self._eps, normed)
+        embed = device_embedding(sides.embed)
         own = embedded(kernels, embed, tokens, embed.scale).view(-1, *self._shape)
-        return (own.add_(sides) * 2.0**-0.5).to(torch.bfloat16)
+        return (own.add_(normed) * 2.0**-0.5).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftPools:
-    """Draft context, where a stack looks for a target's keys."""
+    """The draft context in the place where a stack looks for a target's keys and values."""
 
     target: Sequence[tuple[Tensor, Tensor]]
-    scratch_place: int = 0  # only experts ask for it, and drafters have none
+    scratch_place: int = 0  # only experts read it, and drafters have no experts
 
 
 class GpuDrafter:
-    """A drafter (a variant of one) on the target's device."""
+    """A drafter, or a variant of one, on the target's device."""
 
     def __init__(
         self,
@@ -112,46 +113,34 @@ class GpuDrafter:
         self.taps = config.target_layer_ids
         self._kernels = kernels
         self._window = window
-        # heads that remember the whole path stay on the host
+        # A head that remembers the whole path to a token runs on the host.
         self.heads = device_heads(drafter.heads, device) if drafter.heads is not None else None
         self.on_device = drafter.heads is None or self.heads is not None
         self.candidate_limit = drafter.heads.candidate_limit if drafter.heads is not None else 0
         drafter.borrow_softcap(target.config.softcap)
         self._embed = device_embedding(drafter.embed or target.embed)
-        # the target's embedding comes as scaled as the target has it, unless the drafter has a scale for the raw one
+        # A borrowed embedding keeps the target's scale, unless the drafter has a scale of its own for the raw rows.
         own = config.input_embedding_scale
         self._scale = own if own is not None else 1.0 if drafter.embed is not None else self._embed.scale
         self._head: Matrix = drafter.head or target.draft_head
         self._known = drafter.known_tokens.to(device) if drafter.known_tokens is not None else None
         rotary = rotary_pair(drafter.rotary, positions, device)
-        self._stack = GpuStack(kernels, drafter.layers, drafter.norm, {config.rope: rotary}, lambda index: index)
-        each = drafter.context_each or ()
-        self.context = GpuContext(
-            kernels,
-            drafter.fc,
-            drafter.context_kv,
-            drafter.context_bias,
-            drafter.hidden_norm,
-            drafter.context_k_norm[:, 0].contiguous(),
-            config.rms_eps,
-            rotary,
-            drafter.tap_norms,
-            torch.stack([layer.input_norm for layer in drafter.layers]) if each else None,
-            each,
-        )
+        setting = DeviceSetting(kernels, {config.rope: rotary}, config.rms_eps, device)
+        self._stack = GpuStack(setting, drafter.layers, drafter.norm)
+        self.context = GpuContext(kernels, drafter, rotary)
 
     def lay_out(self, rows: DeviceRows, anchors: Tensor, page_tokens: int) -> None:
-        """Blocks of masks behind the anchors."""
+        """Fills the rows with blocks: each has its anchor and then mask tokens."""
         self._kernels.block_rows(rows, anchors, self.drafter.config.mask_token_id, self._window, page_tokens)
 
     def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks."""
+        """Hidden rows of the blocks after the final norm."""
         residual = embedded(self._kernels, self._embed, rows.tokens, self._scale)
         pools = _DraftPools(list(zip(keys, values, strict=True)))
         return self._stack.run(residual, rows, pools)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """With the drafter's own multiplier, a softcap, and a place for every token of the target's vocabulary."""
+        """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
         config, cap = self.drafter.config, self.drafter.softcap
         found = logits(self._kernels, self._head, hidden)
         if config.output_multiplier != 1.0 or cap > 0:
@@ -162,7 +151,7 @@ class GpuDrafter:
 
 
 def device_embedding(embed: object) -> GpuEmbedding:
-    """What a model whose weights are on a device calls its embedding."""
+    """The embedding of a model whose weights are on a device."""
     assert isinstance(embed, GpuEmbedding), "the model's weights are not on a GPU"
     return embed
 
@@ -174,7 +163,7 @@ def embedded(kernels: GpuKernels, embed: GpuEmbedding, tokens: Tensor, scale: fl
 
 
 def logits(kernels: GpuKernels, head: Matrix, hidden: Tensor) -> Tensor:
-    """In fp32: bf16 is too coarse to rank a vocabulary by."""
+    """Logits in fp32, because bf16 is too coarse to rank a vocabulary by."""
     out = torch.empty(hidden.shape[0], head.out_features, dtype=torch.float32, device=hidden.device)
     return kernels.multiply(head, hidden, out)
 

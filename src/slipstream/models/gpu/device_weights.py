@@ -1,4 +1,4 @@
-"""Takes a model file's tensors onto a GPU: matrices as the file has them, or all of them in bf16."""
+"""Loads a model file's tensors onto a GPU: each matrix in the type that the file has, or all of them in bf16."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class GpuEmbedding:
 
 
 class GpuWeights(Weights):
-    """Loads tensor by tensor, so that the model is never in memory as a whole but in the format it is kept in."""
+    """Loads tensor by tensor, so that the whole model is only ever in memory in its final format."""
 
-    joins_gates = True  # a launch for a few numbers would cost as much as one for many
+    joins_gates = True  # a launch of its own for a gate's few rows would take as long as one with many rows
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class GpuWeights(Weights):
         changed: Collection[str] = (),
         norm_shift: float = 0.0,
     ) -> None:
-        # a tied head is built once: what shares tensors shares matrices
+        # Matrices of the same tensors are built once, so that a tied head and embedding share their memory.
         shared = {} if parts is None else parts
         super().__init__(file, weight_format, file_name, progress, parts=shared, changed=changed, norm_shift=norm_shift)
         self._scratch = scratch
@@ -57,13 +57,13 @@ class GpuWeights(Weights):
         return cast(Matrix, self._built([source], torch.float32))
 
     def embedding(self, name: str, vocab: int, hidden: int, scale: float = 1.0) -> Embedding:
-        # a step reads a few rows of it, unless it is the head as well
+        # The table does not count in `step_bytes`: a step reads few of its rows, and a tied head is counted as head.
         source = self.source(name, (vocab, hidden))
         table = self.part("head", [source], lambda: self._make([source], torch.float32))
         return cast(Embedding, GpuEmbedding(table, rounded_scale(scale, source)))
 
     def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
-        """All in one stack, so that one launch serves those that rows have chosen."""
+        """All experts in one stack, so that one launch serves all experts that rows have chosen."""
         sources = [source for expert in each for source in expert]
         make = partial(make_expert_stack, each, self._scratch.device, self.weight_format)
         stack = self.part("experts", sources, make)
