@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from anthropic import Anthropic
     from openai import OpenAI
@@ -139,6 +141,10 @@ class Server:
         """Everybody who runs or waits, as /slots tells it."""
         models = self.get("/slots")["models"]
         return [slot for model in models for slot in model["slots"]] + [m for m in models if m["waiting"]]
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the server has used: a clock that other programs on the machine do not move."""
+        return float(sum(psutil.Process(self.process.pid).cpu_times()[:2]))
 
     def health(self) -> dict[str, Any]:
         return dict(json.loads(self.ask("/health")[2]))

@@ -12,7 +12,8 @@ from tests.hostile.bodies import Worst, table
 from tests.hostile.neighbour import GROWTH_LIMIT, Neighbour, Seen, beside
 
 MIB = 1 << 20
-# Where tokenising held the interpreter the neighbour was silent for 6 s and more; a busy machine alone makes it 0.5 s.
+# Of the server's processor time between two pieces of the neighbour's stream, which a busy machine does not stretch.
+# Where tokenising held the interpreter the neighbour was silent for 6 s and more.
 MOST_SILENCE_MS = 3000.0
 
 
@@ -26,7 +27,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def neighbour(server: Server) -> Iterator[Neighbour]:
-    with Neighbour(server) as running:
+    with Neighbour(server, server.cpu_seconds) as running:
         yield running
 
 
@@ -53,8 +54,8 @@ def test_a_prompt_that_is_far_too_long_costs_next_to_nothing(
 ) -> None:
     seen = beside(server, neighbour, body(path, name))
     assert seen.statuses == (400,) and "the context holds 8192" in seen.said, seen
-    # 4 MiB of digits take 5 s to tokenise, words 3 s
-    assert seen.cpu_s < 1.5, seen
+    # 4 MiB of digits take 5 s to tokenise, words 3 s; the neighbour's own steps are in it too
+    assert seen.cpu_s < 2.5, seen
     check(seen)
 
 
