@@ -1,5 +1,7 @@
 """Adapter files for the tests, in the layouts PEFT and llama.cpp write, and the drafters they belong to."""
 
+# mypy: disable-error-code="unused-ignore, var-annotated"
+
 from __future__ import annotations
 
 import json

@@ -8,6 +8,8 @@ lose their pages, are resumed and cancelled meanwhile. Text, token ids and log-p
 bit, and a cancelled answer the beginning of its text. Costs and times come from the seed too, so an episode repeats.
 """
 
+# mypy: disable-error-code="arg-type, operator, unused-ignore, var-annotated"
+
 from __future__ import annotations
 
 import argparse

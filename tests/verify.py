@@ -7,6 +7,8 @@
 Sections that measure no time run side by side, one thread each; the timed ones run alone afterwards.
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

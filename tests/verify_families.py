@@ -1,5 +1,7 @@
 """The section of the verification about target families: their logits, their text under speculation, llama.cpp's."""
 
+# mypy: disable-error-code="attr-defined, misc, unused-ignore"
+
 from __future__ import annotations
 
 import tempfile

@@ -7,6 +7,8 @@ Steps are laid out on the CPU with a few layers of the real width; every launch 
 and shared memory decide how many programs a multiprocessor works on at a time; what spills is written and read again.
 """
 
+# mypy: disable-error-code="assignment, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

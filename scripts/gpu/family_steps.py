@@ -8,6 +8,8 @@ Every shape and format runs in a process of its own. A step is everything but th
 pass, the choice of tokens, the commit. What it must read is counted, experts from the routing of that very step.
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -9,6 +9,8 @@ The parts: modes (every mode on every evaluation set, texts compared), native (w
 (how often the host waits), theirs (transformers, the authors' loop).
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -8,6 +8,8 @@ python scripts/gpu/step_times.py --kernels                which kernels a step's
 python scripts/gpu/step_times.py --tiny                   the same code at tiny sizes on a CPU, kernels in torch
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -68,31 +68,31 @@ class Helper:
         """`factory` is `module:function`; called with `arguments()` in the child it gives the function that works."""
         self._factory = factory
         self._arguments = arguments
-        self._limits = limits
+        self.limits = limits
         self._called = called
         self._child: _Child | None = None
         self._first: bytes | None = None  # what a new child is told
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._rested_at = 0.0  # when the next call may begin
         _helpers.add(self)
 
     def __call__(self, *values: Any) -> Any:
         """The function's result; what it raised if that is an error of ours; `OverrunError` if it passed a limit."""
         message = self._message(values)
-        if not self._lock.acquire(timeout=self._limits.wait_s):
-            raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
+        if not self.lock.acquire(timeout=self.limits.wait_s):
+            raise BusyError(f"the {self._called} has been busy for {self.limits.wait_s:g} s")
         try:
             time.sleep(max(0.0, self._rested_at - time.monotonic()))
             answer = self._exchange(message)
-            if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
+            if answer["grown_bytes"] > (self.limits.growth_bytes or self.limits.memory_bytes // 2):
                 self._end()  # what earlier calls left behind must not become a later call's limit
-            return _result(answer, self._limits)
+            return _result(answer, self.limits)
         except BaseException as error:
             if not isinstance(error, SlipstreamError):
                 self._end()  # half an answer may still be on its way, and must not become the next call's
             raise
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _message(self, values: Sequence[Any]) -> bytes:
         try:
@@ -108,12 +108,12 @@ class Helper:
 
     def close(self) -> None:
         """Ends the child; a later call starts another."""
-        with self._lock:
+        with self.lock:
             self._end()
 
     def forget(self) -> None:
         """In a forked process: the child is the other process's, and so is whatever holds the lock."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         child, self._child = self._child, None
         if child is not None:
             child.disown()
@@ -122,19 +122,19 @@ class Helper:
         if self._child is not None and self._child.process.poll() is not None:
             self._end()
         child = self._child or self._start()
-        wall_s, began = self._limits.cpu_s * _WALL_PER_CPU, time.monotonic()
+        wall_s, began = self.limits.cpu_s * _WALL_PER_CPU, time.monotonic()
         try:
-            return child.exchange(message, wall_s, self._limits.answer_bytes)
+            return child.exchange(message, wall_s, self.limits.answer_bytes)
         except TimeoutError:
             raise OverrunError(f"took more than {wall_s} s") from None
         except (OSError, EOFError):
-            raise OverrunError(_cause(child.status(), self._limits)) from None
+            raise OverrunError(_cause(child.status(), self.limits)) from None
         finally:
             now = time.monotonic()
-            self._rested_at = now + self._limits.rest * (now - began)
+            self._rested_at = now + self.limits.rest * (now - began)
 
     def _start(self) -> _Child:
-        limits = self._limits
+        limits = self.limits
         if self._first is None:  # kept: a large vocabulary takes a quarter of a second to write
             arguments = self._arguments()
             self._first = json.dumps([self._factory, arguments, limits.cpu_s, limits.memory_bytes]).encode()

@@ -192,14 +192,15 @@ def serve(
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}
             )
-        assert process.stdout is not None
-        first = process.stdout.readline()
+        output = process.stdout
+        assert output is not None
+        first = output.readline()
         if not first:
             process.wait()
             raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
         start = json.loads(first)
         server = Server(start["url"], process, log, [start])
-        reader = threading.Thread(target=lambda: server.lines.extend(map(json.loads, process.stdout)), daemon=True)
+        reader = threading.Thread(target=lambda: server.lines.extend(map(json.loads, output)), daemon=True)
         reader.start()
         try:
             if ready:
@@ -208,4 +209,4 @@ def serve(
         finally:
             server.stop()
             reader.join(5)
-            process.stdout.close()
+            output.close()

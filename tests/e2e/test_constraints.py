@@ -1,5 +1,7 @@
 """Grammars, tools, biases and budgets on the real pair: valid text, the same in every mode, drafts still accepted."""
 
+# mypy: disable-error-code="arg-type, call-overload, dict-item, unused-ignore"
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """Trees, heads and the policy on the real pair: the text never changes, acceptance is what it should be."""
 
+# mypy: disable-error-code="call-overload, unused-ignore"
+
 from __future__ import annotations
 
 import pytest
@@ -30,7 +32,7 @@ def pair(draft: str = "smollm2-dspark") -> LLM:
     ids=["dspark-greedy", "dspark-sampled", "dflash-greedy", "dflash-sampled"],
 )
 def test_text_is_the_same_in_every_mode(draft: str, settings: dict[str, object], modes: tuple[str, ...]) -> None:
-    reports = promises.identity_by_mode(pair(draft), checks.eval_prompts(2), TOKENS, settings, modes)
+    reports = promises.identity_by_mode(pair(draft), checks.eval_prompts(1), TOKENS, settings, modes)
     for mode, report in reports.items():
         assert report.ok, f"{mode}: {report.row()}"
         if mode.startswith("chain:"):

@@ -1,5 +1,7 @@
 """Strangers at the door: broken, huge and fuzzed bodies, wrong keys, other origins; and how a server ends."""
 
+# mypy: disable-error-code="union-attr, unused-ignore"
+
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,8 @@
 """Every known way in which speculation breaks while the text stays right: acceptance is asserted, then the fault is
 put back in and the same assertion must fail."""
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 import dataclasses

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.serving import MODEL, Server, serve
+from tests.e2e.serving import MODEL, Server
 from tests.hostile.bodies import Worst, table
 from tests.hostile.neighbour import GROWTH_LIMIT, Neighbour, Seen, beside
 
@@ -18,11 +18,10 @@ MOST_SILENCE_MS = 3000.0
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        running.post("/v1/completions", {"model": MODEL, "prompt": "warm up", "max_tokens": 4})
-        running.ask("/v1/completions", {"model": MODEL, "prompt": "7" * 100_000})  # and learn what bytes are worth
-        yield running
+def server(door_server: Server) -> Server:
+    door_server.post("/v1/completions", {"model": MODEL, "prompt": "warm up", "max_tokens": 4})
+    door_server.ask("/v1/completions", {"model": MODEL, "prompt": "7" * 100_000})  # it learns what bytes are worth
+    return door_server
 
 
 @pytest.fixture(scope="module")

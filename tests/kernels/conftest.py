@@ -13,8 +13,8 @@ import torch
 def _sum_in_float64() -> None:
     """Lets the interpreter's `tl.dot` sum in float64 and round once.
 
-    numpy's BLAS sums a row in an order that depends on the row's place in the matrix and on the processor, which a GPU's
-    tensor cores do not. Tests that compare two rows to the bit would then fail on some processors (AMD's, for one).
+    The order in which numpy's BLAS sums a row depends on the row's place in the matrix and on the processor. Tests
+    compare rows to the bit, because tensor cores have one order; with BLAS they fail on some processors (AMD's, say).
     """
     from triton.language import float64
     from triton.runtime import interpreter

@@ -1,5 +1,7 @@
 """Reading adapters: what PEFT and llama.cpp write, what a user types, and everything a file can be wrong about."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import json

@@ -47,6 +47,7 @@ def test_metadata_equals_the_gguf_package(small: Path) -> None:
     assert read_gguf(small).metadata == expected
 
 
+@pytest.mark.slow
 def test_the_real_target_equals_the_gguf_package() -> None:
     path = smollm2_path()
     began = time.process_time()

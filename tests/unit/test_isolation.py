@@ -56,7 +56,7 @@ def helper() -> Iterator[Helper]:
         ("signal", int(signal.SIGKILL), "was killed by signal 9"),
         ("abort", None, "needed more than 128 MiB of memory"),
         ("repeat", 10**9, "needed more than 128 MiB of memory"),
-        ("power", 9, "took more than 1 s of processor time"),
+        ("power", 9, "took more than (1 s of processor time|5 s)"),  # the latter where the machine is very busy
         ("long", MIB, "gave more than 1 MiB"),
         ("exit", 3, "ended with status 3"),
         ("raise", "foreign", "failed with KeyError: 'foreign'"),
@@ -131,7 +131,7 @@ def test_waiting_has_an_end() -> None:
     helper("echo", 1)
     running = threading.Thread(target=lambda: pytest.raises(OverrunError, helper, "sleep", 100), daemon=True)
     running.start()
-    while not helper._lock.locked():
+    while not helper.lock.locked():
         time.sleep(0.001)
     with pytest.raises(BusyError, match="the slow one has been busy for 0.05 s"):
         helper("echo", 2)
@@ -203,7 +203,7 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
     with script("""
         h = Helper(WORK, LIMITS)
         h('echo', 1)
-        mine, lock = h.pid, h._lock
+        mine, lock = h.pid, h.lock
         lock.acquire()  # as if another thread were in the middle of a call
         if (forked := os.fork()) == 0:
             os._exit(0 if h('echo', 2) == 2 and h.pid != mine and h.close() is None else 1)

@@ -29,6 +29,9 @@ class NoMemory:
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         raise AssertionError("nobody proposes a tree here")
 
+    def clear_rows(self, places: Sequence[Place]) -> None:
+        raise AssertionError("nothing is spoiled here")
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("nothing is spoiled here")
 

@@ -1,5 +1,7 @@
 """Variants of the drafter on tiny pairs: who drafts for whom, what they share, and how they come and go."""
 
+# mypy: disable-error-code="assignment, attr-defined, operator, union-attr, unused-ignore"
+
 from __future__ import annotations
 
 import gc

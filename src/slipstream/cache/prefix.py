@@ -42,7 +42,7 @@ class PrefixCache:
         self._states = states
         self._page_tokens = page_tokens
         self._root = _Node(None, ())
-        self._nodes: set[_Node] = set()
+        self.nodes: set[_Node] = set()  # every node but the root
         self._clock = 0
         self.size = 0  # pages it holds; any thread may look
         self.hits = 0
@@ -86,7 +86,7 @@ class PrefixCache:
             child = node.children.get(chunk)
             if child is None:
                 child = node.children[chunk] = _Node(node, chunk)
-                self._nodes.add(child)
+                self.nodes.add(child)
             known, own = (child.usable(draft_key) if child.pages else None), child.pages.get(draft_key)
             if known is None or (known is own and self._resumable(page) and not self._resumable(own.page)):
                 self._table.share([page])
@@ -110,18 +110,18 @@ class PrefixCache:
         if pages_wanted <= 0:
             return 0
         order = itertools.count()  # equally old leaves are never compared themselves
-        leaves = [(found.last_used, next(order), node, key) for node in self._nodes for key, found in self._free(node)]
+        leaves = [(found.last_used, next(order), node, key) for node in self.nodes for key, found in self._free(node)]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < pages_wanted:
             _, _, node, key = heapq.heappop(leaves)
-            if node not in self._nodes or not any(key == free for free, _ in self._free(node)):
+            if node not in self.nodes or not any(key == free for free, _ in self._free(node)):
                 continue  # an entry that is out of date: something leans on the page by now, or it is gone
             self._forget_page(node, key)
             freed += 1
             # what the page leant on may be a leaf now, and older than the leaves still there
             for near in (node, node.parent):
-                if near in self._nodes:
+                if near in self.nodes:
                     for free, found in self._free(near):
                         heapq.heappush(leaves, (found.last_used, next(order), near, free))
         return freed
@@ -150,12 +150,12 @@ class PrefixCache:
         return count
 
     def held(self) -> list[int]:
-        return [found.page for node in self._nodes for found in node.pages.values()]
+        return [found.page for node in self.nodes for found in node.pages.values()]
 
     def forget(self, draft_key: str) -> None:
         """Lets go of every page that carries this draft context: nobody makes or reads it any more."""
-        for node in [node for node in self._nodes if draft_key in node.pages]:
-            if node in self._nodes:  # it may have gone with a branch
+        for node in [node for node in self.nodes if draft_key in node.pages]:
+            if node in self.nodes:  # it may have gone with a branch
                 self._forget_page(node, draft_key)
 
     def clear(self) -> None:
@@ -180,7 +180,7 @@ class PrefixCache:
         while stack:
             gone = stack.pop()
             stack += gone.children.values()
-            self._nodes.discard(gone)
+            self.nodes.discard(gone)
             for found in gone.pages.values():
                 self._release(found)
 

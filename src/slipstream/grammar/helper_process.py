@@ -33,7 +33,7 @@ Work = Callable[..., Any]
 def trial(*vocabulary: Any) -> Work:
     """Tries constraints on a vocabulary; raises `RequestError` where one fails."""
     os.nice(_TRIAL_NICENESS)
-    tokenizer = _tokenizer(*vocabulary)
+    tokenizer = tokenizer_of(*vocabulary)
 
     def attempt(kind: str, source: str, before: str | None) -> None:
         try:
@@ -60,10 +60,10 @@ def _take_masks(matcher: LLMatcher) -> None:
 def desk(*vocabulary: Any) -> Work:
     """Keeps the places of requests in their grammars and computes masks."""
     os.nice(_MASK_NICENESS)
-    return _Desk(_tokenizer(*vocabulary)).mask
+    return Desk(tokenizer_of(*vocabulary)).mask
 
 
-class _Desk:
+class Desk:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
@@ -149,7 +149,7 @@ def _must_live(matcher: LLMatcher) -> None:
         raise refusal(matcher.get_error())
 
 
-def _tokenizer(*vocabulary: Any) -> LLTokenizer:
+def tokenizer_of(*vocabulary: Any) -> LLTokenizer:
     source = _Vocabulary(*vocabulary)
     source.tokenizer = library_tokenizer(source, source.ends)
     return source.tokenizer

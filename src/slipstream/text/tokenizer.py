@@ -58,9 +58,9 @@ class Tokenizer:
         """The first of `eos_ids` is the one templates call eos; `add_bos` None leaves BOS to the backend itself."""
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._literal: Backend | None = None
-        self._add_bos = add_bos
+        self.add_bos = add_bos
         self._notation = TokenNotation.of(backend.decoder)
         added = backend.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
@@ -117,7 +117,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included; the model's own table may be padded beyond it."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def bos_token(self) -> str:
@@ -152,13 +152,13 @@ class Tokenizer:
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
     ) -> Iterator[list[int]]:
         """The ids of a text in parts, so that a long text never stands in memory with all that tokenising it takes."""
-        backend = self._backend if parse_special else self._literal_backend()
-        wanted = self._add_bos if add_bos is None else add_bos
+        backend = self.backend if parse_special else self.literal_backend()
+        wanted = self.add_bos if add_bos is None else add_bos
         own = wanted is None  # the backend itself knows what stands around a text
         before: list[int] = [self.bos_id] if wanted and self.bos_id is not None else []
         after: list[int] = []
         texts: Iterable[str] = (text,)
-        if len(text) > cutting.PIECE_CHARS and self._can_cut:
+        if len(text) > cutting.PIECE_CHARS and self.can_cut:
             texts = cutting.pieces(text)
             if own:
                 own, (before, after) = False, self._surroundings
@@ -170,21 +170,24 @@ class Tokenizer:
     @cached_property
     def _surroundings(self) -> tuple[list[int], list[int]]:
         """What the backend puts before and behind every text."""
-        alone, within = (self._backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
+        alone, within = (self.backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
         place = next(i for i in range(len(within)) if within[i : i + len(alone)] == alone)
         return within[:place], within[place + len(alone) :]
 
     @cached_property
-    def _can_cut(self) -> bool:
-        known = bool(self._backend.encode(_PROBE, add_special_tokens=False).ids)
-        return known and cutting.can_cut(self._backend, self._vocabulary)
+    def can_cut(self) -> bool:
+        """Whether a long text may be tokenised piece by piece and has the same ids."""
+        known = bool(self.backend.encode(_PROBE, add_special_tokens=False).ids)
+        return known and cutting.can_cut(self.backend, self.vocabulary)
 
     @cached_property
-    def _shares(self) -> cutting.Shares | None:
-        return cutting.token_shares(self._backend, self._vocabulary)
+    def token_shares(self) -> cutting.Shares | None:
+        """What a byte of each kind adds to the fewest tokens of a text; None if nothing is certain."""
+        return cutting.token_shares(self.backend, self.vocabulary)
 
     @property
-    def _vocabulary(self) -> list[bytes]:
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token by its id."""
         return [self.token_bytes(index) for index in range(self.vocab_size)]
 
     def fewest_tokens(self, texts: Sequence[str], limit: int) -> int:
@@ -198,13 +201,13 @@ class Tokenizer:
             data = "".join(texts).encode()
         except UnicodeError:
             return 0  # tokenising them will say what is wrong
-        if len(data) <= limit or self._shares is None:
+        if len(data) <= limit or self.token_shares is None:
             return 0
-        return cutting.fewest_tokens(data, self._shares)
+        return cutting.fewest_tokens(data, self.token_shares)
 
     def longest_piece(self, text: str) -> int:
         """The characters that have to be tokenised at once, at most."""
-        cut = len(text) > cutting.PIECE_CHARS and self._can_cut
+        cut = len(text) > cutting.PIECE_CHARS and self.can_cut
         return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -227,7 +230,7 @@ class Tokenizer:
         known = self._bytes.get(index)
         if known is None:
             added = self._added.get(index)
-            token = self._backend.id_to_token(index) if added is None and index >= 0 else None
+            token = self.backend.id_to_token(index) if added is None and index >= 0 else None
             known = added.encode() if added is not None else b"" if token is None else self._notation.to_bytes(token)
             self._bytes[index] = known
         return known
@@ -250,13 +253,13 @@ class Tokenizer:
 
     def serialized(self) -> str:
         """Everything another process needs to cut texts as this tokenizer does."""
-        text: str = self._backend.to_str()
+        text: str = self.backend.to_str()
         return text
 
-    def _literal_backend(self) -> Backend:
+    def literal_backend(self) -> Backend:
         # A second copy: the switch is a property of the backend, and flipping it would race with other threads.
         if self._literal is None:
-            literal = Backend.from_str(self._backend.to_str())
+            literal = Backend.from_str(self.backend.to_str())
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal
