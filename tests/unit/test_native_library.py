@@ -64,7 +64,6 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(availability().library is None or COMPILER is None, reason="no compiled kernels")
-@pytest.mark.timeout(600)
 def test_kernels_are_sound_under_address_sanitizer(tmp_path: Path) -> None:
     # only behind setup.py's own flags does -O0 count; optimising checked code takes two minutes
     compiler = tmp_path / "compiler"

@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
 # Of the engine's thread in a step, for the masks of all requests: one takes 0.2 ms, more on a busy machine. Above
 # 0.1 s a mask that never ends would be noticed by its neighbours.
-_STEP_PATIENCE_S = 0.05
+STEP_PATIENCE_S = 0.05
 _MAX_WAIT_S = 0.02  # for the engine's thread, which must look at its commands now and then
 _LOOK_S = 0.002  # the lane's thread looks this often whether quick work has come while slow work rests
 
@@ -69,7 +69,7 @@ class Lane:
         self._order = itertools.count()
         self._finished = threading.Event()
         self._idle = threading.Event()  # the engine has nothing to do until some work is done
-        self._patience_s = _STEP_PATIENCE_S
+        self._patience_s = STEP_PATIENCE_S
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
         """Does the work behind what was submitted before; what is not urgent, behind everything that is."""
@@ -80,7 +80,7 @@ class Lane:
         return future
 
     def begin_step(self) -> None:
-        self._patience_s = _STEP_PATIENCE_S
+        self._patience_s = STEP_PATIENCE_S
 
     def begin_forward(self) -> None:
         """The engine is about to run the model: slow work rests from now on."""
