@@ -1,6 +1,7 @@
 # make setup     .venv with the engine and everything its tests need
 # make demo      the default pair, plain and speculative, with both speeds
-# make test      lint and the test suite
+# make check     lint, types and the quick tests: before every commit (2 minutes)
+# make test      lint, types and all tests (10 minutes)
 # make sanitize  the compiled kernels' tests under address, undefined-behaviour and thread sanitizers (minutes)
 # make verify    every claim at full size; writes docs/results.md
 # make audit     known vulnerabilities of the tested packages, and their list as build/sbom.cdx.json
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.installed
 # What is never imported need not be compiled, which is most of it.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 
-.PHONY: setup demo test lint sanitize verify audit lock clean
+.PHONY: setup demo check test lint sanitize verify audit lock clean
 
 setup: $(STAMP)
 
@@ -37,10 +38,14 @@ demo: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+check: setup
+	$(BIN)/python -m tests.side_by_side check
+
 test: setup
-	$(BIN)/python -m tests.side_by_side
+	$(BIN)/python -m tests.side_by_side test
 
 sanitize: setup
 	$(BIN)/python scripts/sanitize.py

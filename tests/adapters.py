@@ -1,5 +1,7 @@
 """Writes adapter files for the tests in the layouts of PEFT and llama.cpp, and the drafters that they belong to."""
 
+# mypy: disable-error-code="unused-ignore, var-annotated"
+
 from __future__ import annotations
 
 import json

@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0))
 
 # Runs only every n-th case of each test, for slow surroundings in which a sample must suffice.
 SHARE_VARIABLE = "SLIPSTREAM_TEST_SHARE"
+# Runs all cases of tests that are marked `sampled(n)`, of which a run otherwise has every n-th: `make verify` sets it.
+WHOLE_VARIABLE = "SLIPSTREAM_TEST_WHOLE"
 
 _NOT_ALLOWED = pytest.StashKey[list[str]]()
 
@@ -55,21 +57,26 @@ class _SkipWatch:
             self.found.append(f"{report.nodeid}: skipped ({reason})")
 
 
-def _sample(items: list[pytest.Item], share: int) -> list[pytest.Item]:
-    """The first and then every `share`-th case of each test, counted separately for each library of kernels."""
+def _share(item: pytest.Item) -> int:
+    marker = None if os.environ.get(WHOLE_VARIABLE) else item.get_closest_marker("sampled")
+    return max(int(os.environ.get(SHARE_VARIABLE, "1")), int(marker.args[0]) if marker is not None else 1)
+
+
+def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The first and then every n-th case of each test, counted for each library of kernels by itself."""
     cases: Counter[tuple[str, int]] = Counter()
     kept = []
     for item in items:
         chosen = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         test = item.nodeid.partition("[")[0], id(chosen.get("library"))
-        if cases[test] % share == 0:
+        if cases[test] % _share(item) == 0:
             kept.append(item)
         cases[test] += 1
     return kept
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = _sample(items, int(os.environ.get(SHARE_VARIABLE, "1")))
+    items[:] = _sample(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -9,6 +9,8 @@ log-probabilities must be equal to the bit, and a cancelled answer must be the b
 come from the seed too, so that an episode can be repeated.
 """
 
+# mypy: disable-error-code="arg-type, operator, unused-ignore, var-annotated"
+
 from __future__ import annotations
 
 import argparse

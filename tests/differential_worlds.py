@@ -1,5 +1,7 @@
 """The models of the differential test: tiny random ones, one of them recurrent, and the default pair."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import random

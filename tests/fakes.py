@@ -3,6 +3,8 @@
 A token is a character. An answer repeats the question, so that a test can see what reached the engine.
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import sys
@@ -103,13 +105,13 @@ class FakeLLM:
         }
 
     def chat(self, messages: Sequence[dict[str, str]], **settings: Any) -> FakeCompletion:
-        return self._complete(list(messages), settings)
+        return self.complete(list(messages), settings)
 
     def stream(
         self, prompt: str | Sequence[dict[str, str]], *, chat: bool = False, **settings: Any
     ) -> Iterator[GenEvent]:
         messages = [{"role": "user" if chat else "raw", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        done = self._complete(messages, settings)  # type: ignore[arg-type]
+        done = self.complete(messages, settings)  # type: ignore[arg-type]
         position = 0
         for step in [None, *done.steps]:
             size = len(step.verdict.tokens) if step else 1
@@ -132,7 +134,7 @@ class FakeLLM:
     def close(self) -> None:
         self.closed = True
 
-    def _complete(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> FakeCompletion:
+    def complete(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> FakeCompletion:
         self.requests.append({"messages": [dict(message) for message in messages], **settings})
         if self.fail:
             raise RequestError(self.fail)

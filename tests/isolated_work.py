@@ -38,6 +38,11 @@ def _surroundings(_: Any) -> dict[str, Any]:
     }
 
 
+def _raise_signals(numbers: list[int]) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
+
+
 def _is_open(number: int) -> bool:
     return os.path.lexists(f"/proc/self/fd/{number}")
 
@@ -53,5 +58,5 @@ _TASKS: dict[str, Callable[[Any], Any]] = {
     "sleep": lambda value: time.sleep(value),
     "raise": _raise,
     "surroundings": _surroundings,
-    "ignored": lambda value: [signal.raise_signal(number) for number in value],
+    "ignored": lambda value: _raise_signals(value),
 }

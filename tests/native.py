@@ -1,5 +1,7 @@
 """Shared by the tests of native kernels: every instruction set that this machine can run, and made-up tensors."""
 
+# mypy: disable-error-code="list-item, unused-ignore"
+
 from __future__ import annotations
 
 import functools

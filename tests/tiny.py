@@ -3,6 +3,8 @@
 python -c "from tests.tiny import random_operations; print(random_operations(1000, seed=0))"
 """
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 import json

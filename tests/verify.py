@@ -8,6 +8,8 @@ Sections that measure no time run side by side, one thread each. The timed ones 
 cannot run on this machine keeps its last results.
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,7 @@
 """The sections of the verification about speed beside llama.cpp and about the quality of the weight formats."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import os

@@ -4,6 +4,8 @@ Their logits are compared with those of transformers, their text under speculati
 from the GGUF files we write with llama.cpp's.
 """
 
+# mypy: disable-error-code="attr-defined, misc, unused-ignore"
+
 from __future__ import annotations
 
 import tempfile

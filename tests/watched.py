@@ -76,5 +76,5 @@ def add_watched(llm: LLM, request: Request, burn_s: float = 0.0, *, closed: bool
 
 
 def watch_guide(guide: Guide, watch: Watch) -> None:
-    assert guide._matcher is not None
-    guide._matcher = WatchedMatcher(guide._matcher, watch)
+    assert guide.matcher is not None
+    guide.matcher = WatchedMatcher(guide.matcher, watch)

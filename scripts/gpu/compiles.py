@@ -7,6 +7,8 @@ Steps are built on the CPU with a few layers of the real width; every launch is 
 shared memory decide how many programs a multiprocessor runs at a time; spilled registers are written and read again.
 """
 
+# mypy: disable-error-code="assignment, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -9,6 +9,8 @@ target's pass, the choice of tokens, and the commit. The bytes that it must read
 routing of this step chose.
 """
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

@@ -130,7 +130,8 @@ def main() -> int:
     if "real_pair" in wanted and not (target and draft):
         named = default_pair()
         target, draft = target or named[0], draft or named[1]
-    jobs = Jobs(options.out, *(str(Path(file).resolve()) if file else "" for file in (target, draft)), options.tiny)
+    files = [str(Path(file).resolve()) if file else "" for file in (target, draft)]
+    jobs = Jobs(options.out, files[0], files[1], options.tiny)
     if not options.tiny:
         write_origin(options.out)
     if checks := [name for name in CHECKS if name in wanted]:

@@ -9,6 +9,8 @@ A setting is a module of slipstream.kernels.gpu, a name in it (or a field of a t
 random. The usual settings are timed first and last; a difference smaller than that between those two is noise.
 """
 
+# mypy: disable-error-code="call-arg, unused-ignore"
+
 from __future__ import annotations
 
 import argparse

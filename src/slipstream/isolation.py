@@ -79,11 +79,11 @@ class Helper:
         """
         self._factory = factory
         self._arguments = arguments
-        self._limits = limits
+        self.limits = limits
         self._called = called
         self._child: _Child | None = None
         self._opening_message: bytes | None = None  # the first message to a new child: what to build, and its limits
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._next_call_at = 0.0  # when the next call may begin
         _helpers.add(self)
 
@@ -94,20 +94,20 @@ class Helper:
         exceeded a limit; `BusyError` that earlier calls did not end in time.
         """
         message = self._message(values)
-        if not self._lock.acquire(timeout=self._limits.wait_s):
-            raise BusyError(f"the {self._called} has been busy for {self._limits.wait_s:g} s")
+        if not self.lock.acquire(timeout=self.limits.wait_s):
+            raise BusyError(f"the {self._called} has been busy for {self.limits.wait_s:g} s")
         try:
             time.sleep(max(0.0, self._next_call_at - time.monotonic()))
             answer = self._exchange(message)
-            if answer["grown_bytes"] > (self._limits.growth_bytes or self._limits.memory_bytes // 2):
+            if answer["grown_bytes"] > (self.limits.growth_bytes or self.limits.memory_bytes // 2):
                 self._end()  # memory that earlier calls left behind must not count against a later call's limit
-            return _result(answer, self._limits)
+            return _result(answer, self.limits)
         except BaseException as error:
             if not isinstance(error, SlipstreamError):
                 self._end()  # half of an answer may still arrive, and the next call must not read it
             raise
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _message(self, values: Sequence[Any]) -> bytes:
         try:
@@ -123,12 +123,12 @@ class Helper:
 
     def close(self) -> None:
         """Ends the child; a later call starts another one."""
-        with self._lock:
+        with self.lock:
             self._end()
 
     def forget(self) -> None:
         """Drops the child in a forked process: it belongs to the parent process, and so does the holder of the lock."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         child, self._child = self._child, None
         if child is not None:
             child.disown()
@@ -137,19 +137,19 @@ class Helper:
         if self._child is not None and self._child.process.poll() is not None:
             self._end()
         child = self._child or self._start()
-        wall_s, began = self._limits.cpu_s * _WALL_PER_CPU, time.monotonic()
+        wall_s, began = self.limits.cpu_s * _WALL_PER_CPU, time.monotonic()
         try:
-            return child.exchange(message, wall_s, self._limits.answer_bytes)
+            return child.exchange(message, wall_s, self.limits.answer_bytes)
         except TimeoutError:
             raise OverrunError(f"took more than {wall_s} s") from None
         except (OSError, EOFError):
-            raise OverrunError(_exit_reason(child.status(), self._limits)) from None
+            raise OverrunError(_exit_reason(child.status(), self.limits)) from None
         finally:
             now = time.monotonic()
-            self._next_call_at = now + self._limits.rest * (now - began)
+            self._next_call_at = now + self.limits.rest * (now - began)
 
     def _start(self) -> _Child:
-        limits = self._limits
+        limits = self.limits
         # kept for later children, because writing a large vocabulary takes a quarter of a second
         if self._opening_message is None:
             arguments = self._arguments()

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from anthropic import Anthropic
     from openai import OpenAI
@@ -140,6 +142,10 @@ class Server:
         models = self.get("/slots")["models"]
         return [slot for model in models for slot in model["slots"]] + [m for m in models if m["waiting"]]
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the server has used: a clock that other programs on the machine do not move."""
+        return float(sum(psutil.Process(self.process.pid).cpu_times()[:2]))
+
     def health(self) -> dict[str, Any]:
         return dict(json.loads(self.ask("/health")[2]))
 
@@ -186,14 +192,15 @@ def serve(
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}
             )
-        assert process.stdout is not None
-        first = process.stdout.readline()
+        output = process.stdout
+        assert output is not None
+        first = output.readline()
         if not first:
             process.wait()
             raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
         start = json.loads(first)
         server = Server(start["url"], process, log, [start])
-        reader = threading.Thread(target=lambda: server.lines.extend(map(json.loads, process.stdout)), daemon=True)
+        reader = threading.Thread(target=lambda: server.lines.extend(map(json.loads, output)), daemon=True)
         reader.start()
         try:
             if ready:
@@ -202,4 +209,4 @@ def serve(
         finally:
             server.stop()
             reader.join(5)
-            process.stdout.close()
+            output.close()

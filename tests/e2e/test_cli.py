@@ -42,8 +42,8 @@ def as_json(*arguments: str, stdin: str = "") -> Any:
     return json.loads(slipstream(*arguments, "--json", stdin=stdin).stdout)
 
 
-def test_generate_prints_one_object_and_the_same_text_in_every_mode() -> None:
-    common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "40")
+def test_generate_prints_one_object_and_the_same_text_with_and_without_drafts() -> None:
+    common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "32")
     fast, plain = as_json(*common, "--mode", "chain"), as_json(*common, "--plain")
     assert set(fast) == {"text", "token_ids", "finish_reason", "stats"}
     assert set(fast["stats"]) >= STATS
@@ -51,7 +51,6 @@ def test_generate_prints_one_object_and_the_same_text_in_every_mode() -> None:
     assert fast["stats"]["accepted"] > 0 == plain["stats"]["drafted"]
     assert fast["stats"]["steps"] < plain["stats"]["steps"] == plain["stats"]["completion_tokens"] - 1
     assert fast["stats"]["tau"] > 1 == plain["stats"]["tau"]
-    assert as_json(*common, "--mode", "auto")["token_ids"] == plain["token_ids"]
 
 
 def test_generate_shows_and_traces_a_tree(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Grammars, tools, biases and budgets on the real pair: text is valid and equal in every mode, drafts are accepted."""
 
+# mypy: disable-error-code="arg-type, call-overload, dict-item, unused-ignore"
+
 from __future__ import annotations
 
 import json
@@ -10,6 +12,7 @@ import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.engine.llm import LLM, Completion
+from slipstream.grammar import guide, mask_lane
 from slipstream.grammar import notations as grammars
 from slipstream.server.serving.jobs import Tool
 from slipstream.server.serving.jobs import ToolChoice as Choice
@@ -85,7 +88,10 @@ def test_any_object(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_a_tool_that_must_be_called(llm: LLM, temperature: float) -> None:
+def test_a_tool_that_must_be_called(llm: LLM, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drafts whose masks come late are dropped. A busy machine makes masks late, so here a step waits for all of them.
+    monkeypatch.setattr(guide, "DRAFTS_WAIT_S", 60.0)
+    monkeypatch.setattr(mask_lane, "STEP_PATIENCE_S", 60.0)
     constraint = grammars.tool_constraint(TOOLS, Choice("required"), parallel=False)
     answers = in_every_mode(llm, "How warm is it in Paris, in celsius?", temperature, 90, constraint=constraint)
     text = answers["plain"].text

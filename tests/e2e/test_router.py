@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import shutil
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -63,24 +62,23 @@ async def ask(router: ModelRouter, name: str, prompt: str = PROMPT, tokens: int 
         return await start(lease, prompt, tokens)
 
 
-async def longest_silence(stop: asyncio.Event) -> float:
-    """The longest time for which the event loop did not run this task."""
-    worst, before = 0.0, time.monotonic()
+async def turns(stop: asyncio.Event) -> int:
+    """How often the event loop got to this task."""
+    counted = 0
     while not stop.is_set():
         await asyncio.sleep(0.01)
-        worst, before = max(worst, time.monotonic() - before), time.monotonic()
-    return worst
+        counted += 1
+    return counted
 
 
 def test_two_models_load_and_stream_at_once_without_holding_up_the_loop() -> None:
     async def body(router: ModelRouter) -> None:
         stop = asyncio.Event()
-        watching, began = asyncio.create_task(longest_silence(stop)), time.monotonic()
+        watching = asyncio.create_task(turns(stop))
         leases = await asyncio.gather(router.lease("fast"), router.lease("plain"))
-        loading_s = time.monotonic() - began
         stop.set()
-        assert await watching < loading_s / 3
-        # The target is the same, so the text is the same with and without drafts, alone and side by side.
+        assert await watching > 10, "models that load on the event loop's own thread leave it two or three turns"
+        # the same target: with and without drafts, alone or beside each other, the text is one
         texts = await asyncio.gather(*(start(lease) for lease in leases))
         assert texts[0] == texts[1] == await start(leases[0]) != ""
         fast, plain = router.describe()

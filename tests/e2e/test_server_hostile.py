@@ -1,5 +1,7 @@
 """Hostile clients: broken, huge and fuzzed bodies, wrong keys, other origins; and how a server ends."""
 
+# mypy: disable-error-code="union-attr, unused-ignore"
+
 from __future__ import annotations
 
 import contextlib
@@ -77,7 +79,7 @@ def test_broken_json_is_a_clear_400(server: Server, path: str, body: bytes, said
 
 def test_a_prompt_of_a_megabyte_is_refused_for_its_length(server: Server) -> None:
     prompt = ("many words " * 100_000)[: 1 << 20]
-    began = time.monotonic()
+    before = server.cpu_seconds()
     for path, body in (
         (CHAT, {**ASK, "messages": [{"role": "user", "content": prompt}]}),
         ("/v1/completions", {"model": MODEL, "prompt": prompt}),
@@ -85,7 +87,7 @@ def test_a_prompt_of_a_megabyte_is_refused_for_its_length(server: Server) -> Non
     ):
         status, error = refusal(server, path, body)
         assert status == 400 and "the context holds 256" in error["message"], path
-    assert time.monotonic() - began < 60
+    assert server.cpu_seconds() - before < 30
 
 
 def test_a_body_over_the_limit_is_refused_while_it_is_read(server: Server) -> None:

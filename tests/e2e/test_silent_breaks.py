@@ -3,6 +3,8 @@
 Each test asserts the acceptance of a healthy run, puts the fault back in, and then the same assertion must fail.
 """
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 import dataclasses

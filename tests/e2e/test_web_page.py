@@ -3,6 +3,8 @@
 SLIPSTREAM_SCREENSHOT=docs/web-page.png stores a screenshot of it.
 """
 
+# mypy: disable-error-code="unused-ignore, valid-type"
+
 from __future__ import annotations
 
 import json

@@ -12,7 +12,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,11 +113,13 @@ def hostile_body(grammar: str) -> dict[str, Any]:
     }
 
 
-def neighbourhood(server: Server, hostile: Mapping[str, Any], streams: int, tokens: int) -> Neighbourhood:
+def neighbourhood(
+    server: Server, hostile: Mapping[str, Any], streams: int, tokens: int, clock: Callable[[], float] = time.monotonic
+) -> Neighbourhood:
     """Runs the streams alone and then beside the hostile request, which is sent again whenever it ends."""
-    alone = _streams(server, streams, tokens)
+    alone = _streams(server, streams, tokens, clock)
     with _repeated(server, hostile) as told:
-        beside = _streams(server, streams, tokens)
+        beside = _streams(server, streams, tokens, clock)
     return Neighbourhood(
         max(heard.seconds for heard in beside) / max(heard.seconds for heard in alone),
         max(heard.silence_s for heard in beside),
@@ -161,14 +163,14 @@ def measure(names: Iterable[str], streams: int, tokens: int, rounds: int) -> Ite
     """Measures on one server that lets clients choose priorities, so that these are tested as well."""
     bodies = hostile_bodies()
     with serve("--allow-priority") as server:
-        _streams(server, streams, tokens)
+        _streams(server, streams, tokens, time.monotonic)
         for name in names:
             found = [neighbourhood(server, bodies[name], streams, tokens) for _ in range(rounds)]
             server.wait_idle(60)
             yield Rounds(name, tuple(found))
 
 
-def _streams(server: Server, count: int, tokens: int) -> list[Heard]:
+def _streams(server: Server, count: int, tokens: int, clock: Callable[[], float]) -> list[Heard]:
     bodies = [
         {
             "model": MODEL,
@@ -180,16 +182,16 @@ def _streams(server: Server, count: int, tokens: int) -> list[Heard]:
         for number in range(count)
     ]
     with ThreadPoolExecutor(count) as clients:
-        return list(clients.map(lambda body: _listen(server, body), bodies))
+        return list(clients.map(lambda body: _listen(server, body, clock), bodies))
 
 
-def _listen(server: Server, body: Mapping[str, Any]) -> Heard:
+def _listen(server: Server, body: Mapping[str, Any], clock: Callable[[], float]) -> Heard:
     times, text = [], ""
     for event in _events(server, body):
         assert "error" not in event, event
         piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
         if piece:
-            times.append(time.monotonic())
+            times.append(clock())
             text += piece
     return Heard(text, len(times), times[-1] - times[0], max(b - a for a, b in itertools.pairwise(times)))
 

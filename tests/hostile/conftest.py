@@ -1,4 +1,4 @@
-"""One real server for the tests of connections and bodies, shared because it takes seconds to start."""
+"""One real server for the tests of connections, bodies, prompts and grammars: it takes seconds to start."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import http.client
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.e2e.serving import Server, serve
@@ -97,22 +97,25 @@ class Idle:
         )
 
 
-def beside_idle(server: Server, connections: int, seconds: float) -> Idle:
-    """Holds idle connections for `seconds`, asks /health as a new client every 50 ms, and reads one stream."""
-    with Neighbour(server) as neighbour:
-        log_before, began = server.log.stat().st_size, time.monotonic()
+def beside_idle(server: Server, connections: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Idle:
+    """Holds idle connections for so long, asks /health as a newcomer every 50 ms, and listens to one stream.
+
+    `clock` measures the answers and the silences; a server's processor time keeps other programs out of both.
+    """
+    with Neighbour(server, clock) as neighbour:
+        log_before, began, end = server.log.stat().st_size, clock(), time.monotonic() + seconds
         with idle_connections(server, connections) as opened:
             seen = Idle(opened)
-            while time.monotonic() - began < seconds:
-                asked = time.monotonic()
+            while time.monotonic() < end:
+                asked = clock()
                 try:
                     ok = server.ask("/health", timeout=10)[0] == 200
                 except (OSError, http.client.HTTPException):
                     ok = False
                 seen.failed += not ok
-                seen.health_s.append(time.monotonic() - asked)
+                seen.health_s.append(clock() - asked)
                 time.sleep(0.05)
-        seen.silence_ms = neighbour.longest_silence_ms(began, time.monotonic())
+        seen.silence_ms = neighbour.longest_silence_ms(began, clock())
         seen.log_bytes = server.log.stat().st_size - log_before
     return seen
 

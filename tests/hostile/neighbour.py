@@ -12,13 +12,11 @@ import contextlib
 import http.client
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tests.e2e.serving import MODEL, Server, serve
 from tests.hostile.bodies import Worst, table
@@ -62,9 +60,10 @@ class Seen:
 
 
 class Neighbour:
-    """A client that streams without end and records when each piece came."""
+    """A client that streams without end and notes when something came, by the clock that it is given."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._server = server
         self._times: list[float] = []
         self._ended = threading.Event()
@@ -106,7 +105,7 @@ class Neighbour:
                 while not self._ended.is_set():
                     piece = raw.recv(1 << 16)
                     if piece:
-                        self._times.append(time.monotonic())
+                        self._times.append(self.clock())
                     if not piece or b"[DONE]" in piece:
                         break
 
@@ -123,14 +122,14 @@ def reset_peak(pid: int) -> int:
 
 
 def beside(server: Server, neighbour: Neighbour, worst: Worst, at_once: int = 1) -> Seen:
-    """Sends a body, once or several times at once, while the neighbour streams."""
-    pid, body, process = server.process.pid, worst.body, psutil.Process(server.process.pid)
+    """Sends a body, or the same several times at once, while the neighbour streams."""
+    pid, body = server.process.pid, worst.body
     before = reset_peak(pid)
     neighbour.wait_for(3)
-    began, spent = time.monotonic(), sum(process.cpu_times()[:2])
+    began, spent = neighbour.clock(), server.cpu_seconds()
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda _: _answer(server, worst, body), range(at_once)))
-    ended, spent = time.monotonic(), sum(process.cpu_times()[:2]) - spent
+    ended, spent = neighbour.clock(), server.cpu_seconds() - spent
     neighbour.wait_for(3)
     growth = (memory_bytes(pid, "VmHWM") - before) / (at_once * len(body))
     statuses, said = tuple(status for status, _ in answers), answers[-1][1][:200].decode("utf-8", "replace")

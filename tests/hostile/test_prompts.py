@@ -7,28 +7,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.serving import MODEL, Server, serve
+from tests.e2e.serving import MODEL, Server
 from tests.hostile.bodies import Worst, table
 from tests.hostile.neighbour import GROWTH_LIMIT, Neighbour, Seen, beside
 
 MIB = 1 << 20
-# When tokenising held the interpreter, the neighbour was silent for 6 s and more; a busy machine alone makes it 0.5 s.
+# Of the server's processor time between two pieces of the neighbour's stream, which a busy machine does not stretch.
+# Where tokenising held the interpreter the neighbour was silent for 6 s and more.
 MOST_SILENCE_MS = 3000.0
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        running.post("/v1/completions", {"model": MODEL, "prompt": "warm up", "max_tokens": 4})
-        running.ask(
-            "/v1/completions", {"model": MODEL, "prompt": "7" * 100_000}
-        )  # makes it compute the fewest tokens per byte
-        yield running
+def server(door_server: Server) -> Server:
+    door_server.post("/v1/completions", {"model": MODEL, "prompt": "warm up", "max_tokens": 4})
+    door_server.ask("/v1/completions", {"model": MODEL, "prompt": "7" * 100_000})  # it learns what bytes are worth
+    return door_server
 
 
 @pytest.fixture(scope="module")
 def neighbour(server: Server) -> Iterator[Neighbour]:
-    with Neighbour(server) as running:
+    with Neighbour(server, server.cpu_seconds) as running:
         yield running
 
 
@@ -55,8 +53,8 @@ def test_a_prompt_that_is_far_too_long_costs_next_to_nothing(
 ) -> None:
     seen = beside(server, neighbour, body(path, name))
     assert seen.statuses == (400,) and "the context holds 8192" in seen.said, seen
-    # 4 MiB of digits take 5 s to tokenise, and 4 MiB of words 3 s.
-    assert seen.cpu_s < 1.5, seen
+    # 4 MiB of digits take 5 s to tokenise, words 3 s; the neighbour's own steps are in it too
+    assert seen.cpu_s < 2.5, seen
     check(seen)
 
 

@@ -117,6 +117,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LEAST_PAGES", 1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["tree", "chain", "block"])
 @pytest.mark.parametrize("bases", [[0], [15], [143, 32]])
 def test_right_against_torch(kind: Kind, bases: list[int]) -> None:
@@ -124,6 +125,7 @@ def test_right_against_torch(kind: Kind, bases: list[int]) -> None:
     assert_close(world.attend(), world.expected())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["tree", "chain", "block"])
 @pytest.mark.parametrize(("window", "earliest"), [(5, 0), (45, 0), (60, 90)])
 def test_windows_and_hidden_keys(kind: Kind, window: int, earliest: int) -> None:
@@ -138,6 +140,7 @@ def test_head_shapes(heads: int, kv_heads: int, dim: int) -> None:
     assert_close(world.attend(), world.expected())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(6, 1, 256, 0), (2, 1, 512, 20), (4, 2, 512, 0)])
 @pytest.mark.parametrize("kind", ["tree", "chain"])
 def test_wide_heads(kind: Kind, heads: int, kv_heads: int, dim: int, window: int) -> None:
@@ -157,6 +160,7 @@ def half_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TILINGS", {**attention.TILINGS, 128: few})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["tree", "chain", "block"])
 @pytest.mark.parametrize(("base", "window"), [(3, 0), (122, 45)])
 def test_pages_in_pieces(kind: Kind, base: int, window: int, half_pages: None) -> None:
@@ -169,6 +173,7 @@ def test_pages_in_pieces(kind: Kind, base: int, window: int, half_pages: None) -
             assert torch.equal(parts[row], alone_parts[0]) and torch.equal(found[row], alone[0]), f"row {row}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["tree", "chain", "block"])
 @pytest.mark.parametrize(("base", "window"), [(23, 0), (103, 45)])
 def test_groups_smaller_than_pages(kind: Kind, base: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +187,7 @@ def test_groups_smaller_than_pages(kind: Kind, base: int, window: int, monkeypat
         assert torch.equal(parts[own], alone_parts[0]) and torch.equal(found[own], alone[0]), f"row {row}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("base", [60, 92, 124])
 @pytest.mark.parametrize("kind", ["tree", "chain"])
 def test_rows_where_slots_grow(kind: Kind, base: int, half_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +215,7 @@ def test_prefill(each: int, base: int, window: int) -> None:
     assert_close(world.attend(window), world.expected(window))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("base", "window"), [(6, 0), (95, 0), (96, 45), (139, 45)])
 def test_a_tree_row_has_the_bits_of_a_plain_row(base: int, window: int) -> None:
     world = make_world("tree", [base], 10, seed=base)

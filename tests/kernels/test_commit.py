@@ -1,5 +1,7 @@
 """Accepting, moving and advancing on the device against speculative/accept.py and plain indexing."""
 
+# mypy: disable-error-code="assignment, unused-ignore, var-annotated"
+
 from __future__ import annotations
 
 import pytest

@@ -57,7 +57,8 @@ def lay_rows(stretches: Sequence[Stretch | None], each: int, chain: bool) -> Dev
     for sequence, stretch in enumerate(stretches):
         rows.base[sequence] = 7 * sequence
         rows.positions[sequence * each : (sequence + 1) * each] = 7 * sequence
-        for row in range(len(stretch.inputs) if stretch is not None else 0):
+        for row in range(len(stretch.inputs)) if stretch is not None else ():
+            assert stretch is not None
             at, line = sequence * each + row, stretch.line(row)
             rows.positions[at], rows.places[at] = 7 * sequence + len(line) - 1, 20 * sequence + row
             if not chain:
@@ -219,7 +220,7 @@ def test_a_walk_passes_every_row_behind_its_parent(rows: int) -> None:
     for tree, line in zip(trees, found[0][1][1:4].int().tolist(), strict=True):
         steps = line[: len(tree)]
         assert sorted(step % 256 for step in steps) == list(range(len(tree)))
-        state, kept = -1, {}  # the row behind which the state stands
+        state, kept = -1, dict[int, int]()  # the row behind which it is
         for step in steps:
             row, shelf = step % 256, step // 2048
             state = kept[shelf] if step & 1024 else state

@@ -1,5 +1,7 @@
 """The engine as a GPU runs it, on the CPU: whole device steps with torch's kernels, and a few under the interpreter."""
 
+# mypy: disable-error-code="arg-type, assignment, attr-defined, has-type, unused-ignore"
+
 from __future__ import annotations
 
 import itertools
@@ -148,7 +150,7 @@ def test_a_server_captures_every_size_of_batch_before_it_serves(
         requests = [llm.request(prompt(20, number), max_tokens=12 + 9 * number, mode="auto") for number in range(6)]
         assert all(answer.stats.drafted for answer in llm.run(requests))
         # the rest is one sequence's, and what costs are measured by
-        assert not [key for key in set(loop.steps) - known if key[1] > 1 and key[4]], "auto chose something else"
+        assert not [key for key in set(loop.steps) - known if key[1] != 1 and key[4]], "auto chose something else"
 
 
 def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
@@ -235,6 +237,7 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(gpu: None, tmp_
             assert (len(step._context.gather), len(step.held.places)) == (sequences, turns * sequences)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None, tmp_path: Path, kernels: str) -> None:
     """And their candidates are those of whole blocks."""
@@ -280,6 +283,9 @@ def test_context_that_steps_hold_back_is_there_when_it_is_read(
             return made if next(steps) % 30 in (5, 6, 28) else BatchPlan.plain(batch, "")
 
         monkeypatch.setattr(planner_of(llm), "plan", now_and_then)
+        # Prompts wait for decoding steps by the time that steps take. Here they never wait, so that both runs have the
+        # same steps and drafts come at the same places.
+        monkeypatch.setattr(engine.scheduler, "took", lambda *_: None)
         # the third finds the first's beginning in the cache, all come and go while others decode
         prompts = [prompt(40, 7), prompt(70, 2), prompt(40, 7) + prompt(30, 4), prompt(100, 5)]
         lengths = 30, 47, 38, 25

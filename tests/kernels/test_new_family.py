@@ -43,7 +43,8 @@ class MadeUp(Decoder):
         mlp = load_mlp(weights, config, prefix + "mlp.", "gelu")
         before = [weights.norm(f"{prefix}{name}_layernorm.weight", HIDDEN) for name in ("input", "post_attention")]
         behind = [weights.norm(f"{prefix}{name}.weight", HIDDEN) for name in NORMS]
-        sublayers = [Sublayer(*given) for given in zip((attention, mlp), before, behind, strict=True)]
+        parts: tuple[LayerPart, ...] = (attention, mlp)
+        sublayers = [Sublayer(*given) for given in zip(parts, before, behind, strict=True)]
         return Layer(sublayers, float(weights.vector(prefix + "scalar", 1)))
 
 
@@ -74,7 +75,8 @@ def register(monkeypatch: pytest.MonkeyPatch, model: type[Decoder]) -> None:
 
 
 def write_made_up(folder: Path) -> Path:
-    path = save_model(tiny_target("qwen3", 4, num_hidden_layers=LAYERS).to(torch.bfloat16), folder)
+    model: Any = tiny_target("qwen3", 4, num_hidden_layers=LAYERS)
+    path = save_model(model.to(torch.bfloat16), folder)
     edit_config(path, model_type="made_up")
     make, own = torch.Generator().manual_seed(3), {}
     for prefix in (f"model.layers.{index}." for index in range(LAYERS)):

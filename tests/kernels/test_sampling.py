@@ -93,7 +93,7 @@ def numbers(*values: int) -> Tensor:
 
 @triton.jit
 def _noise_kernel(out, seed, position, first, GROUPS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    noise = sampling._gumbel(tl.load(seed), tl.load(position), first // GROUP + tl.arange(0, GROUPS), GROUP)
+    noise = sampling.gumbel_noise(tl.load(seed), tl.load(position), first // GROUP + tl.arange(0, GROUPS), GROUP)
     tl.store(out + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :], noise)
 
 

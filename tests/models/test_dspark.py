@@ -1,5 +1,7 @@
 """DSpark checkpoints: every layout, spelling and container they come in, and what is refused."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The tools on targets of every family: checking, sizing and converting them, in folders and in GGUF files."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Reading adapters: files of PEFT and llama.cpp, what a user types, and every fault that a file can have."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 VERBS = ("generate", "chat", "serve", "smoke", "bench", "inspect", "convert", "quantize", "compare", "demo")
+MOST_MODULES = 700  # help imports up to 460 modules, the standard library's included; torch alone adds about 950
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "slipstream.engine.llm")
 PROBE = f"""
 import sys
@@ -17,28 +17,25 @@ from slipstream.cli.main import run
 try:
     run()
 finally:
-    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+    print(len(sys.modules), *[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
 
 
-def start(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The finished process and the seconds of processor time it took, which other processes hardly change."""
-    before = os.times()
-    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60)
-    after = os.times()
-    return done, sum(after[2:4]) - sum(before[2:4])
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS], ["--version"], []])
 def test_help_is_instant(arguments: list[str]) -> None:
-    done, seconds = start(*arguments)
+    """What makes help slow is what it imports, and that can be counted on a busy machine as well."""
+    done = start(*arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == "[]"
-    assert seconds < 2  # it takes 0.2 to 0.7, and importing torch alone takes about 3
+    modules, *heavy = done.stderr.split()
+    assert not heavy and int(modules) < MOST_MODULES
 
 
 def test_help_lists_every_verb() -> None:
-    done, _ = start("--help")
+    done = start("--help")
     assert all(f" {verb} " in done.stdout for verb in VERBS)
 
 

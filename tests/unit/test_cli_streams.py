@@ -27,6 +27,7 @@ def shell(command: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--help", "inspect smollm2 --json"])
 def test_output_that_cannot_be_written(arguments: str) -> None:
     closed = "slipstream: standard output is closed (send it to a file, or to /dev/null)\n"
@@ -35,6 +36,7 @@ def test_output_that_cannot_be_written(arguments: str) -> None:
     assert shell(f"{MAIN} {arguments} > /dev/full") == (2, "", full)
 
 
+@pytest.mark.slow
 def test_errors_that_cannot_be_written() -> None:
     for target in ("&-", "/dev/full"):
         assert shell(f"{MAIN} genrate 2>{target}") == (2, "", "")
@@ -42,6 +44,7 @@ def test_errors_that_cannot_be_written() -> None:
     assert shell(f"{MAIN} --version >&- 2>&-") == (2, "", "")
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     done = subprocess.run(

@@ -64,16 +64,16 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_have_the_ids_of_the_whole(kind: str, short_pieces: None) -> None:
     ours = tokenizer(kind)
-    assert ours._can_cut
+    assert ours.can_cut
     cuts = 0
     for text in [*TEXTS, *(random_text(seed) for seed in range(60))]:
-        whole = ours._backend.encode(text, add_special_tokens=False).ids
+        whole = ours.backend.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_bos=False) == whole
-        assert ours.encode(text) == ([ours.bos_id] if ours._add_bos else []) + whole
-        literal = ours._literal_backend().encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == ([ours.bos_id] if ours.add_bos else []) + whole
+        literal = ours.literal_backend().encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_bos=False, parse_special=False) == literal
         parts = list(cutting.pieces(text))
-        assert [word for part in parts for word in words(ours._backend, part)] == words(ours._backend, text)
+        assert [word for part in parts for word in words(ours.backend, part)] == words(ours.backend, text)
         cuts += len(parts) - 1
     assert cuts > 500
 
@@ -88,7 +88,7 @@ def words(backend: Backend, text: str) -> list[str]:
 
 @pytest.mark.parametrize("special", [False, True])
 def test_one_call_has_the_ids_of_the_library_s_plain_one(special: bool) -> None:
-    backend = tokenizer("smollm2")._backend
+    backend = tokenizer("smollm2").backend
     for text in [*TEXTS, *(random_text(seed) for seed in range(20))]:
         fast = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         assert fast == backend.encode(text, add_special_tokens=special).ids
@@ -151,7 +151,7 @@ def test_a_token_across_a_cut_forbids_cutting() -> None:
     added = gguf_vocab.build(metadata(pre="qwen2")).backend
     added.add_tokens(["a b"])
     assert not cutting.can_cut(added, [])
-    backend, every = tokenizer("gemma")._backend, tokenizer("gemma")._vocabulary
+    backend, every = tokenizer("gemma").backend, tokenizer("gemma").vocabulary
     assert cutting.can_cut(backend, every)
     assert not cutting.can_cut(backend, [*every, b"a b"])
     assert not cutting.can_cut(backend, [token for token in every if token != b"\xff"]), "unknown parts are joined"
@@ -160,12 +160,12 @@ def test_a_token_across_a_cut_forbids_cutting() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fewest_tokens_are_never_more_than_there_are(kind: str) -> None:
     ours = tokenizer(kind)
-    assert ours._shares is not None
+    assert ours.token_shares is not None
     tight = 0
     odd = ["1" * 500, "\u1100\u1161\u11a8" * 90, "e\u0301" * 99, "\x04" * 99]
     for text in [*TEXTS, *odd, *(random_text(seed) for seed in range(60))]:
         count = len(ours.encode(text, add_bos=False))
-        fewest = cutting.fewest_tokens(text.encode(), ours._shares)
+        fewest = cutting.fewest_tokens(text.encode(), ours.token_shares)
         assert fewest <= count, repr(text)
         tight += fewest > count / 4
         assert ours.encode(text, add_bos=False, limit=count) == ours.encode(text, add_bos=False)

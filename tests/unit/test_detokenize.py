@@ -84,11 +84,11 @@ def test_cost_does_not_grow_with_the_text() -> None:
     ids = smollm2().encode("The quick brown fox jumps over the lazy dog. ")
 
     def seconds(repeats: int) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(repeats):
             for index in ids:
                 detokenizer.push([index])
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(50)
     early = min(seconds(200) for _ in range(3))

@@ -15,12 +15,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_without_a_gpu_the_cpu_serves(no_gpu: None, device: str) -> None:
-    assert devices.gpu_backend(EngineConfig(device=device)) is None  # type: ignore[arg-type]
+    assert devices.chosen_gpu(EngineConfig(device=device)) is None  # type: ignore[arg-type]
 
 
 def test_a_gpu_that_is_not_there_is_said_so(no_gpu: None) -> None:
     with pytest.raises(ConfigError, match="no GPU"):
-        devices.gpu_backend(EngineConfig(device="cuda"))
+        devices.chosen_gpu(EngineConfig(device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_a_gpu_that_is_not_there_is_said_so(no_gpu: None) -> None:
 )
 def test_what_only_a_gpu_can_do_is_refused_on_a_cpu(no_gpu: None, setting: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        devices.gpu_backend(EngineConfig(**setting))  # type: ignore[arg-type]
+        devices.chosen_gpu(EngineConfig(**setting))  # type: ignore[arg-type]
 
 
 def test_more_sequences_than_an_exact_step_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_device", lambda: torch.device("cpu"))
     with pytest.raises(ConfigError, match="do not fit into an exact step"):
-        devices.gpu_backend(EngineConfig(device="cuda", exact=True, max_sequences=65))
+        devices.chosen_gpu(EngineConfig(device="cuda", exact=True, max_sequences=65))
 
 
 @pytest.mark.parametrize("setting", [{"device": "tpu"}, {"kernels": "fast"}])

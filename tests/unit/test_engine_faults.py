@@ -1,5 +1,7 @@
 """Numbers that are not numbers, in drafts and in the target: who pays for them, and that nobody else does."""
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 import math
@@ -98,6 +100,7 @@ def break_target(llm: LLM, monkeypatch: pytest.MonkeyPatch, victim: str, after: 
     monkeypatch.setattr(CpuExecutor, "forward", broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("mode", ["plain", "chain", "tree:24", "auto"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])

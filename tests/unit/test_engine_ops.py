@@ -1,5 +1,7 @@
 """The engine around a tiny pair: no page is lost whatever happens, and speculation changes nothing but the steps."""
 
+# mypy: disable-error-code="unused-ignore"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from tests.tiny import BLOCK, VOCAB, ask, assert_idle, mixed_requests, page_tabl
 pytestmark = pytest.mark.usefixtures("threads")
 
 
+@pytest.mark.slow
 def test_a_thousand_random_operations_leak_no_page() -> None:
     report = random_operations(1000, seed=1)
     assert report.free == report.total > 0

@@ -1,5 +1,7 @@
 """What a pair is expected to take, against what it takes."""
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Drafters with heads, another block layout or convolutions in the whole engine: the text never depends on them."""
 
+# mypy: disable-error-code="call-overload, unused-ignore"
+
 from __future__ import annotations
 
 import json
@@ -70,6 +72,7 @@ def llm_of(folder: Path, kind: str) -> LLM:
     return tiny_llm(folder, weight_format="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_every_kind_of_drafter_writes_plain_text(tmp_path: Path, kind: str, temperature: float) -> None:

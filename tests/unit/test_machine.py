@@ -65,7 +65,7 @@ def test_a_crashing_probe_caps_the_instruction_set_and_is_remembered(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     monkeypatch.setattr(machine, "_PROBE", CRASH)
-    monkeypatch.setattr(machine, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(machine, "advertises_amx", lambda: True)
     codes = count_probes(monkeypatch)
     machine.prepare_torch(1)
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
@@ -79,7 +79,7 @@ def test_a_crashing_probe_caps_the_instruction_set_and_is_remembered(
 
 def test_a_probe_that_lives_changes_nothing_and_is_remembered(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setattr(machine, "_PROBE", "pass")
-    monkeypatch.setattr(machine, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(machine, "advertises_amx", lambda: True)
     codes = count_probes(monkeypatch)
     machine.prepare_torch(1)
     machine.prepare_torch(1)
@@ -91,10 +91,10 @@ def test_a_probe_that_lives_changes_nothing_and_is_remembered(monkeypatch: pytes
 def test_another_torch_asks_again_and_keeps_what_was_known(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setattr(machine, "_PROBE", "pass")
     codes = count_probes(monkeypatch)
-    assert machine._amx_survives()
+    assert machine.amx_survives()
     monkeypatch.setattr(torch, "__version__", "99.0")
     monkeypatch.setattr(machine, "_PROBE", CRASH)
-    assert not machine._amx_survives()
+    assert not machine.amx_survives()
     assert len(codes) == 2
     assert sorted(json.loads((own_cache / "machine.json").read_text()).values()) == [False, True]
 
@@ -103,17 +103,17 @@ def test_a_damaged_memory_is_made_anew(monkeypatch: pytest.MonkeyPatch, own_cach
     own_cache.mkdir()
     (own_cache / "machine.json").write_text("{ not json")
     monkeypatch.setattr(machine, "_PROBE", "pass")
-    assert machine._amx_survives()
+    assert machine.amx_survives()
     assert list(json.loads((own_cache / "machine.json").read_text()).values()) == [True]
 
 
 def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = count_probes(monkeypatch)
     monkeypatch.setattr(machine, "_PROBE", CRASH)
-    monkeypatch.setattr(machine, "_advertises_amx", lambda: False)
+    monkeypatch.setattr(machine, "advertises_amx", lambda: False)
     machine.prepare_torch(1)
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
-    monkeypatch.setattr(machine, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(machine, "advertises_amx", lambda: True)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     machine.prepare_torch(1)
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
@@ -123,7 +123,7 @@ def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(monkeypatch: p
 @pytest.mark.parametrize(("text", "amx"), [("flags : fpu avx512f amx_tile", True), ("flags : fpu avx2", False)])
 def test_amx_is_read_from_the_cpu_flags(monkeypatch: pytest.MonkeyPatch, text: str, amx: bool) -> None:
     monkeypatch.setattr(machine, "_cpu_info", lambda: f"model name\t: Some CPU @ 2GHz\n{text}\n")
-    assert machine._advertises_amx() is amx
+    assert machine.advertises_amx() is amx
     assert machine.cpu_name() == "Some CPU @ 2GHz"
 
 
@@ -149,7 +149,7 @@ def test_every_format_is_measured_for_one_and_for_sixteen_rows() -> None:
 
 
 def test_a_format_without_a_kernel_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = machine._random_matrix
+    make = machine.random_matrix
 
     def limited(weight_format: WeightFormat, outputs: int, inputs: int) -> Matrix:
         matrix = make(weight_format, outputs, inputs)
@@ -161,19 +161,19 @@ def test_a_format_without_a_kernel_is_no_candidate(monkeypatch: pytest.MonkeyPat
         def __call__(self, rows: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(machine, "_random_matrix", limited)
+    monkeypatch.setattr(machine, "random_matrix", limited)
     assert list(machine.measure_formats(["int8", "fp32"], 64, 64)) == ["fp32"]
 
 
 def test_a_format_that_cannot_even_be_packed_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = machine._random_matrix
+    make = machine.random_matrix
 
     def limited(weight_format: WeightFormat, outputs: int, inputs: int) -> Matrix:
         if weight_format == "int4":
             raise RuntimeError("no packing on this CPU")
         return make(weight_format, outputs, inputs)
 
-    monkeypatch.setattr(machine, "_random_matrix", limited)
+    monkeypatch.setattr(machine, "random_matrix", limited)
     assert list(machine.measure_formats(["int4", "fp32"], 64, 64)) == ["fp32"]
 
 

@@ -52,7 +52,7 @@ def test_the_lock_has_the_pinned_versions_with_their_hashes() -> None:
     assert locked == {name: version for name, version in pins().items() if name not in left_out}, "run make lock"
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "verify", "audit", "lock", "clean"])
+@pytest.mark.parametrize("target", ["setup", "demo", "check", "test", "lint", "verify", "audit", "lock", "clean"])
 def test_targets_exist(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr

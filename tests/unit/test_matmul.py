@@ -1,5 +1,7 @@
 """Matrices in every weight format against fp64, and the formats whose rows do not depend on the rows beside them."""
 
+# mypy: disable-error-code="list-item, unused-ignore"
+
 from __future__ import annotations
 
 from pathlib import Path

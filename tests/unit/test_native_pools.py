@@ -32,4 +32,4 @@ def test_rows_move_as_torch_moves_them_even_where_they_overlap(heads: int, dim: 
 
 def test_pools_of_a_compiled_machine_use_it() -> None:
     pools = KvPools(2, 16, PoolShape.alike(1, 1, 8), None)
-    assert (pools._movers is not None) == (library() is not None)
+    assert (pools.movers is not None) == (library() is not None)

@@ -1,5 +1,7 @@
 """The compiled rankings against torch's, and the pruned noise against all of it, to the last bit and the lowest id."""
 
+# mypy: disable-error-code="arg-type, attr-defined, index, unused-ignore"
+
 from __future__ import annotations
 
 import itertools

@@ -274,14 +274,14 @@ def stamps_of_leaves(table: PageTable, cache: PrefixCache) -> list[int]:
     """Returns when each evictable page was last used, found by looking at every page."""
     return [
         found.last_used
-        for node in cache._nodes
+        for node in cache.nodes
         for key, found in node.pages.items()
         if table.holders(found.page) == 1 and _is_leaf(node, key)
     ]
 
 
 def stamps(cache: PrefixCache) -> list[int]:
-    return sorted(found.last_used for node in cache._nodes for found in node.pages.values())
+    return sorted(found.last_used for node in cache.nodes for found in node.pages.values())
 
 
 def grown(seed: int, keys: list[str | None]) -> tuple[PageTable, PrefixCache]:

@@ -29,6 +29,9 @@ class NoMemory:
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         raise AssertionError("nobody proposes a tree here")
 
+    def clear_rows(self, places: Sequence[Place]) -> None:
+        raise AssertionError("nothing is spoiled here")
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         raise AssertionError("nothing is spoiled here")
 
@@ -43,7 +46,7 @@ class Bench:
         self.memory = NoMemory()
         self.prefix = PrefixCache(self.table, PAGE) if cache else None
         self.now = 0.0
-        self.scheduler = Scheduler(
+        self.scheduler: Scheduler[ScheduledSequence] = Scheduler(
             self.table, self.prefix, PAGE, sequences, waiting, chunk, rows, clock=lambda: self.now
         )
 

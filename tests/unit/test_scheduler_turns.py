@@ -362,7 +362,7 @@ def test_a_request_that_cannot_start_is_not_tried_at_every_step(monkeypatch: pyt
     assert bench.prefix is not None
     tried: list[int] = []
     walk = bench.prefix.evictable
-    monkeypatch.setattr(bench.prefix, "evictable", lambda enough=None: tried.append(1) or walk(enough))
+    monkeypatch.setattr(bench.prefix, "evictable", lambda enough=None: (tried.append(1), walk(enough))[1])
     runs = bench.add("runs", 5, max_tokens=20)
     bench.step()
     large = bench.add("large", [7] * 25, max_tokens=8)

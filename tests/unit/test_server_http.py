@@ -1,5 +1,7 @@
 """The server's front without a model: limits, keys, error shapes, event streams, and the options of `serve`."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import asyncio

@@ -15,7 +15,7 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 def run_suite(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(CONFTEST, folder / "conftest.py")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n    sampled(n): every n-th case\n")
     (folder / "test_sample.py").write_text("import pytest\n" + body)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
@@ -56,3 +56,12 @@ def test_a_listed_skip_passes(tmp_path: Path, body: str) -> None:
 
 def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     assert run_suite(tmp_path, "def test_a(): assert False").returncode == 1
+
+
+def test_a_sample_of_a_marked_test_runs_unless_all_of_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "@pytest.mark.sampled(2)\n@pytest.mark.parametrize('number', range(5))\ndef test_a(number): pass"
+    for whole, count in (("", 3), ("1", 5)):
+        monkeypatch.setenv("SLIPSTREAM_TEST_WHOLE", whole)
+        assert f"{count} passed" in run_suite(tmp_path, body).stdout

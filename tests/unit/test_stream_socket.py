@@ -1,5 +1,7 @@
 """The stream socket around a tiny pair: frames by their ids, pauses, refusals, slow and vanishing readers, its file."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import asyncio

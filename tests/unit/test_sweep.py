@@ -1,5 +1,7 @@
 """Comparing preparations of one pair: what is asked, what is made, what is kept, and what a difference is worth."""
 
+# mypy: disable-error-code="arg-type, unused-ignore"
+
 from __future__ import annotations
 
 import json
@@ -276,14 +278,14 @@ def test_what_does_not_fit_is_skipped_with_the_reason(
 def test_an_interrupted_sweep_keeps_what_it_has(
     cli: Any, fake_engine: type[FakeLLM], pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = fake_engine._complete
+    whole = fake_engine.complete
 
     def interrupted(self: FakeLLM, *arguments: Any) -> Any:
         if len(fake_engine.made) == 2:
             raise KeyboardInterrupt
         return whole(self, *arguments)
 
-    monkeypatch.setattr(fake_engine, "_complete", interrupted)
+    monkeypatch.setattr(fake_engine, "complete", interrupted)
     out = tmp_path / "out"
     done = cli(
         *sweep_command(pair, "draft=as-is,q4_0"), "--prompts", prompt_file(tmp_path / "p.jsonl"), "--out", str(out)

@@ -1,5 +1,7 @@
 """Taps that wait while a sequence decodes plainly become the same draft context as taps written at once."""
 
+# mypy: disable-error-code="attr-defined, unused-ignore"
+
 from __future__ import annotations
 
 import pytest

@@ -98,17 +98,17 @@ class Rival(ABC):
     system = ""  # the instruction sets that it was built for, in llama.cpp's own words
 
     def __init__(self, command: Sequence[str], stdin: int, stdout: int) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
         )
 
     @abstractmethod
-    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]: ...
+    def ask(self, body: Mapping[str, object]) -> Mapping[str, object]: ...
 
     def complete(
         self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
     ) -> RivalAnswer:
-        reply = self._ask(completion_body(prompt_ids, max_tokens, temperature, seed))
+        reply = self.ask(completion_body(prompt_ids, max_tokens, temperature, seed))
         timings = reply.get("timings")
         if not isinstance(timings, dict):
             raise SlipstreamError(f"{NAME} failed: {str(reply.get('error', reply))[:200]}")
@@ -116,23 +116,23 @@ class Rival(ABC):
 
     def cpu_seconds(self) -> float | None:
         """Processor time it has used so far, which shows that it sleeps while another side runs; None if unknown."""
-        return process_seconds(self._process.pid)
+        return process_seconds(self.process.pid)
 
     def describe(self) -> dict[str, object]:
         return {"name": NAME, "version": self.version, "system": self.system}
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 # A question that a dead process did not read is still in the pipe's buffer and cannot be flushed.
                 with contextlib.suppress(OSError):
                     pipe.close()
-        self._process.terminate()
+        self.process.terminate()
         try:
-            self._process.wait(_STOP_SECONDS)
+            self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def __enter__(self) -> Rival:
         return self
@@ -160,17 +160,17 @@ class PackageRival(Rival):
             raise SlipstreamError(f"{NAME} did not start: {ready['error']}")
         self.version, self.system = str(ready["version"]), str(ready["system"])
 
-    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
-        assert self._process.stdin is not None
+    def ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
+        assert self.process.stdin is not None
         try:
-            print(json.dumps(body), file=self._process.stdin, flush=True)
+            print(json.dumps(body), file=self.process.stdin, flush=True)
         except BrokenPipeError:
             raise _gone() from None
         return self._read()
 
     def _read(self) -> dict[str, object]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             raise _gone()
         found: dict[str, object] = json.loads(line)
@@ -221,7 +221,7 @@ class ServerRival(Rival):
     def _wait(self) -> None:
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 raise _gone()
             try:
                 self._get("/health")
@@ -244,7 +244,7 @@ class ServerRival(Rival):
             raise _gone() from None
         return found
 
-    def _ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
+    def ask(self, body: Mapping[str, object]) -> Mapping[str, object]:
         return self._get("/completion", body)
 
 

@@ -42,7 +42,7 @@ class PrefixCache:
         self._states = states
         self._page_tokens = page_tokens
         self._root = _Node(None, ())
-        self._nodes: set[_Node] = set()
+        self.nodes: set[_Node] = set()  # every node but the root
         self._clock = 0
         self.size = 0  # pages the cache holds; any thread may read it
         self.hits = 0
@@ -89,7 +89,7 @@ class PrefixCache:
             child = node.children.get(chunk)
             if child is None:
                 child = node.children[chunk] = _Node(node, chunk)
-                self._nodes.add(child)
+                self.nodes.add(child)
             known, own = (child.usable(draft_key) if child.pages else None), child.pages.get(draft_key)
             if known is None or (known is own and self._resumable(page) and not self._resumable(own.page)):
                 self._table.share([page])
@@ -115,20 +115,20 @@ class PrefixCache:
         order = itertools.count()  # breaks ties, because heap entries of the same age must not compare nodes
         leaves = [
             (found.last_used, next(order), node, key)
-            for node in self._nodes
+            for node in self.nodes
             for key, found in self._evictable_pages(node)
         ]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < pages_wanted:
             _, _, node, key = heapq.heappop(leaves)
-            if node not in self._nodes or not any(key == free for free, _ in self._evictable_pages(node)):
+            if node not in self.nodes or not any(key == free for free, _ in self._evictable_pages(node)):
                 continue  # the entry is out of date: the page is gone, or has got a child in the tree
             self._forget_page(node, key)
             freed += 1
             # the page's parent may have become a leaf, and may be older than the leaves in the heap
             for near in (node, node.parent):
-                if near in self._nodes:
+                if near in self.nodes:
                     for free, found in self._evictable_pages(near):
                         heapq.heappush(leaves, (found.last_used, next(order), near, free))
         return freed
@@ -157,12 +157,12 @@ class PrefixCache:
         return count
 
     def held(self) -> list[int]:
-        return [found.page for node in self._nodes for found in node.pages.values()]
+        return [found.page for node in self.nodes for found in node.pages.values()]
 
     def forget(self, draft_key: str) -> None:
         """Releases every page that carries this draft context, because its drafter has been removed."""
-        for node in [node for node in self._nodes if draft_key in node.pages]:
-            if node in self._nodes:  # an earlier round may have removed it together with its branch
+        for node in [node for node in self.nodes if draft_key in node.pages]:
+            if node in self.nodes:  # an earlier round may have removed it together with its branch
                 self._forget_page(node, draft_key)
 
     def clear(self) -> None:
@@ -187,7 +187,7 @@ class PrefixCache:
         while stack:
             gone = stack.pop()
             stack += gone.children.values()
-            self._nodes.discard(gone)
+            self.nodes.discard(gone)
             for found in gone.pages.values():
                 self._release(found)
 

@@ -26,7 +26,7 @@ class WeightTensor:
 
     def __init__(self, entry: TensorEntry, data: StoredBytes, index: torch.Tensor | None = None) -> None:
         self._entry = entry
-        self._data = data
+        self.data = data  # the bytes of the whole file, which all of its tensors share
         self._index = index
         self.name = entry.name
         self.type_name = entry.type_name
@@ -78,11 +78,11 @@ class WeightTensor:
         index = index.detach().to(device="cpu", dtype=torch.int64)
         if index.dim() != 1 or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]):
             raise IntegrityError(f"rows outside tensor '{self.name}', which has {self.shape[0]}, were requested")
-        return WeightTensor(self._entry, self._data, index if self._index is None else self._index[index])
+        return WeightTensor(self._entry, self.data, index if self._index is None else self._index[index])
 
     def as_row(self) -> WeightTensor:
         """Returns a vector as a matrix of one row, because some writers drop a dimension of size one."""
-        return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self._data)
+        return WeightTensor(replace(self._entry, shape=(1, *self._entry.shape)), self.data)
 
     def in_memory(self) -> WeightTensor:
         """Returns the tensor with its bytes in memory, for tensors that are read as long as the model runs."""
@@ -101,7 +101,7 @@ class WeightTensor:
             nbytes=size,
             offset=self._entry.offset + index * size,
         )
-        return WeightTensor(entry, self._data)
+        return WeightTensor(entry, self.data)
 
     def _row_count(self) -> int:
         """Returns how many rows can be read separately: the first dimension, unless blocks extend over it."""
@@ -121,7 +121,7 @@ class WeightTensor:
 
     def _read(self, start: int, stop: int, row_bytes: int) -> Bytes:
         """Reads the stored rows from `start` to before `stop`."""
-        data = self._data.read(self._entry.offset + start * row_bytes, (stop - start) * row_bytes)
+        data = self.data.read(self._entry.offset + start * row_bytes, (stop - start) * row_bytes)
         return data.reshape(stop - start, row_bytes)
 
     def _select(self, index: NDArray[np.int64]) -> Bytes:

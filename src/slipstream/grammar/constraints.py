@@ -42,7 +42,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self.lane = Lane()
         self._accepted: set[tuple[str, bytes, Thinking | None]] = set()
-        self._trial = Helper(
+        self.trial = Helper(
             "slipstream.grammar.helper_process:trial",
             _LIMITS,
             self._vocabulary_arguments,
@@ -52,8 +52,13 @@ class Grammars:
 
     def close(self) -> None:
         """Ends both processes; the next call that needs one starts a new one."""
-        self._trial.close()
+        self.trial.close()
         self._masks.helper.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the child processes that run now."""
+        return [pid for helper in (self.trial, self._masks.helper) if (pid := helper.pid) is not None]
 
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
         """Returns what holds a new request to its constraint and its budget, or None if it has neither."""
@@ -84,7 +89,7 @@ class Grammars:
         if size_bytes > MOST_SOURCE_BYTES:
             raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
         try:
-            self._trial(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
+            self.trial(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         except OverrunError as error:
             raise RequestError(f"the {name} cannot be used: compiling it {error}", "make it simpler") from None
         except RequestError as error:

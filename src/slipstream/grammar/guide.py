@@ -87,7 +87,7 @@ class Guide:
     """
 
     def __init__(self, matcher: Matcher | None, lane: Lane, budget: Budget | None, vocab_size: int) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._lane = lane
         self._budget = budget
         self._vocab_size = vocab_size
@@ -101,7 +101,7 @@ class Guide:
     @property
     def slow(self) -> bool:
         """Whether masks may take longer than a step should wait: they did before, or none has been computed yet."""
-        return self._matcher is not None and not self._clock.quick
+        return self.matcher is not None and not self._clock.quick
 
     def ready(self) -> bool:
         """Whether a step would find the mask it needs. If nothing has asked for that mask yet, it is requested here."""
@@ -150,8 +150,8 @@ class Guide:
         """Ends the guide when its request is over, and cancels masks that have not been started."""
         for future in self._requested.values():
             future.cancel()
-        if self._matcher is not None:
-            self._lane.submit(self._matcher.close)
+        if self.matcher is not None:
+            self._lane.submit(self.matcher.close)
 
     def _note_end(self, found: bool) -> bool:
         mask = self._masks.get(())
@@ -168,11 +168,11 @@ class Guide:
         forced = self._budget.forced(path) if self._budget is not None else None
         if forced is not None:
             self._masks[path] = Mask.single(forced, self._vocab_size)
-        elif self._matcher is None:
+        elif self.matcher is None:
             self._masks[path] = None
         else:
             if path not in self._requested:
-                work = partial(self._matcher, tuple(self._written), path)
+                work = partial(self.matcher, tuple(self._written), path)
                 self._requested[path] = self._lane.submit(work, urgent=not self.slow)
             future = self._requested[path]
             began = time.monotonic()

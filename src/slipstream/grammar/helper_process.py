@@ -35,7 +35,7 @@ Work = Callable[..., Any]
 def trial(*vocabulary: Any) -> Work:
     """Returns the function that tries constraints on a vocabulary; it raises `RequestError` for one that fails."""
     os.nice(_TRIAL_NICENESS)
-    tokenizer = _tokenizer(*vocabulary)
+    tokenizer = tokenizer_of(*vocabulary)
 
     def attempt(kind: str, source: str, before: str | None) -> None:
         try:
@@ -62,10 +62,10 @@ def _take_masks(matcher: LLMatcher) -> None:
 def desk(*vocabulary: Any) -> Work:
     """Returns the function that keeps the grammar position of each request and computes masks."""
     os.nice(_MASK_NICENESS)
-    return _Desk(_tokenizer(*vocabulary)).mask
+    return Desk(tokenizer_of(*vocabulary)).mask
 
 
-class _Desk:
+class Desk:
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
@@ -155,7 +155,7 @@ def _raise_failure(matcher: LLMatcher) -> None:
         raise refusal(matcher.get_error())
 
 
-def _tokenizer(*vocabulary: Any) -> LLTokenizer:
+def tokenizer_of(*vocabulary: Any) -> LLTokenizer:
     source = _Vocabulary(*vocabulary)
     source.tokenizer = library_tokenizer(source, source.ends)
     return source.tokenizer

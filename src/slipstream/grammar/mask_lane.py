@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
 # The engine's thread waits this long in a step for the masks of all requests together. One mask takes 0.2 ms, and more
 # on a busy machine. Above 0.1 s, one mask that never ends would visibly delay the other requests.
-_STEP_PATIENCE_S = 0.05
+STEP_PATIENCE_S = 0.05
 _MAX_WAIT_S = 0.02  # the longest sleep of the engine's thread, because it must look at its commands regularly
 _LOOK_S = 0.002  # while slow work rests, the lane's thread looks for quick work at this interval
 
@@ -70,7 +70,7 @@ class Lane:
         self._order = itertools.count()
         self._finished = threading.Event()
         self._idle = threading.Event()  # set while the engine has nothing to do until some work is done
-        self._patience_s = _STEP_PATIENCE_S
+        self._patience_s = STEP_PATIENCE_S
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
         """Queues work behind what was submitted before; work that is not urgent goes behind all urgent work."""
@@ -81,7 +81,7 @@ class Lane:
         return future
 
     def begin_step(self) -> None:
-        self._patience_s = _STEP_PATIENCE_S
+        self._patience_s = STEP_PATIENCE_S
 
     def begin_forward(self) -> None:
         """Says that the engine is about to run the model; from now on there are pauses between pieces of slow work."""

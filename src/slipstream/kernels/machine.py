@@ -52,7 +52,7 @@ def usable_cores() -> int:
 
 def prepare_torch(threads: int) -> int:
     """Makes torch safe and sets its number of threads, which is returned; call it before the first torch operation."""
-    if _advertises_amx() and "ONEDNN_MAX_CPU_ISA" not in os.environ and not _amx_survives():
+    if advertises_amx() and "ONEDNN_MAX_CPU_ISA" not in os.environ and not amx_survives():
         os.environ["ONEDNN_MAX_CPU_ISA"] = _SAFE_ISA
     count = threads or usable_cores()
     if torch.get_num_threads() != count:
@@ -65,7 +65,7 @@ def _cpu_info() -> str:
     return info.read_text() if info.is_file() else ""
 
 
-def _advertises_amx() -> bool:
+def advertises_amx() -> bool:
     return "amx_tile" in _cpu_info()
 
 
@@ -76,7 +76,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _amx_survives() -> bool:
+def amx_survives() -> bool:
     """Whether torch's low-precision matmuls do not crash on this machine."""
     return _remembered(f"torch {torch.__version__}", _PROBE)
 
@@ -165,7 +165,7 @@ def measure_formats(
     passes: dict[WeightFormat, list[Callable[[], None]]] = {}
     for candidate in candidates:
         try:
-            matrices = [_random_matrix(candidate, outputs, inputs) for _ in range(copies)]
+            matrices = [random_matrix(candidate, outputs, inputs) for _ in range(copies)]
             ready = [_row_pass(matrices, rows) for rows in _MEASURED_ROWS]
             for once in ready:
                 once()
@@ -186,7 +186,7 @@ def pick_format(measured: dict[WeightFormat, tuple[float, float]]) -> WeightForm
     return min(close, key=lambda name: measured[name][1])
 
 
-def _random_matrix(weight_format: WeightFormat, outputs: int, inputs: int) -> Matrix:
+def random_matrix(weight_format: WeightFormat, outputs: int, inputs: int) -> Matrix:
     if weight_format in DENSE_DTYPES:
         return DenseMatrix(torch.randn(outputs, inputs), DENSE_DTYPES[weight_format])
     if weight_format == "int8":

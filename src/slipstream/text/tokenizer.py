@@ -58,9 +58,9 @@ class Tokenizer:
         """Templates call the first of `eos_ids` eos. If `add_bos` is None, the backend decides about BOS itself."""
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._literal: Backend | None = None
-        self._add_bos = add_bos
+        self.add_bos = add_bos
         self._notation = TokenNotation.of(backend.decoder)
         added = backend.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
@@ -117,7 +117,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The number of tokens including added ones; the model's own embedding table may be padded beyond it."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def bos_token(self) -> str:
@@ -153,13 +153,13 @@ class Tokenizer:
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
     ) -> Iterator[list[int]]:
         """Yields the ids of a text in parts, so that tokenising a long text takes memory for one part only."""
-        backend = self._backend if parse_special else self._literal_backend()
-        wanted = self._add_bos if add_bos is None else add_bos
+        backend = self.backend if parse_special else self.literal_backend()
+        wanted = self.add_bos if add_bos is None else add_bos
         own = wanted is None  # whether the backend itself adds the tokens around a text
         before: list[int] = [self.bos_id] if wanted and self.bos_id is not None else []
         after: list[int] = []
         texts: Iterable[str] = (text,)
-        if len(text) > cutting.PIECE_CHARS and self._can_cut:
+        if len(text) > cutting.PIECE_CHARS and self.can_cut:
             texts = cutting.pieces(text)
             if own:
                 own, (before, after) = False, self._surroundings
@@ -171,21 +171,24 @@ class Tokenizer:
     @cached_property
     def _surroundings(self) -> tuple[list[int], list[int]]:
         """The tokens that the backend adds before and behind every text."""
-        alone, within = (self._backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
+        alone, within = (self.backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
         place = next(i for i in range(len(within)) if within[i : i + len(alone)] == alone)
         return within[:place], within[place + len(alone) :]
 
     @cached_property
-    def _can_cut(self) -> bool:
-        known = bool(self._backend.encode(_PROBE, add_special_tokens=False).ids)
-        return known and cutting.can_cut(self._backend, self._vocabulary)
+    def can_cut(self) -> bool:
+        """Whether a long text may be tokenised piece by piece and has the same ids."""
+        known = bool(self.backend.encode(_PROBE, add_special_tokens=False).ids)
+        return known and cutting.can_cut(self.backend, self.vocabulary)
 
     @cached_property
-    def _shares(self) -> cutting.Shares | None:
-        return cutting.token_shares(self._backend, self._vocabulary)
+    def token_shares(self) -> cutting.Shares | None:
+        """What a byte of each kind adds to the fewest tokens of a text; None if nothing is certain."""
+        return cutting.token_shares(self.backend, self.vocabulary)
 
     @property
-    def _vocabulary(self) -> list[bytes]:
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token by its id."""
         return [self.token_bytes(index) for index in range(self.vocab_size)]
 
     def fewest_tokens(self, texts: Sequence[str], limit: int) -> int:
@@ -199,13 +202,13 @@ class Tokenizer:
             data = "".join(texts).encode()
         except UnicodeError:
             return 0  # tokenising such a text raises an error that says what is wrong
-        if len(data) <= limit or self._shares is None:
+        if len(data) <= limit or self.token_shares is None:
             return 0
-        return cutting.fewest_tokens(data, self._shares)
+        return cutting.fewest_tokens(data, self.token_shares)
 
     def longest_piece(self, text: str) -> int:
         """Returns how many characters have to be tokenised at once, at most."""
-        cut = len(text) > cutting.PIECE_CHARS and self._can_cut
+        cut = len(text) > cutting.PIECE_CHARS and self.can_cut
         return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -228,7 +231,7 @@ class Tokenizer:
         known = self._bytes.get(index)
         if known is None:
             added = self._added.get(index)
-            token = self._backend.id_to_token(index) if added is None and index >= 0 else None
+            token = self.backend.id_to_token(index) if added is None and index >= 0 else None
             known = added.encode() if added is not None else b"" if token is None else self._notation.to_bytes(token)
             self._bytes[index] = known
         return known
@@ -251,13 +254,13 @@ class Tokenizer:
 
     def serialized(self) -> str:
         """Returns everything another process needs to tokenise exactly as this tokenizer does."""
-        text: str = self._backend.to_str()
+        text: str = self.backend.to_str()
         return text
 
-    def _literal_backend(self) -> Backend:
+    def literal_backend(self) -> Backend:
         # This is a second copy, because the switch is a property of the backend and other threads use the first one.
         if self._literal is None:
-            literal = Backend.from_str(self._backend.to_str())
+            literal = Backend.from_str(self.backend.to_str())
             literal.encode_special_tokens = True
             self._literal = literal
         return self._literal

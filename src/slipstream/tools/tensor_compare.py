@@ -171,15 +171,15 @@ def _pieces(first: Source, second: Source) -> Iterator[tuple[Array, Array]]:
     step = max(1, CHUNK_ELEMENTS * rows // max(1, elements))
     if first.shape != second.shape or len(first.shape) < 2 or step >= rows:
         flat = (rows, -1)
-        yield _dense(first).reshape(flat), _dense(second).reshape(flat)
+        yield dense_values(first).reshape(flat), dense_values(second).reshape(flat)
         return
     for start in range(0, rows, step):
         index = torch.arange(start, min(start + step, rows))
         flat = (len(index), -1)
-        yield _dense(first.rows(index)).reshape(flat), _dense(second.rows(index)).reshape(flat)
+        yield dense_values(first.rows(index)).reshape(flat), dense_values(second.rows(index)).reshape(flat)
 
 
-def _dense(tensor: Source) -> Array:
+def dense_values(tensor: Source) -> Array:
     return tensor.dense().numpy().astype(np.float64)
 
 
@@ -279,7 +279,7 @@ def _is_reordered(name: str, mine: Source, b: ModelFile) -> bool:
 
 def _sample(tensor: Source) -> Array:
     index = torch.linspace(0, tensor.shape[0] - 1, min(_SAMPLED_ROWS, tensor.shape[0])).long()
-    return _dense(tensor.rows(index))
+    return dense_values(tensor.rows(index))
 
 
 def _near(first: Array, second: Array) -> bool:

@@ -64,7 +64,8 @@ class KvPools:
         slots = pages if state_slots is None else state_slots
         self.state_tensors = StateTensors(slots, target.states) if target.states is not None else None
         self.states = StatePool(slots, self.state_tensors, state_stride) if self.state_tensors is not None else None
-        self._movers = _movers([pool for layer in self.target for pool in layer])
+        # the compiled way to move rows; None where there are no compiled kernels
+        self.movers = _movers([pool for layer in self.target for pool in layer])
 
     def copy_page(self, source: int, destination: int) -> None:
         for keys, values in self.target:
@@ -76,10 +77,10 @@ class KvPools:
 
     def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
         """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
-        if self._movers is None:
+        if self.movers is None:
             self.move_rows_plainly(sources, destinations)
             return
-        for mover in self._movers:
+        for mover in self.movers:
             mover.move(sources, destinations)
 
     def move_rows_plainly(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:

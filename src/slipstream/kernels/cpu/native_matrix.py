@@ -92,7 +92,7 @@ class PackedLinear:
         self.out_features = sum(source.shape[0] for source in sources)
         parts = [_pack(library, source) for source in sources]
         self.nbytes = sum(data.nbytes for _, data in parts)
-        self._data = [data for _, data in parts]
+        self.data = [data for _, data in parts]
         self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
         self._struct = self.struct(None)
         self.address = ctypes.addressof(self._struct)
@@ -100,7 +100,7 @@ class PackedLinear:
     def struct(self, bias: Tensor | None) -> SlipLinear:
         """Returns the struct that native code reads; the caller keeps the bias alive."""
         return SlipLinear(
-            len(self._data),
+            len(self.data),
             self.out_features,
             ctypes.addressof(self._matrices),
             None if bias is None else bias.data_ptr(),

@@ -74,7 +74,7 @@ class RankingScratch:
 
 
 @triton.jit
-def _gumbel(seed, position, group, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def gumbel_noise(seed, position, group, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the noise of the tokens [groups, GROUP]: the words of kernels/noise.py, which come in groups of four."""
     fours = (group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]).to(tl.uint32)
     nothing = tl.zeros_like(fours)
@@ -106,7 +106,7 @@ def _scored(  # type: ignore[no-untyped-def]
         if DRAFT:
             noisy = tl.load(shared + sequence) != 0
         if noisy:
-            score += _gumbel(tl.load(seed + sequence), tl.load(positions + row) + ahead, group, GROUP)
+            score += gumbel_noise(tl.load(seed + sequence), tl.load(positions + row) + ahead, group, GROUP)
     return tl.where(score == 0.0, 0.0, score), broken  # the two zeros count as equal
 
 
