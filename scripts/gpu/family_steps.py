@@ -37,7 +37,7 @@ from torch import Tensor
 
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.executor import Column, Wish
+from slipstream.engine.executor import BatchColumn, Wish
 from slipstream.engine.gpu.decode_step import DecodeStep
 from slipstream.engine.gpu.gpu_device import GpuDevice
 from slipstream.engine.gpu.gpu_executor import GpuExecutor
@@ -116,7 +116,7 @@ class Bench:
         pages = range(-(-(self.context + ROOM) // PAGE_TOKENS))
         state = self.executor.device_steps.state
         slots = None if self.shape.states is None else (0, 1)
-        state.load([Column(self.context, 5, list(pages), SamplingParams(), True, slots)])
+        state.load([BatchColumn(self.context, 5, list(pages), SamplingParams(), True, slots)])
         state.wish([Wish(rows - 1, BLOCK - 1, kind) if rows > 1 else Wish()])
 
     def step(self, rows: int) -> DecodeStep:

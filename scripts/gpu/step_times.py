@@ -30,7 +30,7 @@ from shapes import QWEN3_8B, TINY, RandomWeights, drafter_config
 
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.executor import Column, Wish
+from slipstream.engine.executor import BatchColumn, Wish
 from slipstream.engine.gpu.decode_step import MOST_HELD_TURNS, bucket
 from slipstream.engine.gpu.gpu_device import GpuDevice
 from slipstream.engine.gpu.gpu_executor import GpuExecutor
@@ -103,7 +103,9 @@ class Bench:
         loop = self.executor.device_steps
         each_pages = -(-(context + 2048) // PAGE_TOKENS)
         own = [
-            Column(context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True)
+            BatchColumn(
+                context, 5, [(s * each_pages + p) % self.pages for p in range(each_pages)], SamplingParams(), True
+            )
             for s in range(batch)
         ]
         wishes = [Wish(nodes, self.gpu_drafter.proposals, TREE)] * batch if nodes else [Wish()] * batch

@@ -19,7 +19,7 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.engine import devices
 from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.batch_planner import BatchPlan, BatchPlanner, DeviceBatch, TimedStep
-from slipstream.engine.executor import NO_SEQUENCE, Column, RowWork, Wish, bucket
+from slipstream.engine.executor import NO_SEQUENCE, BatchColumn, RowWork, Wish, bucket
 from slipstream.engine.gpu import decode_step as step_module
 from slipstream.engine.gpu.decode_loop import DecodeLoop, device_drafter
 from slipstream.engine.gpu.decode_state import DecodeState
@@ -204,7 +204,7 @@ def test_wishes_bring_their_calibrations_and_leave_those_of_others_alone() -> No
     def sent() -> list[list[float]]:
         return state.wishes.calibration[:3].tolist()
 
-    state.load([Column(5, 1, [0], SamplingParams(), True)] * 3)
+    state.load([BatchColumn(5, 1, [0], SamplingParams(), True)] * 3)
     wishes = [Wish(3, 3, TREE, each) for each in own]
     state.wish(wishes)
     assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NO_SEQUENCE.nodes]
@@ -249,7 +249,7 @@ def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None
         engine.executor.memory.draft_keys.normal_()  # type: ignore[attr-defined]
         engine.executor.memory.draft_values.normal_()  # type: ignore[attr-defined]
         steps = [loop_of(llm).step(4, each, drafter, True)[0] for each in (4, 16)]
-        sequences = [Column(9 + 5 * number, 65 + number, [number], SamplingParams(), True) for number in range(4)]
+        sequences = [BatchColumn(9 + 5 * number, 65 + number, [number], SamplingParams(), True) for number in range(4)]
         loop_of(llm).state.load(sequences)
         asked = Mock(side_effect=drafter.logits)
         with patch.object(drafter, "logits", asked):
@@ -421,7 +421,7 @@ def test_who_ends_leaves_the_others_to_go_on(gpu: None, tmp_path: Path, monkeypa
     loads: list[int] = []
     load = DecodeState.load
 
-    def counted(state: DecodeState, batch: Sequence[Column]) -> None:
+    def counted(state: DecodeState, batch: Sequence[BatchColumn]) -> None:
         loads.append(len(batch))
         load(state, batch)
 

@@ -61,7 +61,7 @@ class ForwardResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class BatchColumn:
     """One sequence of a device step; `anchor` is its last token, which has not been through the target."""
 
     length: int
@@ -82,7 +82,7 @@ class Wish:
     calibration: Calibration | None = None
 
 
-EMPTY_COLUMN = Column(0, 0, (), SamplingParams(), share_noise=False)
+EMPTY_COLUMN = BatchColumn(0, 0, (), SamplingParams(), share_noise=False)
 NO_SEQUENCE = Wish(nodes=-1)  # of a column whose sequence has left
 
 
@@ -137,7 +137,7 @@ class DeviceSteps(Protocol):
     def launch(
         self,
         batch: tuple[Hashable, ...],
-        describe: Callable[[], Sequence[Column]],
+        describe: Callable[[], Sequence[BatchColumn]],
         wishes: Sequence[Wish],
         variant: DraftVariant | None,
     ) -> Launched:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.batch_planner import BatchPlan, BatchPlanner, DeviceBatch, TimedStep
 from slipstream.engine.draft_context import DraftContexts
-from slipstream.engine.executor import EMPTY_COLUMN, Column, DeviceSteps, Landed, Launched
+from slipstream.engine.executor import EMPTY_COLUMN, BatchColumn, DeviceSteps, Landed, Launched
 from slipstream.engine.outcomes import Proposed, SequenceOutcome, decode_outcome, taken_outcome
 from slipstream.engine.variants import DraftVariant, DraftVariants
 from slipstream.speculative.gates import EntropyGate
@@ -139,12 +139,12 @@ class LaunchAhead:
         pages = [sequence.state.pages for sequence in batch.columns]
         return LaunchedStep(launched, batch, plan, pages, time.perf_counter(), ahead)
 
-    def _describe(self, batch: DeviceBatch) -> list[Column]:
+    def _describe(self, batch: DeviceBatch) -> list[BatchColumn]:
         self._contexts.write_waiting([sequence.state for sequence in batch.sequences])
         described = [EMPTY_COLUMN] * len(batch.columns)
         for place, sequence in zip(batch.places, batch.sequences, strict=True):
             state, request = sequence.state, sequence.request
-            described[place] = Column(
+            described[place] = BatchColumn(
                 state.length, sequence.anchor, state.pages, request.sampling, request.share_noise, state.slots
             )
         return described

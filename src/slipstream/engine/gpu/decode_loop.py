@@ -8,7 +8,7 @@ from itertools import cycle
 
 import torch
 
-from slipstream.engine.executor import Column, Wish, bucket
+from slipstream.engine.executor import BatchColumn, Wish, bucket
 from slipstream.engine.gpu.decode_state import DecodeState
 from slipstream.engine.gpu.decode_step import DecodeStep, drafted_widths
 from slipstream.engine.gpu.graphs import Graphs
@@ -110,7 +110,7 @@ class DecodeLoop:
     def launch(
         self,
         batch: tuple[Hashable, ...],
-        describe: Callable[[], Sequence[Column]],
+        describe: Callable[[], Sequence[BatchColumn]],
         wishes: Sequence[Wish],
         variant: DraftVariant | None,
     ) -> Flight:

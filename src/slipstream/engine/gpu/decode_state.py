@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from slipstream.engine.executor import NO_SEQUENCE, Column, Wish
+from slipstream.engine.executor import NO_SEQUENCE, BatchColumn, Wish
 from slipstream.kernels.gpu.token_choice import SamplingSettings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 
@@ -46,7 +46,7 @@ class DecodeState:
     def _pinned_twin(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
-    def load(self, sequences: Sequence[Column]) -> None:
+    def load(self, sequences: Sequence[BatchColumn]) -> None:
         """Takes over a batch without waiting for the device; columns beyond it use the scratch page only."""
         stages = next(self._loads)
         length, pages, slots, *numbers = (stage.numpy() for stage in stages)

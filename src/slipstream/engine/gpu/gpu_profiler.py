@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from slipstream.engine.engine import Engine
-from slipstream.engine.executor import Column, Wish
+from slipstream.engine.executor import BatchColumn, Wish
 from slipstream.engine.gpu.decode_loop import Flight
 from slipstream.engine.gpu.decode_step import DecodeStep
 from slipstream.engine.gpu.gpu_executor import GpuExecutor
@@ -26,7 +26,9 @@ _ROUNDS = 8
 _COPIES = ("Memcpy", "Memset")
 Milliseconds = Callable[[], float]  # asked once the device is done
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
-Launch = Callable[[tuple[Hashable, ...], Callable[[], Sequence[Column]], Sequence[Wish], DraftVariant | None], Flight]
+Launch = Callable[
+    [tuple[Hashable, ...], Callable[[], Sequence[BatchColumn]], Sequence[Wish], DraftVariant | None], Flight
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class GpuProfiler(Profiler):
     def _noted_launches(self, launch: Launch) -> Launch:
         def noted(
             batch: tuple[Hashable, ...],
-            describe: Callable[[], Sequence[Column]],
+            describe: Callable[[], Sequence[BatchColumn]],
             wishes: Sequence[Wish],
             variant: DraftVariant | None,
         ) -> Flight:
