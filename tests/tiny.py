@@ -356,14 +356,16 @@ class Driver:
         self.report.done["release"] += 1
 
     def _contents(self, state: SequenceState) -> list[Tensor]:
-        """The keys and the draft context of every computed position."""
+        """Keys of every computed position, and the draft context that is written."""
         if not state.length:
             return []
         pages, offsets = torch.tensor([state.place(position) for position in range(state.length)]).unbind(1)
         pools = self.engine.executor.memory
         first, last = pools.target[0][0], pools.target[-1][1]
         parts = [first[pages, :, offsets], last[pages, :, offsets]]
-        return parts + ([pools.draft_values[0][pages, :, offsets]] if state.drafting else [])
+        # Context of taps that wait is not written yet; a fork shares taps and page, so either of the two may write it.
+        known = state.length - state.waiting_rows
+        return parts + ([pools.draft_values[0][pages[:known], :, offsets[:known]]] if state.drafting else [])
 
     def _step(self) -> None:
         for event in self.engine.step():

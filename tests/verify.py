@@ -26,6 +26,7 @@ from tests import verify_families as families
 from tests import verify_files as files
 from tests import verify_gpu as gpu
 from tests import verify_hostile as hostile
+from tests import verify_lanes as lanes
 from tests import verify_server as serving
 from tests import verify_speculation as speculation
 from tests.verify_pages import write_pages
@@ -121,7 +122,7 @@ SIDE_BY_SIDE: tuple[Section, ...] = (
     *cpu.SIDE_BY_SIDE,
     *families.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *hostile.TIMED, *gpu.TIMED)
+TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *hostile.TIMED, *lanes.TIMED, *gpu.TIMED)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

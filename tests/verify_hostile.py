@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from tests import differential
 from tests.differential_worlds import WORLDS
@@ -89,13 +86,6 @@ def differential_texts(report: Report) -> None:
         report.add(promise, seen.row(), seen.ok, texts=seen.texts, different=len(seen.different))
 
 
-def sanitizers(report: Report) -> None:
-    script = Path(__file__).parents[1] / "scripts" / "sanitize.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
-    report.add("the compiled kernels' tests under sanitizers", " ".join(last), done.returncode == 0)
-
-
 # Sections that keep both cores busy by themselves run alone, like those that measure time.
 TIMED: tuple[Section, ...] = (
     hostile_bodies,
@@ -103,5 +93,4 @@ TIMED: tuple[Section, ...] = (
     hostile_company,
     fuzzed_constraints,
     differential_texts,
-    sanitizers,
 )

@@ -38,4 +38,5 @@ def sanitizers(report: Report) -> None:
         report.add(f"the compiled kernels under the {kind} sanitizer", _summary(done.stdout), not done.returncode)
 
 
-SIDE_BY_SIDE: tuple[Section, ...] = (sampled_tests, sanitizers)
+# They keep both cores busy by themselves, so they run alone.
+TIMED: tuple[Section, ...] = (sampled_tests, sanitizers)

@@ -174,6 +174,7 @@ HOSTILE = (
     ),
     Line("Random constraints end no process", "fuzzed_constraints", "{tried:sum} tried, {hung:sum} hung"),
     Line("The compiled kernels under sanitizers", "sanitizers", CHECKS),
+    Line("Every case of the tests that `make test` samples", "sampled_tests", CHECKS),
 )
 FILES = (
     Line(

@@ -33,7 +33,7 @@ STATS = {
 
 
 def slipstream(*arguments: str, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([SLIPSTREAM, *arguments], input=stdin, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([SLIPSTREAM, *arguments], input=stdin, capture_output=True, text=True, timeout=800)
     assert done.returncode == code, done.stderr
     return done
 
