@@ -1,8 +1,8 @@
-"""A tree of full pages, keyed by their tokens: a prompt that begins like an earlier one takes over its pages.
+"""A tree of full pages, keyed by their tokens: a prompt that begins like an earlier one shares its pages.
 
-A page remembers which drafter's context it carries, and one node of the tree may hold a page for each of several
-drafters. A drafting request takes only pages with its own drafter's context; a plain request takes any. If the target
-is recurrent, a usable prefix ends at the last page behind which a recurrent state was kept.
+Each page is stored with the drafter whose context it carries, and one node of the tree may hold a page for each of
+several drafters. A drafting request takes only pages with its own drafter's context; a plain request takes any. If the
+target is recurrent, a usable prefix ends at the last page after which a recurrent state was saved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class _Page:
 class _Node:
     parent: _Node | None
     tokens: tuple[int, ...]
-    pages: dict[str | None, _Page] = field(default_factory=dict)  # by draft key; only the root has none
+    pages: dict[str | None, _Page] = field(
+        default_factory=dict
+    )  # by draft key (None: no draft context); empty in the root
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
     def usable(self, draft_key: str | None) -> _Page | None:
@@ -47,7 +49,9 @@ class PrefixCache:
         self.size = 0  # pages the cache holds; any thread may read it
         self.hits = 0
         self.failed_restores = 0
-        self.last_match = 0  # tokens of the last prompt that the tree knew, even if their pages were not usable
+        self.last_match = (
+            0  # tokens of the last prompt whose pages were found, also those without a saved recurrent state
+        )
 
     def take(self, tokens: Sequence[int], draft_key: str | None) -> list[int]:
         """Returns the pages of the longest usable prefix and adds a reference to each for the caller.
@@ -62,7 +66,7 @@ class PrefixCache:
             if child is None or found is None:
                 break
             if self._table.epoch(found.page) != found.epoch or not self._table.holders(found.page):
-                # the page has been allocated for something else since: forget it, so that the prompt is computed again
+                # The page was freed or reused although the cache lists it: drop it, and the prompt is computed again.
                 self.failed_restores += 1
                 self._forget_branch(child)
                 break
@@ -123,7 +127,7 @@ class PrefixCache:
         while leaves and freed < pages_wanted:
             _, _, node, key = heapq.heappop(leaves)
             if node not in self.nodes or not any(key == free for free, _ in self._evictable_pages(node)):
-                continue  # the entry is out of date: the page is gone, or has got a child in the tree
+                continue  # out of date: the page is gone, or it is now the only page of a node with children
             self._forget_page(node, key)
             freed += 1
             # the page's parent may have become a leaf, and may be older than the leaves in the heap
@@ -142,7 +146,7 @@ class PrefixCache:
         ]
 
     def evictable(self, enough: int | None = None) -> int:
-        """Counts the pages that eviction could free: the cache alone holds the page and every page behind it.
+        """Counts the pages that eviction could free: no request holds them, and no page that must stay depends on them.
 
         Counting stops at `enough`, so that finding a few pages does not walk through the whole of a large cache.
         """
@@ -229,7 +233,7 @@ def _leaves_first(top: _Node) -> Iterator[_Node]:
 
 
 def _is_leaf(node: _Node, draft_key: str | None) -> bool:
-    """Whether no page behind this one needs it: none with the same draft key or, for a node's last page, none."""
+    """Whether no child has a page with this draft key; a node's only page also needs the node to have no children."""
     if len(node.pages) == 1:
         return not node.children
     return not any(draft_key in child.pages for child in node.children.values())

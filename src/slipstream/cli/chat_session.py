@@ -187,7 +187,9 @@ COMMANDS: dict[str, ChatCommand] = {
     "temperature": ChatCommand("/temperature [X]", "0 always takes the likeliest token", ChatSession._temperature),
     "seed": ChatCommand("/seed [N]", "the same seed gives the same text", ChatSession._seed),
     "max-tokens": ChatCommand("/max-tokens [N]", "the most tokens of an answer", ChatSession._max_tokens),
-    "system": ChatCommand("/system [TEXT]", "set the system prompt, or use the template's own", ChatSession._system),
+    "system": ChatCommand(
+        "/system [TEXT]", "set the system prompt; without TEXT, return to the template's", ChatSession._system
+    ),
     "stats": ChatCommand("/stats", "show numbers over all answers so far", ChatSession._stats),
     "save": ChatCommand("/save FILE", "write the conversation as JSON", ChatSession._save),
     "quit": ChatCommand("/quit", "leave the chat", ChatSession._quit),

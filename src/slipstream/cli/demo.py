@@ -54,10 +54,10 @@ class _Opponent:
 
         theirs, about = self.speed(), self.process.describe()
         ours = {mode: run.stats.tokens_per_second for mode, run in result.modes.items()}
-        ratios = " and ".join(f"{mode} at {speed / theirs:.2f} times" for mode, speed in ours.items() if theirs)
+        ratios = " and ".join(f"{speed / theirs:.2f} times in mode {mode}" for mode, speed in ours.items() if theirs)
         return (
             f"llama.cpp ({about['version']}, {built_for(str(about['system']))}) decodes at {theirs:.1f} tok/s on the "
-            f"same file and threads; ours in mode {ratios} its speed."
+            f"same file and threads" + (f"; Slipstream runs at {ratios} that speed." if ratios else ".")
         )
 
 
@@ -105,11 +105,11 @@ def command(
         if opponent:
             ui.line(opponent.sentence(result))
         elif not rival.available():
-            ui.line(f"To see llama.cpp's speed beside it: {rival.HOW_TO_GET}")
+            ui.line(f"To compare with llama.cpp: {rival.HOW_TO_GET}")
 
 
 def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opponent | None:
-    """llama.cpp on the same file, warmed up; None if its package is missing or cannot run."""
+    """llama.cpp on the same file, warmed up; None if it is missing, cannot read this file or does not start."""
     from slipstream.bench import rival
     from slipstream.errors import SlipstreamError
 

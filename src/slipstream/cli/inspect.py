@@ -182,7 +182,7 @@ def draw(ui: Ui, report: Mapping[str, Any], tensors: bool) -> None:
 def draw_checks(ui: Ui, title: str, checks: Sequence[Check]) -> None:
     """Draws one line per check, then one line per problem."""
     rows = [[check.name, "pass" if check.passed else "FAIL", check.seen] for check in checks]
-    ui.table(title, _words_table(["check", "", "looked at"], rows))
+    ui.table(title, _words_table(["check", "result", "details"], rows))
     for check in checks:
         for problem in check.problems:
             ui.line(f"{check.name}: {problem}")
@@ -191,7 +191,7 @@ def draw_checks(ui: Ui, title: str, checks: Sequence[Check]) -> None:
 
 def draw_instruct(ui: Ui, report: InstructReport) -> None:
     rows = [[witness.name, witness.says, witness.seen] for witness in report.witnesses]
-    ui.table(f"{report.target}: {report.verdict} model", _words_table(["looked at", "says", "seen"], rows))
+    ui.table(f"{report.target}: {report.verdict} model", _words_table(["source", "result", "details"], rows))
     ui.line(f"Refused: {report.refused}." if report.refused else f"The drafter wants the {report.wanted} model.")
     ui.line()
 

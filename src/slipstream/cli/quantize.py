@@ -1,4 +1,4 @@
-"""`slipstream quantize`: writes a GGUF file with its matrices in another type, and reports the errors this makes.
+"""`slipstream quantize`: writes a GGUF file with its matrices in another type, and reports the rounding errors.
 
 `slipstream quantize drafter.gguf drafter.q4-mix.gguf --type q4-mix`
 """

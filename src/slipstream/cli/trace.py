@@ -1,4 +1,4 @@
-"""Writes a trace of decoding: one JSON line per step, which is on disk before the next step begins.
+"""Writes a trace of decoding: one JSON line per request and step, handed to the system as soon as the step is reported.
 
 A run that is killed therefore keeps the lines of all its finished steps.
 
@@ -55,6 +55,6 @@ class Trace:
 
     def __exit__(self, *exc: object) -> Literal[False]:
         if self._file is not None:
-            with suppress(OSError):  # every line was flushed, so an error of the disk has already been reported
+            with suppress(OSError):  # every line was flushed, so `close` has nothing left to write
                 self._file.close()
         return False

@@ -11,8 +11,8 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes
 from slipstream.kernels.rows import CHAIN, TREE
 
-_LOST_HEAD = -1  # stands in place of the number of a branch's candidates
-_NOWHERE = float("inf")
+_LOST_HEAD = -1  # a branch has this count of candidates if its head produced NaN or infinity
+_UNKNOWN_SCORE = float("inf")
 
 
 def grow_reference(
@@ -21,7 +21,7 @@ def grow_reference(
 ) -> None:
     """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
     _rank(scores, wishes.calibration, heads, branches)
-    unknown = (scores.isnan() | (scores == _NOWHERE)).flatten(1).any(dim=1).tolist()
+    unknown = (scores.isnan() | (scores == _UNKNOWN_SCORE)).flatten(1).any(dim=1).tolist()
     rows.paths.zero_()
     for sequence in range(tokens.shape[0]):
         tree = _Tree(branches, sequence)
