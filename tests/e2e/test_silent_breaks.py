@@ -259,7 +259,7 @@ def test_7_context_without_its_norm(torch_llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_7_taps_off_by_one(llm: LLM, healthy_tau: float, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     drafter = drafter_of(llm)
     taps = tuple(layer + shift for layer in drafter.config.target_layer_ids)
-    monkeypatch.setattr(drafter, "config", dataclasses.replace(drafter.config, target_layer_ids=taps))
+    monkeypatch.setattr(llm.engine.executor, "tapped_layers", taps)
     assert_collapsed(measured_tau(llm), healthy_tau)
 
 

@@ -280,7 +280,7 @@ def test_slow_work_rests_while_the_engine_is_busy_and_quick_work_does_not() -> N
     while not waiting.done():
         lane.wait()  # the engine has nothing else to do
     assert order == ["slow", "quick", "slow again"]
-    lane.begin_forward()
+    lane.begin_forward(2)
     waiting = lane.submit(partial(work, "slow at last"), urgent=False)
     lane.submit(partial(work, "quick")).result(10)
     assert not waiting.done()

@@ -49,7 +49,7 @@ class ActiveSequence(ScheduledSequence):
         self._stops = StopMatcher(request.stop)
         # Stop strings, grammars and penalties look at every token; otherwise all tokens of a step are taken together.
         self._watched = bool(request.stop) or sampler.guide is not None or request.sampling.penalised
-        self._added_at = time.perf_counter()
+        self._queued_at = 0.0
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
         self._texts: list[str] = []  # of the tokens absorbed since the last event
@@ -133,9 +133,13 @@ class ActiveSequence(ScheduledSequence):
         shown, stopped = self._stops.push(self._detokenizer.flush())
         return shown if stopped else shown + self._stops.flush()
 
+    def note_queued(self) -> None:
+        """Starts the clock of the time to the first token."""
+        self._queued_at = time.perf_counter()
+
     def note_first_token(self) -> None:
         self._first_token_at = time.perf_counter()
-        self.stats.ttft_ms = (self._first_token_at - self._added_at) * 1e3
+        self.stats.ttft_ms = (self._first_token_at - self._queued_at) * 1e3
         self.stats.cached_tokens = self.cached_tokens
 
     def record_step(self, step: StepRecord, committed: int) -> None:

@@ -149,6 +149,10 @@ class BatchPlanner:
         """Drops the held plan, because it does not know what has happened to a sequence."""
         self._held = None
 
+    def forget_batch(self) -> None:
+        """Drops the planned batch, which refers to its drafter."""
+        self._batch = self._held = None
+
     def plan(self, batch: DeviceBatch, alone: bool) -> BatchPlan:
         """What the sequences of a step propose.
 

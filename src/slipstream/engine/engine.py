@@ -68,6 +68,8 @@ class Engine:
         if executor.device_steps is not None:
             planner = BatchPlanner(self.proposer, executor.device_steps)
             self.ahead = LaunchAhead(executor.device_steps, planner, self.contexts, executor.variants)
+        # Asked now, because the answer may take a measurement, which must not fall into a step.
+        self._shares_generated = executor.shares_generated
         self._sequences: dict[str, ActiveSequence] = {}
         self._stepping = StepLock()
 
@@ -86,7 +88,7 @@ class Engine:
         plan = self.scheduler.plan()
         events += self._end_complete(plan)
         if plan:
-            self.grammars.lane.begin_forward()
+            self.grammars.lane.begin_forward(len(plan.prefill) + len(plan.decode))
             began = time.perf_counter()
             events += self._run(plan)
             self.scheduler.took(plan, time.perf_counter() - began)
@@ -172,9 +174,13 @@ class Engine:
         ]
         for item, (sequence, own) in enumerate(decoding, start=len(prefill)):
             decode = partial(decode_outcome, sequence, own, chosen[item], result.logits[item], draft_s, verify_s)
-            outcomes.append(self._guarded(sequence, decode))
-            self.proposer.learn(outcomes[-1])
+            outcomes.append(self._guarded(sequence, partial(self._learnt, decode)))
         return outcomes
+
+    def _learnt(self, decode: Callable[[], SequenceOutcome]) -> SequenceOutcome:
+        outcome = decode()
+        self.proposer.learn(outcome)
+        return outcome
 
     def _guarded(self, sequence: ActiveSequence, outcome: Callable[[], SequenceOutcome]) -> SequenceOutcome:
         """An error in one request's own tokens ends that request and no other."""
@@ -227,7 +233,7 @@ class Engine:
             return
         if prompt_done:
             length = len(sequence.request.prompt_ids)
-        elif sequence.finish_reason is not None and self.executor.shares_generated:
+        elif sequence.finish_reason is not None and self._shares_generated:
             length = sequence.state.length
         else:
             return
@@ -312,6 +318,7 @@ class Engine:
             raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
         sequence = self.make_sequence(request)
         self.scheduler.add(sequence)
+        sequence.note_queued()
         self._sequences[request.id] = sequence
 
     def make_sequence(self, request: Request) -> ActiveSequence:
@@ -372,8 +379,6 @@ class Engine:
 
     def add_variant(self, variant: DraftVariant) -> None:
         self.executor.variants.install(variant)
-        if self.ahead is not None:
-            self.ahead.forget_variants()
 
     def remove_variant(self, name: str) -> None:
         """Removes a variant that no open request drafts with, and all context that only this variant made."""
@@ -385,7 +390,7 @@ class Engine:
         gone = variants.remove(name)
         self.proposer.forget(name)
         if self.ahead is not None:
-            self.ahead.forget_variants()
+            self.ahead.forget_variant(gone)
         self.executor.forget(gone)
         if self.prefix is not None and not variants.makes_context(gone.context_key):
             self.prefix.forget(self._context_key(gone))

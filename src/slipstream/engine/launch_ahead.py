@@ -102,9 +102,10 @@ class LaunchAhead:
             (whole if fits else hosted).append(sequence)
         if not whole:
             return None, hosted
+        served = variant if variant is not None and self.steps.serves(variant) else None
         before = self._split[0]
-        same = before.reduced(whole) if before is not None and before.variant is variant else None
-        return same or DeviceBatch.of(whole, variant), hosted
+        same = before.reduced(whole) if before is not None and before.variant is served else None
+        return same or DeviceBatch.of(whole, served), hosted
 
     def _serves(self, sequence: ActiveSequence) -> bool:
         """Whether nothing needs the host between draft and token: no constraint, penalty, bias or log-probability."""
@@ -186,9 +187,12 @@ class LaunchAhead:
         self.planner.forget()
         self.steps.forget_batch()
 
-    def forget_variants(self) -> None:
-        """Splits anew at the next step, because the drafter's variants have changed."""
+    def forget_variant(self, gone: DraftVariant) -> None:
+        """Drops every reference to a removed variant, so that its weights are freed."""
         self._decoding, self._split = [], (None, [])
+        if self._in_flight is not None and self._in_flight.batch.variant is gone:
+            self._forget_device()
+        self.planner.forget_batch()
 
 
 def _standing(sequence: ActiveSequence) -> object:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from slipstream.cache.sequence import SequenceState
 from slipstream.engine import outcomes
-from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.engine import Engine
 from slipstream.models.decoder import Decoder
 from slipstream.models.heads import DraftHeads, HeadPass
@@ -141,9 +140,9 @@ class Profiler:
             (engine, "_sample", "verify"),
             (outcomes, "accept", "accept"),
             (SequenceState, "commit", "accept"),
-            (DraftContexts, "write", "context write"),
-            (DraftContexts, "write_waiting", "context write"),
-            (DraftContexts, "hold", "context write"),
+            (engine.contexts, "write", "context write"),
+            (engine.contexts, "write_waiting", "context write"),
+            (engine.contexts, "hold", "context write"),
         )
         for owner, name, phase in parts:
             self._replace(owner, name, partial(self._clock.timed, phase))

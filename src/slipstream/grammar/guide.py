@@ -25,7 +25,8 @@ from slipstream.types import Thinking
 # a step 4 ms and more. Every request of the step waits too: with 4 ms, one constrained request made the others twice as
 # slow.
 DRAFTS_WAIT_S = 0.001
-STEP_S = 0.004  # an answer that takes at most this much work counts as quick; the shortest steps take as long
+# A step's drafts get masks for this much work, and an answer within it counts as quick. Short steps last as long.
+STEP_S = 0.004
 # A step waits for a guide only if its answers take at most this much work on average; ordinary grammars take 0.1 ms.
 _QUICK_S = 0.001
 _AVERAGED_ANSWERS = 5
@@ -130,7 +131,8 @@ class Guide:
 
         A draft can be dropped without changing the text, so a step does not wait long for its mask.
         """
-        if path not in self._masks and (self._clock.exhausted or not self.knows(path)):
+        exhausted = self._clock.exhausted(self._lane.shared)
+        if path not in self._masks and (exhausted or not self.knows(path)):
             raise GuideError("the masks of this step take too long")
         return self.mask(path)
 
@@ -205,12 +207,14 @@ class _Clock:
         self.tokens = 0
         self._spent_s = 0.0
         self.waited_s = 0.0  # how long the engine's thread has waited in this step
+        self._step_s = 0.0  # processor time of this step's masks
         self._average_s = 0.0
         self._quick = 0  # quick answers in a row
         self._needed = 1  # how many quick answers in a row are needed before the engine's thread waits again
 
     def add(self, seconds: float) -> None:
         self._spent_s += seconds
+        self._step_s += seconds
         self._average_s += (seconds - self._average_s) / _AVERAGED_ANSWERS
         if seconds <= STEP_S:
             self._quick += 1
@@ -225,16 +229,15 @@ class _Clock:
         self._quick, self._needed = 0, 2 * self._needed
 
     def begin_step(self) -> None:
-        self.waited_s = 0.0
+        self.waited_s = self._step_s = 0.0
 
     @property
     def quick(self) -> bool:
         return self._quick >= self._needed and self._average_s <= _QUICK_S
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the engine's thread has waited as long for drafts as it may in this step."""
-        return self.waited_s > DRAFTS_WAIT_S
+    def exhausted(self, shared: bool) -> bool:
+        """Whether this step's drafts get no more masks; a `shared` step has other sequences, which wait along."""
+        return self._step_s > STEP_S or (shared and self.waited_s > DRAFTS_WAIT_S)
 
     def check(self) -> None:
         """Raises `GuideError` if the guide has taken more work than its request may."""

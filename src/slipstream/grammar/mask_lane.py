@@ -71,6 +71,7 @@ class Lane:
         self._finished = threading.Event()
         self._idle = threading.Event()  # set while the engine has nothing to do until some work is done
         self._patience_s = STEP_PATIENCE_S
+        self.shared = False  # the step that is running has several sequences, which all wait for a mask
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
         """Queues work behind what was submitted before; work that is not urgent goes behind all urgent work."""
@@ -83,9 +84,10 @@ class Lane:
     def begin_step(self) -> None:
         self._patience_s = STEP_PATIENCE_S
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, sequences: int) -> None:
         """Says that the engine is about to run the model; from now on there are pauses between pieces of slow work."""
         self._idle.clear()
+        self.shared = sequences > 1
 
     def result(self, future: Future[Result], patient: bool | None) -> Result:
         """Returns the outcome of some work, or raises TimeoutError.
