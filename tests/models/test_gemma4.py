@@ -128,7 +128,7 @@ def test_llama_cpp_reads_the_same_text_from_the_same_file(variant: str, tmp_path
 
 
 def test_biases_gguf_has_no_words_for_are_not_converted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="GGUF has no words for attention biases"):
+    with pytest.raises(ConfigError, match="GGUF cannot express attention biases"):
         write_family_gguf(build(**VARIANTS["biases"]), tmp_path / "t.gguf")
 
 

@@ -93,7 +93,7 @@ def test_llama_cpp_reads_the_same_text_from_the_same_file(gating: bool | str, tm
 
 
 def test_a_router_gguf_has_no_words_for_is_not_converted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="GGUF has no words for how its experts"):
+    with pytest.raises(ConfigError, match="GGUF cannot express how its experts"):
         write_family_gguf(build(moe_router_logit_softcapping=1.5), tmp_path / "t.gguf")
 
 

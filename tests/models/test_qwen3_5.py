@@ -219,7 +219,7 @@ def test_a_committed_path_equals_computing_it_from_scratch(variant: str, kept_ro
     for path in ((0,), (0, 1, 3, 5, 6), (0, 2, 7, 8, 9, 10, 11), tuple(range(9))):
         shape = parents if path != tuple(range(9)) else tuple(range(-1, 11))
         with torch.inference_mode():
-            bench.runner.forward([RowWork(tried, tried.length, draft, 12, Proposal(tuple(draft), shape))])
+            bench.executor.forward([RowWork(tried, tried.length, draft, 12, Proposal(tuple(draft), shape))])
         kept = [draft[row] for row in path]
         tried.tokens += kept
         tried.commit(path, [], 0)
