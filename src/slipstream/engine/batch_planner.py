@@ -24,8 +24,12 @@ from slipstream.stats import Decision
 
 _FEW_SEQUENCES = 4  # up to so many, the policy chooses which sequences draft; choosing among more takes too long
 _LEARNT_SEQUENCES = 2  # sequences that the policy learns from in a step; more would cost the host more than they teach
-_SKIPPING_SEQUENCES = 64  # from so many on, the policy learns only in some steps
-_SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32  # a plan for few sequences and one for many serve so many steps
+_SKIPPING_SEQUENCES = (
+    64  # from so many on, the policy learns only in some steps, because the host's time is short there
+)
+# Steps that a plan for few sequences serves, and a plan for many. With larger numbers plans are older when they are
+# used; with smaller ones the host plans more often, which slows batches down.
+_SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32
 _GOOD_ENOUGH = 0.9  # a shape with this share of the best rate is taken if no graph has to be captured for it
 _SPARSE_COLUMNS = 2  # with so many columns for each sequence that is left, the batch is laid out anew
 # At least this share of a step counts as verify, because the estimate of a draft on a busy host can be too high.
