@@ -31,7 +31,9 @@ _SKIPPING_SEQUENCES = (
 # used; with smaller ones the host plans more often, which slows batches down.
 _SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32
 _GOOD_ENOUGH = 0.9  # a shape with this share of the best rate is taken if no graph has to be captured for it
-_SPARSE_COLUMNS = 2  # with so many columns for each sequence that is left, the batch is laid out anew
+# Columns per remaining sequence at which the batch is laid out anew. With fewer it is laid out more often, and all its
+# sequences wait for that; with more, empty columns are computed for longer.
+_SPARSE_COLUMNS = 2
 # At least this share of a step counts as verify, because the estimate of a draft on a busy host can be too high.
 _LEAST_VERIFY_SHARE = 0.5
 
@@ -127,9 +129,9 @@ class BatchPlan:
 class TimedStep:
     """What a step gave the sequences that were still there, and how long it took."""
 
-    rows: int  # of each sequence
+    rows: int  # rows per sequence
     places: Sequence[int]
-    tokens: Sequence[int]  # of each of them
+    tokens: Sequence[int]  # tokens that each of these sequences got
     seconds: float
     crowded: bool  # some sequence waits for a column
 

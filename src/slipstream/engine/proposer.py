@@ -38,8 +38,8 @@ class MeasuredStep(NamedTuple):
 
     shape: StepShape
     committed: int  # tokens of all sequences
-    step_ms: float  # without the draft
-    total_ms: float  # with the draft
+    step_ms: float  # milliseconds without the draft
+    total_ms: float  # milliseconds with the draft
 
 
 class Proposer:
@@ -52,7 +52,7 @@ class Proposer:
         self._variants = variants
         self._measure_costs = measure_costs
         self._policy: Policy | None = None
-        self._plain_steps = 0  # in a row
+        self._plain_steps = 0  # consecutive steps without a draft
         self._drafted_steps = 0
 
     @property

@@ -18,7 +18,7 @@ from slipstream.engine.executor import RowWork
 from slipstream.models.decoder import Decoder
 
 _CONTEXT = 64  # tokens behind which steps are timed
-_LEAST_SECONDS = 0.3  # of timing for each number of rows; with less, the median rests on few steps
+_LEAST_SECONDS = 0.3  # each number of rows is timed so long; with less, a median rests on few steps
 
 
 class _Scratch:

@@ -18,7 +18,7 @@ from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.gpu.device_models import GpuDrafter
 
-_HOST_COPIES = 3  # of a report: the host reads one, the device writes the next, and one may wait; fewer would collide
+_HOST_COPIES = 3  # copies of a report: the host reads one, the device writes one, one may wait; fewer would collide
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], DecodeStep]
 
 
