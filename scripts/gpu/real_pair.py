@@ -6,7 +6,7 @@ the same weights in `transformers` and in the authors' loop.
 
 The parts are: modes (every mode on every evaluation set, texts compared), native (weights as the file stores them),
 batches (throughput at 1, 4, 16 and 64 sequences), hosts (the host's share of each step at these sizes), syncs (how
-often the host waits for the device), theirs (transformers and the authors' loop).
+often the host waits for the device), `theirs` (transformers and the authors' loop).
 """
 
 # mypy: disable-error-code="arg-type, unused-ignore"

@@ -80,7 +80,7 @@ def test_dense_fp32_differs_at_most_in_near_ties() -> None:
 
 
 def test_one_target_forward_per_step_whatever_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm.measure_costs()  # its own forwards are nobody's step
+    llm.measure_costs()  # measuring runs forwards that belong to no step
     target = llm.engine.executor.target
     calls: list[int] = []
     forward = target.forward_logits

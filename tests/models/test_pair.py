@@ -267,7 +267,7 @@ def test_a_target_is_not_a_drafter(tmp_path: Path) -> None:
     assert "target_layer_ids" in refusal(tmp_path)
 
 
-# ---- who sees whom
+# ---- which rows see which
 
 
 def patterns(folder: Path, nested: dict[str, Any], **top: Any) -> tuple[AttentionPattern, ...]:

@@ -265,7 +265,7 @@ def test_logits_match_from_gguf(variant: str, tmp_path: Path) -> None:
 
 
 def test_a_drafter_of_the_models_own_is_left_alone(tmp_path: Path) -> None:
-    """llama.cpp's files may have one more block, which nobody but llama.cpp can use."""
+    """llama.cpp's files may have one more block, which only llama.cpp can use."""
     theirs = hybrid("dense")
     path = write_family_gguf(theirs, tmp_path / "model.gguf")
     ones = TensorPlan("blk.4.nextn.enorm.weight", "F32", (64,), lambda: [np.ones(64, "<f4").tobytes()])

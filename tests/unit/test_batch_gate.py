@@ -15,11 +15,11 @@ SHORT, LONG = 256, 8_000  # steps: one answer, and very many
 
 @dataclass(frozen=True)
 class World:
-    """What steps yield: a plain one takes a second and gives everybody one token, a drafted one as told."""
+    """What steps yield: a plain step takes a second and gives each sequence one token; the fields describe drafts."""
 
-    tokens: float  # of one sequence in a drafted step, on average
-    seconds: float  # that it takes
-    noise: float = 0.03  # of every time
+    tokens: float  # that one sequence gets in a drafted step, on average
+    seconds: float  # that a drafted step takes
+    noise: float = 0.03  # relative deviation of every time
 
     def drawn(self, batch: int, luck: random.Random) -> int:
         """Behind every token there is another with the same chance: many steps give one, a few give lots."""

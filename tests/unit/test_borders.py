@@ -1,4 +1,4 @@
-"""Who may import whom inside the package, read from the syntax trees; and the size limits that keep files readable."""
+"""Which package may import which, read from the syntax trees; and the size limits that keep files readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft variants over HTTP with tiny models: who may change them, which paths are taken, and what outlives a load."""
+"""Draft variants over HTTP with tiny models: their permissions, which paths are taken, and what outlives a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sees whom in a drafter's layers, as a GGUF file says it."""
+"""Which rows of a drafter's layers see which, as a GGUF file says it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not numbers, in drafts and in the target: who pays for them, and that nobody else does."""
+"""NaN and Inf in the logits of drafts and of the target: they slow down or end their own request and no other."""
 
 # mypy: disable-error-code="attr-defined, unused-ignore"
 

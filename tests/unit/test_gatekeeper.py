@@ -1,4 +1,4 @@
-"""Who may ask, by Host, Origin and framing; how long a body may take; and how many large ones may come at once."""
+"""The checks of Host, Origin and framing; how long a body may take; and how many large ones may come at once."""
 
 from __future__ import annotations
 

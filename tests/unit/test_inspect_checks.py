@@ -252,7 +252,7 @@ def test_the_shipped_pair_is_accepted() -> None:
         ("Tiny", CHATML, EOS, "base", ["instruct", "base", "nothing"]),  # the template of its sibling came along
         ("Tiny-it", CHATML, EOS, "instruct", ["instruct", "base", "instruct"]),
         ("Tiny", "{{ messages[0]['content'] + eos_token }}", EOS, "instruct", ["instruct", "instruct", "nothing"]),
-        ("Tiny-Chat", None, EOS + 1, "base", ["base", "instruct", "instruct"]),  # nobody could ask it anything
+        ("Tiny-Chat", None, EOS + 1, "base", ["base", "instruct", "instruct"]),  # it has no template for a question
     ],
 )
 def test_base_models_are_told_from_tuned_ones(

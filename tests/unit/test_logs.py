@@ -1,4 +1,4 @@
-"""Log lines: one per request, in JSON or text, with numbers and without anybody's words."""
+"""Log lines: one per request, in JSON or text, with numbers and without the words of prompts and answers."""
 
 from __future__ import annotations
 

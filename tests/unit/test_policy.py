@@ -123,7 +123,7 @@ def test_a_text_that_is_easy_to_draft_leaves_its_neighbours_half_of_their_speed(
 
 
 def test_what_was_verified_unasked_is_remembered_as_if_it_had_been_chosen() -> None:
-    """Where rows are fixed before the draft: the whole step's time is shared out, whoever is looked at."""
+    """If rows are fixed before the draft, the whole step's time is shared out, whichever sequences are looked at."""
     shape = StepShape(8, 8 + 8 * 15, 100, False, True)
     pays, loses = policy(free=True), policy(free=True)
     for owner, chance in ((pays, 0.8), (loses, 0.02)):
@@ -276,7 +276,7 @@ def test_unknown_drafter_is_drafted_as_deep_as_an_average_one(free: bool, slots:
     own = sequence(owner)
     assert owner.plan_drafts([view(own)]) == [slots]
     owner.choose([offer(own, 0.9, slots=slots)])
-    own.calibration.observe(0.9, 1, True)  # it works, so depths nobody has tried are worth a try
+    own.calibration.observe(0.9, 1, True)  # the draft was accepted, so depths that were never tried are worth a try
     assert owner.plan_drafts([view(own)]) == [15]
 
 

@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.conten
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A clock that is one second on whenever somebody looks at it."""
+    """Replaces the clock by one that advances one second whenever it is read."""
     counted = iter(range(1000))
     monkeypatch.setattr(engine_profile.time, "perf_counter", lambda: float(next(counted)))
     yield

@@ -1,4 +1,4 @@
-"""`slipstream quantize` on small files: who gets which type, what is carried over, and what is refused."""
+"""`slipstream quantize` on small files: which tensor gets which type, what is carried over, and what is refused."""
 
 # mypy: disable-error-code="misc, unused-ignore"
 

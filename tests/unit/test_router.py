@@ -199,7 +199,7 @@ def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
         await until(lambda: router.residents() == [])
         with pytest.raises(EngineFailedError, match="'a' was put away"):
             await until(lambda: lease.worker is None)
-        await until(lambda: engine() is None)  # though somebody still has the lease
+        await until(lambda: engine() is None)  # although the caller still has the lease object
         with pytest.raises(NoResidentModelError):
             await router.lease("any")
 

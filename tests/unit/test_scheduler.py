@@ -1,4 +1,4 @@
-"""Who runs and when: admission by pages, first come first served, chunks on a fixed grid, and no torch."""
+"""Which sequences run, and when: admission by pages, first come first served, chunks on a fixed grid, and no torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bench:
         return ticket
 
     def step(self) -> StepPlan:
-        """Admits, plans, and commits the plan with one new token for whoever gets one."""
+        """Admits, plans, and commits the plan with one new token for each sequence that gets one."""
         self.scheduler.admit()
         plan = self.scheduler.plan()
         for chunk in plan.prefill:

@@ -1,4 +1,4 @@
-"""Who goes first and who makes room: priorities, quanta, turns between prompts, pauses and their epochs."""
+"""Which sequences go first and which make room: priorities, quanta, turns between prompts, pauses and their epochs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at(bench: Bench, seconds: float) -> None:
 
 
 def run(bench: Bench, steps: int = 200) -> list[str]:
-    """Steps until nobody is left; returns who ended, in order."""
+    """Steps until no sequence is left; returns the ids of the requests in the order in which they ended."""
     ended: list[str] = []
     for _ in range(steps):
         before = [*bench.scheduler.running, *bench.scheduler.waiting]

@@ -95,7 +95,7 @@ def test_waits_depend_on_how_far_from_paying_it_is(outlook: float, waits: list[i
         own.probed(math.inf, outlook)
     assert found == waits
     own.back_off(0.0)
-    assert own.tokens_to_probe >= found[-1]  # who waits already is not sent to wait anew
+    assert own.tokens_to_probe >= found[-1]  # a sequence that waits already does not wait anew
     for _ in range(10):
         own.probed(math.inf, 0.0)
     assert own.tokens_to_probe == 8 * AUTO.probe
@@ -143,4 +143,4 @@ def test_trust_that_falls_takes_the_gains_along() -> None:
         first.learn(Proposal((0, 5), (-1, 0), (1.0, 0.9)), Verdict((0,), (9,)), (9,))
     assert first.gains.expected(7, 7, branching=False) < 0.3 * before
     assert shared.gains.expected(7, 7, branching=False) < 0.5 * before
-    assert not second.gains.known  # it was there before anybody had drafted
+    assert not second.gains.known  # it was made before any sequence had drafted

@@ -1,4 +1,5 @@
-"""The slowest sequences of a batch: told from luck, and what they do to a batch that nobody joins."""
+"""The slowest sequences of a batch: how they are distinguished from unlucky ones, and what they do to a batch that no
+sequence joins."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_a_new_batch_starts_from_what_the_last_has_shown_but_not_from_its_end() 
     means, luck, pace = [1.9] * 16 + [2.6] * 48, random.Random(2), SlowestShare()
     pace.restart(64)
     known = share_after(200, means, pace, luck)
-    for _ in range(60):  # only those are left who were slowest, and they are alike
+    for _ in range(60):  # only the slowest sequences are left, and they are alike
         pace.slowest_share(range(16), [drawn(1.9, luck) for _ in range(16)])
     pace.restart(64)
     assert share_after(1, means, pace, luck) == pytest.approx(known, abs=0.06)

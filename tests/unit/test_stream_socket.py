@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {"model": "tiny", "ignore_eos": True, "max_tokens": 4
 
 
 class Client:
-    """One connection; frames of other requests are kept until somebody asks for them."""
+    """One connection; frames of other requests are kept until a test asks for them."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""Variants of the drafter on tiny pairs: who drafts for whom, what they share, and how they come and go."""
+"""Variants of the drafter on tiny pairs: which one drafts for a request, what they share, and how they come and go."""
 
 # mypy: disable-error-code="assignment, attr-defined, operator, union-attr, unused-ignore"
 

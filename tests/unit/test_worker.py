@@ -1,4 +1,4 @@
-"""The engine's thread: events in order, commands from any thread, bounded queue, and an end everybody hears of."""
+"""The engine's thread: events in order, commands from any thread, bounded queue, and an end that all requests see."""
 
 from __future__ import annotations
 

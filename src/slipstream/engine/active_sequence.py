@@ -52,7 +52,7 @@ class ActiveSequence(ScheduledSequence):
         self._queued_at = 0.0
         self._first_token_at = 0.0
         self._token_ids: list[int] = []
-        self._texts: list[str] = []  # of the tokens absorbed since the last event
+        self._texts: list[str] = []  # the text of each token absorbed since the last event
         self._step_sizes: list[int] = []
         self._error: str | None = None
 

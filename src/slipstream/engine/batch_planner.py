@@ -24,10 +24,16 @@ from slipstream.stats import Decision
 
 _FEW_SEQUENCES = 4  # up to so many, the policy chooses which sequences draft; choosing among more takes too long
 _LEARNT_SEQUENCES = 2  # sequences that the policy learns from in a step; more would cost the host more than they teach
-_SKIPPING_SEQUENCES = 64  # from so many on, the policy learns only in some steps
-_SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32  # a plan for few sequences and one for many serve so many steps
+_SKIPPING_SEQUENCES = (
+    64  # from so many on, the policy learns only in some steps, because the host's time is short there
+)
+# Steps that a plan for few sequences serves, and a plan for many. With larger numbers plans are older when they are
+# used; with smaller ones the host plans more often, which slows batches down.
+_SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32
 _GOOD_ENOUGH = 0.9  # a shape with this share of the best rate is taken if no graph has to be captured for it
-_SPARSE_COLUMNS = 2  # with so many columns for each sequence that is left, the batch is laid out anew
+# Columns per remaining sequence at which the batch is laid out anew. With fewer it is laid out more often, and all its
+# sequences wait for that; with more, empty columns are computed for longer.
+_SPARSE_COLUMNS = 2
 # At least this share of a step counts as verify, because the estimate of a draft on a busy host can be too high.
 _LEAST_VERIFY_SHARE = 0.5
 
@@ -123,9 +129,9 @@ class BatchPlan:
 class TimedStep:
     """What a step gave the sequences that were still there, and how long it took."""
 
-    rows: int  # of each sequence
+    rows: int  # rows per sequence
     places: Sequence[int]
-    tokens: Sequence[int]  # of each of them
+    tokens: Sequence[int]  # tokens that each of these sequences got
     seconds: float
     crowded: bool  # some sequence waits for a column
 

@@ -1,4 +1,4 @@
-"""A drafter on given tokens, outside any request: the logits of its block behind any position of a text."""
+"""Runs a drafter on given tokens outside any request, for the logits of its block behind any position of a text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import SamplingParams
 
-_CHUNK = 256
-_HEAD_CANDIDATES = 64  # a head is asked within these, as the engine does in a chain
+_CHUNK = 256  # tokens of the text that one target forward reads
+_HEAD_CANDIDATES = 64  # tokens per slot among which a head chooses, as in the engine's chains
 
 
 class OurBlocks:
-    """A drafter of the engine on given texts: the target's taps once, then a block wherever one is asked for."""
+    """A drafter of the engine on given texts: `begin` computes the target's taps once, `block` drafts at a position."""
 
     def __init__(self, label: str, target: Decoder, drafter: DFlashDrafter) -> None:
         check_pair(target.config, drafter)
@@ -40,7 +40,7 @@ class OurBlocks:
 
     @property
     def window(self) -> int:
-        """How far back the engine lets this drafter look by itself."""
+        """How many tokens back this drafter looks if the engine's configuration does not say."""
         return min(self.drafter.config.trained_length or DRAFT_WINDOW_LIMIT, DRAFT_WINDOW_LIMIT)
 
     @torch.inference_mode()
@@ -59,9 +59,9 @@ class OurBlocks:
             parts.append(result.taps)
             reading.commit(range(len(rows)), [], len(rows))
         self.taps = torch.cat(parts)
-        # a second sequence over the same pages: its context grows with the positions asked for
+        # A second sequence over the same pages drafts; its context grows up to the position that is asked for.
         self._state = self._sequence(pages, ids)
-        self._state.recurrent = None  # no row of it goes through the target
+        self._state.recurrent = None  # no row of this sequence goes through the target
 
     def _sequence(self, pages: int, ids: Sequence[int]) -> SequenceState:
         state = SequenceState(PageTable(pages), PAGE_TOKENS, self._pools, drafting=True)
@@ -71,9 +71,10 @@ class OurBlocks:
 
     @torch.inference_mode()
     def block(self, position: int) -> tuple[Tensor, list[int]]:
-        """Logits [slots, vocabulary] of the block behind `position` and the tokens it would propose.
+        """Returns the logits [slots, vocabulary] of the block behind `position` and the tokens that it would propose.
 
-        What a head says depends on the token before; it is told the text's own, so that both sides are asked the same.
+        A head's answer depends on the token before the slot. The head is given the text's own token there, so that two
+        drafters that are compared are asked the same.
         """
         state = self._state
         if position > state.length:

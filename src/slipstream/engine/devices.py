@@ -1,4 +1,4 @@
-"""Chooses where a pair runs: a GPU where there is one that can serve, the CPU otherwise."""
+"""Chooses where a pair runs: on a GPU if the configuration allows it and torch can use one, else on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def chosen_gpu(config: EngineConfig) -> GpuDevice | None:
-    """The GPU that the pair runs on; None where the CPU serves."""
+    """Returns the GPU that the pair runs on; None means the CPU. Refuses GPU options if the pair runs on the CPU."""
     device = gpu_device()
     if config.device == "cpu" or (config.device == "auto" and device is None):
         asked = {"--kernels": config.kernels != "triton", "--no-graphs": not config.graphs, "--exact": config.exact}
@@ -47,7 +47,7 @@ def make_executor(
     draft_window: int,
     progress: Progress | None,
 ) -> Executor:
-    """The executor of a loaded pair, on the chosen GPU or on the CPU."""
+    """Returns the executor of a loaded pair, on the chosen GPU or on the CPU."""
     if gpu is None:
         return CpuExecutor.sized(target, draft, config, max_context, draft_window, progress)
     from slipstream.engine.gpu.gpu_executor import GpuExecutor

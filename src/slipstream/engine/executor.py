@@ -69,7 +69,7 @@ class BatchColumn:
     pages: Sequence[int]
     sampling: SamplingParams
     share_noise: bool
-    slots: tuple[int, int] | None = None  # of a recurrent target: where its state is, and where the next one goes
+    slots: tuple[int, int] | None = None  # if the target is recurrent: the slot of the state, and that of the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Wish:
 
 
 EMPTY_COLUMN = BatchColumn(0, 0, (), SamplingParams(), share_noise=False)
-NO_SEQUENCE = Wish(nodes=-1)  # of a column whose sequence has left
+NO_SEQUENCE = Wish(nodes=-1)  # the wish of a column whose sequence has left
 
 
 class Launched(Protocol):

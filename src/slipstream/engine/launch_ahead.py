@@ -28,7 +28,7 @@ class LaunchedStep:
     launched: Launched
     batch: DeviceBatch
     plan: BatchPlan
-    pages: list[list[int]]  # that each column writes to; a sequence that has others by now was computed again meanwhile
+    pages: list[list[int]]  # pages that each column writes; a sequence with other pages by now was computed again
     launched_at: float
     ahead: bool  # launched before the host had finished the step before it
 

@@ -1,4 +1,4 @@
-"""The public Python API: load a pair, generate, chat, stream."""
+"""The public Python API: `LLM` loads a pair and generates, chats and streams with it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Completion:
 
 
 class LLM:
-    """A target and, where there is one, its drafter, ready to generate.
+    """A target and, if there is one, its drafter, ready to generate.
 
     >>> llm = LLM("smollm2")
     >>> llm.generate("The capital of France is", max_tokens=8).text
@@ -79,11 +79,11 @@ class LLM:
             loaded = load_target(self.target_source.path, self.config.weight_format, progress, elsewhere)
         self._target, self.format_choice = loaded.model, loaded.format_reason
         if self._target.weight_format == "native" and self._gpu is None:
-            # what is left to torch is small, and its threads would go on spinning where ours want to work
+            # Torch computes only small things then, and its threads would spin on the cores that our threads need.
             set_threads(self.threads)
             torch.set_num_threads(1)
         self.tokenizer = Tokenizer.load(self.target_source.path, loaded.metadata)
-        self._templates = helper()  # held, so that its process outlives a single prompt
+        self._templates = helper()  # kept here, so that the process that renders templates outlives a single prompt
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
@@ -122,11 +122,11 @@ class LLM:
         return Engine(executor, self.tokenizer, self.config, self.max_context, key)
 
     def measure_costs(self) -> dict[str, object]:
-        """The step costs the policy decides with; measured now if no request has needed them yet."""
+        """Returns the step costs that the policy decides with; measures them now if no request has needed them yet."""
         return self._engine.proposer.policy.costs.to_json()
 
     def prepare_batches(self) -> None:
-        """Does now what several requests at once would first have to wait for on a GPU; nothing on a CPU."""
+        """Captures now what the first batch of requests would wait for on a GPU; on a CPU it does nothing."""
         self._engine.executor.prepare_batches()
 
     @property
@@ -139,15 +139,15 @@ class LLM:
 
     @property
     def draft_variants(self) -> list[str]:
-        """What a request's `draft_lora` may name: the drafter itself, then its adapters; empty without a drafter."""
+        """The names for `draft_lora`: the drafter's, then those of its adapters; empty without a drafter."""
         return self._engine.variants
 
     def add_draft_lora(self, source: str) -> str:
-        """Loads and installs an adapter given as [NAME=]PATH[@SCALE]; returns the name requests call it by."""
+        """Loads and installs an adapter given as [NAME=]PATH[@SCALE]; returns the name by which requests use it."""
         return self.install_draft_lora(self.load_draft_lora(source))
 
     def load_draft_lora(self, source: str) -> DraftVariant:
-        """The slow part of adding an adapter, for any thread: requests go on meanwhile."""
+        """Does the slow part of adding an adapter; any thread may call it, and requests go on meanwhile."""
         if self._draft_file is None:
             raise RequestError("without a drafter there is nothing to adapt", "load one with --draft")
         parsed = parse_source(source)
@@ -165,39 +165,39 @@ class LLM:
 
     @property
     def expected_tau(self) -> dict[str, float]:
-        """Tokens per step the drafter promises by class of prompts (full chains, greedy); empty: nothing."""
+        """The tokens per step that the drafter promises by class of prompts (full chains, greedy); may be empty."""
         return dict(self._drafter.config.expected_tau) if self._drafter is not None else {}
 
     @property
     def proposals(self) -> int:
-        """Tokens one block of the drafter proposes; 0 without a drafter."""
+        """The tokens that one block of the drafter proposes; 0 without a drafter."""
         return self._drafter.config.proposals if self._drafter is not None else 0
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled kernels are at hand; a torch format may be asked for all the same."""
+        """Whether there are compiled kernels; a configuration may still ask for a format that torch runs."""
         return self._gpu is not None or library() is not None
 
     @property
     def kernels(self) -> str:
-        """Which kernels serve, and why those."""
+        """Says which kernels run, and why those."""
         return self._gpu.label if self._gpu is not None else availability().reason
 
     @property
     def exact(self) -> bool:
-        """Whether speculative text equals plain text to the bit here; otherwise near-ties may differ."""
+        """Whether speculative text equals plain text to the bit; if not, the texts may differ at near-ties."""
         return self._engine.executor.exact
 
     @property
     def draft_window(self) -> int:
-        """How far back the drafter looks: as asked, or no further than it was trained to (0: no limit)."""
+        """How many tokens back the drafter looks: as configured, or as far as it was trained to; 0 means no limit."""
         if self.config.draft_window is not None:
             return self.config.draft_window
         trained = self._drafter.config.trained_length if self._drafter else 0
         return min(trained or DRAFT_WINDOW_LIMIT, DRAFT_WINDOW_LIMIT)
 
     def describe(self) -> dict[str, object]:
-        """What was loaded and how, and the floor under a step: every weight read once at this machine's bandwidth."""
+        """Returns what was loaded and how, and the floor of a step: the time that reading every weight once takes."""
         bandwidth = self._gpu.read_bandwidth() if self._gpu is not None else read_bandwidth()
         return {
             "target": self.target_source.label,
@@ -236,7 +236,7 @@ class LLM:
         return self.run([self.request(self.prompt_ids(messages, chat=True), **settings)])[0]
 
     def stream(self, prompt: str | Messages, *, chat: bool = False, **settings: object) -> EventStream:
-        """An iterator over events, one per step; closing it cancels the request."""
+        """Starts a request and returns an iterator over its events, one per step; closing it cancels the request."""
         request = self.request(self.prompt_ids(prompt, chat=chat or not isinstance(prompt, str)), **settings)
         self._start(request)
         return EventStream(self, request.id)
@@ -246,7 +246,10 @@ class LLM:
         self._inbox[request.id] = deque()
 
     def next_event(self, request_id: str) -> GenEvent:
-        """The next event of a started request; steps the engine until there is one, for everybody."""
+        """Returns the next event of a started request.
+
+        It steps the engine until there is one; events of other started requests are kept until they are asked for.
+        """
         inbox = self._inbox[request_id]
         while not inbox:
             for event in self._engine.step():
@@ -259,7 +262,7 @@ class LLM:
         return event
 
     def cancel(self, request_id: str) -> None:
-        """Ends a started request and forgets what it had still to say; a finished one is left alone."""
+        """Ends a started request and drops its events; a finished request is left alone."""
         if self._engine.cancel(request_id):
             while self.next_event(request_id).finish_reason is None:
                 pass
@@ -285,11 +288,11 @@ class LLM:
         return completion
 
     def profiler(self) -> Profiler:
-        """Clocks decoding steps while it is entered; requests must run alone meanwhile."""
+        """Returns a profiler that clocks decoding steps while it is entered; requests must run alone then."""
         return make_profiler(self._engine)
 
     def prompt_ids(self, prompt: str | Messages, *, chat: bool = False, limit: int | None = None) -> list[int]:
-        """Token ids of raw text, or of messages through the chat template; more than `limit` are refused."""
+        """Returns the token ids of raw text, or of messages through the chat template; refuses more than `limit`."""
         if chat:
             messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render(
@@ -303,7 +306,7 @@ class LLM:
             raise RequestError("messages were given where raw text is expected", "use chat=True or chat()")
         ids = self.tokenizer.encode(prompt, limit=limit)
         if not ids:
-            # an empty prompt still needs one token for the target to speak after
+            # The target needs at least one token to continue from.
             starts = [self.tokenizer.bos_id] if self.tokenizer.bos_id is not None else sorted(self.tokenizer.eos_ids)
             if not starts:
                 raise RequestError("the prompt is empty and this tokenizer has no BOS token", "give some text")
@@ -311,11 +314,11 @@ class LLM:
         return ids
 
     def request(self, prompt_ids: Sequence[int], **settings: object) -> Request:
-        """A request from keyword settings; an unknown or impossible setting is refused."""
+        """Returns a request from keyword settings; refuses a setting that is unknown or impossible."""
         name = f"request-{next(self._ids)}"
         request = make_request(name, prompt_ids, settings, self.tokenizer.eos_ids, self.has_draft)
         if request.constraint is not None:
-            # compiled here and now: the thread that steps the engine has better things to do
+            # It is compiled in the caller's thread, because it would delay every request in the engine's thread.
             self._engine.grammars.prepare(request.constraint, request.thinking)
         return request
 
@@ -334,15 +337,15 @@ class LLM:
 
 @functools.cache
 def _spare_the_collector() -> None:
-    """Once per process: what the imports left behind stays, so Python need not look through it again and again.
+    """Exempts the objects that imports have made from garbage collection, once per process.
 
-    A full collection walks hundreds of thousands of torch's objects, in the middle of a step.
+    Otherwise a full collection in the middle of a step walks hundreds of thousands of torch's objects.
     """
     gc.freeze()
 
 
 class EventStream(Iterator[GenEvent]):
-    """The events of one request as they come; closing it early cancels the request."""
+    """Iterates over the events of one request as they come; closing it early cancels the request."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:
         self._llm = llm

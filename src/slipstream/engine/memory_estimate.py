@@ -1,4 +1,4 @@
-"""How much memory a pair will take, read from the headers of its files before anything is loaded."""
+"""Estimates how much memory a pair will take, from the headers of its files and before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from slipstream.models.dflash import read_drafter_config
 from slipstream.models.loading import read_target_config
 
 Progress = Callable[[str, int, int], None]
-# bytes a weight takes in torch's formats, scales included; native weights are as large as the file's
+# Bytes of one weight in torch's formats, scales included; native weights take as much as in their file. If a number is
+# too small, a pair may be loaded that does not fit.
 _WEIGHT_BYTES: dict[WeightFormat, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.125, "int4": 0.75}
 
 __all__ = ["Footprint", "available_bytes", "footprint"]
@@ -25,21 +26,21 @@ __all__ = ["Footprint", "available_bytes", "footprint"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What loading a pair will take: its weights, recurrent states, and the page pool, which fills up as it is used."""
+    """The memory of a loaded pair: weights, recurrent states, and the page pool, which fills up while it is used."""
 
     files: tuple[Path, ...]
     weight_bytes: int
-    token_bytes: int  # of the pool, for one token
+    token_bytes: int  # bytes of one token in the pool
     max_context: int
     cache_tokens: int
-    state_bytes: int = 0  # of the sequences that may run at once
+    state_bytes: int = 0  # states of all sequences that may run at once
 
     @property
     def total(self) -> int:
         return self.weight_bytes + self.state_bytes + self.cache_tokens * self.token_bytes
 
     def within(self, budget: int) -> Footprint:
-        """The same with a pool of at most a quarter of the budget, or of one whole context if that is more."""
+        """Returns the same with a pool of at most a quarter of the budget, or of one whole context if that is more."""
         share = max(budget // 4 // self.token_bytes, self.max_context)
         room = max(0, budget - self.weight_bytes - self.state_bytes) // self.token_bytes
         pages = min(self.cache_tokens, share, room) // PAGE_TOKENS
@@ -47,12 +48,12 @@ class Footprint:
 
 
 def footprint(target: str, draft: str | None, config: EngineConfig, progress: Progress | None = None) -> Footprint:
-    """Finds the files as `LLM` does, fetching them if need be, and adds up what it will allocate."""
+    """Finds the files as `LLM` does, fetches them if need be, and adds up what `LLM` will allocate."""
     source = resolve(target, progress=progress)
     with open_weights(source.path) as file:
         shape, names = read_target_config(source.path, file)
         weights = _weight_bytes(file, config.weight_format)
-        if shape.tied_head:  # which is packed for products, beside the table that tokens are looked up in
+        if shape.tied_head:  # the head is packed for products, beside the table in which tokens are looked up
             weights += file.tensor(names.file_name("model.embed_tokens.weight")).nbytes
     files, per_token = [source.path], PoolShape(shape.kv_shapes).bytes_per_token()
     wanted = pair_draft(target) if draft == "auto" else draft
@@ -75,5 +76,5 @@ def _weight_bytes(file: WeightFile, weight_format: WeightFormat) -> int:
     if weight_format == "native" or (weight_format == "auto" and library() is not None):
         return sum(tensor.nbytes for tensor in tensors)
     elements = sum(math.prod(tensor.shape) for tensor in tensors)
-    # without compiled kernels `auto` measures what is fastest; the largest it may choose is the safe guess
+    # Without compiled kernels `auto` measures which format is fastest; the largest one it may choose is the safe guess.
     return int(elements * _WEIGHT_BYTES.get(weight_format, 4))

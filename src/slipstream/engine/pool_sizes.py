@@ -1,4 +1,4 @@
-"""How much memory the page pool may take, and the recurrent states beside it."""
+"""Decides how much memory the page pool may take, and the recurrent states beside it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 
-_SHARE = 0.25  # of what is free now; the rest stays with weights, activations and the user's other programs
-_STATES_PER_SLOT = 2  # sequences that yielded or are paused hold on to their state as they do to their pages
-_CONTEXTS = 4  # full-length sequences beyond this many rarely run on one machine at once
+# Share of the free memory that a pool takes if no size was asked for. The rest stays free for activations and for the
+# user's other programs; with a larger share those may run out of memory.
+_SHARE = 0.25
+# Recurrent states for each slot of the engine. A sequence that has yielded or is paused keeps its state as it keeps its
+# pages; with fewer states, sequences would have to be computed again more often.
+_STATES_PER_SLOT = 2
+# Full-length contexts for which a pool has room if no size was asked for. More of them rarely run on one machine at
+# once, so a larger pool would be memory that is hardly used.
+_CONTEXTS = 4
 
 
 def available_bytes() -> int | None:
-    """Memory this process could still take: the machine's, or its container's if that is less."""
+    """Returns the memory that this process could still take from the machine, or from its container if that is less.
+
+    None means that the system does not say.
+    """
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -30,18 +39,18 @@ def available_bytes() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StateRoom:
-    """What recurrent states take: some for sequences, and a checkpoint beside every few pages."""
+    """The number and size of recurrent states: those of sequences, and checkpoints, one beside every few pages."""
 
-    sequences: int = 0  # states that are theirs
-    stride: int = 0  # pages between two checkpoints; 0: there are none
+    sequences: int = 0  # states that belong to sequences
+    stride: int = 0  # pages from one checkpoint to the next; 0 means that there are none
     state_bytes: int = 0
-    token_bytes: int = 0  # of checkpoints, for one token of the pool
+    token_bytes: int = 0  # bytes of checkpoints for one token of the pool
 
     @classmethod
     def plan(
         cls, states: DeltaShape | None, config: EngineConfig, page_tokens: int, token_bytes: int, per_sequence: int = 1
     ) -> StateRoom:
-        """Checkpoints are as far apart as keeps them from taking more room than the keys they stand beside."""
+        """Spaces checkpoints so far apart that they take no more room than the keys that they stand beside."""
         if states is None:
             return cls()
         size, sequences = states.state_bytes, _STATES_PER_SLOT * config.max_sequences * per_sequence
@@ -61,7 +70,7 @@ class StateRoom:
 def pool_pages(
     asked_tokens: int, max_context: int, page_tokens: int, bytes_per_token: int, reserved_bytes: int = 0
 ) -> int:
-    """Pages for the pool: what was asked for, or what free memory allows beside what is reserved."""
+    """Returns the pages of the pool: as many as were asked for, or as free memory allows beside the reserved bytes."""
     free = available_bytes()
     if free is not None and reserved_bytes > free:
         raise ConfigError(

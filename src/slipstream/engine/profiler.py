@@ -1,4 +1,4 @@
-"""Where a decoding step's time goes: the engine's own calls, clocked while it decodes and untouched otherwise."""
+"""Where a decoding step's time goes: clocks the engine's own calls while a profiler is entered, and only then."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.types import GenEvent
 
-HOST = "host"
+HOST = "host"  # the phase of all time that belongs to no other phase
 PHASES = ("draft", "heads", "tree", "verify", "accept", "context write", HOST)
-PLAIN, DRAFTING = "plain", "drafting"
+PLAIN, DRAFTING = "plain", "drafting"  # the kinds of steps
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """What only a step that runs as a whole on a device has."""
+    """The part of a profile that exists only for steps that run as a whole on a device."""
 
-    busy_ms: float  # the device's part of a real step
-    replay_context: int  # where the phases were replayed one by one
-    launches: dict[str, int]  # by phase; empty if the profiler saw none
+    busy_ms: float  # how long the device worked in a real step
+    replay_context: int  # tokens of context behind which the phases were replayed one by one
+    launches: dict[str, int]  # launches by phase; empty if the profiler saw none
     launch_kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What steps of one kind are made of: means over the middle half of them, whose parts add up to the whole."""
+    """The phases of one kind of step: means over the middle half of the steps, so that they add up to the whole."""
 
     steps: int
     rows: float
@@ -67,7 +67,7 @@ class StepProfile:
 
 
 class PhaseClock:
-    """Seconds by phase; a phase that begins inside another takes over until it ends."""
+    """Seconds by phase; while a phase runs inside another, only the inner one is clocked."""
 
     def __init__(self) -> None:
         self.start()
@@ -113,13 +113,13 @@ class ClockedStep:
 
 
 class Profiler:
-    """Clocks the decoding steps of requests that run alone while it is entered, as often as one likes.
+    """Clocks the decoding steps of requests that run alone while it is entered; it may be entered several times.
 
-    Prompts are left out. Where compiled code walks the drafter's heads it does so while it grows: then their time is
-    part of the tree's.
+    Prompts are left out. If compiled code runs the drafter's heads, it does so while it grows the tree, and their time
+    counts as the tree's.
     """
 
-    value_bytes = 4  # of one number in the keys and values
+    value_bytes = 4  # bytes of one number in the keys and values
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -153,8 +153,8 @@ class Profiler:
         self._patches.close()
 
     def _replace(self, owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Puts a wrapped function in the place of one, until the profiler is left."""
-        own = vars(owner).get(name)  # an object's methods are its class's
+        """Wraps a function of an object or class until the profiler is left."""
+        own = vars(owner).get(name)  # None if the name is inherited, as an object's methods are from its class
         setattr(owner, name, wrap(getattr(owner, name)))
         undo = partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own)
         self._patches.callback(undo)
@@ -171,14 +171,14 @@ class Profiler:
     def _keep(self, events: Sequence[GenEvent], seconds: dict[str, float]) -> None:
         records = [event.step for event in events if event.step is not None]
         if not records or len(records) < len(events):
-            return  # somebody's prompt, or the end of something cancelled
+            return  # a prompt was computed in this step, or a cancelled request ended
         drafted = "draft" in seconds or any(record.proposal.nodes for record in records)
         kind = DRAFTING if drafted else PLAIN
         rows, context = sum(len(record.proposal.tokens) for record in records), records[0].position
         self._steps.setdefault(kind, []).append(ClockedStep(seconds, rows, context))
 
     def profiles(self) -> dict[str, StepProfile]:
-        """What was clocked so far, by kind of step: plain, drafting."""
+        """Returns what was clocked so far by kind of step, plain or drafting."""
         return {kind: self._profile(kind, steps) for kind, steps in sorted(self._steps.items())}
 
     def _profile(self, kind: str, steps: list[ClockedStep]) -> StepProfile:
@@ -192,13 +192,13 @@ class Profiler:
 
 
 def _middle_half(steps: list[ClockedStep]) -> list[ClockedStep]:
-    """Without the quickest and the slowest quarter: what disturbs a machine is not in there."""
+    """Leaves out the fastest and the slowest quarter, so that disturbances of the machine hardly count."""
     cut = len(steps) // 4
     return sorted(steps, key=lambda step: step.total)[cut : len(steps) - cut]
 
 
 def read_bytes(target: Decoder, drafter: BlockDrafter | None, context: float, value_bytes: int) -> float:
-    """What a step of one sequence reads at least: every matrix once, and every key and value its rows may see."""
+    """Returns the least bytes that a step of one sequence reads: each matrix, and each visible key and value, once."""
     config = target.config
     windows = {config.pool(index): config.pattern(index).window for index in range(config.layers)}
     read = float(target.step_bytes)
@@ -213,6 +213,7 @@ def read_bytes(target: Decoder, drafter: BlockDrafter | None, context: float, va
 
 
 def _seen(context: float, *windows: int) -> float:
+    """Returns the tokens of a context that the windows leave in sight; 0 is no window."""
     return min([context, *[window for window in windows if window]])
 
 

@@ -22,13 +22,13 @@ from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
 
-# A head chooses among so many candidates of a slot; the base ranking hardly ever hides its favourite further down.
+# Candidates of a slot among which a head chooses; the token that a head prefers hardly ever ranks lower without it.
 _HEAD_CANDIDATES = 64
 # Candidates of a slot that the policy weighs; deeper ranks hardly ever survive a comparison with the cost of a row.
 AUTO_CANDIDATES = 16
 # A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
 _FLOOR_SHARE = 0.7
-# One of so many steps refreshes the cost table, because looking takes time as well.
+# One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
 _TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
 GATE_CLOSED = "the gate has closed"
 
@@ -38,8 +38,8 @@ class MeasuredStep(NamedTuple):
 
     shape: StepShape
     committed: int  # tokens of all sequences
-    step_ms: float  # without the draft
-    total_ms: float  # with the draft
+    step_ms: float  # milliseconds without the draft
+    total_ms: float  # milliseconds with the draft
 
 
 class Proposer:
@@ -52,7 +52,7 @@ class Proposer:
         self._variants = variants
         self._measure_costs = measure_costs
         self._policy: Policy | None = None
-        self._plain_steps = 0  # in a row
+        self._plain_steps = 0  # consecutive steps without a draft
         self._drafted_steps = 0
 
     @property

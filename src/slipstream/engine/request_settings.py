@@ -1,4 +1,4 @@
-"""Requests from keyword settings, as the Python API takes them."""
+"""Builds requests from the keyword settings that the Python API takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER = (*_DIRECT, "stop", "mode", "gate", "ignore_eos")
 def make_request(
     name: str, prompt_ids: Sequence[int], settings: Mapping[str, object], eos_ids: frozenset[int], has_draft: bool
 ) -> Request:
-    """A request with these settings; an unknown or impossible one is refused."""
+    """Returns a request with these settings; refuses a setting that is unknown or impossible."""
     unknown = [key for key in settings if key not in (*_SAMPLING, *_OTHER)]
     if unknown:
         raise RequestError(f"unknown setting '{unknown[0]}'", f"known: {', '.join((*_SAMPLING, *_OTHER))}")
@@ -41,7 +41,7 @@ def make_request(
 
 
 def _bias(given: object) -> tuple[tuple[int, float], ...]:
-    """What is added to which tokens' logits, from a mapping as APIs have it or from pairs."""
+    """Returns (token, value added to its logit), sorted, from a mapping as HTTP APIs have it or from pairs."""
     try:
         pairs = given.items() if isinstance(given, Mapping) else given or ()
         return tuple(sorted((int(token), float(value)) for token, value in pairs))  # type: ignore[attr-defined]
@@ -50,7 +50,11 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
 
 
 def _mode_and_gate(mode: object, gate: object, has_draft: bool) -> tuple[Mode, Gate]:
-    """What was asked for; an unnamed mode is the best the pair can do, an unnamed gate leaves a named mode alone."""
+    """Returns the mode and the gate that were asked for, or their defaults.
+
+    Without a mode the pair's best one is taken: `plain` without a drafter, `chain` with a drafter and a gate other than
+    `auto`, `auto` otherwise. Without a gate, `auto` has the gate `auto` and every other mode has none.
+    """
     asked = None if gate is None else Gate.parse(str(gate))
     if mode is not None:
         chosen = Mode.parse(str(mode))

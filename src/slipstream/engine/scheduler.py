@@ -53,7 +53,7 @@ class ScheduledSequence:
     epoch: int = 0  # rises with every pause; a call that resumes the sequence must name the current one
     ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for the sequence now
     where: Literal["waiting", "running", "paused"] = "waiting"
-    place: int = 0  # in the queue, by arrival
+    place: int = 0  # its place in the queue, by arrival
     since: float = 0.0  # when it joined the queue: from then on its priority rises
     level: int = 0  # its priority, raised by its waiting, when it got its slot: only a larger one takes the slot away
     turn: int = 0  # orders prompts by their last chunk, or by when they got their slots
@@ -178,7 +178,7 @@ class Scheduler(Generic[Scheduled]):
         self._stuck: tuple[Scheduled, tuple[int, ...]] | None = None
         self._places = itertools.count()
         self._turns = itertools.count()
-        self.waiting: list[Scheduled] = []  # in the order they are served; one that yielded its slot holds its pages
+        self.waiting: list[Scheduled] = []  # in the order of service; a sequence that yielded its slot keeps its pages
         self.running: list[Scheduled] = []
         self.paused: list[Scheduled] = []  # the one paused first comes first
 

@@ -1,4 +1,4 @@
-"""The target on given tokens, outside any request: how it predicts a text, and what a step of some rows costs."""
+"""Runs the target on given tokens outside any request, to see how it predicts a text and how long a step takes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
 from slipstream.engine.executor import RowWork
 from slipstream.models.decoder import Decoder
 
-_CONTEXT = 64
-_LEAST_SECONDS = 0.3  # of timing per number of rows
+_CONTEXT = 64  # tokens behind which steps are timed
+_LEAST_SECONDS = 0.3  # each number of rows is timed so long; with less, a median rests on few steps
 
 
 class _Scratch:
-    """A small cache of its own with one sequence in it."""
+    """A small cache with one sequence in it, apart from the engine's cache."""
 
     def __init__(self, target: Decoder, tokens: Sequence[int], room: int) -> None:
         pages = -(-room // PAGE_TOKENS) + 1
@@ -33,16 +33,16 @@ class _Scratch:
         self.state.reserve(room)
 
     def run(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
-        """The logits of the last rows of a stretch behind what was committed."""
+        """Runs tokens behind the committed ones and returns the logits of the last `logit_rows` of them."""
         return self._executor.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
 
 
 def text_logits(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterator[Tensor]:
-    """The logits behind every token of a text, `chunk` rows at a time, through the forward of every request."""
+    """Yields the logits after every token of a text, `chunk` rows at a time, from the forward that requests use too."""
     scratch = _Scratch(target, ids, len(ids))
     for start in range(0, len(ids), chunk):
         rows = ids[start : start + chunk]
-        # not around the whole loop: the caller's code between two chunks must not inherit the mode
+        # The mode does not span the whole loop, because the caller's code between two chunks must not inherit it.
         with torch.inference_mode():
             logits = scratch.run(rows, len(rows))
         yield logits
@@ -52,7 +52,7 @@ def text_logits(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterat
 def predictions(
     target: Decoder, ids: Sequence[int], chunk: int = 256, progress: Callable[[int], None] = lambda done: None
 ) -> Iterator[tuple[float, int]]:
-    """For every token but the first: its log-probability, and the token the target would have chosen."""
+    """Yields, for every token but the first, its log-probability and the token that the target would have chosen."""
     position = 0
     for logits in text_logits(target, ids, chunk):
         following = torch.tensor(ids[position + 1 : position + 1 + len(logits)])
@@ -65,7 +65,7 @@ def predictions(
 
 @torch.inference_mode()
 def row_times(target: Decoder, rows: Sequence[int]) -> dict[int, float]:
-    """Milliseconds of a greedy step by its rows, all with logits, behind a short context; the median of many."""
+    """Returns the median milliseconds of greedy steps by their rows, all with logits, behind a short context."""
     scratch = _Scratch(target, [1] * (_CONTEXT + 1), _CONTEXT + max(rows))
     scratch.run(scratch.state.tokens[:_CONTEXT], 0)
     scratch.state.commit(range(_CONTEXT), [], 0)
@@ -77,9 +77,9 @@ def row_times(target: Decoder, rows: Sequence[int]) -> dict[int, float]:
 
     times: dict[int, list[float]] = {count: [] for count in rows}
     until = time.perf_counter() + _LEAST_SECONDS * len(rows)
-    # Taking turns: a busy moment of the machine hits all widths, not one.
+    # The widths take turns, so that a busy moment of the machine hits all of them.
     while time.perf_counter() < until or len(times[rows[0]]) < 3:
         for count in rows:
-            step(count)  # what the width before left in the caches is no part of this one's cost
+            step(count)  # a first step, not counted, replaces what the last width left in the processor's caches
             times[count].append(step(count))
     return {count: statistics.median(seen) for count, seen in times.items()}

@@ -28,7 +28,7 @@ class SequenceSnapshot:
     prompt_tokens: int
     generated: int
     max_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    cached_tokens: int  # tokens of the prompt that were found in the prefix cache
     mode: str
     draft_lora: str
     tau: float  # committed tokens per decoding step so far
@@ -43,7 +43,7 @@ class EngineSnapshot:
 
     sequences: tuple[SequenceSnapshot, ...]
     pages_used: int
-    pages_cached: int  # of the used pages, those that the prefix cache remembers; running requests may share them
+    pages_cached: int  # used pages that the prefix cache remembers; running requests may share them
     pages_total: int
 
 

@@ -1,4 +1,4 @@
-"""A lock that is held while an engine steps, so that the interpreter does not end in the middle of one."""
+"""A lock that is held while an engine steps, so that the interpreter does not end in the middle of a step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import threading
 import weakref
 
-_EXIT_WAIT_S = 10.0  # for a step that runs when the process ends
+# The end of the process waits so long for a running step. If the step takes longer, the process ends in its middle and
+# may abort; a larger value would keep a process with a hanging step alive for longer.
+_EXIT_WAIT_S = 10.0
 
 
 class StepLock:
-    """Held by a step. The end of the interpreter takes it and keeps it, so that no further step begins.
+    """A lock that every step holds. The interpreter takes it for good when it ends, so that no further step begins.
 
-    Python would end a daemon thread inside compiled code, which aborts the process.
+    Otherwise Python would end a daemon thread inside compiled code, which aborts the process.
     """
 
     def __init__(self) -> None:
@@ -21,10 +23,11 @@ class StepLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """In a forked process: a thread that holds the lock did not survive the fork."""
+        """Makes a new lock in a forked process, where a thread that held the old one does not exist."""
         self._lock = threading.Lock()
 
     def keep(self) -> None:
+        """Takes the lock and never gives it back."""
         self._lock.acquire(timeout=_EXIT_WAIT_S)
 
     def __enter__(self) -> None:

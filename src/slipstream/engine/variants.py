@@ -1,4 +1,4 @@
-"""Variants of the drafter: the drafter itself and what LoRA adapters make of it, side by side and used by name."""
+"""Variants of the drafter: the drafter itself and its copies with LoRA adapters, which requests use by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DraftVariant:
     """A drafter that is ready to draft under its name."""
 
     name: str
-    context_key: str  # tells its draft context from the base's; empty where both are the same
+    context_key: str  # distinguishes its draft context from the base's; empty if both are the same
     blocks: BlockDrafter
 
 
 class DraftVariants:
-    """The variants requests may name, the base first; empty where there is no drafter.
+    """The variants that requests may name, the base first; empty if there is no drafter.
 
-    One thread changes it, any may read: a change puts another dictionary in the place of the old one.
+    One thread changes the variants and any thread may read them, because a change replaces the dictionary as a whole.
     """
 
     def __init__(self, base: BlockDrafter | None) -> None:
@@ -41,7 +41,7 @@ class DraftVariants:
 
     @property
     def drafter(self) -> BlockDrafter | None:
-        """The drafter without an adapter; all variants have the same shape."""
+        """The drafter without an adapter; all variants have its shape."""
         base = self._variants.get(BASE_VARIANT)
         return base.blocks if base is not None else None
 
@@ -53,7 +53,7 @@ class DraftVariants:
         return self._variants[name]
 
     def find(self, name: str) -> DraftVariant | None:
-        """The variant a request names; none where there is no drafter and nothing but the base is asked for."""
+        """Returns the variant that a request names; None if there is no drafter and the request names only the base."""
         variant = self._variants.get(name)
         if variant is None and name != BASE_VARIANT:
             raise self._unknown(name)
@@ -77,7 +77,7 @@ class DraftVariants:
         return gone
 
     def makes_context(self, key: str) -> bool:
-        """Whether any variant's draft context goes by this key."""
+        """Returns whether the draft context of any variant has this key."""
         return any(variant.context_key == key for variant in self._variants.values())
 
     def _unknown(self, name: str) -> RequestError:
@@ -86,7 +86,7 @@ class DraftVariants:
 
 
 class DrafterFile:
-    """An opened drafter: builds it as it is, and variants that share with it whatever their adapters leave alone."""
+    """An opened drafter file: builds the drafter, and variants that share with it what their adapters leave alone."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class DrafterFile:
     def variant(
         self, source: AdapterSource, in_blocks: Callable[[DFlashDrafter], BlockDrafter], progress: Progress | None
     ) -> DraftVariant:
-        """Reads an adapter and merges it in; changes nothing, so any thread may do it."""
+        """Reads an adapter and builds the merged variant; changes nothing that exists, so any thread may call it."""
         adapter = load_adapter(source, self._file)
         with memory_of_its_own():
             drafter = self._build(merged_weights(self._file, adapter, progress=progress))
@@ -123,6 +123,6 @@ class DrafterFile:
 
 
 def _fingerprint(path: Path) -> str:
-    """Names the weights behind a draft context, so that another drafter never reads it."""
+    """Returns a key for the weights that wrote a draft context, so that another drafter never reads that context."""
     stat = path.stat()
     return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Measures what steps cost on this machine, once, before the first decision is made from it."""
+"""Measures once what steps cost on this machine, before the policy makes its first decision from those times."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ from slipstream.speculative.planning import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)  # kernels work in steps, so neighbours may differ much
-_TREE_ROWS = (4, 8, 16, 32)
-_CONTEXT = 64
+# Rows of the timed steps. Kernels work on several rows at once, so costs rise in steps: with a straight line between 4
+# and 8 rows the policy chose 5 rows, which cost nearly as much as 8 (docs/log.md).
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
+_TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
+_CONTEXT = 64  # tokens behind which steps are timed; real steps teach what a longer context costs
+# Every action runs 6 times; after 2 rounds the measurement ends early if it has taken 1.5 seconds, because a first
+# request waits for it. With fewer rounds, a disturbed run may be taken for the cost.
 _ROUNDS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
 
 Progress = Callable[[str, int, int], None]
@@ -34,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 
 @torch.inference_mode()
 def measure_costs(target: Decoder, drafter: DFlashDrafter, progress: Progress | None = None) -> CostTable:
-    """Times verify steps of several widths and draft passes on a small cache of their own."""
+    """Times verify steps of several widths, and draft passes, on a small cache that is made for this measurement."""
     pages = -(-(_CONTEXT + max(_ROWS)) // PAGE_TOKENS) + 1
     pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, drafter))
     executor = CpuExecutor(target, drafter, pools, pages, draft_window=0)
@@ -74,10 +78,10 @@ def _chain(rows: int) -> Proposal:
 def _best_ms(
     actions: dict[tuple[str, int], Callable[[], object]], progress: Progress | None
 ) -> dict[tuple[str, int], float]:
-    """The least of a few runs of each: what disturbs a run only ever makes it longer.
+    """Returns the fastest of a few runs of each action, because a disturbance can only make a run longer.
 
-    The actions take turns, so that a busy spell of the machine does not fall on one of them alone, and the widest
-    step goes first: memory that nobody has touched yet is slow.
+    The actions take turns, so that a busy spell of the machine does not fall on one of them alone. The widest step runs
+    once before the clock starts, because the first access to new memory is slow.
     """
     best = dict.fromkeys(actions, float("inf"))
     actions["step", max(_ROWS)]()

@@ -20,7 +20,7 @@ from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.weights import Progress
 from slipstream.speculative.costs import CostTable
 
-PoolShapes = tuple[PoolShape, PoolShape | None]  # of the target, and of the draft context
+PoolShapes = tuple[PoolShape, PoolShape | None]  # the target's shape, and that of the draft context
 
 
 class CpuExecutor:

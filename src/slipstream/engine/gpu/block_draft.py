@@ -1,4 +1,4 @@
-"""What a device step drafts: a block per sequence, and the likeliest tokens of the slots that its rows can reach."""
+"""The draft of a device step: a block per sequence, and the likeliest tokens of the slots that its rows can reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import HeadScores, Wishes
 from slipstream.models.gpu.device_models import GpuDrafter
 
-CANDIDATES = 16  # per slot; deeper ranks hardly ever make it into a tree
+CANDIDATES = 16  # tokens per slot that may enter a tree; lower ranks hardly ever do, and each costs ranking time
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, sequences: int, slots: int, count: int, device: torch.device) -> Candidates:
-        """What no draft has filled: nothing grows from it."""
+        """Returns candidates that no draft has filled; their scores are minus infinity, so no tree grows from them."""
         tokens = torch.zeros(sequences, slots, count, dtype=torch.int32, device=device)
         return cls(tokens, torch.full((sequences, slots, count), -torch.inf, device=device))
 
@@ -42,8 +42,8 @@ class Candidates:
 class BlockDraft:
     """One pass of the drafter for all sequences of a step, `rows` being its blocks.
 
-    A tree of n nodes is at most n deep: where a step has few rows for each of many sequences, the rest of a block
-    need not pass the output matrix, which is most of what a block costs.
+    A tree of n nodes is at most n deep. If a step has few rows for each of many sequences, the later slots of a block
+    therefore need not pass the output matrix, which is most of what a block costs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BlockDraft:
             slots, asked = drafter.proposals, 0
         self._slots = slice(first, first + slots)
         self._each = slots if self._picks else drafter.block_size
-        # of the rows that are picked, and whatever fills them up
+        # The hidden rows of the picked slots, and padding rows behind them.
         self._hidden = torch.zeros(asked, drafter.width, dtype=torch.bfloat16, device=device)
         self._positions = torch.zeros(rows.sequences, slots, dtype=torch.int32, device=device)
         count = drafter.candidate_limit or CANDIDATES
@@ -80,12 +80,13 @@ class BlockDraft:
         self.candidates = self._found if self._picks else self._found.behind(first)
         self.head_scores: HeadScores | None = None
         if drafter.heads is not None:
-            anything = torch.zeros(rows.sequences, device=device)  # who asks for confidence goes the general way
+            # Every confidence is enough here: a request with a least confidence runs on the host, not in device steps.
+            anything = torch.zeros(rows.sequences, device=device)
             confident = drafter.heads.trust is not None
             self.head_scores = HeadScores.empty(*self.candidates.shape, confident, anything)
 
     def run(self) -> None:
-        """Blocks behind the anchors, and the likeliest tokens of their slots."""
+        """Runs the blocks behind the anchors and finds the likeliest tokens of their slots."""
         drafter, rows, pools = self._drafter, self._rows, self._pools
         drafter.lay_out(rows, self._wishes.anchors, pools.page_tokens)
         hidden = drafter.run(rows, pools.draft_keys, pools.draft_values)
@@ -110,7 +111,7 @@ class BlockDraft:
         )
 
     def ask_heads(self) -> None:
-        """What the drafter's heads say of each candidate behind each candidate before it."""
+        """Scores each candidate with the drafter's heads, once for each candidate that may stand before it."""
         heads = self._drafter.heads
         assert heads is not None
         self._kernels.score_heads(

@@ -18,7 +18,7 @@ from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.gpu.device_models import GpuDrafter
 
-_HOST_COPIES = 3  # of a report: one is read while the next is written, and one may still wait
+_HOST_COPIES = 3  # copies of a report: the host reads one, the device writes one, one may wait; fewer would collide
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], DecodeStep]
 
 
@@ -27,7 +27,7 @@ class Flight:
     """A launched step: the number of its sequences, and where its results will be."""
 
     sequences: int
-    rows: int  # of each
+    rows: int  # per sequence
     copy: ReportCopy
     captured: bool  # its graph was captured for this launch, so that its duration says nothing
 
@@ -37,7 +37,7 @@ class HeldContext:
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
-        self._step: DecodeStep | None = None  # whose taps are not all written yet
+        self._step: DecodeStep | None = None  # the step whose held taps are not written yet
         self._turns = 0  # steps that it has held
 
     def run(self, step: DecodeStep, run: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class HeldContext:
             run()
             return
         if self._step is None:
-            step.hold_nothing()  # a run outside the loop has left something there
+            step.hold_nothing()  # a run outside the loop (a capture) has left taps there
             self._step = step
         run()
         self._turns += 1
@@ -102,7 +102,7 @@ class DecodeLoop:
         self._loaded = ()
 
     def forget_drafter(self, drafter: GpuDrafter) -> None:
-        """Drops the steps that hold the weights of a removed variant."""
+        """Drops the steps and graphs that use the weights of a removed variant."""
         self._held.settle()
         self._graphs.forget(lambda key: isinstance(key, tuple) and len(key) > 3 and key[3] is drafter)
         self.steps = {key: step for key, step in self.steps.items() if key[3] is not drafter}
@@ -160,5 +160,5 @@ class DecodeLoop:
 
 
 def device_drafter(variant: DraftVariant | None) -> GpuDrafter | None:
-    """The variant as device steps use it."""
+    """Returns the drafter of a variant as device steps use it; None if the variant is not on the device."""
     return variant.blocks.gpu if variant is not None and isinstance(variant.blocks, GpuBlocks) else None

@@ -1,4 +1,4 @@
-"""What the device knows of the sequences that decode: lengths, pages, settings and wishes, one column for each."""
+"""The device's view of the sequences that decode: lengths, pages, sampling settings and wishes, one column each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from slipstream.engine.executor import NO_SEQUENCE, BatchColumn, Wish
 from slipstream.kernels.gpu.token_choice import SamplingSettings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 
-_STAGES = 3  # host buffers: a copy may still wait behind two steps when the next one is prepared
+_STAGES = 3  # host buffers in rotation: when the next copy is prepared, two older ones may still wait behind launched
+# steps; with fewer, the host would write over numbers that the device has not fetched yet
 
 
 class DecodeState:
-    """Tensors that graphs read and advance as they commit; the host writes them when the batch changes."""
+    """Tensors that captured graphs read and that their commits advance; the host writes them when the batch changes."""
 
     def __init__(
         self, most_sequences: int, most_pages: int, scratch_page: int, device: torch.device, scratch_slot: int = 0
@@ -30,7 +31,7 @@ class DecodeState:
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
         self.settings = SamplingSettings.empty(most_sequences, device)
-        # The three lie side by side, so that one copy brings all of them.
+        # The three rows lie side by side, so that one copy sends all of them.
         self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
         nodes, depth, shape = self._wanted
         self.wishes = replace(Wishes.empty(most_sequences, device), nodes=nodes, depth=depth, shape=shape)
@@ -47,7 +48,7 @@ class DecodeState:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
     def load(self, sequences: Sequence[BatchColumn]) -> None:
-        """Takes over a batch without waiting for the device; columns beyond it use the scratch page only."""
+        """Loads a batch without waiting for the device; columns without a sequence use the scratch page only."""
         stages = next(self._loads)
         length, pages, slots, *numbers = (stage.numpy() for stage in stages)
         count, sampling = len(sequences), [each.sampling for each in sequences]
@@ -72,9 +73,9 @@ class DecodeState:
         self._wished = None
 
     def wish(self, wishes: Sequence[Wish]) -> None:
-        """Sets what the sequences propose from the next step on; costs nothing where nothing has changed.
+        """Sets what the sequences propose from the next step on; if nothing has changed, nothing is sent.
 
-        Calibrations change all the time: one is sent again only if its wish is a new object.
+        A calibration changes with nearly every step, so it is sent again only if its wish is a new object.
         """
         if wishes is self._wished:
             return
@@ -94,7 +95,7 @@ class DecodeState:
         )
         self._wanted.copy_(numbers, non_blocking=True)
         if all(wish is NO_SEQUENCE for wish in changed):
-            return  # sequences have only left: the calibrations of the others are on the device already
+            return  # Sequences have only left the batch; the calibrations of the others are on the device already.
         start, step = lines.data_ptr(), 8 * CALIBRATION_WORDS
         for column, wish in enumerate(wishes):
             table = wish.calibration.table() if wish.calibration is not None else None
@@ -102,15 +103,16 @@ class DecodeState:
         self.wishes.calibration[:count].copy_(lines[:count], non_blocking=True)
 
     def clear(self) -> None:
-        """No sequence at all: what runs now (a warm-up) touches the scratch page only."""
+        """Unloads all sequences, so that a step that runs now (a warm-up) touches the scratch page only."""
         self.load([])
         self.wish([])
 
     def snapshot(self) -> list[Tensor]:
-        """The loaded sequences, for `restore`."""
+        """Returns copies of the loaded sequences' tensors, for `restore`."""
         return [tensor.clone() for tensor in self._sequence_tensors()]
 
     def restore(self, kept: list[Tensor]) -> None:
+        """Puts back what `snapshot` returned; wishes have to be sent again."""
         for tensor, old in zip(self._sequence_tensors(), kept, strict=True):
             tensor.copy_(old)
         self._wished = None

@@ -23,22 +23,24 @@ from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
 from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, Wishes
 from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 
-_WIDTHS = (2, 4, 8, 16, 32, 64)
-MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024  # of steps that propose nothing, until their context is written
+_WIDTHS = (2, 4, 8, 16, 32, 64)  # rows per sequence of a drafting step; each width that is used is a graph of its own
+# Steps without drafts whose taps are held, and rows in all, before their draft context is written in one launch. With
+# fewer, plain decoding reads the drafter's weights more often; with more, held taps take more memory.
+MOST_HELD_TURNS, _MOST_HELD_ROWS = 16, 1024
 
 
 def drafted_widths(sequences: int, most_rows: int) -> list[int]:
-    """Rows of each sequence that drafting steps have, where a step may have `most_rows` in all."""
-    # fewer rows are padded anyway
+    """Returns the rows per sequence that drafting steps come in, if a step has at most `most_rows` rows in all."""
+    # A step of fewer than LEAST_ROWS rows is padded to that number anyway, so such a width would save nothing.
     return [each for each in _WIDTHS if LEAST_ROWS <= sequences * each <= most_rows]
 
 
 class DecodeStep:
     """The launches for `sequences` sequences with `each` rows.
 
-    With a drafter, kept rows become draft context; `drafting` says whether it proposes anything in this step. If it
-    does not, nobody reads the context soon, and the taps of several steps are `held` to be written together: the
-    drafter's weights are read once for all of them.
+    With a drafter, kept rows become draft context; `drafting` says whether the drafter proposes anything in this step.
+    If it does not, the context is not read soon. The taps of several such steps are `held` and written together, so
+    that the drafter's weights are read once for all of them.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class DecodeStep:
         drafter: GpuDrafter | None,
         drafting: bool,
     ) -> None:
-        if sequences > len(state.length):  # kernels would read behind what the state has
+        if sequences > len(state.length):  # kernels would read beyond the end of the state's tensors
             raise IntegrityError(f"a step of {sequences} sequences is asked for, with room for {len(state.length)}")
         device, vocabulary = pools.device, target.vocab_size
         self._kernels = kernels
@@ -71,7 +73,7 @@ class DecodeStep:
         self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
         self.held = self._make_held() if drafter is not None and not drafting and each == 1 else None
-        longest = min(drafter.proposals + 1, each) if drafter is not None else 1  # of a path
+        longest = min(drafter.proposals + 1, each) if drafter is not None else 1  # rows of an accepted path
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)
         self._draft: BlockDraft | None = None
@@ -83,7 +85,7 @@ class DecodeStep:
         nothing = Candidates.empty(sequences, 1, CANDIDATES, device)
         self._candidates = self._draft.candidates if self._draft is not None else nothing
         self._branches = Branches.empty(*self._candidates.shape, self._head_scores is not None, device)
-        self._taps: Tensor | None = None  # of the rows that were verified last
+        self._taps: Tensor | None = None  # taps of the rows that were verified last
         self._source, self._destination = state.slots[:, :sequences]
         self._states = self._make_states()
 
@@ -96,7 +98,11 @@ class DecodeStep:
         return HeldTaps.empty(self.sequences, turns, width, pools.scratch_place, pools.device)
 
     def _make_states(self) -> DeviceStates | None:
-        """The recurrent side of the rows; a row alone writes the state behind it at once, or nothing comes of it."""
+        """Returns what recurrent layers need for the rows; None if the target has no such layers.
+
+        A step of one row per sequence has no choice of rows, so it writes the state behind that row at once. A step of
+        several rows writes states only when the accepted path is known (`_keep_states`).
+        """
         tensors = device_tensors(self._pools.states)
         if tensors is None:
             return None
@@ -109,7 +115,7 @@ class DecodeStep:
 
     @property
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
-        """What the step consists of, in order, each under the name a profile gives it."""
+        """The launches of the step in order, each under the name that a profile gives it."""
         drafted = [("draft", self._draft.run)] if self._draft is not None else []
         if self._draft is not None and self._head_scores is not None:
             drafted.append(("heads", self._draft.ask_heads))
@@ -118,12 +124,12 @@ class DecodeStep:
         return [*drafted, ("tree", self._grow), ("verify", self._verify), ("accept", self._accept), *written]
 
     def launch(self) -> None:
-        """Everything in order; whoever captures it calls it again and again."""
+        """Launches all phases in order; a captured graph replays these launches."""
         for _, phase in self.phases:
             phase()
 
     def _grow(self) -> None:
-        """The chain or tree each sequence wishes for, as rows."""
+        """Turns the chain or tree that each sequence wishes for into rows."""
         self._kernels.grow(
             self._candidates.tokens,
             self._candidates.scores,
@@ -137,7 +143,7 @@ class DecodeStep:
         )
 
     def _verify(self) -> None:
-        """The target's own token after every row; the taps are kept."""
+        """Runs the target over the rows and chooses its own token after each of them; the taps are kept."""
         tapped = self.drafter.taps if self.drafter is not None else ()
         hidden, self._taps = self._target.run(self._rows, self._pools, tapped, self._states)
         used = slice(0, self._rows.rows)
@@ -151,7 +157,7 @@ class DecodeStep:
         )
 
     def _accept(self) -> None:
-        """Keeps the agreed path: lengths and anchors, keys and values."""
+        """Accepts a path of each sequence: length and anchor advance, and kept keys and values are moved together."""
         pools = self._pools
         self._kernels.accept(
             self._chosen,
@@ -169,7 +175,10 @@ class DecodeStep:
             self._keep_states(self._states)
 
     def _keep_states(self, states: DeviceStates) -> None:
-        """The states behind the path go into each sequence's other slot, so that a step may still be dropped."""
+        """Writes the state behind each accepted path into the sequence's other slot.
+
+        The slot that the step read keeps its state, so the host can still drop the step.
+        """
         source, destination, taken = self._source, self._destination, self._outcome.taken
         if states.saves is None:
             replay = Replay(source, destination, self._outcome.path, taken, self.each)
@@ -177,7 +186,7 @@ class DecodeStep:
         self._kernels.delta.swap(source, destination, taken)
 
     def _write_context(self) -> None:
-        """The taps of the path become draft context."""
+        """Writes draft context from the taps of the accepted paths."""
         pools, context = self._pools, self._context
         assert self.drafter is not None and self._taps is not None
         self.drafter.context.write(
@@ -189,11 +198,12 @@ class DecodeStep:
         )
 
     def _hold_taps(self) -> None:
+        """Stores the taps of the accepted rows beside those that earlier steps have left."""
         assert self._taps is not None
         self._kernels.hold(self._taps, self._context, self.held, self._pools.scratch_place)
 
     def write_held(self) -> None:
-        """What was held becomes draft context, and nothing is held any more."""
+        """Writes draft context from the held taps; afterwards nothing is held."""
         pools, held = self._pools, self.held
         assert self.drafter is not None and held is not None
         self.drafter.context.write(held.taps, held.positions, held.places, pools.draft_keys, pools.draft_values)
@@ -201,10 +211,11 @@ class DecodeStep:
 
     @torch.inference_mode()
     def hold_nothing(self) -> None:
+        """Drops the held taps: their places become the scratch place, which no sequence reads."""
         assert self.held is not None
         self.held.places.fill_(self._pools.scratch_place)
 
 
 def _over(state: DecodeState, rows: DeviceRows) -> DeviceRows:
-    """The same rows with the lengths and pages of the state, which a commit moves on."""
+    """Returns the same rows over the lengths and pages of the state, which every commit on the device advances."""
     return replace(rows, base=state.length[: rows.sequences], pages=state.pages[: rows.sequences])

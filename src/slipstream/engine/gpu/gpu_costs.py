@@ -1,4 +1,4 @@
-"""Times device steps of every width once, before the first decision is made from it."""
+"""Times device steps of every width once, before the policy makes its first decision from those times."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.models.moe import routed_experts
 from slipstream.speculative.costs import CostTable, StepShape
 
-_ROWS = (16, 32, 64, 128, 256)
-_FEW = (4, 8)  # rows whose step is as wide as one of 16, but reads fewer experts
-_ROUNDS = 8
+_ROWS = (16, 32, 64, 128, 256)  # rows of the steps that are timed; the cost table interpolates between them
+_FEW = (4, 8)  # rows of steps that are padded to 16 and take as long, except that they read fewer experts
+_ROUNDS = 8  # runs of each step, of which the fastest counts; with fewer, a disturbed run may be taken for the cost
 Progress = Callable[[str, int, int], None]
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
 
@@ -34,9 +34,9 @@ def measure_costs(
     progress: Progress | None,
     experts_ms: Callable[[int], float] = lambda rows: 0.0,
 ) -> CostTable:
-    """Steps without sequences: what they take is weights and launches; attention is learnt from real ones.
+    """Times steps without sequences, which read weights and launch kernels; real steps teach what attention costs.
 
-    Rows that are nobody's read no experts either, so what those take is added.
+    Rows that belong to no sequence choose no experts, so the time of reading experts (`experts_ms`) is added.
     """
     widths = [rows for rows in _ROWS if rows <= min(most_rows, most_sequences * MOST_ROWS)]
     timed: dict[int, float] = {}
@@ -46,7 +46,7 @@ def measure_costs(
         timed[rows] = _milliseconds(run, device)
         if progress is not None:
             progress("measuring step costs", done + 1, len(widths) + 1)
-    # the widths that one sequence is likely to use are captured with it, not in the middle of an answer
+    # Timing captures the widths that one sequence is likely to use, so that no answer has to wait for a capture.
     drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in drafted_widths(1, most_rows)}
     draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
     if progress is not None:
@@ -59,7 +59,7 @@ def measure_costs(
 
 
 def expert_bytes(target: Decoder, rows: int) -> float:
-    """What so many rows read of a target's experts, if each of them chooses by itself."""
+    """Returns the expected bytes of a target's experts that so many rows read, if each row chooses independently."""
     read = 0.0
     for routed in routed_experts(target.layers):
         shape, stacks = routed.shape, cast(Sequence[ExpertStack], (routed.gate_up, routed.down))
@@ -69,7 +69,7 @@ def expert_bytes(target: Decoder, rows: int) -> float:
 
 
 def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """The least of a few runs: what disturbs a run only ever makes it longer."""
+    """Returns the time of the fastest of a few runs, because a disturbance can only make a run longer."""
     best = float("inf")
     for _ in range(_ROUNDS):
         _wait(device)

@@ -1,4 +1,4 @@
-"""A GPU before anything is loaded: its kernels, the weights on it, and what it can promise."""
+"""A GPU before a pair is loaded: its kernels, how weights get there, and whether its steps are exact."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from slipstream.kernels.gpu.matrices import Scratch
 from slipstream.models.gpu.device_weights import GpuWeights
 from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
 
-EXACT_ROWS = 64  # in steps of up to so many rows, a row has the same bits whatever the other rows are
-MOST_STEP_ROWS = 256  # of one device step over all sequences; larger steps cost more than they decode
+# Rows of a step up to which a row has the same bits whatever the other rows are; it follows from the matmul kernels. If
+# it were larger, speculative text could differ from plain text although `exact` promises that it does not.
+EXACT_ROWS = 64
+MOST_STEP_ROWS = 256  # rows of one device step over all sequences; larger steps cost more than their tokens are worth
 
 
 class GpuDevice:
-    """One GPU, or the CPU under Triton's interpreter where tests give it that device."""
+    """One GPU; in tests the device is the CPU, where Triton's interpreter runs the kernels."""
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         if config.exact and config.max_sequences > EXACT_ROWS:
@@ -53,7 +55,7 @@ class GpuDevice:
 
     @property
     def most_rows(self) -> int:
-        """Rows of a device step at most, over all its sequences."""
+        """The most rows that one device step may have over all its sequences."""
         return EXACT_ROWS if self.config.exact else MOST_STEP_ROWS
 
     def free_bytes(self) -> int:
@@ -63,7 +65,7 @@ class GpuDevice:
 
     @property
     def label(self) -> str:
-        """Which kernels serve."""
+        """Says which kernels run and on which device."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "Triton's interpreter"
         how = "captured graphs" if self.graphs.enabled else "without graphs"
         return f"{self.config.kernels} kernels on {name}, {how}"
@@ -75,7 +77,10 @@ class GpuDevice:
         return self.config.kernels == "triton" and (self.config.exact or small)
 
     def read_bandwidth(self) -> float:
-        """Bytes per second that a large copy reads and writes: the floor under a step is its bytes over this."""
+        """Measures the bytes per second that a large copy reads and writes.
+
+        A step cannot take less time than its bytes over this bandwidth, which is its floor.
+        """
         size = 2**30 if self.device.type == "cuda" else 2**20
         source = torch.empty(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""Runs a pair on a GPU: rows that the host lays out as passes, and decoding as whole device steps."""
+"""Runs a pair on a GPU: passes over rows that the host lays out, and whole device steps for decoding."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.models.weights import Progress
 from slipstream.speculative.costs import CostTable
 
-_POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded; graphs and scratch need the rest
-_LEFT_FREE_BYTES = 2**30  # captures that could wait leave so much memory free
-_AHEAD_POSITIONS = (
-    4 * MOST_ROWS
-)  # a sequence may stand a few steps behind its last token, with unused rows behind those
+# Share of the memory that is free once the weights are loaded; graphs and scratch tensors need the rest. With a larger
+# share a capture may run out of memory, with a smaller one fewer tokens fit into the pool.
+_POOL_SHARE = 0.8
+_LEFT_FREE_BYTES = 2**30  # a capture that could wait is left out if less memory than this is free
+# Positions beyond the longest context. The device may be a few steps beyond a sequence's last token, and unused rows
+# stand behind those; with too few, such a row would read behind the rotary tables.
+_AHEAD_POSITIONS = 4 * MOST_ROWS
 PoolShapes = tuple[PoolShape, PoolShape | None]
 
 
@@ -59,7 +61,7 @@ class GpuExecutor:
         self.exact = device.exact
         self._draft_window = draft_window
         self._progress = progress
-        self._positions = max_context + _AHEAD_POSITIONS  # that rotary tables reach
+        self._positions = max_context + _AHEAD_POSITIONS  # positions that the rotary tables cover
         config, graphs = device.config, device.graphs
         room, slots, states = self._state_room(shapes), 0, None
         self.pages = self._pool_pages(shapes, max_context, room)
@@ -76,7 +78,7 @@ class GpuExecutor:
         self.device_steps = DecodeLoop(state, make_step, graphs, held, device.most_rows)
         self.variants = DraftVariants(self.blocks(draft) if draft is not None else None)
         if graphs.enabled:
-            device.scratch.seal()  # graphs keep its addresses
+            device.scratch.seal()  # graphs keep its addresses, so it must not move any more
             self._warm_up()
 
     # The executor's calls.
@@ -119,7 +121,7 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def prepare_batches(self) -> None:
-        """Captures what several sequences need, which otherwise happens when they first run together and have to wait.
+        """Captures the shapes that several sequences need, which otherwise wait for it when they first run together.
 
         A shape that finds no room is captured when it is first needed. Recurrent targets capture nothing here: every
         shape keeps a log of its rows' inputs, and all of them at once take too much memory.
@@ -136,7 +138,7 @@ class GpuExecutor:
         ]
         self._capture(captures, _LEFT_FREE_BYTES)
 
-    # How it is built.
+    # Construction: captures and memory.
 
     def _base_drafter(self) -> GpuDrafter | None:
         found = self.variants.drafter
@@ -144,7 +146,7 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Captures what one sequence needs, so that a first request does not wait for compilers."""
+        """Captures the shapes that one sequence needs, so that the first request does not wait for compilers."""
         drafter, steps = self._base_drafter(), self.device_steps
         captures: list[Callable[[], object]] = [
             partial(self.passes.chunk_pass, None),
@@ -159,6 +161,7 @@ class GpuExecutor:
         self._capture(captures)
 
     def _capture(self, captures: Sequence[Callable[[], object]], left_free_bytes: int = 0) -> None:
+        """Runs captures as long as enough memory is free, and reports the progress."""
         for done, capture in enumerate(captures):
             if self.device.free_bytes() >= left_free_bytes:
                 capture()
@@ -166,12 +169,12 @@ class GpuExecutor:
                 self._progress("capturing graphs", done + 1, len(captures))
 
     def _state_room(self, shapes: PoolShapes) -> StateRoom:
-        """What recurrent states take beside the pages."""
+        """Plans the memory of recurrent states beside the pages."""
         config = self.device.config
         return StateRoom.plan(shapes[0].states, config, PAGE_TOKENS, _token_bytes(shapes), SLOTS_PER_SEQUENCE)
 
     def _pool_pages(self, shapes: PoolShapes, max_context: int, states: StateRoom) -> int:
-        """Pages for the pools: what was asked for, or a share of what the weights have left free."""
+        """Returns the number of pages: what was asked for, or a share of the memory that the weights have left free."""
         config = self.device.config
         token_bytes = _token_bytes(shapes) + states.token_bytes
         share = int(self.device.free_bytes() * _POOL_SHARE)
@@ -193,7 +196,7 @@ class GpuExecutor:
 
 
 def batch_shapes(most_sequences: int, most_rows: int) -> list[tuple[int, int, bool]]:
-    """The steps that batches need: sequences, rows of each, and whether draft context is kept."""
+    """Returns the step shapes that batches need: sequences, rows per sequence, and whether draft context is written."""
     shapes = []
     for sequences in (2**power for power in range(1, most_sequences.bit_length())):
         drafting = [(sequences, each, True) for each in drafted_widths(sequences, most_rows)]
@@ -202,5 +205,5 @@ def batch_shapes(most_sequences: int, most_rows: int) -> list[tuple[int, int, bo
 
 
 def _token_bytes(shapes: PoolShapes) -> int:
-    """What a token takes in all pools, which are bf16 here."""
+    """Returns the bytes of one token in all pools; shapes count fp32 values, and the pools hold bf16 here."""
     return sum(shape.bytes_per_token() for shape in shapes if shape is not None) // 2

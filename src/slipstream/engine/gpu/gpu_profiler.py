@@ -1,4 +1,4 @@
-"""Where a device step's time goes: the whole and the host's part from real steps, the phases from replays of each."""
+"""Where a device step's time goes: real steps give the whole and the host's part, replays give the phases."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from slipstream.engine.profiler import DRAFTING, HOST, PHASES, PLAIN, ClockedSte
 from slipstream.engine.variants import DraftVariant
 from slipstream.models.gpu.device_models import GpuDrafter
 
-_ROUNDS = 8
-_COPIES = ("Memcpy", "Memset")
-Milliseconds = Callable[[], float]  # asked once the device is done
+_ROUNDS = 8  # replays of each kind of step, of which the medians count
+_COPIES = ("Memcpy", "Memset")  # the profiler's names of copies, which are not counted as kernels
+Milliseconds = Callable[[], float]  # a measured time, which may be asked for once the device is done
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
 Launch = Callable[
     [tuple[Hashable, ...], Callable[[], Sequence[BatchColumn]], Sequence[Wish], DraftVariant | None], Flight
@@ -33,7 +33,7 @@ Launch = Callable[
 
 @dataclass(frozen=True, slots=True)
 class _Flown:
-    """A kind of step as it ran last."""
+    """The last step of one kind, as it was launched."""
 
     step: DecodeStep
     drafter: GpuDrafter | None
@@ -42,7 +42,7 @@ class _Flown:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the device did in one kind of step."""
+    """The device times and launches of one kind of step."""
 
     busy_ms: list[float] = field(default_factory=list)
     phases_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class _Seen:
 
 
 class GpuProfiler(Profiler):
-    """Steps that ask the host between draft and token are clocked as on a CPU: their parts wait for their results.
+    """Profiles device steps; steps that need the host are clocked as on a CPU, because their parts wait for results.
 
-    Phases are replayed when an answer has ended, where it ended; nobody else may be running then.
+    When an answer has ended, the phases are replayed at the context where it ended. No other request may run then.
     """
 
     value_bytes = 2
@@ -87,7 +87,7 @@ class GpuProfiler(Profiler):
             self._replay(flown, self._seen[kind])
 
     def _clocked_runs(self, make: StepMaker) -> StepMaker:
-        """Steps are also made to be timed for the policy; only what is launched counts, and says so below."""
+        """Clocks every run of a step. Steps also run to be timed for the policy, so a launch says which runs count."""
 
         def step(
             sequences: int, each: int, drafter: GpuDrafter | None, drafting: bool
@@ -102,6 +102,8 @@ class GpuProfiler(Profiler):
         return step
 
     def _noted_launches(self, launch: Launch) -> Launch:
+        """Notes the kind, the time and the wishes of every launched step."""
+
         def noted(
             batch: tuple[Hashable, ...],
             describe: Callable[[], Sequence[BatchColumn]],
@@ -119,10 +121,10 @@ class GpuProfiler(Profiler):
 
     @torch.inference_mode()
     def _replay(self, flown: _Flown, seen: _Seen) -> None:
-        """Runs a step in pieces, again and again from where the device stands; its state is put back every time."""
+        """Runs the phases of a step several times from where the device stands, and restores its state every time."""
         state, graphs, device = self._loop.state, self._device.graphs, self._device.device
         kept = state.snapshot()
-        state.clear()  # a capture runs what it captures
+        state.clear()  # a capture runs what it captures, which would advance the loaded sequences
         runs = [
             (name, graphs.runner(("profile", name, flown.step, flown.drafter), phase))
             for name, phase in flown.step.phases
@@ -155,7 +157,7 @@ class GpuProfiler(Profiler):
 
 
 def timed(run: Callable[[], None], device: torch.device) -> Milliseconds:
-    """Runs something and promises its time on the device; without a GPU it is over when the call returns."""
+    """Runs a call and returns a function that gives its device time; without a GPU the call's own time is taken."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -169,7 +171,7 @@ def timed(run: Callable[[], None], device: torch.device) -> Milliseconds:
 
 
 def count_launches(phase: Callable[[], None], device: torch.device) -> int:
-    """Kernels that torch's profiler sees in a phase launched piece by piece; without a GPU, torch's operations."""
+    """Counts the kernels that torch's profiler sees in a phase without its graph; without a GPU, torch's operations."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         phase()

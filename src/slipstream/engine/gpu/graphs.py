@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-_WARM_UPS = 2  # a kernel's first launch compiles it, which a capture cannot hold
+_WARM_UPS = 2  # runs before a capture: a kernel's first launch compiles it, and a compilation during a capture fails
 
 
 class Graphs:
-    """Remembers what was captured, by key; without graphs (or a GPU) the same launches simply run again."""
+    """Captured graphs by key; if graphs are switched off or there is no GPU, the launches themselves run each time."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.enabled = enabled and device.type == "cuda"
@@ -25,7 +25,10 @@ class Graphs:
         return len(self._captured)
 
     def runner(self, key: Hashable, launches: Callable[[], None]) -> Callable[[], None]:
-        """What runs `launches`: all tensors they touch must stay where they are."""
+        """Returns a call that runs `launches`, captured now if this key is new.
+
+        A graph keeps addresses, so all tensors that the launches touch must stay where they are.
+        """
         found = self._captured.get(key)
         if found is None:
             found = self._capture(launches) if self.enabled else launches
@@ -33,7 +36,7 @@ class Graphs:
         return found
 
     def forget(self, matches: Callable[[Hashable], bool]) -> None:
-        """Drops graphs whose tensors are about to go."""
+        """Drops the graphs with matching keys, because their tensors are about to be freed."""
         for key in [key for key in self._captured if matches(key)]:
             del self._captured[key]
 

@@ -1,4 +1,7 @@
-"""What a step did, as the host reads it: whole columns at a time, and proposals only where something was drafted."""
+"""The results of a device step on the host.
+
+The host reads the values of all columns at once, and it unpacks proposals only if the step drafted something.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _Whole = NDArray[np.int32]
 
 
 class ReportCopy:
-    """A report on the host; used again a few steps later, so whatever is wanted of it is taken when it lands."""
+    """A step's report in host memory. A later step writes over it, so its values must be read when its step lands."""
 
     def __init__(self, sequences: int, each: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -36,20 +39,22 @@ class ReportCopy:
         self.kept: _Whole = report.kept.numpy()
 
     def begin(self, report: Report) -> None:
+        """Queues the copy of a report behind the step that writes it; the host does not wait."""
         self._report.flat.copy_(report.flat, non_blocking=True)
         if self._done is not None:
             self._done.record()
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Blocks until the copy is complete."""
         if self._done is not None:
             self._done.synchronize()
 
 
 class Landing:
-    """What a step did for each of its sequences, by their places in the batch.
+    """What a step did for each of its sequences, by the sequence's column in the batch.
 
-    It is good until its copy is used again; whatever few ask for is not unpacked for all.
+    A landing is valid until its copy is written over. Values that only a few sequences need are unpacked when they are
+    asked for, not for all columns.
     """
 
     def __init__(self, copy: ReportCopy, sequences: int) -> None:
@@ -57,10 +62,14 @@ class Landing:
         self._copy = copy
         self.nodes: list[int] = copy.counts[here].tolist()
         self.drafted = max(self.nodes) > 0
-        self.failed: list[int] = copy.failed[here].nonzero()[0].tolist()  # columns where the target gave no number
-        self.broken: list[int] = copy.broken[here].nonzero()[0].tolist()  # columns where the drafter gave none
+        self.failed: list[int] = (
+            copy.failed[here].nonzero()[0].tolist()
+        )  # columns whose target logits are NaN or infinite
+        self.broken: list[int] = (
+            copy.broken[here].nonzero()[0].tolist()
+        )  # columns whose draft logits are NaN or infinite
         self._chosen: list[list[int]] = copy.chosen[here].tolist() if self.failed else []
-        self.taken: list[int] = copy.taken[here].tolist()  # rows that stay, and so the tokens that come
+        self.taken: list[int] = copy.taken[here].tolist()  # kept rows by column; each of them yields one token
         if not self.drafted:
             self._anchors: list[int] = copy.tokens[here, 0].tolist()
             self._next: list[int] = copy.kept[here, 0].tolist()
@@ -71,7 +80,7 @@ class Landing:
         self._kept: list[list[int]] = copy.kept[here, :each].tolist()
 
     def proposal(self, column: int, chances: bool) -> Proposal:
-        """What was verified, on demand with the drafter's own probabilities, which only learning needs."""
+        """Returns what was verified; `chances` adds the drafter's own probabilities, which only learning needs."""
         used = self.nodes[column] + 1
         if not self.drafted:
             return _alone(self._anchors[column])
@@ -82,7 +91,7 @@ class Landing:
         return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own)
 
     def outcome(self, column: int) -> tuple[Verdict, list[TokenOut]]:
-        """The path that stays, and the tokens it leads to."""
+        """Returns the path that is kept and the tokens that it yields."""
         if not self.drafted:
             token = self._next[column]
             return _bonus(token), [_own(token)]
@@ -97,16 +106,17 @@ class Landing:
         return self._parents[column][: self.nodes[column] + 1]
 
     def survivals(self, column: int) -> list[float]:
-        """How likely every row was to be kept, as far as the calibration knew."""
+        """Returns the calibrated probability, known before the verification, that each row is kept."""
         survivals: list[float] = self._copy.survivals[column, : self.nodes[column] + 1].tolist()
         return survivals
 
     def chosen(self, column: int) -> list[int]:
-        """The target's choice after every row, of a sequence that has failed: its verdict here says nothing."""
+        """Returns the target's choice after every row of a failed sequence, whose verdict here means nothing."""
         return self._chosen[column][: self.nodes[column] + 1]
 
 
-# a plain step is nothing but its anchor and one token, so that each of these is made once per token of the vocabulary
+# A plain step has an anchor and one new token and nothing else, so each of these objects is made once per token of the
+# vocabulary and then shared.
 @cache
 def _alone(anchor: int) -> Proposal:
     return Proposal((anchor,), (-1,), (1.0,))

@@ -18,7 +18,10 @@ from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 
 
 def forward_rows(passes: Passes, variants: DraftVariants, works: Sequence[RowWork]) -> ForwardResult:
-    """Chunks of known tokens one after the other, all proposals together; the host waits once, for all logits."""
+    """Runs chunks of known tokens one after the other and all proposals together.
+
+    The host waits for the device once, when the logits of all work items are copied.
+    """
     logits: dict[int, Tensor] = {}
     starts = [0] * len(works)
     taps: Tensor | None = None
@@ -37,11 +40,12 @@ def forward_rows(passes: Passes, variants: DraftVariants, works: Sequence[RowWor
             starts[item] = index * each
             logits[item] = _logits(passes, own[works[item].rows - works[item].logit_rows :])
     brought = _to_host([logits[item] for item in range(len(works))])
-    # Known tokens became draft context on their way.
+    # A chunk of known tokens has written its draft context itself (`Passes.chunk`).
     return ForwardResult(works, brought, taps, starts, frozenset(range(len(works))) - frozenset(proposals))
 
 
 def _logits(passes: Passes, hidden: Tensor) -> Tensor:
+    """Returns the logits of some rows, which are padded to a shape whose sums do not depend on the number of rows."""
     if not hidden.shape[0]:
         return torch.empty(0, passes.target.vocab_size, device=hidden.device)
     missing = bucket(hidden.shape[0], LEAST_ROWS) - hidden.shape[0]
@@ -50,7 +54,7 @@ def _logits(passes: Passes, hidden: Tensor) -> Tensor:
 
 
 def _to_host(parts: list[Tensor]) -> list[Tensor]:
-    """All of them on the host, in one copy; where there is nothing to bring, the host does not wait."""
+    """Copies all parts to the host at once; if they are empty, the host does not wait."""
     there = parts[0] if len(parts) == 1 else torch.cat(parts)
     here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
     if len(there):

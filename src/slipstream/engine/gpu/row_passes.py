@@ -1,4 +1,4 @@
-"""Single passes over rows that the host lays out: prefill chunks, and whatever a whole device step cannot serve."""
+"""Single passes over rows that the host lays out: prefill chunks, and sequences that a device step cannot serve."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
-_VERIFY_WIDTHS = (1, 4, 16, 32, 64)  # rows of each sequence in a verify pass; every width is a graph of its own
-_STAGES = 4  # host buffers: so many passes the host may be ahead of the device
+_VERIFY_WIDTHS = (
+    1,
+    4,
+    16,
+    32,
+    64,
+)  # rows per sequence of a verify pass; more widths mean more graphs, fewer more padding
+_STAGES = 4  # host buffers in rotation: the host may be so many passes ahead of the device before it has to wait
 
 
 class _Staged:
-    """Numbers that the host lays out and the device fetches in its own time, all of them with one copy."""
+    """Row tables that the host fills in and one copy sends to the device, which fetches them when it gets there."""
 
     def __init__(self, rows: DeviceRows) -> None:
         shapes = [part.shape for part in (rows.tokens, rows.positions, rows.places, rows.base, rows.pages)]
@@ -51,7 +57,10 @@ class _Staged:
         self._filled: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def fill(self) -> list[NDArray[np.int32]]:
-        """Where to write tokens, positions, places, base and pages, or some of them."""
+        """Returns host arrays for tokens, positions, places, base and pages.
+
+        An array that the caller does not write keeps what an earlier pass wrote there.
+        """
         flat, numbers, fetched = next(self._stages)
         if fetched is not None:
             fetched.synchronize()
@@ -59,6 +68,7 @@ class _Staged:
         return numbers
 
     def send(self) -> None:
+        """Queues the copy of the arrays that `fill` returned last."""
         assert self._filled is not None
         flat, fetched = self._filled
         self._there.copy_(flat, non_blocking=True)
@@ -68,13 +78,13 @@ class _Staged:
 
 @dataclass(slots=True)
 class _Pass:
-    """Rows where a graph reads them, and what it leaves behind."""
+    """The tensors from which a captured pass reads its rows, and those in which it leaves its results."""
 
     staged: _Staged
     anchors: Tensor
-    states: DeviceStates | None = None  # of a recurrent target
+    states: DeviceStates | None = None  # only if the target is recurrent
     hidden: Tensor | None = None
-    other: Tensor | None = None  # a target's taps, a drafter's logits
+    other: Tensor | None = None  # the taps of a target pass, or the logits of a draft pass
 
     @property
     def rows(self) -> DeviceRows:
@@ -86,8 +96,8 @@ class Passes:
 
     def __init__(self, target: GpuTarget, pools: GpuPools, most_pages: int, chunk: int, graphs: Graphs) -> None:
         self.target = target
-        # every chunk of a prompt has as many rows for the matmuls, or what they compute would depend on how much of the
-        # prompt was found in the cache
+        # Every chunk of a prompt has the same number of rows for the matmuls. Otherwise a row's bits would depend on
+        # how much of the prompt was found in the cache.
         self._chunk = bucket(chunk, LEAST_ROWS)
         self.pools = pools
         self.graphs = graphs
@@ -96,9 +106,9 @@ class Passes:
         self._tensors = device_tensors(pools.states)
 
     def chunk(self, work: RowWork, drafter: GpuDrafter | None) -> Tensor:
-        """Hidden rows of known tokens, until the next pass; with a drafter they are its context too.
+        """Returns the hidden rows of known tokens, valid until the next pass; with a drafter, writes draft context too.
 
-        Nobody looks at that before the sequence moves on, so it need not wait for what comes of the rows.
+        Known tokens always stay, so their draft context need not wait for any verdict.
         """
         if drafter is not None:
             self.pools.settle()
@@ -109,7 +119,7 @@ class Passes:
         return found.hidden[: work.rows]
 
     def chunk_pass(self, drafter: GpuDrafter | None) -> tuple[_Pass, Callable[[], None]]:
-        """The rows of a chunk and what runs them, captured now if it has not been yet."""
+        """Returns the rows of a chunk and the call that runs them, captured now if it has not been yet."""
         key = ("chunk", drafter)
         found, pools = self._pass(key, "chain", 1, self._chunk), self.pools
 
@@ -123,7 +133,7 @@ class Passes:
         return found, self.graphs.runner(key, launches)
 
     def verify(self, works: Sequence[RowWork], tap_layers: Sequence[int]) -> tuple[list[Tensor], Tensor | None, int]:
-        """Hidden rows of each proposal, all taps, and how many rows each has among them."""
+        """Returns the hidden rows of each proposal, the taps of all of them, and the taps' rows per proposal."""
         sequences = bucket(len(works))
         most = max(work.rows for work in works)
         each = next(width for width in _VERIFY_WIDTHS if width >= most)
@@ -137,11 +147,11 @@ class Passes:
         self.graphs.runner(key, launches)()
         assert found.hidden is not None
         hidden = [found.hidden[i * each : i * each + work.rows] for i, work in enumerate(works)]
-        # the next pass writes over what a graph leaves behind
+        # The next pass writes over the tensors in which a graph leaves its results, so the taps are copied.
         return hidden, None if found.other is None else found.other.clone(), each
 
     def draft(self, drafter: GpuDrafter, jobs: Sequence[DraftJob], variant: object) -> tuple[Tensor, Tensor]:
-        """Hidden rows and logits of the jobs' blocks."""
+        """Returns the hidden rows and the logits of the jobs' blocks, valid until the next pass."""
         self.pools.settle()
         sequences, size = bucket(len(jobs)), drafter.block_size
         key = ("draft", variant, sequences)
@@ -163,7 +173,7 @@ class Passes:
         return found.hidden[: len(jobs) * size], found.other[: len(jobs) * size]
 
     def write_context(self, drafter: GpuDrafter, taps: Tensor, places: RowPlaces) -> None:
-        """Draft context for taps of committed rows."""
+        """Writes draft context from the taps of committed rows."""
         self.pools.settle()
         count = taps.shape[0]
         padded = bucket(count, LEAST_ROWS)
@@ -181,14 +191,14 @@ class Passes:
         )
 
     def forget(self, variant: object, drafter: GpuDrafter) -> None:
-        """A variant goes, and with it what was kept for it."""
+        """Drops the passes and graphs of a variant that was removed."""
 
-        def theirs(key: object) -> bool:
+        def belongs(key: object) -> bool:
             return isinstance(key, tuple) and key[:2] in (("draft", variant), ("chunk", drafter))
 
-        for key in [key for key in self._passes if theirs(key)]:
+        for key in [key for key in self._passes if belongs(key)]:
             del self._passes[key]
-        self.graphs.forget(theirs)
+        self.graphs.forget(belongs)
 
     def _pass(self, key: tuple[object, ...], kind: Kind, sequences: int, each: int) -> _Pass:
         found = self._passes.get(key)
@@ -201,6 +211,7 @@ class Passes:
         return found
 
     def _lay_out(self, found: _Pass, works: Sequence[RowWork]) -> None:
+        """Sends the rows of all work items to the device; padding rows use the scratch place."""
         rows = found.rows
         tokens, positions, places, base, pages = found.staged.fill()
         tokens[:], positions[:], places[:] = 0, 0, self.pools.scratch_place
@@ -219,12 +230,16 @@ class Passes:
             self._continue_states(found.states, rows, works)
 
     def _make_states(self, rows: DeviceRows) -> DeviceStates:
-        """A chunk's states are written as it passes; those behind proposals when it is clear which rows stay."""
+        """Returns what recurrent layers need for the rows.
+
+        A chunk writes its states while it runs; the states behind a proposal are written when its kept rows are known.
+        """
         assert self._tensors is not None
         saves = torch.full_like(rows.positions, -1) if rows.kind == "chain" else None
         return self._tensors.over(rows, torch.zeros_like(rows.base), self.pools.scratch_place, saves)
 
     def _continue_states(self, states: DeviceStates, rows: DeviceRows, works: Sequence[RowWork]) -> None:
+        """Tells recurrent layers from which slots they read states, and into which ones a chunk writes them."""
         assert self._tensors is not None
         recurrent = [work.state.recurrent for work in works]
         slots = [each.slot for each in recurrent if each is not None and each.slot is not None]
@@ -261,7 +276,7 @@ class Passes:
 
 
 class GpuBlocks(BlockDrafter):
-    """A drafter over pages on the device; candidates are ranked on the host, where constraints and penalties are."""
+    """A drafter over pages on the device; the host ranks candidates, because constraints and penalties are there."""
 
     def __init__(self, passes: Passes, drafter: GpuDrafter, window: int) -> None:
         super().__init__(drafter.drafter, window)
@@ -277,12 +292,12 @@ class GpuBlocks(BlockDrafter):
         self._passes.write_context(self.gpu, taps, places)
 
     def forget(self) -> None:
-        """Gives back what graphs keep for this drafter."""
+        """Drops the graphs of this drafter and the memory that they keep."""
         self._passes.forget(self, self.gpu)
 
 
 def _paths(works: Sequence[RowWork], rows: DeviceRows) -> NDArray[np.int32]:
-    """Every row's ancestors by their depth."""
+    """Returns the ancestors of every row, indexed by depth."""
     paths = np.zeros((rows.rows, MAX_DEPTH), np.int32)
     for index, work in enumerate(works):
         assert work.proposal is not None

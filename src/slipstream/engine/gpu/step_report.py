@@ -1,4 +1,4 @@
-"""What a step tells the host: kernels write it side by side in one stretch of memory, so that one copy brings it."""
+"""The report of a device step: kernels write all its tensors into one stretch of memory, so one copy is enough."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from slipstream.kernels.gpu.commit import CommitOutcome
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH
 from slipstream.kernels.gpu.tree_growth import Grown
 
-_ALIGNED = 4  # numbers: kernels read and write 16 bytes at a time where a part begins at such a border
+# Each part begins at a multiple of so many 4-byte numbers, because kernels read and write 16 bytes at a time only from
+# such a border; with a smaller value their accesses would be smaller.
+_ALIGNED = 4
 
 
 def room(shapes: Sequence[Sequence[int]]) -> int:
-    """Numbers that tensors of these shapes take side by side."""
+    """Returns how many numbers tensors of these shapes take side by side, padding included."""
     return sum(map(_padded, shapes))
 
 
 def parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors of these shapes in one stretch of memory."""
+    """Returns views of these shapes that lie side by side in one stretch of memory."""
     pieces = flat.split(list(map(_padded, shapes)))
     return [piece[: math.prod(shape)].view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
@@ -31,7 +33,7 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 class Report:
-    """The tensors of a step that the host reads, or their copy on the host (which is pinned)."""
+    """The tensors of a step that the host reads, or their copy on the host, which is pinned for a GPU."""
 
     def __init__(self, sequences: int, each: int, device: torch.device, pinned: bool = False) -> None:
         rows = sequences * each

@@ -38,7 +38,7 @@ def _numbers(SHAPE: tl.constexpr, block):  # type: ignore[no-untyped-def]
     4].
 
     In this order the compiler gives a lane groups of four keys of one column at regular distances. A lane's own sums
-    are then long, and few lanes have to exchange theirs.
+    are then long, and few lanes have to exchange their sums.
     """
     column = tl.arange(0, SHAPE[7])[:, None, None, None, None]
     lane = tl.arange(0, SHAPE[6])[None, :, None, None, None]

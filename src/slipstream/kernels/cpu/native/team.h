@@ -27,7 +27,8 @@ public:
     void run(int threads, const std::function<void()>& body, bool brief = false);
 
     // Runs one phase: each(0), ..., each(pieces - 1), every one called once. Each thread works through its own stretch
-    // of pieces, because memory is fast only if it is read in order, and then helps the other threads with theirs.
+    // of pieces, because memory is fast only if it is read in order, and then helps the other threads with
+    // their stretches.
     template <class Each>
     void share(int pieces, Each each) {
         Worker& me = worker();
