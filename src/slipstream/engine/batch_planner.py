@@ -24,9 +24,8 @@ from slipstream.stats import Decision
 
 _FEW_SEQUENCES = 4  # up to so many, the policy chooses which sequences draft; choosing among more takes too long
 _LEARNT_SEQUENCES = 2  # sequences that the policy learns from in a step; more would cost the host more than they teach
-_SKIPPING_SEQUENCES = (
-    64  # from so many on, the policy learns only in some steps, because the host's time is short there
-)
+# From so many sequences on, the policy learns only in some steps, because learning takes the host's time.
+_SKIPPING_SEQUENCES = 64
 # Steps that a plan for few sequences serves, and a plan for many. With larger numbers plans are older when they are
 # used; with smaller ones the host plans more often, which slows batches down.
 _SHORTEST_HELD_STEPS, _LONGEST_HELD_STEPS = 2, 32

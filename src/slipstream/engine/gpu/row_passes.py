@@ -23,13 +23,8 @@ from slipstream.kernels.rows import RowPlaces
 from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 
-_VERIFY_WIDTHS = (
-    1,
-    4,
-    16,
-    32,
-    64,
-)  # rows per sequence of a verify pass; more widths mean more graphs, fewer more padding
+# Rows per sequence of a verify pass. With more widths there are more graphs, with fewer more rows are padding.
+_VERIFY_WIDTHS = (1, 4, 16, 32, 64)
 _STAGES = 4  # host buffers in rotation: the host may be so many passes ahead of the device before it has to wait
 
 
