@@ -38,10 +38,13 @@ class FreeRows(CostTable):
 
 @pytest.fixture
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], LLM]:
-    """Gives an engine costs by which `auto` drafts, because a busy machine's own costs may speak against it."""
+    """Gives an engine a policy that has learnt nothing and whose costs make `auto` draft.
+
+    The costs of a busy machine, or what other tests taught the policy of a shared pair, may speak against drafting.
+    """
 
     def with_free_rows(llm: LLM) -> LLM:
-        monkeypatch.setattr(llm.engine.proposer.policy, "costs", FreeRows())
+        monkeypatch.setattr(llm.engine.proposer, "_policy", Policy(FreeRows()))
         return llm
 
     return with_free_rows
@@ -143,8 +146,8 @@ def test_an_exchanged_cost_table_changes_the_choice_in_the_middle_of_a_request()
     assert sum(after) / len(after) > 16, nodes
 
 
-def test_auto_says_why() -> None:
-    llm = pair()
+def test_auto_says_why(always_drafting: Callable[[LLM], LLM]) -> None:
+    llm = always_drafting(pair())
     done = llm.generate(promises.set_prompts("gsm8k", 1)[0], chat=True, mode="auto", max_tokens=64)
     policy = done.stats.to_json()["policy"]
     assert isinstance(policy, dict)

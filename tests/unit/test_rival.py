@@ -275,7 +275,7 @@ def test_the_demo_says_how_to_get_the_comparison(
     cli: Any, fake_engine: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rival, "available", lambda: False)
-    assert cli("demo", "--max-tokens", "16").out.rstrip().endswith(f"llama.cpp's speed beside it: {rival.HOW_TO_GET}")
+    assert cli("demo", "--max-tokens", "16").out.rstrip().endswith(f"To compare with llama.cpp: {rival.HOW_TO_GET}")
     assert json.loads(cli("demo", "--max-tokens", "16", "--json").out)["llama_cpp"] is None
 
 
