@@ -130,13 +130,15 @@ inline void put_codes(const CodeRows& rows, size_t width, size_t place, size_t r
     const Ints low_codes = to_ints(low * steps), high_codes = to_ints(high * steps);
     store_bytes(codes, low_codes);
     store_bytes(codes + kLanes, high_codes);
-    const int32_t first = sum(low_codes), last = sum(high_codes);
+    // Codes of a row that is not finite may add up to the least integer, whose negation only unsigned numbers define.
+    const uint32_t first = static_cast<uint32_t>(sum(low_codes)), last = static_cast<uint32_t>(sum(high_codes));
+    const uint32_t whole = first + last;
     rows.scales[place] = scale;
-    rows.sums[place] = scale * static_cast<float>(first + last);
+    rows.sums[place] = scale * static_cast<float>(static_cast<int32_t>(whole));
     int32_t* negated = rows.negated + (place - row) * 3 + row;
-    negated[0] = -(first + last);
-    negated[width] = -first;
-    negated[2 * width] = -last;
+    negated[0] = static_cast<int32_t>(0u - whole);
+    negated[width] = static_cast<int32_t>(0u - first);
+    negated[2 * width] = static_cast<int32_t>(0u - last);
 }
 
 }  // namespace
