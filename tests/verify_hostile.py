@@ -28,7 +28,7 @@ def hostile_bodies(report: Report) -> None:
         growth = max((found.growth for found in good), default=0)
         report.add(
             f"the worst bodies of every endpoint at {SIZE >> 20} MiB, {at_once} at once, beside one stream",
-            f"{len(good)} of {len(seen)} within {neighbour.SILENCE_LIMIT_MS * min(2, at_once):.0f} ms of silence and "
+            f"{len(good)} of {len(seen)} within {neighbour.SILENCE_LIMIT_MS:.0f} ms of silence and "
             f"{neighbour.GROWTH_LIMIT:.0f} times their size in memory; at most "
             f"{silence_ms:.0f} ms and {growth:.1f} times",
             len(good) == len(seen),
