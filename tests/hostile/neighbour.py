@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,13 @@ from tests.hostile.bodies import Worst, table
 
 SILENCE_LIMIT_MS = 250.0  # the longest silence of a neighbour's stream, beside one request or several at once
 GROWTH_LIMIT = 20.0  # growth of the peak memory, in multiples of the body's size
+_ANSWER_TOKENS = 2000
 _ASK: dict[str, Any] = {
     "model": MODEL,
     "stream": True,
     "ignore_eos": True,
-    "max_tokens": 2000,
+    "max_tokens": _ANSWER_TOKENS,
+    "cache_prompt": False,
     "speculative": {"mode": "plain"},
     "messages": [{"role": "user", "content": "Tell a long story."}],
 }
@@ -69,6 +72,7 @@ class Neighbour:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Neighbour:
+        self._touch_pages()
         self._thread.start()
         self.wait_for(20)
         return self
@@ -76,6 +80,15 @@ class Neighbour:
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._thread.join(30)
+
+    def _touch_pages(self) -> None:
+        """Lets a prompt as long as the answer write its keys, because memory counts as taken when it is first written.
+
+        Without this, every token of the neighbour's first answer would count as growth by the request beside it.
+        """
+        prompt = {"model": MODEL, "prompt": "a " * (_ANSWER_TOKENS + 40), "max_tokens": 1, "cache_prompt": False}
+        status, _, said = self._server.ask("/v1/completions", json.dumps(prompt).encode(), timeout=120)
+        assert status == 200, said
 
     def wait_for(self, more: int, seconds: float = 120.0) -> None:
         """Waits until `more` further pieces have come."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from slipstream.server.apis.extensions import Extensions, allowed_priority
 from slipstream.server.apis.openai_schemas import MAX_STOPS, MAX_TOKENS, Many, Several, Stop, Strict
@@ -17,6 +17,18 @@ from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
 # Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
 # objects as they got them send such nulls.
 _NOT_OFFERED = ("container", "diagnostics", "inference_geo", "citations", "caller", "toolset_name")
+
+
+def _as_parsed(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "Input should be a valid dictionary")
+    return value
+
+
+# A JSON object as the body's parser made it. Pydantic's own check would copy it, and it may be as large as the body.
+JsonDict = Annotated[
+    dict[str, Any], PlainValidator(_as_parsed), WithJsonSchema({"type": "object", "additionalProperties": True})
+]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -52,7 +64,7 @@ class ToolUseBlock(AnthropicBlock):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1, max_length=256)
-    input: dict[str, Any]
+    input: JsonDict
     cache_control: CacheControl | None = None
 
 
@@ -304,11 +316,7 @@ def _add_assistant(told: list[dict[str, Any]], message: AnthropicAssistantMessag
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
         turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)},
-            }
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
         names |= {call.id: call.name for call in calls}

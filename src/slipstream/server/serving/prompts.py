@@ -156,7 +156,7 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 def _argument_values(messages: Sequence[JsonObject]) -> int:
-    """An upper bound on the values in the arguments of all calls; arguments are JSON texts in strings of the body."""
+    """An upper bound on the values in the arguments that are JSON texts in strings of the body, over all calls."""
     functions = (call.get("function", call) for message in messages for call in message.get("tool_calls") or ())
     texts = (function.get("arguments") for function in functions)
     return sum(text.count(",") + text.count("{") + text.count("[") for text in texts if isinstance(text, str))
