@@ -181,6 +181,10 @@ class Tokenizer:
         known = bool(self.backend.encode(_PROBE, add_special_tokens=False).ids)
         return known and cutting.can_cut(self.backend, self.vocabulary)
 
+    def prepare_long_texts(self) -> None:
+        """Builds now what the first long text would build: 6 MB, which would count as that text's memory."""
+        _ = self.can_cut, self.token_shares
+
     @cached_property
     def token_shares(self) -> cutting.Shares | None:
         """What a byte of each kind adds to the fewest tokens of a text; None if nothing is certain."""

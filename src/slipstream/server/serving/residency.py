@@ -122,6 +122,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
             llm.measure_costs()
         llm.describe()  # measures the memory bandwidth once, now, because later it would delay the steps of requests
         llm.prepare_batches()
+        llm.tokenizer.prepare_long_texts()
         give_memory_back()
         grown = max(0, private_bytes() - before) if quiet and undisturbed() else 0
         memory = max(needs.weight_bytes, grown) + needs.cache_tokens * needs.token_bytes
