@@ -124,17 +124,17 @@ class World:
 
     def step(self) -> None:
         views = [View(stream.policy, 100 + stream.tokens, self.sampled, 1000) for stream in self.streams]
-        slots = self.policy.plan_drafts(views, 0)
+        slots = self.policy.plan_drafts(views)
         drafts = [
             Draft(*_columns([stream.drafter.slot(self.rng) for _ in range(count)]), start=stream.tokens)
             for stream, count in zip(self.streams, slots, strict=True)
         ]
         trees = [best_first(stream.policy, draft) for stream, draft in zip(self.streams, drafts, strict=True)]
         offers = []
-        for view, draft, tree in zip(views, drafts, trees, strict=True):
-            chain = survival([(slot, 0, slot - 1) for slot in range(len(draft.right))], view.policy, draft)
-            offers.append(Offer(view.policy, view.context, view.sampled, [node[3] for node in tree], chain))
-        choices = self.policy.choose(offers, 0)
+        for view, tree in zip(views, trees, strict=True):
+            straight = next((row for row, node in enumerate(tree) if node[2] != row - 1), len(tree))
+            offers.append(Offer(view.policy, view.context, view.sampled, [node[3] for node in tree], straight))
+        choices = self.policy.choose(offers)
         self._verify(slots, drafts, trees, choices)
 
     def _verify(
@@ -170,12 +170,9 @@ def settle(
     truth = [(start + ahead) * 10 + 9 for ahead in range(PROPOSALS + 1)]
     if not choice.nodes:
         if draft.right:
-            tokens = [draft.token(slot, 0) for slot in range(len(draft.right))]
-            policy.shadow(tokens, [claims[0] for claims in draft.claims])
-        policy.committed(truth[:1])
+            policy.draft_was_useless()
         return 1
-    nodes = [node[:3] for node in tree] if choice.kind == "tree" else [(s, 0, s - 1) for s in range(len(draft.right))]
-    nodes = nodes[: choice.nodes]
+    nodes = [node[:3] for node in tree[: choice.nodes]]
     tokens = (0, *(draft.token(slot, rank) for slot, rank, _ in nodes))
     parents = (-1, *(parent + 1 for _, _, parent in nodes))
     chances = (1.0, *(draft.claims[slot][rank] for slot, rank, _ in nodes))
@@ -188,8 +185,7 @@ def settle(
             break
         path.append(row)
     committed = truth[: len(path)]
-    policy.learn(Proposal(tokens, parents, chances), Verdict(tuple(path), tuple(committed)), committed)
-    policy.committed(committed)
+    policy.learn(Proposal(tokens, parents, chances), Verdict(tuple(path), tuple(committed)))
     return len(committed)
 
 
@@ -197,18 +193,10 @@ def _columns(slots: list[tuple[list[float], int]]) -> tuple[list[list[float]], l
     return [claims for claims, _ in slots], [rank for _, rank in slots]
 
 
-def survival(nodes: list[tuple[int, int, int]], policy: SequencePolicy, draft: Draft) -> list[float]:
-    values: list[float] = []
-    for slot, rank, parent in nodes:
-        above = values[parent] if parent >= 0 else 1.0
-        values.append(above * policy.calibration.chance(draft.claims[slot][rank], slot + 1))
-    return values
-
-
 def best_first(policy: SequencePolicy, draft: Draft) -> list[tuple[int, int, int, float]]:
     """(slot, rank, parent node, survival) of the likeliest nodes, every prefix a tree."""
     chances = [
-        [policy.calibration.chance(claim, slot + 1) for claim in claims] for slot, claims in enumerate(draft.claims)
+        [policy.estimate.chance(claim, slot + 1) for claim in claims] for slot, claims in enumerate(draft.claims)
     ]
     nodes: list[tuple[int, int, int, float]] = []
     heap = [(-chances[0][rank], 0, rank, -1) for rank in range(RANKS)] if chances else []
@@ -398,7 +386,7 @@ def test_dishonest_claims_end_up_calibrated(claim: Callable[[float], float]) -> 
     world = World(CPU, 8)
     stream = world.add(Drafter(claim=claim))
     rate = world.run(3000)
-    calibration = stream.policy.calibration
+    calibration = stream.policy.estimate
     for true in (GOOD.easy, GOOD.hard):
         assert calibration.chance(claim(true), 1) == pytest.approx(true, abs=0.12)
     assert rate > 0.93 * max(fixed_rate(GOOD, CPU, nodes) for nodes in (3, 5, 7))
@@ -424,8 +412,8 @@ def test_expectations_match_what_happens(costs: Costs, drafter: Drafter, length:
     seen: list[VerifyChoice] = []
     choose = world.policy.choose
 
-    def remember(offers: list[Offer], fixed_rows: int) -> list[VerifyChoice]:
-        seen.extend(choose(offers, fixed_rows))
+    def remember(offers: list[Offer]) -> list[VerifyChoice]:
+        seen.extend(choose(offers))
         return seen[-1:]
 
     world.policy.choose = remember  # type: ignore[method-assign, assignment]

@@ -42,7 +42,6 @@ class ActiveSequence(ScheduledSequence):
         self.row_limit = 1  # rows of a step at most, the anchor included
         self.policy: SequencePolicy | None = None
         self.gate: EmaGate | EntropyGate | None = None
-        self.told_tokens = 0  # tokens of the answer that the policy knows, where steps do not report each one to it
         self.next_step_plain = False  # the last drafts led to logits that are not numbers: the next step drafts nothing
         self._warned = False
         self._detokenizer = IncrementalDetokenizer(tokenizer)

@@ -16,9 +16,7 @@ from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
 from slipstream.speculative.costs import StepShape
-from slipstream.speculative.expected_gains import assumed_gains
 from slipstream.speculative.gates import BatchGate, EmaGate
-from slipstream.speculative.policy import Offer
 from slipstream.speculative.slowest_share import SlowestShare
 from slipstream.stats import Decision
 
@@ -186,8 +184,6 @@ class BatchPlanner:
 
     def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
         sequences = batch.sequences
-        for sequence in sequences:
-            _report_new_tokens(sequence)
         few = len(sequences) <= _FEW_SEQUENCES
         slots = self._proposer.slots(sequences) if few else self._proposer.most_slots(sequences)
         if not free:
@@ -225,9 +221,7 @@ class BatchPlanner:
         for rows in self._steps.widths(len(batch.columns)):
             tokens = float(len(sequences))
             for policy, depth in drafting:
-                gains = policy.gains if policy.gains.known else assumed_gains(policy.proposals)
-                nodes = min(rows - 1, policy.max_nodes)
-                tokens += gains.expected(nodes, depth, branching=not policy.chains_only)
+                tokens += policy.expected(min(rows - 1, depth if policy.chains_only else policy.max_nodes))
             shape = StepShape(len(sequences), rows * len(sequences), context, batch.sampled, branching=True)
             rates[rows] = tokens / (draft_ms + costs.step_ms(shape))
         return rates
@@ -245,17 +239,14 @@ class BatchPlanner:
         return {governed[(first + turn) % len(governed)] for turn in range(_LEARNT_SEQUENCES)}
 
     def learn(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, places: Iterable[int]) -> None:
-        """Tells the policy what was drafted for the sequences at these places."""
-        offers = []
+        """Tells the policies at these places how long the rows of their drafts took; their outcomes follow."""
+        shape, costs = _shape(batch, landed, plan), self._proposer.policy.costs
+        plain = shape._replace(rows=shape.batch, branching=False)
+        per_node = (costs.step_ms(shape) - costs.step_ms(plain)) / max(1, shape.rows - shape.batch)
         for place in places:
-            sequence = batch.columns[place]
-            if sequence.policy is not None and landed.nodes[place] > 0:
-                tree = landed.survivals(place)
-                chain = first_children(landed.parents(place), tree)
-                length = sequence.state.length
-                offers.append(Offer(sequence.policy, length, not sequence.greedy, tree[1:], chain))
-        if offers:
-            self._proposer.policy.verified(offers, _shape(batch, landed, plan), _drafting(batch, landed))
+            policy = batch.columns[place].policy
+            if policy is not None:
+                policy.rows_ms = max(0.0, per_node) * landed.nodes[place]
 
     def time(self, batch: DeviceBatch, plan: BatchPlan, step: TimedStep, captured: bool) -> None:
         """Tells the gate of the batch what a step came to, the host's part included."""
@@ -304,13 +295,6 @@ def _shape(batch: DeviceBatch, landed: Landed, plan: BatchPlan) -> StepShape:
     return StepShape(count, rows, batch.context, batch.sampled, plan.branching and rows > count)
 
 
-def _report_new_tokens(sequence: ActiveSequence) -> None:
-    """Tells a policy the tokens that were committed since it was last told."""
-    if sequence.policy is not None and sequence.generated > sequence.told_tokens:
-        sequence.policy.committed(sequence.state.tokens[sequence.told_tokens - sequence.generated :])
-        sequence.told_tokens = sequence.generated
-
-
 def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: int, most_nodes: int) -> Wish:
     """What a sequence proposes; a batch leaves each of its sequences `most_nodes`.
 
@@ -322,7 +306,7 @@ def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: i
     if policy is not None:
         nodes = min(governed_rows - 1, policy.max_nodes, most_nodes)
         shape = CHAIN if policy.chains_only else TREE
-        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.calibration)
+        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.estimate)
     if mode.kind == "tree":
         nodes = min(sequence.row_limit - 1, most_nodes)
         return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE)
@@ -335,13 +319,3 @@ def _decision(sequence: ActiveSequence, wish: Wish) -> Decision:
         closed = GATE_CLOSED if gate is not None and not gate.open else ""
         return Decision("plain", policy.note if policy is not None else closed)
     return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}")
-
-
-def first_children(parents: Sequence[int], values: Sequence[float]) -> list[float]:
-    """The values of the likeliest chain in a tree: of siblings the likeliest comes first."""
-    end, chain = 0, []
-    for row, parent in enumerate(parents):
-        if parent == end and row:
-            end = row
-            chain.append(values[row])
-    return chain

@@ -16,7 +16,7 @@ from slipstream.cache.sequence import PageMemory, SequenceState
 from slipstream.engine.variants import DraftVariant, DraftVariants
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
 from slipstream.types import Proposal, SamplingParams, TokenOut, Verdict
@@ -79,7 +79,7 @@ class Wish:
     nodes: int = 0
     depth: int = 0
     shape: int = 0  # CHAIN, TREE or SEEDED_TREE
-    calibration: Calibration | None = None
+    estimate: Estimate | None = None
 
 
 EMPTY_COLUMN = BatchColumn(0, 0, (), SamplingParams(), share_noise=False)

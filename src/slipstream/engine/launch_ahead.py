@@ -56,11 +56,11 @@ class LandedStep:
             return decode_outcome(sequence, proposed, results.chosen(column), None, 0.0, self.seconds)
         outcome = taken_outcome(sequence, proposed, verdict, tokens, 0.0, self.seconds)
         if learns and sequence.policy is not None and proposed.proposal.nodes:
-            sequence.policy.learn(proposed.proposal, verdict, verdict.tokens)
+            sequence.policy.learn(proposed.proposal, verdict)
         if column in results.broken:
             sequence.note_bad_draft("the drafter's numbers are not finite; such steps run plain")
             if sequence.policy is not None:
-                sequence.policy.draft_failed()
+                sequence.policy.draft_was_useless()
         # The device has moved the kept rows of a tree together already.
         outcome.rows = range(len(outcome.rows))
         return outcome

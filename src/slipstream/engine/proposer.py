@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.draft_context import DraftContexts
@@ -17,7 +17,7 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, VerifyChoice, View
+from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -85,8 +85,6 @@ class Proposer:
     def propose(self, sequences: Sequence[ActiveSequence]) -> tuple[list[Proposed], float]:
         """What each decoding sequence verifies, and the seconds spent on deciding and drafting."""
         began = time.perf_counter()
-        if self._resting(sequences):
-            return [_undrafted(sequence) for sequence in sequences], time.perf_counter() - began
         slots = self.slots(sequences)
         drafts = self._draft(sequences, slots)
         proposed = self._proposed(sequences, drafts, weigh=any(slots))
@@ -131,17 +129,6 @@ class Proposer:
         found |= dict(zip(governed, chosen, strict=True))
         return [found[index] for index in range(len(sequences))]
 
-    def _resting(self, sequences: Sequence[ActiveSequence]) -> bool:
-        """Whether all sequences decode plainly for now: such steps come by the hundred, so they are not planned."""
-        if self._policy is None or not sequences:
-            return False
-        governed = [sequence.policy for sequence in sequences if sequence.policy is not None]
-        if len(governed) < len(sequences) or not self._policy.resting(governed):
-            return False
-        for sequence in sequences:
-            sequence.take_plain_step()
-        return True
-
     def slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
         """How many positions to draft for each sequence; 0 is none."""
         slots, views, places = [], [], []
@@ -156,7 +143,7 @@ class Proposer:
                 fixed.append(sequence)
                 fixed_rows += sequence.row_limit if drafts else 1
         if views:
-            planned = self.policy.plan_drafts(views, **_rest(fixed, fixed_rows))
+            planned = self.policy.plan_drafts(views, _rest(fixed, fixed_rows))
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
         for index, sequence in enumerate(sequences):
@@ -175,7 +162,7 @@ class Proposer:
             if sequence.take_plain_step():
                 depth = 0
             if policy is not None:
-                policy.planned(depth)
+                policy.slots, policy.trial = depth, False
             slots.append(depth)
         return slots
 
@@ -195,30 +182,28 @@ class Proposer:
         return DraftJob(sequence.state, sequence.sampler, slots, candidates, request.min_confidence)
 
     def _choose(
-        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], rest: _Rest
+        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], rest: Rest
     ) -> list[Proposed]:
         """Lets the policy pick among what was drafted, for all sequences it governs at once."""
-        trees, chains, offers = [], [], []
-        for sequence, block in zip(sequences, drafts, strict=True):
-            chain, tree = self._grow(sequence, block)
-            trees.append(tree)
-            chains.append(chain)
+        grown = [self._grow(sequence, block) for sequence, block in zip(sequences, drafts, strict=True)]
+        offers = []
+        for sequence, growth in zip(sequences, grown, strict=True):
             assert sequence.policy is not None
-            survivals = tree.survivals[1:], chain.survivals[1:]
-            offers.append(Offer(sequence.policy, sequence.state.length, not sequence.greedy, *survivals))
-        choices = self.policy.choose(offers, **rest)
-        return [_chosen(*each) for each in zip(sequences, trees, chains, choices, strict=True)]
+            length, sampled = sequence.state.length, not sequence.greedy
+            offers.append(Offer(sequence.policy, length, sampled, growth.survivals[1:], growth.straight))
+        choices = self.policy.choose(offers, rest)
+        return [_chosen(*each) for each in zip(sequences, grown, choices, strict=True)]
 
-    def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None) -> tuple[Growth, Growth]:
-        """The chain and the tree a sequence could verify, with calibrated survival."""
+    def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None) -> Growth:
+        """The nodes that a sequence could verify, the likeliest first."""
         anchor, policy = sequence.anchor, sequence.policy
         if block is None or policy is None:
-            return Growth([anchor]), Growth([anchor])
+            return Growth([anchor])
         depth, nodes = min(block.slots, sequence.room - 1), sequence.row_limit - 1
-        if sequence.request.mode.kind == "chain":
-            return block.grow(anchor, min(depth, nodes), 0, 0, policy.calibration)
+        if policy.chains_only:
+            return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
         floor = _FLOOR_SHARE * self.policy.row_price(sequence.state.length, not sequence.greedy)
-        return block.grow(anchor, min(depth, nodes), nodes, depth, policy.calibration, floor=floor)
+        return block.grow(anchor, 0, nodes, depth, policy.estimate, floor=0.0 if policy.trial else floor)[1]
 
     @staticmethod
     def learn(outcome: SequenceOutcome) -> None:
@@ -228,8 +213,7 @@ class Proposer:
             return
         if sequence.policy is not None:
             if step.proposal.nodes:
-                sequence.policy.learn(step.proposal, step.verdict, step.verdict.tokens)
-            sequence.policy.committed(step.verdict.tokens[: len(outcome.tokens)])
+                sequence.policy.learn(step.proposal, step.verdict)
         elif isinstance(sequence.gate, EntropyGate) and outcome.top1 is not None:
             sequence.gate.observe(outcome.top1)
 
@@ -257,10 +241,6 @@ class Proposer:
         times = MeasuredStep(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
         timed = not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS
         self.refresh(times, any(each.policy is not None for each in sequences), gates, timed)
-        for sequence, plan, count in zip(sequences, proposed, committed, strict=True):
-            promised = plan.decision.expected_tokens
-            if sequence.policy is not None and plan.proposal.nodes and promised is not None:
-                self.policy.keep(sequence.policy, promised, count)
 
     def timing_due(self, drafted: bool) -> bool:
         """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
@@ -284,19 +264,9 @@ class Proposer:
                 gate.observe(tokens, times.total_ms, plain_ms)
 
 
-class _Rest(TypedDict):
-    """The part of a step that comes along whatever the policy chooses."""
-
-    fixed_rows: int
-    fixed_sequences: int
-    fixed_context: int
-    fixed_sampled: bool
-
-
-def _rest(sequences: Sequence[ActiveSequence], rows: int) -> _Rest:
+def _rest(sequences: Sequence[ActiveSequence], rows: int) -> Rest:
     sampled = any(not sequence.greedy for sequence in sequences)
-    context = longest_context(sequences)
-    return _Rest(fixed_rows=rows, fixed_sequences=len(sequences), fixed_context=context, fixed_sampled=sampled)
+    return Rest(rows, len(sequences), longest_context(sequences), sampled)
 
 
 def longest_context(sequences: Sequence[ActiveSequence]) -> int:
@@ -322,10 +292,7 @@ def _undrafted(sequence: ActiveSequence) -> Proposed:
     return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", note))
 
 
-def _chosen(sequence: ActiveSequence, tree: Growth, chain: Growth, choice: VerifyChoice) -> Proposed:
-    growth = tree if choice.kind == "tree" else chain
-    if choice.kind == "plain":
-        if chain.nodes and sequence.policy is not None:
-            sequence.policy.shadow(chain.tokens[1:], chain.chances[1:])
-        return Proposed(growth.proposal(0), choice.decision)
+def _chosen(sequence: ActiveSequence, growth: Growth, choice: VerifyChoice) -> Proposed:
+    if not choice.nodes and sequence.policy is not None and sequence.policy.slots:
+        sequence.policy.draft_was_useless()
     return Proposed(growth.proposal(choice.nodes), choice.decision)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from slipstream.kernels.cpu.native_growth import MOST_ROWS, CandidateBlock, CompiledWalk, grower
 from slipstream.kernels.cpu.native_library import address
 from slipstream.lazy import cached_property
-from slipstream.speculative.calibration import Calibration
+from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
@@ -67,20 +67,20 @@ class BlockDrafts:
         length: int,
         nodes: int,
         depth: int,
-        calibration: Calibration | None = None,
+        estimate: Estimate | None = None,
         seeded: bool = False,
         floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
         """A chain of at most `length` nodes and a tree of at most `nodes`; grow_chain and grow_tree define both."""
         compiled = grower()
         if compiled is None or (self._walk is not None and self._compiled is None) or self.slots >= MOST_ROWS:
-            return self.grow_plainly(anchor, length, nodes, depth, calibration, seeded, floor)
-        table = calibration.table() if calibration is not None else None
+            return self.grow_plainly(anchor, length, nodes, depth, estimate, seeded, floor)
+        table = estimate.table() if estimate is not None else None
         chain, tree, broken = compiled.grow(self.block(), table, anchor, length, nodes, depth, seeded, floor)
         self.broken = self.broken or broken
         grown = Growth(*chain.lists()), Growth(*tree.lists())
         if self.rule is not None and not self.rule.fits(*grown):
-            return self.grow_plainly(anchor, length, nodes, depth, calibration, seeded, floor)
+            return self.grow_plainly(anchor, length, nodes, depth, estimate, seeded, floor)
         return grown
 
     def grow_plainly(
@@ -89,12 +89,12 @@ class BlockDrafts:
         length: int,
         nodes: int,
         depth: int,
-        calibration: Calibration | None = None,
+        estimate: Estimate | None = None,
         seeded: bool = False,
         floor: float = 0.0,
     ) -> tuple[Growth, Growth]:
         """`grow` without compiled code, for any head and any constraint."""
-        calibrate = calibration.chance if calibration is not None else as_claimed
+        calibrate = estimate.chance if estimate is not None else as_claimed
         drafts = self if self.rule is None else self.rule.held(self)
         chain = grow_chain(drafts, anchor, length, calibrate)
         return chain, grow_tree(drafts, anchor, nodes, depth, calibrate, seeded, floor)

@@ -1,66 +1,176 @@
 """The adaptive policy: it decides per step whether, how deep and how wide to speculate.
 
-It takes the choice with the most expected tokens per millisecond, from measured step times and past acceptance.
+`estimate` says how likely a drafted node is accepted, `costs` how long a step takes, and `choose` takes the nodes that
+are worth their time. This module adds what decides before a draft exists: what drafts have brought lately, and a budget
+for drafts that are made only to learn.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from slipstream.speculative.allocation import Allocation, Offer, StepTimes, best_prefix, common_nodes, offered_nodes
-from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.expected_gains import BoundedRatio, DraftCurves, ExpectedGains, assumed_chain, assumed_gains
-from slipstream.speculative.planning import (
-    DraftPlan,
+from slipstream.speculative.choose import (
+    SLOT_OPTIONS,
+    Offer,
+    Prospect,
+    StepTimes,
     View,
-    best_plan,
-    cut_worths,
-    most_slots,
-    own_outlook,
+    best_draft,
+    best_nodes,
     slot_options,
 )
-from slipstream.speculative.sequence_policy import MAX_AUTO_ROWS, SequencePolicy, SharedRecord
+from slipstream.speculative.costs import CostTable, StepShape
+from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.stats import Decision
-from slipstream.types import BASE_VARIANT, Gate, Mode
+from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Verdict
 
-__all__ = ["MAX_AUTO_ROWS", "VerifyChoice", "Offer", "Policy", "SequencePolicy", "View"]
+__all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "VerifyChoice", "View"]
 
-# docs/log.md holds the measurements behind the policy; figures about a single value are repeated below.
-
-# A probe drafts more slots while the draft pass takes at most this many times as long as with the fewest. A larger
-# value makes probes dearer; with 1.0 probes say nothing about deep drafts.
-_PROBE_SLACK = 1.1
-# Steps that one plan serves. Planning takes host time, but a plan that is kept for longer follows a text too slowly.
-_PLAN_STEPS = 8
-# Steps for which a batch that decodes plainly is left alone before it is planned for again, unless a probe is due
-# earlier. Little can change without drafts, so a smaller value only costs host time.
-_REST_STEPS = 32
-# A plan is made again when the expected gains are this many times as large or as small as when the plan was made.
-_OTHER_PROMISE = 2.0
-# Bounds for the factor by which the choice after the draft improves the rate that the plan promised before it. Without
-# the bounds a few lucky steps would keep a losing plan alive.
-_BEYOND_PLAN = (1.0, 1.4)
-# The largest speed-up over plain decoding that the policy believes. It bounds the price of a millisecond, so that a
-# mistimed step cannot make every further row look too dear.
-_FASTEST = 8.0
-# One choice of this many is also remembered for requests to come. Remembering every choice costs host time.
-_SHARED_DRAFTS = 4
-# Every draft with this number drafts the deepest option, because otherwise the policy would never learn what deep
-# slots are worth. A smaller value spends more time on slots that do not pay.
-_LOOK_DEEPER = 16
-
-_Fixed = tuple[int, int | None, int, bool]
+# Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
+# of fewer rows; a larger value would leave that range.
+MAX_AUTO_ROWS = 64
+# The share of all time that may be lost by drafts which are made only to learn. A larger share makes texts slower that
+# cannot be drafted, a smaller one notices too late that a text has become easy.
+_EXPLORED_SHARE = 0.01
+# Plain steps whose time may be lost at the start, and the most that is saved up for later.
+_FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
+_TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it would teach nothing
+# The weight of the newest draft in what a request's drafts, and those of its kind, have brought. A larger weight
+# follows luck, a smaller one follows a change of the text too slowly.
+_NEWEST_OWN, _NEWEST_OF_KIND = 0.15, 0.03
+_KIND_DRAFTS = 2  # as many own drafts as the kind's record counts for at the start of a request
+_UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
+# The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
+_SPEED_KEEP = 0.95
+_FASTEST = 8.0  # the largest speed-up that is believed; without a bound, a mistimed step would make rows look too dear
+# Children per visited row that are learnt from. With all children, the many unlikely ones would drown the likely ones.
+_OBSERVED_CHILDREN = 3
+_SIZES = (1, 3, 7, 15, 31, 63)  # numbers of nodes at which gains are kept; between them they are interpolated
 
 
 class VerifyChoice(NamedTuple):
-    """What one sequence verifies in this step: the first `nodes` nodes of its chain or tree."""
+    """What one sequence verifies in this step: the first `nodes` nodes of its tree."""
 
     kind: Literal["plain", "chain", "tree"]
     nodes: int
     decision: Decision
+
+
+class Rest(NamedTuple):
+    """The part of a step that runs whatever the policy chooses."""
+
+    rows: int = 0
+    sequences: int = 0
+    context: int = 0
+    sampled: bool = False
+
+
+class Gains:
+    """What verified drafts have brought lately: accepted tokens by drafted slots and by nodes, and the rows' time."""
+
+    def __init__(self, above: Gains | None = None) -> None:
+        self._newest = _NEWEST_OF_KIND if above is None else _NEWEST_OWN
+        self._drafts = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
+        self._tokens = dict(above._tokens) if above is not None else {}  # by slots
+        self._rows_ms = dict(above._rows_ms) if above is not None else {}
+        self._by_nodes = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
+
+    @property
+    def known(self) -> bool:
+        return self._drafts > 0
+
+    def add(self, depths: Sequence[int], path: Sequence[int], slots: int, rows_ms: float) -> None:
+        """Takes in a verified draft: the depths of its rows, the accepted rows, its slots and its rows' time."""
+        self._drafts += 1
+        share = max(self._newest, 1.0 / self._drafts)
+        nodes, accepted = len(depths) - 1, len(path) - 1
+        for option in SLOT_OPTIONS:
+            within = sum(depth <= option for depth in depths) - 1 if option < slots else nodes
+            self._blend(self._tokens, option, share, min(accepted, option))
+            self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
+        for place, size in enumerate(_SIZES):
+            if size < nodes or self._drafts == 1:
+                right = sum(row <= size for row in path) - 1
+            else:  # more nodes than were verified bring more by as much as they did before
+                right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
+            self._by_nodes[place] += share * (right - self._by_nodes[place])
+
+    @staticmethod
+    def _blend(into: dict[int, float], key: int, share: float, value: float) -> None:
+        into[key] = into.get(key, 0.0) + share * (value - into.get(key, 0.0))
+
+    def prospect(self, slots: int) -> Prospect:
+        option = next((option for option in SLOT_OPTIONS if option >= slots), SLOT_OPTIONS[-1])
+        return Prospect(self._tokens[option], self._rows_ms[option])
+
+    def expected(self, nodes: int) -> float:
+        """The accepted tokens to expect of so many nodes."""
+        low = 0, 0.0
+        for high in zip(_SIZES, self._by_nodes, strict=True):
+            if nodes <= high[0]:
+                return low[1] + (high[1] - low[1]) * (nodes - low[0]) / (high[0] - low[0])
+            low = high
+        return low[1]
+
+
+class _Kind(NamedTuple):
+    """What requests of one draft variant, sampled or greedy, have shown; a new request of the kind starts from it."""
+
+    record: Record
+    gains: Gains
+
+
+class SequencePolicy:
+    """The policy's memory of one request."""
+
+    def __init__(self, mode: Mode, gate: Gate, proposals: int, kind: _Kind) -> None:
+        self.margin = gate.margin
+        self.proposals = proposals
+        self.chains_only = mode.kind == "chain"
+        self.max_nodes = _most_nodes(mode, proposals)
+        self.deepest = min(proposals, self.max_nodes)
+        self.estimate = Estimate(kind.record)
+        self.gains = Gains(kind.gains)
+        self.note = ""  # why the last plan drafted nothing for this sequence
+        self.trial = False  # whether the last plan drafted for this sequence only to learn
+        self.slots = 0  # slots of the last plan
+        self.rows_ms = 0.0  # the time of the last verified rows beyond the anchor
+        self._kind = kind
+
+    def learn(self, proposal: Proposal, verdict: Verdict) -> None:
+        """Takes in what the target chose where a proposal was verified."""
+        if verdict.failed:
+            return
+        depths = [0]
+        for parent in proposal.parents[1:]:
+            depths.append(depths[parent] + 1)
+        self._add(depths, verdict.path)
+        if proposal.chances:
+            self.estimate.learn(_outcomes(proposal, verdict, depths))
+
+    def draft_was_useless(self) -> None:
+        """Takes in that a draft did not come, or that none of its nodes was worth a row."""
+        self.rows_ms = 0.0
+        self._add([0], [0])
+
+    def _add(self, depths: Sequence[int], path: Sequence[int]) -> None:
+        for gains in (self.gains, self._kind.gains):
+            gains.add(depths, path, self.slots or self.deepest, self.rows_ms)
+
+    def expected(self, nodes: int) -> float:
+        """The accepted tokens to expect of so many nodes."""
+        if self.gains.known:
+            return self.gains.expected(nodes)
+        return sum(_UNKNOWN_CHANCE**depth for depth in range(1, min(nodes, self.deepest) + 1))
+
+    def prospect(self, slots: int, step: StepTimes) -> Prospect:
+        """What a draft of so many slots is expected to bring, from the drafts before it or by assumption."""
+        if self.gains.known:
+            return self.gains.prospect(slots)
+        chain = list(accumulate([_UNKNOWN_CHANCE] * slots, lambda survival, chance: survival * chance))
+        return Prospect(sum(chain), step.straight[slots] - step.plain_ms)
 
 
 class Policy:
@@ -68,337 +178,158 @@ class Policy:
 
     def __init__(self, costs: CostTable) -> None:
         self.costs = costs
-        # One record per draft variant, and per sampled or greedy decoding: these kinds accept so differently that what
-        # one kind has shown says little about the others.
-        self._memories: dict[tuple[str, bool], SharedRecord] = {}
-        self._plans = 0
-        self._choices = 0
-        self._plan: DraftPlan | None = None
-        self._plan_key: tuple[object, ...] = ()
-        self._plan_age = 0
-        self._plan_promise = 0.0
-        self._rested_key: tuple[object, ...] = ()
-        self._held_slots: list[int] = []  # slots per sequence of the last step, if all of them drafted because it paid
-        self._held_key: tuple[object, ...] = ()
-        self._planned_rate = 0.0
-        self._plain_rate = 0.0
-        # `_beyond_plan`: how much better the choice after the draft is than the plan before it. `_speedup`: how much
-        # faster steps with speculation are than plain steps.
-        self._beyond_plan = BoundedRatio(1.0, *_BEYOND_PLAN)
-        self._speedup = BoundedRatio(1.0, 1.0, _FASTEST)
+        self._engine = Record()
+        self._kinds: dict[tuple[str, bool], _Kind] = {}
+        self._plain_ms = costs.step_ms(StepShape(1, 1, 0, sampled=False, branching=False))
+        self._budget_ms = _FREE_STEPS * self._plain_ms
+        self._plain_rate = 0.0  # of the last step, in tokens per millisecond
+        self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
 
     def sequence(
         self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False, variant: str = BASE_VARIANT
     ) -> SequencePolicy:
         """The policy of one request; `proposals` is how many tokens a block of its draft variant can draft."""
-        return SequencePolicy(mode, gate, proposals, self._memories.setdefault((variant, sampled), SharedRecord()))
+        kind = self._kinds.setdefault((variant, sampled), _Kind(Record(self._engine), Gains()))
+        return SequencePolicy(mode, gate, proposals, kind)
 
     def forget(self, variant: str) -> None:
         """Drops the record of a removed draft variant, because another variant may get the same name."""
         for sampled in (False, True):
-            self._memories.pop((variant, sampled), None)
+            self._kinds.pop((variant, sampled), None)
 
-    def plan_drafts(
-        self,
-        views: Sequence[View],
-        fixed_rows: int = 0,
-        fixed_sequences: int | None = None,
-        fixed_context: int = 0,
-        fixed_sampled: bool = False,
-    ) -> list[int]:
-        """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft.
-
-        The `fixed` arguments describe the rest of the step, which runs whatever is chosen here: its rows, how many of
-        its sequences commit a token (as many as rows if None), its longest context, and whether any of it is sampled.
-        """
-        if self.resting([view.policy for view in views]):
-            return [0] * len(views)
-        most = [most_slots(view) for view in views]
-        fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
-        if self._same_again(views, most, fixed):
-            return list(self._held_slots)
-        able = [index for index, slots in enumerate(most) if slots]
-        step = self._step(views, max(most, default=0), fixed)
-        plain = step.plain_rate
-        step_of = partial(self._step, views, fixed=fixed)
-        plan = self._plan_for([views[index] for index in able], step_of)
-        outlook = plan.worth * self._trusted(views) / plain if plan else 0.0
-        paying = [index for index in able if plan and outlook > 1.0 and views[index].policy in plan.drafting]
-        self._plans += bool(paying)
-        self._planned_rate = plan.rate if plan and paying else 0.0
+    def plan_drafts(self, views: Sequence[View], rest: Rest = Rest()) -> list[int]:
+        """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
+        most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
-        for index in paying:
-            slots[index] = self._depth(step, views[index], len(paying))
-            views[index].policy.believed()
-        rest = [index for index in able if index not in paying]
-        probing = self._due(views, rest, step_of)
-        probe_slots = max(self._probe_slots(step, views, paying + probing), max(slots)) if probing else 0
-        for index in probing:
-            slots[index] = min(probe_slots, most[index])
-            extra = self.costs.draft_ms(1, slots[index], step.context) + step.straight[slots[index]] - step.straight[0]
-            break_even = extra * plain * views[index].policy.gate.margin
-            views[index].policy.probed(break_even, self._own_outlook(views[index], step_of))
+        options = slot_options(max(most, default=0))
+        step = self._step(views, rest, max(most, default=0))
+        able = [index for index, room in enumerate(most) if room]
+        middle = options[len(options) // 2] if options else 0
+        able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
+        speed = 0.0
+        if able:
+            prospects = [[views[index].policy.prospect(option, step) for option in options] for index in able]
+            best = best_draft(self.costs, step, options, prospects)
+            speed = best.speed
+            paying = able[: best.drafting] if speed > max(views[index].policy.margin for index in able) else []
+            depth = self._looked_deeper(step, best.slots, options[-1], len(paying)) if paying else 0
+            for index in paying:
+                slots[index] = min(depth, most[index])
+            for index in self._trials(step, views, able[len(paying) :], options[0]):
+                slots[index] = min(options[0], most[index])
         for index, view in enumerate(views):
-            slots[index] = min(slots[index], most[index])
-            view.policy.planned(slots[index])
-            if not slots[index]:
-                view.policy.note = _why_plain(view, plan, plain)
-        if not any(slots) and all(view.policy.backing_off for view in views):
-            self._rested_key = self._key(views)
-        # A step that drafts deeper than what pays, in order to learn, must not be repeated by the following steps.
-        self._held_slots = list(slots) if len(paying) == len(views) and self._plans % _LOOK_DEEPER else []
-        self._held_key = (*self._plan_key, fixed_rows, fixed_sequences)
+            own = view.policy
+            own.slots, own.trial = slots[index], slots[index] > 0 and index not in able[: len(able) and len(paying)]
+            own.note = "" if slots[index] else _why_plain(view, speed)
         return slots
 
-    def choose(
-        self,
-        offers: Sequence[Offer],
-        fixed_rows: int = 0,
-        fixed_sequences: int | None = None,
-        fixed_context: int = 0,
-        fixed_sampled: bool = False,
-    ) -> list[VerifyChoice]:
-        """Says after drafting what each offer verifies; the `fixed` arguments mean the same as in `plan_drafts`."""
-        drafted = [offer for offer in offers if offer.chain or offer.tree]
-        fixed = (fixed_rows, fixed_sequences, fixed_context, fixed_sampled)
-        if not drafted:
-            return self._all_plain(offers, self._shape(offers, *fixed))
-        chains, trees = ([offered_nodes(offer, branching) for offer in offers] for branching in (False, True))
-        most = sum(max(len(chain), len(tree)) for chain, tree in zip(chains, trees, strict=True))
-        step = self._step(offers, most, fixed)
-        # The estimate is used and not the measured time, because a single slow draft must not affect the choice.
-        spent_ms = self.costs.draft_ms(len(drafted), max(len(offer.chain) for offer in drafted), step.context)
-        margin = max(offer.policy.gate.margin for offer in drafted)
-        self._choices += 1
+    def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
+        """The slots to draft: those that pay or, when the budget covers it, all of them to learn what they bring."""
+        extra_ms = self.costs.draft_ms(blocks, deepest, step.context) - self.costs.draft_ms(blocks, slots, step.context)
+        if slots == deepest or extra_ms > self._budget_ms:
+            return slots
+        self._budget_ms -= extra_ms
+        return deepest
+
+    def _trials(self, step: StepTimes, views: Sequence[View], losing: Sequence[int], slots: int) -> list[int]:
+        """The sequences that draft although it does not seem to pay, as far as the budget covers what that loses."""
+        trials: list[int] = []
+        before_ms = 0.0
+        for index in losing:
+            draft_ms = self.costs.draft_ms(len(trials) + 1, slots, step.context)
+            tokens, rows_ms = views[index].policy.prospect(slots, step)
+            loss_ms = draft_ms - before_ms + rows_ms - tokens / step.plain_rate
+            if loss_ms > self._budget_ms:
+                break
+            self._budget_ms -= max(0.0, loss_ms)
+            before_ms = draft_ms
+            trials.append(index)
+        return trials
+
+    def choose(self, offers: Sequence[Offer], rest: Rest = Rest()) -> list[VerifyChoice]:
+        """Says after drafting what each offer verifies."""
+        drafted = [offer for offer in offers if offer.survivals]
+        step = self._step(offers, rest, sum(len(offer.survivals) for offer in offers))
         self._plain_rate = step.plain_rate
+        slots = max((offer.policy.slots for offer in drafted), default=0)
+        spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
         # A millisecond is priced at what it yields in the long run, not at what it yields in this step.
-        price = step.plain_rate * max(self._speedup.value, margin)
-        stay_ms = spent_ms + step.straight[0]
-        best = stay = Allocation((0,) * len(offers), False, (1.0,) * len(offers), stay_ms, step.batch / stay_ms)
-        for branching, nodes in ((False, chains), (True, trees)):
-            taken = best_prefix(self.costs, step, offers, nodes, branching, spent_ms, price)
-            if taken and taken.worth(price) > best.worth(price):
-                best = taken
-        if self._planned_rate:
-            self._beyond_plan.add(best.rate * best.ms, self._planned_rate * best.ms)
-        # The extra time of this step over a plain step is divided among the sequences by their blocks and nodes.
-        per_block = spent_ms / len(drafted)
-        per_node = (best.ms - stay.ms) / max(1, sum(best.nodes))
-        for offer, chain, count, tokens in zip(offers, chains, best.nodes, best.tokens, strict=True):
-            self._remember(offer, tokens - 1.0, (per_block + count * per_node) * step.plain_rate)
-            worths = cut_worths(chain, step.straight, price)
-            offer.policy.depths.blend(worths)
-            if self._common_knowledge(offer.policy):
-                offer.policy.shared.depths.blend(worths)
-        return [_choice(offer, index, best, step.plain_rate) for index, offer in enumerate(offers)]
+        price = step.plain_rate * max(1.0, self._speed[0] / self._speed[1])
+        best = best_nodes(step, offers, spent_ms, price)
+        counts = [
+            max(count, min(_TRIAL_NODES, len(offer.survivals))) if offer.policy.trial else count
+            for offer, count in zip(offers, best.counts, strict=True)
+        ]
+        per_node = (best.ms - spent_ms - step.plain_ms) / max(1, sum(best.counts))
+        for offer, count in zip(offers, counts, strict=True):
+            offer.policy.rows_ms = count * per_node
+        return [
+            _choice(offer, count, best.branching, best.ms, step.plain_rate)
+            for offer, count in zip(offers, counts, strict=True)
+        ]
 
-    def verified(self, offers: Sequence[Offer], shape: StepShape, drafting: int) -> None:
-        """Replaces `choose` where the rows were fixed before the draft: all nodes of these offers were verified.
-
-        `shape` describes the whole step, in which `drafting` sequences drafted. Sequences that drafted but have no
-        offer here are assumed to have promised as much as those that have one.
-        """
-        plain_ms, ms = self.costs.step_ms(shape._replace(rows=shape.batch, branching=False)), self.costs.step_ms(shape)
-        spent_ms = self.costs.draft_ms(drafting, max(len(offer.chain) for offer in offers), shape.context)
-        self._choices += 1
-        self._plain_rate = shape.batch / plain_ms
-        gained = [sum(offer.tree or offer.chain) for offer in offers]
-        if self._planned_rate:
-            tokens = shape.batch + drafting * sum(gained) / len(offers)
-            self._beyond_plan.add(tokens, self._planned_rate * (spent_ms + ms))
-        per_block = spent_ms / drafting
-        per_node = max(0.0, ms - plain_ms) / max(1, shape.rows - shape.batch)
-        for offer, tokens in zip(offers, gained, strict=True):
-            nodes = len(offer.tree or offer.chain)
-            self._remember(offer, tokens, (per_block + nodes * per_node) * self._plain_rate)
+    def progress(self, tokens: int, ms: float) -> None:
+        """Takes in how many tokens a whole step committed, and how long it took with its drafting."""
+        self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + _EXPLORED_SHARE * ms)
+        if self._plain_rate:
+            made, plain = self._speed
+            made, plain = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
+            self._speed = (min(made, _FASTEST * plain), plain)
 
     def row_price(self, context: int, sampled: bool) -> float:
         """The tokens that the time of one more row yields elsewhere; a node that is less likely is not worth a row."""
         plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
-        return self.costs.row_ms(context, sampled=sampled) * self._speedup.value / plain_ms
+        return self.costs.row_ms(context, sampled=sampled) * max(1.0, self._speed[0] / self._speed[1]) / plain_ms
 
-    def progress(self, tokens: int, ms: float) -> None:
-        """Takes in how many tokens a whole step committed, and how long it took with its drafting."""
-        if self._plain_rate:
-            self._speedup.add(tokens, ms * self._plain_rate)
-
-    @staticmethod
-    def keep(policy: SequencePolicy, promised: float, committed: int) -> None:
-        """Takes in how many tokens one sequence's verified draft promised, and how many it committed."""
-        policy.shared.kept.add(committed, promised)
-
-    def _trusted(self, views: Sequence[View]) -> float:
-        """The factor from planned to real rate: the choice after the draft raises it, broken promises lower it."""
-        return self._beyond_plan.value * min(view.policy.shared.kept.value for view in views)
-
-    def _all_plain(self, offers: Sequence[Offer], shape: StepShape) -> list[VerifyChoice]:
-        """The choices of a step without any draft, in which there is nothing to weigh."""
-        for offer in offers:
-            if offer.policy.asked:
-                offer.policy.draft_failed()
-        ms = self.costs.step_ms(shape)
-        self._plain_rate = shape.batch / ms
-        return [VerifyChoice("plain", 0, Decision("plain", offer.policy.note, 1.0, ms)) for offer in offers]
-
-    @staticmethod
-    def _shape(
-        present: Sequence[View] | Sequence[Offer], rows: int, sequences: int | None, context: int, sampled: bool
-    ) -> StepShape:
-        """The step as it would be if every sequence decoded plainly."""
-        return StepShape(
-            batch=max(1, len(present) + (rows if sequences is None else sequences)),
-            rows=max(1, len(present) + rows),
-            context=max([context, *(each.context for each in present)]),
-            sampled=sampled or any(each.sampled for each in present),
+    def _step(self, present: Sequence[View] | Sequence[Offer], rest: Rest, most_nodes: int) -> StepTimes:
+        """The times of the step; its shape is the one that it has if every sequence decodes plainly."""
+        shape = StepShape(
+            batch=max(1, len(present) + rest.sequences),
+            rows=max(1, len(present) + rest.rows),
+            context=max([rest.context, *(each.context for each in present)]),
+            sampled=rest.sampled or any(each.sampled for each in present),
             branching=False,
         )
-
-    def _step(self, present: Sequence[View] | Sequence[Offer], most_nodes: int, fixed: _Fixed) -> StepTimes:
-        return StepTimes(self.costs, self._shape(present, *fixed), most_nodes)
-
-    def _remember(self, offer: Offer, gained: float, forgone: float) -> None:
-        """Takes in an offer's curves; `forgone` is how many tokens plain steps would have made in the offer's time."""
-        policy = offer.policy
-        if offer.chain or offer.tree:
-            policy.shared.debt.lose(forgone)
-            if gained > forgone * policy.gate.margin:
-                policy.paid()
-            draft = DraftCurves.of(offer.chain, offer.tree)
-            policy.gains.blend(draft, policy.proposals)
-            if self._common_knowledge(policy):
-                policy.shared.gains.blend(draft, policy.proposals)
-        elif policy.asked:
-            policy.draft_failed()
-
-    def _common_knowledge(self, policy: SequencePolicy) -> bool:
-        """Whether this draft is also remembered for requests to come: some are, and the first of a kind."""
-        return not self._choices % _SHARED_DRAFTS or not policy.shared.gains.known
-
-    def _prospect(self, policy: SequencePolicy) -> ExpectedGains:
-        if policy.gains.known:
-            return policy.gains
-        return assumed_gains(policy.proposals)
-
-    def resting(self, policies: Sequence[SequencePolicy]) -> bool:
-        """Whether exactly these policies were found to do better without drafts, and nothing can have changed since.
-
-        The caller must ask once per step, because each call makes the plan one step older.
-        """
-        rested = bool(self._rested_key) and self._plan_age < _REST_STEPS and self._rested_key == (self.costs, *policies)
-        if not rested or any(policy.probe_due for policy in policies):
-            self._rested_key = ()
-            return False
-        self._plan_age += 1
-        return True
-
-    def _same_again(self, views: Sequence[View], most: Sequence[int], fixed: _Fixed) -> bool:
-        """Whether all sequences draft as many slots as in the last step, without a new look at the costs."""
-        if (
-            not self._held_slots
-            or self._held_key != (*self._key(views), *fixed[:2])
-            or not self._holds(views)
-            or not (self._plans + 1) % _LOOK_DEEPER
-            or any(room < slots for room, slots in zip(most, self._held_slots, strict=True))
-            or any(view.policy.backing_off for view in views)
-        ):
-            return False
-        self._plan_age += 1
-        self._plans += 1
-        for view in views:
-            view.policy.planned(1)
-        return True
-
-    def _key(self, views: Sequence[View]) -> tuple[object, ...]:
-        """The costs and the sequences that a plan was made for; a plan with another key does not apply."""
-        return (self.costs, *(view.policy for view in views))
-
-    def _promise(self, views: Sequence[View]) -> float:
-        return sum(view.policy.gains.expected(7, 7, branching=False) for view in views if view.policy.gains.known)
-
-    def _holds(self, views: Sequence[View]) -> bool:
-        """Whether the last plan is young, and the gains promise about as much as when it was made."""
-        promise = self._promise(views)
-        alike = promise <= _OTHER_PROMISE * self._plan_promise <= _OTHER_PROMISE**2 * promise
-        return self._plan_age < _PLAN_STEPS and alike
-
-    def _plan_for(self, views: Sequence[View], step_of: Callable[[int], StepTimes]) -> DraftPlan | None:
-        """The best plan for these sequences; a plan serves several steps, because planning takes time as well."""
-        key = self._key(views)
-        if key == self._plan_key and self._holds(views):
-            self._plan_age += 1
-            return self._plan
-        self._plan_promise = self._promise(views)
-        gains = [(view, self._prospect(view.policy)) for view in views if view.policy.hopeful]
-        gains.sort(key=lambda prospect: -prospect[1].expected(7, 7, branching=False))
-        self._plan = best_plan(self.costs, step_of(sum(view.policy.max_nodes for view in views)), gains)
-        settled = all(view.policy.tried for view in views)
-        self._plan_key, self._plan_age = (key, 1) if settled else ((), 0)
-        return self._plan
-
-    def _depth(self, step: StepTimes, view: View, blocks: int) -> int:
-        """As many slots as have lately been worth their time; now and then more, in order to learn about them."""
-        options = slot_options(most_slots(view))
-        price = step.plain_rate * self._speedup.value
-        # A depth without any record counts as worth drafting, but only if this drafter has had a token accepted before.
-        proven = view.policy.shared.calibration.proven
-        assumed_worths = {} if proven else cut_worths(assumed_chain(options[-1]), step.straight, price)
-        times = self.costs.drafts_ms(blocks, options, step.context)
-        place = 0
-        while place + 1 < len(options):
-            shallow, deep = options[place : place + 2]
-            extra_ms = (times[place + 1] - times[place]) / blocks
-            untried = math.inf if proven else assumed_worths[deep] - assumed_worths[shallow]
-            gain = view.policy.depths.gain(deep, untried)
-            if gain < price * extra_ms and self._plans % _LOOK_DEEPER:
-                break
-            place += 1
-        return options[place]
-
-    def _own_outlook(self, view: View, step_of: Callable[[int], StepTimes]) -> float:
-        policy = view.policy
-        if not policy.hopeful:
-            return 0.0
-        alone = own_outlook(self.costs, step_of(policy.max_nodes), view, self._prospect(policy))
-        return alone * self._trusted([view])
-
-    def _due(self, views: Sequence[View], rest: Sequence[int], step_of: Callable[[int], StepTimes]) -> list[int]:
-        """Sequences that draft although it does not seem to pay: they have never drafted, or their probe is due."""
-        probing = []
-        for index in rest:
-            policy = views[index].policy
-            if not policy.backing_off:
-                policy.back_off(self._own_outlook(views[index], step_of))
-            if not policy.tried and not policy.hopeless:
-                probing.append(index)
-        if any(views[index].policy.probe_due for index in rest):
-            probing += [index for index in rest if views[index].policy.probe_near and index not in probing]
-        return probing
-
-    def _probe_slots(self, step: StepTimes, views: Sequence[View], drafting: Sequence[int]) -> int:
-        options = slot_options(max(most_slots(views[index]) for index in drafting))
-        times = self.costs.drafts_ms(len(drafting), options, step.context)
-        return max(slots for slots, ms in zip(options, times, strict=True) if ms <= _PROBE_SLACK * times[0])
+        return StepTimes(self.costs, shape, most_nodes)
 
 
-def _choice(offer: Offer, index: int, taken: Allocation, plain: float) -> VerifyChoice:
-    nodes, tokens = taken.nodes[index], taken.tokens[index]
-    rates = f"({taken.rate:.3f}/ms), plain {plain:.3f}/ms"
+def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> list[DraftOutcome]:
+    """What came of the children of every accepted row, the likeliest first and at most a few of each."""
+    tokens, chances = proposal.tokens, proposal.chances
+    children: dict[int, list[int]] = {row: [] for row in verdict.path}
+    for row, parent in enumerate(proposal.parents):
+        if parent in children:
+            children[parent].append(row)
+    outcomes: list[DraftOutcome] = []
+    for siblings, chosen in zip(children.values(), verdict.tokens, strict=False):
+        if len(siblings) > 1:
+            siblings.sort(key=chances.__getitem__, reverse=True)
+        for child in siblings[:_OBSERVED_CHILDREN]:
+            outcomes.append((chances[child], depths[child], tokens[child] == chosen))
+    return outcomes
+
+
+def _choice(offer: Offer, nodes: int, branching: bool, ms: float, plain_rate: float) -> VerifyChoice:
+    tokens = 1.0 + sum(offer.survivals[:nodes])
     if not nodes:
-        reason = f"the draft promises too little for more rows, plain {plain:.3f}/ms"
-        if not (offer.chain or offer.tree):
-            reason = offer.policy.note
-        return VerifyChoice("plain", 0, Decision("plain", reason, tokens, taken.ms))
-    tree = taken.branching and common_nodes(offered_nodes(offer, True), offer.chain) < nodes
-    kind: Literal["chain", "tree"] = "tree" if tree else "chain"
+        reason = f"the draft promises too little for more rows, plain {plain_rate:.3f}/ms"
+        return VerifyChoice("plain", 0, Decision("plain", offer.policy.note or reason, tokens, ms))
+    kind: Literal["chain", "tree"] = "tree" if nodes > offer.straight else "chain"
     name = f"{kind}:{nodes + 1}"
-    reason = f"{name} expects {tokens:.1f} tokens in {taken.ms:.0f} ms {rates}"
-    return VerifyChoice(kind, nodes, Decision(name, reason, tokens, taken.ms))
+    why = "a trial" if offer.policy.trial else f"plain {plain_rate:.3f}/ms"
+    return VerifyChoice(kind, nodes, Decision(name, f"{name} expects {tokens:.1f} tokens in {ms:.0f} ms, {why}", tokens, ms))
 
 
-def _why_plain(view: View, plan: DraftPlan | None, plain: float) -> str:
+def _why_plain(view: View, speed: float) -> str:
     if view.room <= 1:
         return "one token is left to commit"
-    wait = view.policy.tokens_to_probe
-    if plan is None:
-        return f"no draft has come yet; next probe in {wait} tokens" if wait else "nothing can be drafted"
-    return f"drafting would give {plan.rate:.3f}/ms, plain {plain:.3f}/ms; next probe in {wait} tokens"
+    return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "nothing can be drafted"
+
+
+def _most_nodes(mode: Mode, proposals: int) -> int:
+    if mode.kind == "plain" or proposals < 1:
+        return 0
+    if mode.kind == "auto":
+        return MAX_AUTO_ROWS - 1
+    nodes = mode.width - 1 if mode.width else proposals
+    return min(nodes, proposals) if mode.kind == "chain" else nodes

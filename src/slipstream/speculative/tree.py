@@ -57,6 +57,14 @@ class Growth:
     def nodes(self) -> int:
         return len(self.tokens) - 1
 
+    @property
+    def straight(self) -> int:
+        """How many of the first nodes are a chain."""
+        for row, parent in enumerate(self.parents):
+            if parent != row - 1:
+                return row - 1
+        return self.nodes
+
     def proposal(self, nodes: int | None = None) -> Proposal:
         """The first `nodes` nodes (all of them by default) as rows to verify."""
         rows = len(self.tokens) if nodes is None else nodes + 1

@@ -20,7 +20,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
-from slipstream.speculative.planning import SLOT_OPTIONS
+from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 

@@ -75,7 +75,7 @@ class DecodeState:
     def wish(self, wishes: Sequence[Wish]) -> None:
         """Sets what the sequences propose from the next step on; if nothing has changed, nothing is sent.
 
-        A calibration changes with nearly every step, so it is sent again only if its wish is a new object.
+        An estimate changes with nearly every step, so it is sent again only if its wish is a new object.
         """
         if wishes is self._wished:
             return
@@ -83,7 +83,7 @@ class DecodeState:
         changed: Sequence[Wish] = wishes
         if known is not None and len(known) == len(wishes):
             changed = [new for old, new in zip(known, wishes, strict=True) if new is not old]
-        if known == wishes and all(wish.calibration is None for wish in changed):
+        if known == wishes and all(wish.estimate is None for wish in changed):
             return
         numbers, lines = next(self._stages)
         count, columns = len(wishes), numbers.numpy()
@@ -95,10 +95,10 @@ class DecodeState:
         )
         self._wanted.copy_(numbers, non_blocking=True)
         if all(wish is NO_SEQUENCE for wish in changed):
-            return  # Sequences have only left the batch; the calibrations of the others are on the device already.
+            return  # Sequences have only left the batch; the estimates of the others are on the device already.
         start, step = lines.data_ptr(), 8 * CALIBRATION_WORDS
         for column, wish in enumerate(wishes):
-            table = wish.calibration.table() if wish.calibration is not None else None
+            table = wish.estimate.table() if wish.estimate is not None else None
             write_calibration(start + column * step, table)
         self.wishes.calibration[:count].copy_(lines[:count], non_blocking=True)
 

@@ -1,10 +1,9 @@
-"""Calls the compiled code that grows and calibrates chains and trees; `speculative` has both in Python as well."""
+"""Calls the compiled code that grows chains and trees; `speculative` has the same in Python."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from array import array
 from typing import TYPE_CHECKING
 
 from slipstream.errors import IntegrityError
@@ -60,29 +59,16 @@ class CandidateBlock(ctypes.Structure):
 
 
 class CalibrationTable(ctypes.Structure):
-    """SlipCalibration: what a claimed probability is worth at a depth, and the counts from which that is learnt."""
+    """SlipCalibration: factors that turn a claimed probability into an acceptance probability, by claim and depth."""
 
     _fields_ = [
         ("claims", _int),
         ("depths", _int),
-        ("trusts", _int),
         ("claim_edges", _pointer),
         ("depth_edges", _pointer),
         ("least", _double),
         ("most", _double),
-        ("claim_weight", _double),
-        ("parent_weight", _double),
-        ("own", _pointer),
-        ("shared", _pointer),
-        ("trust", _pointer),
-        ("say", _pointer),
-        ("own_state", _pointer),
-        ("shared_state", _pointer),
-        ("own_prior", _pointer),
-        ("shared_prior", _pointer),
-        ("own_keep", _double),
-        ("shared_keep", _double),
-        ("rules", _pointer),
+        ("factors", _pointer),
     ]
 
 
@@ -102,26 +88,6 @@ class GrownNodes(ctypes.Structure):
         """Returns tokens, parents, chances, survivals and depths."""
         rows = self.rows
         return (self.tokens[:rows], self.parents[:rows], self.chances[:rows], self.survivals[:rows], self.depths[:rows])
-
-
-class Learner:
-    """The compiled part of a calibration: it recomputes the trust and takes in outcomes."""
-
-    def __init__(self, kernels: Library) -> None:
-        self._refresh = kernels.function("slip_refresh_trust", [_pointer])
-        self._observe = kernels.function("slip_observe", [_pointer, _pointer, _int, _pointer])
-
-    def refresh(self, table: CalibrationTable) -> None:
-        self._refresh(ctypes.addressof(table))
-
-    def observe(self, table: CalibrationTable, outcomes: array[float]) -> tuple[float, float]:
-        """Takes in outcomes as groups of four numbers (claim, depth, hit, leading).
-
-        It returns by how much the two scores of the calibration have changed.
-        """
-        changes = (_double * 2)()
-        self._observe(ctypes.addressof(table), outcomes.buffer_info()[0], len(outcomes) // 4, ctypes.addressof(changes))
-        return changes[0], changes[1]
 
 
 class Grower:
@@ -162,13 +128,6 @@ class Grower:
                 "a drafted token is not in the table of the drafter's head", "the drafter belongs to another target"
             )
         return chain, tree, state == _BROKEN
-
-
-@functools.cache
-def learner() -> Learner | None:
-    """Returns the compiled learning, or None if no kernels were compiled for this machine."""
-    kernels = library()
-    return Learner(kernels) if kernels is not None else None
 
 
 @functools.cache

@@ -23,14 +23,14 @@ from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
 
 MOST_ROWS = 64  # rows of a tree, and candidates of a slot; open candidates are packed with six bits for each
 
-# A calibration is one line of doubles: its kind, bounds, weights and sizes, and from these indices on its tables.
-_CLAIMS, _DEPTHS, _TRUST, _SAY, _OWN, _SHARED = 8, 24, 32, 40, 48, 144
-_TRUST_AT, _SAY_AT, _OWN_AT, _SHARED_AT = (tl.constexpr(at) for at in (_TRUST, _SAY, _OWN, _SHARED))
-_CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
-CALIBRATION_WORDS = 240
+# A calibration is one line of doubles: whether there is one, its bounds, its number of depths, and from these indices
+# on its edges and factors.
+_CLAIMS, _DEPTHS, _FACTORS = 4, 20, 28
+_CLAIMS_AT, _DEPTHS_AT, _FACTORS_AT = (tl.constexpr(at) for at in (_CLAIMS, _DEPTHS, _FACTORS))
+CALIBRATION_WORDS = 128
 _WORDS = tl.constexpr(CALIBRATION_WORDS)
-_TAKEN_AS_THEY_ARE = bytes(8)  # the kind of a line that leaves claims as they are
-_MOST_CLAIMS, _MOST_DEPTHS, _MOST_TRUSTS, _MOST_BINS = 16, 8, 8, 96
+_TAKEN_AS_THEY_ARE = bytes(8)  # the beginning of a line that leaves claims as they are
+_MOST_CLAIMS, _MOST_DEPTHS, _MOST_BINS = 16, 8, 96
 
 # These stand in place of the number of a branch's candidates.
 _NOT_NUMBERS, _LOST_HEAD = -2, -1
@@ -136,56 +136,36 @@ def write_calibration(start: int, table: CalibrationTable | None) -> None:
     if table is None:
         ctypes.memmove(start, _TAKEN_AS_THEY_ARE, 8)
         return
-    claims, depths, trusts, shared = table.claims, table.depths, table.trusts, table.shared
-    bins = 2 * (claims + 1) * (depths + 1)
-    assert claims <= _MOST_CLAIMS and depths <= _MOST_DEPTHS and bins <= _MOST_BINS and trusts <= _MOST_TRUSTS
-    head = _line_head(
-        1 if shared is None else 2, table.least, table.most, table.claim_weight, table.parent_weight, depths, trusts
-    )
+    claims, depths = table.claims, table.depths
+    bins = (claims + 1) * (depths + 1)
+    assert claims <= _MOST_CLAIMS and depths <= _MOST_DEPTHS and bins <= _MOST_BINS
     move = ctypes.memmove
-    move(start, head, 8 * _TRUST)
+    move(start, _line_head(1, table.least, table.most, depths), 8 * _FACTORS)
     move(start + 8 * _CLAIMS, table.claim_edges, 8 * claims)
     move(start + 8 * _DEPTHS, table.depth_edges, 8 * depths)
-    move(start + 8 * _TRUST, table.trust, 8 * trusts)
-    move(start + 8 * _OWN, table.own, 8 * bins)
-    if shared is not None:
-        move(start + 8 * _SAY, table.say, 8 * trusts)
-        move(start + 8 * _SHARED, shared, 8 * bins)
+    move(start + 8 * _FACTORS, table.factors, 8 * bins)
 
 
 @cache
 def _line_head(*numbers: float) -> bytes:
     """Returns the first numbers of a line, with edges that no claim or depth reaches."""
-    head = np.full(_TRUST, np.inf)
+    head = np.full(_FACTORS, np.inf)
     head[:_CLAIMS] = 0.0
     head[: len(numbers)] = numbers
     return head.tobytes()
 
 
 @triton.jit
-def _recorded(bins, place, prior, weight, least, most):  # type: ignore[no-untyped-def]
-    hits, seen = tl.load(bins + 2 * place), tl.load(bins + 2 * place + 1)
-    chance = tl.where(seen == 0.0, prior, (weight * prior + hits) / (weight + seen))
-    return tl.minimum(most, tl.maximum(least, chance))
-
-
-@triton.jit
 def _calibrated(line, claimed, depth):  # type: ignore[no-untyped-def]
-    """Returns what claims (a vector) are worth at a depth; see Calibration.chance of speculative/calibration.py."""
-    kind, least, most = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    """Returns what claims (a vector) are worth at a depth; see Estimate.chance of speculative/estimate.py."""
     worth = claimed
-    if kind > 0.0:
-        weight, depths, trusts = tl.load(line + 3), tl.load(line + 5).to(tl.int32), tl.load(line + 6).to(tl.int32)
+    if tl.load(line) > 0.0:
+        least, most, depths = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3).to(tl.int32)
         edges = tl.load(line + _CLAIMS_AT + tl.arange(0, 16))
         levels = tl.load(line + _DEPTHS_AT + tl.arange(0, 8))
         claim = tl.sum((edges[None, :] <= claimed[:, None]).to(tl.int32), axis=1)
         place = claim * (depths + 1) + tl.sum((levels <= depth.to(tl.float64)).to(tl.int32))
-        level = tl.minimum(depth, trusts) - 1
-        if kind > 1.0:
-            worth = _recorded(line + _SHARED_AT, place, worth, weight, least, most) * tl.load(line + _SAY_AT + level)
-            weight = tl.load(line + 4)
-        worth = tl.load(line + _TRUST_AT + level) * _recorded(line + _OWN_AT, place, worth, weight, least, most)
-        worth = tl.minimum(most, tl.maximum(least, worth))
+        worth = tl.minimum(most, tl.maximum(least, claimed * tl.load(line + _FACTORS_AT + place)))
     return worth
 
 

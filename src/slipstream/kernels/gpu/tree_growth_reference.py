@@ -68,23 +68,13 @@ def _rank(scores: Tensor, calibration: Tensor, heads: HeadScores | None, branche
 
 
 def _calibrated(line: Tensor, claimed: Tensor, depth: int) -> Tensor:
-    kind, least, most, claim_weight, parent_weight, depths, trusts = line[:7].tolist()
-    if not kind:
+    known, least, most, depths = line[:4].tolist()
+    if not known:
         return claimed
-    claims, levels, trust, say, own, shared = line[8:].split((16, 8, 8, 8, 96, 96))
+    claims, levels, factors = line[4:124].split((16, 8, 96))
     claim = (claims <= claimed[..., None]).sum(dim=-1)
     place = claim * (int(depths) + 1) + int((levels <= depth).sum())
-    level = min(depth, int(trusts)) - 1
-
-    def recorded(bins: Tensor, prior: Tensor, weight: float) -> Tensor:
-        hits, seen = bins[2 * place], bins[2 * place + 1]
-        chance = torch.where(seen == 0.0, prior, (weight * prior + hits) / (weight + seen))
-        return chance.clamp(least, most)
-
-    if kind > 1:
-        prior = recorded(shared, claimed, claim_weight) * say[level]
-        return (trust[level] * recorded(own, prior, parent_weight)).clamp(least, most)
-    return (trust[level] * recorded(own, claimed, claim_weight)).clamp(least, most)
+    return (claimed * factors[place]).clamp(least, most)
 
 
 class _Tree:

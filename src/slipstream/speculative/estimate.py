@@ -1,0 +1,106 @@
+"""How likely a drafted token is accepted: the drafter's claim, corrected by what came of such claims before.
+
+Outcomes are counted for the engine, for a kind of requests (a draft variant, sampled or greedy) and for one request. A
+level without outcomes follows the level above it, and the engine's level follows the claims themselves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.kernels.cpu.native_growth import CalibrationTable
+from slipstream.lazy import cached_property
+
+# Acceptance probabilities stay within these bounds, because 0 or 1 would make the products over a path useless.
+LEAST, MOST = 0.001, 0.999
+# The edges of the bins in which outcomes are counted, by claimed probability and by depth. Claims near 1 have finer
+# bins, because the products over a deep draft depend on them most.
+_CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
+_DEPTH_EDGES = (2, 4, 8)
+_BINS = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
+# The accepted tokens that the level above counts for: in a bin of a kind or of the engine, and for a whole request. A
+# smaller number follows luck, a larger one follows a bad drafter or an easy text too late.
+_BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 2.0
+# The share of its counts that a bin, and a request, keeps at each new outcome: about 300 and 30 outcomes count.
+_BIN_KEEP, _REQUEST_KEEP = 0.997, 0.97
+
+_CLAIMS, _DEPTHS = np.array(_CLAIM_EDGES), np.array(_DEPTH_EDGES, np.float64)
+
+# One outcome: the claimed probability, its depth from 1, and whether the token was accepted.
+DraftOutcome = tuple[float, int, bool]
+
+
+class Record:
+    """What came of the claims of an engine or of a kind of requests, by claim and depth."""
+
+    def __init__(self, above: Record | None = None) -> None:
+        self._above = above
+        self._hits = np.zeros(_BINS)
+        self._claimed = np.zeros(_BINS)
+
+    def add(self, place: int, claimed: float, hit: bool) -> None:
+        self._hits[place] = _BIN_KEEP * self._hits[place] + hit
+        self._claimed[place] = _BIN_KEEP * self._claimed[place] + claimed
+        if self._above is not None:
+            self._above.add(place, claimed, hit)
+
+    def factors(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """For each bin, how many tokens were accepted for one that was claimed."""
+        above = self._above.factors() if self._above is not None else 1.0
+        return (self._hits + _BIN_WEIGHT * above) / (self._claimed + _BIN_WEIGHT)
+
+
+class Estimate:
+    """Acceptance probabilities of one request's drafted tokens."""
+
+    def __init__(self, kind: Record) -> None:
+        self._kind = kind
+        self._hits = self._expected = 0.0
+        self._factors = kind.factors()
+        self._stale = False
+
+    @property
+    def own_factor(self) -> float:
+        """How many tokens of this request were accepted for one that its kind's record expected."""
+        return (self._hits + _REQUEST_WEIGHT) / (self._expected + _REQUEST_WEIGHT)
+
+    def chance(self, claimed: float, depth: int) -> float:
+        """The probability that a drafted token is accepted if its parent was; depth 1 is the first drafted token."""
+        return _bounded(claimed * float(self._current()[_place(claimed, depth)]))
+
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Takes in outcomes of verified drafts."""
+        own, factors = self.own_factor, self._current()
+        for claimed, depth, hit in outcomes:
+            place = _place(claimed, depth)
+            self._hits = _REQUEST_KEEP * self._hits + hit
+            self._expected = _REQUEST_KEEP * self._expected + _bounded(claimed * float(factors[place]) / own)
+            self._kind.add(place, claimed, hit)
+        self._stale = bool(outcomes) or self._stale
+
+    def table(self) -> CalibrationTable:
+        """The same for compiled code and for a GPU's kernels; it is valid until the next outcome."""
+        self._current()
+        return self._table
+
+    def _current(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        if self._stale:
+            np.multiply(self._kind.factors(), self.own_factor, out=self._factors)
+            self._stale = False
+        return self._factors
+
+    @cached_property
+    def _table(self) -> CalibrationTable:
+        sizes = len(_CLAIM_EDGES), len(_DEPTH_EDGES)
+        return CalibrationTable(*sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, self._factors.ctypes.data)
+
+
+def _bounded(chance: float) -> float:
+    return LEAST if chance < LEAST else MOST if chance > MOST else chance
+
+
+def _place(claimed: float, depth: int) -> int:
+    return bisect_right(_CLAIM_EDGES, claimed) * (len(_DEPTH_EDGES) + 1) + bisect_right(_DEPTH_EDGES, depth)
