@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The lengths, in tokens, of the grams whose occurrences are remembered. Each is twice the one before it, because a gram
-# is named by its two halves. Every length costs up to 100 bytes and 0.4 us per token (docs/log.md). Without the long ones,
-# a long match that lies behind many recent short ones would be missed.
+# is named by its two halves. Every length costs up to 100 bytes and 0.4 us per token (docs/log.md). Without the long
+# ones, a long match that lies behind many recent short ones would be missed.
 _SPANS = (1, 2, 4, 8, 16)
 # Tokens up to which a match is measured; a longer match counts as this long. A match of 16 tokens is already accepted
 # nine times in ten (docs/log.md), so a larger value would cost time and tell nothing.
