@@ -81,19 +81,39 @@ def by_match(steps: Sequence[ReplayedStep]) -> list[str]:
     return lines
 
 
+def judged(step: ReplayedStep) -> Iterator[tuple[int, bool]]:
+    """The rows behind an accepted parent, and whether they were accepted themselves."""
+    reached = {0, *step.path}
+    for row in range(1, step.drafts.nodes + 1):
+        if step.drafts.parents[row] in reached:
+            yield row, row in reached
+
+
 def by_share(steps: Sequence[ReplayedStep], edges: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> list[str]:
     """A table: how many of the nodes behind an accepted parent were accepted, by match and by the node's own share."""
     counts: dict[tuple[int, float], list[bool]] = {}
     for step in steps:
-        reached, drafts = {0, *step.path}, step.drafts
-        for row in range(1, drafts.nodes + 1):
-            if drafts.parents[row] in reached:
-                edge = next(edge for edge in edges if drafts.shares[row] <= edge + 1e-9)
-                counts.setdefault((line_of(drafts.matches[row]), edge), []).append(row in reached)
+        for row, accepted in judged(step):
+            edge = next(edge for edge in edges if step.drafts.shares[row] <= edge + 1e-9)
+            counts.setdefault((line_of(step.drafts.matches[row]), edge), []).append(accepted)
     lines = [f"| match | {' | '.join(f'share up to {edge}' for edge in edges)} |", "| --- " * (len(edges) + 1) + "|"]
     for least in MATCHES[1:]:
         cells = [counts.get((least, edge), []) for edge in edges]
         lines.append(f"| {least} | {' | '.join(f'{sum(c) / len(c):.2f} of {len(c)}' if c else '' for c in cells)} |")
+    return lines
+
+
+def by_claim(steps: Sequence[ReplayedStep]) -> list[str]:
+    """A table: what nodes behind an accepted parent claimed, and how many were accepted."""
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    for step in steps:
+        for row, accepted in judged(step):
+            claim = step.drafts.claims[row]
+            bins.setdefault(int(10 * claim), []).append((claim, accepted))
+    lines = ["| nodes | claimed | accepted |", "| --- | --- | --- |"]
+    for _, here in sorted(bins.items()):
+        claimed, accepted = (sum(column) / len(here) for column in zip(*here, strict=True))
+        lines.append(f"| {len(here)} | {claimed:.2f} | {accepted:.2f} |")
     return lines
 
 
@@ -114,6 +134,7 @@ def main() -> None:
             print(f"\n{name}: {len(steps)} steps, {tau:.2f} tokens a step\n", *by_match(steps), sep="\n")
             everything += steps
         print("\nall sets, by share\n", *by_share(everything), sep="\n")
+        print("\nall sets, by claim\n", *by_claim(everything), sep="\n")
     except SlipstreamError as error:
         sys.exit(f"suffix_replay: {error}")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from scripts.suffix_replay import replay
 from slipstream.speculative import suffix_index
 from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex, TextDrafts
 
@@ -41,7 +42,8 @@ def naive_occurrences(text: list[int]) -> list[tuple[int, int]]:
 class Path(NamedTuple):
     """What a naive search says about one continuation."""
 
-    promise: float
+    product: float  # of the claims up to this token
+    claim: float
     match: int
     share: float
 
@@ -54,13 +56,14 @@ def naive_paths(text: list[int], depth: int) -> dict[tuple[int, ...], Path]:
         for step in range(depth):
             written.append(written[end + 1 + step])
         followed.append((length, tuple(written[len(text) :])))
-    paths: dict[tuple[int, ...], Path] = {(): Path(1.0, 0, 1.0)}
+    paths: dict[tuple[int, ...], Path] = {(): Path(1.0, 1.0, 0, 1.0)}
     for size in range(1, depth + 1):
         for path in {continuation[:size] for _, continuation in followed}:
             above = sum(length for length, continuation in followed if continuation[: size - 1] == path[:-1])
             here = [length for length, continuation in followed if continuation[:size] == path]
             share, known = sum(here) / above, max(here) + size - 1
-            paths[path] = Path(paths[path[:-1]].promise * share * known / (known + 1), max(here), share)
+            claim = share * known / (known + 1)
+            paths[path] = Path(paths[path[:-1]].product * claim, claim, max(here), share)
     del paths[()]
     return paths
 
@@ -79,10 +82,10 @@ def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> N
         paths.append((*paths[drafts.parents[row]], drafts.tokens[row]))
         known = expected[paths[row]]
         assert (drafts.depths[row], drafts.matches[row]) == (len(paths[row]), known.match)
-        assert drafts.shares[row] == pytest.approx(known.share)
+        assert (drafts.shares[row], drafts.claims[row]) == pytest.approx((known.share, known.claim))
     assert len(set(paths)) == len(paths)
-    promises = [expected[path].promise for path in paths[1:]]
-    assert promises == pytest.approx(sorted((path.promise for path in expected.values()), reverse=True)[: drafts.nodes])
+    products = [expected[path].product for path in paths[1:]]
+    assert products == pytest.approx(sorted((path.product for path in expected.values()), reverse=True)[: drafts.nodes])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -205,3 +208,12 @@ def test_a_token_takes_a_bounded_number_of_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert index.length == len(text) and used < 700 * len(text)
+
+
+def test_a_replay_commits_the_answer_and_says_what_helped() -> None:
+    prompt, answer = [1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 9, 9, 5, 6, 7]
+    steps = list(replay(prompt, answer, nodes=8, depth=8))
+    # 2 is followed by 3 4 and the unforeseen 9; nothing follows 9; then 9 comes once more, and 5; then 6 and 7.
+    assert [step.committed for step in steps] == [3, 1, 1, 2]
+    assert [step.match for step in steps] == [1, 0, 1, 1]
+    assert [len(step.path) for step in steps] == [2, 0, 0, 1]
