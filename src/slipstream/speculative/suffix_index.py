@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # The lengths, in tokens, of the grams whose occurrences are remembered. Each is twice the one before it, because a gram
-# is named by its two halves. Every length costs up to 100 bytes and 0.4 us per token (docs/log.md). Without the long
+# is named by its two halves. Every length costs up to 100 bytes and 0.5 us per token (docs/log.md). Without the long
 # ones, a long match that lies behind many recent short ones would be missed.
 _SPANS = (1, 2, 4, 8, 16)
 # Tokens up to which a match is measured; a longer match counts as this long. With 16, drafts on the editing set commit
