@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from slipstream.bench.workloads import BUILT_IN, read_prompts
+from slipstream.bench.workloads import PUBLIC, read_prompts
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM, Completion
 from slipstream.stats import RequestStats
@@ -45,7 +45,7 @@ def real_pair(
 
 def eval_prompts(count: int) -> list[str]:
     """First turns of the evaluation sets, taken from each set in turn, so that any count has some of each."""
-    sets = [[turns[0] for turns in read_prompts(name)] for name in BUILT_IN]
+    sets = [[turns[0] for turns in read_prompts(name)] for name in PUBLIC]
     mixed = [group[i] for i in range(max(map(len, sets))) for group in sets if i < len(group)]
     return mixed[:count]
 
@@ -184,7 +184,7 @@ def _padded(llm: LLM, prompt: str) -> list[int]:
 
 def document() -> str:
     """All evaluation prompts joined, which are tens of thousands of tokens."""
-    return "\n\n".join(turn for name in BUILT_IN for turns in read_prompts(name) for turn in turns)
+    return "\n\n".join(turn for name in PUBLIC for turns in read_prompts(name) for turn in turns)
 
 
 def long_prompt(llm: LLM, length: int, question: str) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from slipstream.bench.workloads import BUILT_IN, read_prompts
+from slipstream.bench.workloads import PUBLIC, read_prompts
 from tests.e2e.serving import Server, serve
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +37,7 @@ _MOST_WARM_UPS = 8
 
 def mixed_bodies(count: int, model: str = "smollm2") -> list[dict[str, Any]]:
     """Requests of different lengths, seeds, temperatures and penalties; many prompts begin alike."""
-    prompts = [conversation[0] for name in BUILT_IN for conversation in read_prompts(name)]
+    prompts = [conversation[0] for name in PUBLIC for conversation in read_prompts(name)]
     chance = random.Random(7)
     preamble = "You answer the questions of a curious reader. " * 12
     bodies = []

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from slipstream.bench.measure import BenchPlan, Comparison, compare
-from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
+from slipstream.bench.workloads import PUBLIC, Conversation, read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix, Matrix
@@ -105,7 +105,7 @@ def long_conversation(llm: LLM, document_tokens: int, tokens: int, mode: str = "
 def random_word_prompts(count: int, words: int = 40) -> list[Conversation]:
     """Meaningless questions: words of the evaluation prompts in random order."""
     rng = random.Random(0)
-    vocabulary = sorted({word for name in BUILT_IN for turns in read_prompts(name) for word in turns[0].split()})
+    vocabulary = sorted({word for name in PUBLIC for turns in read_prompts(name) for word in turns[0].split()})
     return [(" ".join(rng.choice(vocabulary) for _ in range(words)),) for _ in range(count)]
 
 

@@ -39,6 +39,7 @@ from transformers import (
 from transformers.utils import logging
 
 from slipstream import LLM
+from slipstream.bench.workloads import PUBLIC
 from slipstream.cache.cpu.page_pools import KvPools, PoolShape
 from slipstream.cache.pages import PageTable
 from slipstream.cache.sequence import SequenceState
@@ -561,8 +562,8 @@ def smollm2_fp32() -> LLM:
 
 
 def real_prompts(count: int) -> list[str]:
-    """First turns of the evaluation prompts, taken from each file in turn."""
-    files = [path.read_text().splitlines() for path in sorted(PROMPTS.glob("*.jsonl"))]
+    """First turns of the public evaluation prompts, taken from each file in turn."""
+    files = [path.read_text().splitlines() for path in (PROMPTS / f"{name}.jsonl" for name in sorted(PUBLIC))]
     return [json.loads(files[index % len(files)][index // len(files)])["turns"][0] for index in range(count)]
 
 

@@ -13,7 +13,7 @@ from slipstream.bench import rival
 from slipstream.bench import rival_race as race
 from slipstream.bench.comparison_report import built_for, prefill_sentence
 from slipstream.bench.quality import PERPLEXITY_BOUND as BOUND
-from slipstream.bench.workloads import BUILT_IN
+from slipstream.bench.workloads import PUBLIC
 from slipstream.config import WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.errors import SlipstreamError
@@ -63,7 +63,7 @@ def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
         tok_s_rival=round(prefill.rival_per_second),
     )
     for temperature in TEMPERATURES:
-        for name in BUILT_IN:
+        for name in PUBLIC:
             seen = promises.run_race(llm, opponent, name, RACE_PROMPTS, RACE_TOKENS, temperature)
             speeds = {f"tok_s_{SIDES.get(side, side)}": round(seen.median_speed(side)) for side in seen.samples}
             for bar in promises.judge(seen, name, temperature, RACE_TOKENS):

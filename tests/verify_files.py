@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.bench.sweep_columns import Side
-from slipstream.bench.workloads import BUILT_IN
+from slipstream.bench.workloads import PUBLIC
 from slipstream.formats.sources import NAMED_DRAFTS
 from tests import checks_files as promises
 from tests import fuzz_adapters, fuzz_formats
@@ -33,7 +33,7 @@ def files_tau(report: Report) -> None:
     sides: tuple[tuple[Side, tuple[str, ...]], ...] = (("draft", DRAFT_TYPES), ("target", TARGET_TYPES))
     for side, types in sides:
         with tempfile.TemporaryDirectory() as folder:
-            taus = promises.taus_by_type(side, types, BUILT_IN, TYPE_PROMPTS, report.tokens, Path(folder), threads=1)
+            taus = promises.taus_by_type(side, types, PUBLIC, TYPE_PROMPTS, report.tokens, Path(folder), threads=1)
         for name, found in taus.items():
             kept = [one.against.value for one in found if one.against is not None and one.name != UNBOUNDED]
             # A target of another type writes other texts. Its tau is shown, and nothing is promised about it.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.bench.measure import Comparison
-from slipstream.bench.workloads import BUILT_IN
+from slipstream.bench.workloads import PUBLIC
 from tests import checks
 from tests import checks_speculation as promises
 from tests.verify_report import Report
@@ -34,7 +34,7 @@ def modes(report: Report, draft: str, settings: dict[str, object]) -> None:
     """Compares the texts of every mode on every prompt set with plain decoding, and reports the acceptance."""
     llm = promises.pair_with(draft, threads=1)
     how = "T 0.8" if settings else "greedy"
-    for name in BUILT_IN:
+    for name in PUBLIC:
         prompts = promises.set_prompts(name, SET_PROMPTS)
         reports = promises.identity_by_mode(llm, prompts, report.tokens, settings, promises.MODES)
         for mode, seen in reports.items():
@@ -99,7 +99,7 @@ def conversation(report: Report) -> None:
 
 def auto_speed(report: Report) -> None:
     """Compares `auto` with the fastest fixed mode, in one interleaved run on all cores for each prompt set."""
-    for name in BUILT_IN:
+    for name in PUBLIC:
         for temperature in ("0", "0.8"):
             command = [
                 "slipstream",

@@ -33,6 +33,27 @@ def test_built_in_sets(name: str, count: int, turns: int) -> None:
     assert read_prompts(name, limit=3) == found[:3]
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "turns", "words"), [("editing", 40, {1, 2, 3}, (20, 120)), ("prose", 24, {1}, (10, 40))]
+)
+def test_own_sets_hold_different_prompts_of_moderate_size(
+    name: str, least: int, turns: set[int], words: tuple[int, int]
+) -> None:
+    found = read_prompts(name)
+    assert len(found) >= least and {len(conversation) for conversation in found} == turns
+    assert len({conversation[0] for conversation in found}) == len(found)
+    lengths = [len(" ".join(conversation).split()) for conversation in found]
+    assert words[0] <= min(lengths) and max(lengths) <= words[1]
+    assert all(turn == turn.strip() != "" for conversation in found for turn in conversation)
+
+
+def test_the_first_prompts_of_the_editing_set_hold_several_kinds() -> None:
+    """A bench with a small limit must not see one kind only."""
+    first = read_prompts("editing", limit=8)
+    assert len({len(conversation) for conversation in first}) > 1
+    assert 0 < sum("```" in conversation[0] for conversation in first) < len(first)
+
+
 def test_prompt_files_may_hold_any_text(tmp_path: Path) -> None:
     # U+2028 ends a line for str.splitlines, not in JSON lines.
     path = tmp_path / "p.jsonl"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.measure import PLAIN, BenchPlan, Ratio
 from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
-from slipstream.bench.workloads import BUILT_IN, Conversation, read_prompts
+from slipstream.bench.workloads import PUBLIC, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -251,11 +251,11 @@ def race_prefill(
 
 
 def prose_ids(llm: LLM, count: int) -> list[int]:
-    """The first `count` tokens of the included prompts, joined by blank lines, set after set."""
+    """The first `count` tokens of the public prompts, joined by blank lines, set after set."""
     ids: list[int] = []
-    for name in BUILT_IN:
+    for name in PUBLIC:
         text = "\n\n".join(turn for conversation in read_prompts(name) for turn in conversation)
         ids += llm.prompt_ids(text + "\n\n")
         if len(ids) >= count:
             return ids[:count]
-    raise RequestError(f"the included prompts hold {len(ids)} tokens, not {count}", "ask for fewer")
+    raise RequestError(f"the public prompts hold {len(ids)} tokens, not {count}", "ask for fewer")

@@ -1,4 +1,4 @@
-"""Reads prompt files: one JSON object per line, {"turns": ["user message", ...]}; three public sets are included."""
+"""Reads prompt files: one JSON object per line, {"turns": ["user message", ...]}; five sets are included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 from slipstream.errors import SourceError
 
-BUILT_IN = ("humaneval", "gsm8k", "mt-bench")
+# The sets that were published elsewhere. Figures on them can be compared with those of other engines, so a comparison
+# that names no set takes these.
+PUBLIC = ("humaneval", "gsm8k", "mt-bench")
+# Much of an answer to the editing set is in the conversation already; an answer to the prose set is new text.
+BUILT_IN = (*PUBLIC, "editing", "prose")
 
 Conversation = tuple[str, ...]
 

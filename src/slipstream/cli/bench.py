@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 Prompts = Annotated[
     str | None,
     typer.Option(
-        help="A .jsonl file, or humaneval, gsm8k or mt-bench; a list of them if pairs are compared.",
-        show_default="all three if pairs are compared",
+        help="A .jsonl file, or humaneval, gsm8k, mt-bench, editing or prose; a list of them if pairs are compared.",
+        show_default="the first three if pairs are compared",
     ),
 ]
 Limit = Annotated[int, typer.Option(min=0, help="Use only the first K prompts; 0 uses all.")]

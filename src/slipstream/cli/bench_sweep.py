@@ -144,10 +144,10 @@ def compare_pairs(
 
 
 def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
-    """The prompts of each named set; all built-in sets if none is named."""
-    from slipstream.bench.workloads import BUILT_IN, read_prompts
+    """The prompts of each named set; the public sets if none is named."""
+    from slipstream.bench.workloads import PUBLIC, read_prompts
 
-    names = BUILT_IN if prompts is None else tuple(name.strip() for name in prompts.split(","))
+    names = PUBLIC if prompts is None else tuple(name.strip() for name in prompts.split(","))
     return {name: read_prompts(name, limit) for name in names}
 
 

@@ -69,11 +69,11 @@ def command(
     """Watch the default pair write the same text with and without its drafter."""
     from slipstream.bench import rival
     from slipstream.bench.measure import BenchPlan, compare
-    from slipstream.bench.workloads import BUILT_IN, read_prompts
+    from slipstream.bench.workloads import PUBLIC, read_prompts
 
     ui = Ui(json_output)
     plan = BenchPlan(max_tokens=max_tokens)
-    conversations = [read_prompts(name, limit=1)[0] for name in BUILT_IN]
+    conversations = [read_prompts(name, limit=1)[0] for name in PUBLIC]
     with closing(o.load(ui, _TARGET, "auto", o.engine_config(threads=threads))) as llm, ExitStack() as stack:
         describe = llm.describe()
         if not json_output:

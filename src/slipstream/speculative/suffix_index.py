@@ -1,0 +1,213 @@
+"""Drafts from the text that is already there: what followed the earlier occurrences of a sequence's last tokens.
+
+A text that quotes, edits or repeats itself goes on as it went on before. One index belongs to one sequence and holds
+the tokens of its prompt and its answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# The lengths, in tokens, of the grams whose occurrences are remembered. Each is twice the one before it, because a gram
+# is named by its two halves. Every length costs up to 100 bytes and 0.5 us per token (docs/log.md). Without the long
+# ones, a long match that lies behind many recent short ones would be missed.
+_SPANS = (1, 2, 4, 8, 16)
+# Tokens up to which a match is measured; a longer match counts as this long. With 16, drafts on the editing set commit
+# 0.2 % fewer tokens a step, with 64 0.1 % more, and a query takes longer.
+LONGEST_MATCH = 32
+# How many earlier occurrences one query looks at. Its time grows with them. With 4, drafts commit up to 4 % fewer
+# tokens a step in a text of 12,000 tokens, and 16 win nothing (docs/log.md).
+MOST_OCCURRENCES = 8
+_NAME_BITS = 32  # A gram's key holds the names of both halves; tokens and positions are below 2**31.
+
+Occurrence = tuple[int, int]  # how many tokens match, and the position of the last of them
+
+
+@dataclass(slots=True)
+class TextDrafts:
+    """Continuations of a text as a tree; row 0 is the anchor, which is the last token of the text.
+
+    The rows with the largest products of claims come first and parents come before children, so that any first rows are
+    a tree. A row stands for the earlier occurrences that went on from the anchor as the path to that row does. A claim
+    is the row's share times n / (n + 1), where n tokens before the row match; docs/log.md compares claims with what was
+    accepted. `matches`, `shares` and `depths` allow a finer calibration.
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    matches: list[int] = field(default_factory=lambda: [0])  # tokens up to the anchor that the best occurrence shares
+    shares: list[float] = field(default_factory=lambda: [1.0])  # of the parent's occurrences, weighted by their matches
+    claims: list[float] = field(default_factory=lambda: [1.0])  # the probability of the row behind its parent
+
+    @property
+    def nodes(self) -> int:
+        return len(self.tokens) - 1
+
+    def add(self, parent: int, token: int, match: int, share: float, claim: float) -> int:
+        """Adds a row and returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.matches.append(match)
+        self.shares.append(share)
+        self.claims.append(claim)
+        return len(self.tokens) - 1
+
+
+class SuffixIndex:
+    """The tokens of one sequence, and where its last tokens occurred before."""
+
+    def __init__(self) -> None:
+        self._text = array("i")
+        self._levels = [_Grams(span) for span in _SPANS]
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text, each in constant time."""
+        self._text.extend(tokens)
+        halves = self._text
+        for level in self._levels:
+            level.extend(halves)
+            halves = level.names
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens of the text; the time depends on the tokens that go."""
+        halves = [self._text, *(level.names for level in self._levels)]
+        for number in reversed(range(len(self._levels))):
+            self._levels[number].truncate(halves[number], length)
+        del self._text[length:]
+
+    def fork(self) -> SuffixIndex:
+        """Returns an index of the same text that changes on its own; it takes a copy of everything."""
+        copied = SuffixIndex()
+        copied._text = self._text[:]
+        copied._levels = [level.copy() for level in self._levels]
+        return copied
+
+    def matches(self, most_nodes: int, depth: int) -> TextDrafts:
+        """Returns the most promising continuations: at most `most_nodes` nodes, none deeper than `depth`.
+
+        The tree has no node if the last token is new. The text must not be empty.
+        """
+        return _grow(self._text, self.occurrences(), most_nodes, depth)
+
+    def occurrences(self) -> list[Occurrence]:
+        """Returns earlier occurrences of the text's end: the longest match first, and the most recent of equal ones.
+
+        Matches of at least 16 tokens are taken first, then those of at least 8, and so on, each time the most recent
+        ones, until there are MOST_OCCURRENCES.
+        """
+        last = len(self._text) - 1
+        found: dict[int, int] = {}
+        for level in reversed(self._levels):
+            older = level.older
+            end = older[last] if last >= 0 else -1
+            while end >= 0 and len(found) < MOST_OCCURRENCES:
+                if end not in found:
+                    found[end] = self._match(end, last)
+                end = older[end]
+        return sorted(((match, end) for end, match in found.items()), reverse=True)
+
+    def _match(self, end: int, last: int) -> int:
+        """Returns how many tokens up to `end` equal those up to `last`, at most LONGEST_MATCH."""
+        start, least = end, end - LONGEST_MATCH
+        for level in reversed(self._levels):
+            span, names = level.span, level.names
+            while end - span >= max(least, -1) and names[end] == names[last]:
+                end, last = end - span, last - span
+        return start - end
+
+
+class _Grams:
+    """All grams of one length; each is known by the position of its last token.
+
+    A gram's name is the position where it occurred first, so that grams are equal if their names are. A gram of twice
+    the length is two names, which makes its key exact and short.
+    """
+
+    def __init__(self, span: int) -> None:
+        self.span = span
+        self.names = array("i")  # by position; -1 where the text is still shorter than the gram
+        self.older = array("i")  # by position: where the gram occurred the last time before, or -1
+        self._newest: dict[int, int] = {}  # the last position of each gram, by its key
+
+    def extend(self, halves: array[int]) -> None:
+        """Adds the positions that `halves`, the names of the grams of half the length, has beyond this level."""
+        names, older, newest, half = self.names, self.older, self._newest, self.span // 2
+        for position in range(len(names), len(halves)):
+            if position < self.span - 1:
+                names.append(-1)
+                older.append(-1)
+                continue
+            key = halves[position - half] << _NAME_BITS | halves[position]
+            before = newest.get(key, -1)
+            names.append(position if before < 0 else names[before])
+            older.append(before)
+            newest[key] = position
+
+    def truncate(self, halves: array[int], length: int) -> None:
+        """Removes the positions from `length` on, which `halves` must still have."""
+        older, newest, half = self.older, self._newest, self.span // 2
+        for position in reversed(range(max(length, self.span - 1), len(older))):
+            key = halves[position - half] << _NAME_BITS | halves[position]
+            if older[position] < 0:
+                del newest[key]
+            else:
+                newest[key] = older[position]
+        del self.names[length:], older[length:]
+
+    def copy(self) -> _Grams:
+        copied = _Grams(self.span)
+        copied.names, copied.older, copied._newest = self.names[:], self.older[:], self._newest.copy()
+        return copied
+
+
+def _grow(text: array[int], occurrences: list[Occurrence], most_nodes: int, depth: int) -> TextDrafts:
+    """Adds the continuation with the largest product of claims again and again."""
+    drafts = TextDrafts([text[-1]])
+    # (-product of claims, order, parent, token, claim, share, occurrences); the order decides between equal products
+    heap: list[tuple[float, int, int, int, float, float, list[Occurrence]]] = []
+    order, row, product, here = 0, 0, 1.0, occurrences
+    while drafts.nodes < most_nodes:
+        step = drafts.depths[row]
+        if step < depth:
+            for token, share, group in _continuations(text, here, step):
+                known = group[0][0] + step  # tokens before this one that the best occurrence shares
+                claim = share * known / (known + 1)
+                order += 1
+                heapq.heappush(heap, (-product * claim, order, row, token, claim, share, group))
+        if not heap:
+            break
+        negative, _, parent, token, claim, share, here = heapq.heappop(heap)
+        row, product = drafts.add(parent, token, here[0][0], share, claim), -negative
+    return drafts
+
+
+def _continuations(
+    text: array[int], occurrences: list[Occurrence], step: int
+) -> list[tuple[int, float, list[Occurrence]]]:
+    """Returns the tokens that came `step` tokens behind the occurrences, with their shares and their occurrences.
+
+    An occurrence near the end of the text goes on with what has just been drafted behind it: a text that has repeated
+    itself is expected to do so again.
+    """
+    last = len(text) - 1
+    if len(occurrences) == 1:
+        end = occurrences[0][1]
+        return [(text[end + 1 + step % (last - end)], 1.0, occurrences)]
+    groups: dict[int, list[Occurrence]] = {}
+    weights: dict[int, int] = {}
+    for occurrence in occurrences:
+        match, end = occurrence
+        token = text[end + 1 + step % (last - end)]
+        groups.setdefault(token, []).append(occurrence)
+        weights[token] = weights.get(token, 0) + match
+    total = sum(weights.values())
+    return [(token, weights[token] / total, group) for token, group in groups.items()]

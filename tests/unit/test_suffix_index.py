@@ -1,0 +1,219 @@
+"""Drafts from the text itself: against a naive search, in random order of operations, and with bounded work."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from scripts.suffix_replay import replay
+from slipstream.speculative import suffix_index
+from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex, TextDrafts
+
+SPANS = (16, 8, 4, 2, 1)  # a match of at least as many tokens is preferred to any shorter one
+
+
+def index_of(text: list[int]) -> SuffixIndex:
+    index = SuffixIndex()
+    index.extend(text)
+    return index
+
+
+def match(text: list[int], end: int) -> int:
+    """How many tokens up to `end` equal the last tokens of the text."""
+    length, last = 0, len(text) - 1
+    while length <= end and length < LONGEST_MATCH and text[end - length] == text[last - length]:
+        length += 1
+    return length
+
+
+def naive_occurrences(text: list[int]) -> list[tuple[int, int]]:
+    ends = [(match(text, end), end) for end in range(len(text) - 1)]
+    classes = [(max(span for span in SPANS if span <= length), end, length) for length, end in ends if length]
+    chosen = sorted(classes, reverse=True)[:MOST_OCCURRENCES]
+    return sorted(((length, end) for _, end, length in chosen), reverse=True)
+
+
+class Path(NamedTuple):
+    """What a naive search says about one continuation."""
+
+    product: float  # of the claims up to this token
+    claim: float
+    match: int
+    share: float
+
+
+def naive_paths(text: list[int], depth: int) -> dict[tuple[int, ...], Path]:
+    """Every continuation of every occurrence; a continuation that reaches the text's end goes on with itself."""
+    followed = []
+    for length, end in naive_occurrences(text):
+        written = list(text)
+        for step in range(depth):
+            written.append(written[end + 1 + step])
+        followed.append((length, tuple(written[len(text) :])))
+    paths: dict[tuple[int, ...], Path] = {(): Path(1.0, 1.0, 0, 1.0)}
+    for size in range(1, depth + 1):
+        for path in {continuation[:size] for _, continuation in followed}:
+            above = sum(length for length, continuation in followed if continuation[: size - 1] == path[:-1])
+            here = [length for length, continuation in followed if continuation[:size] == path]
+            share, known = sum(here) / above, max(here) + size - 1
+            claim = share * known / (known + 1)
+            paths[path] = Path(paths[path[:-1]].product * claim, claim, max(here), share)
+    del paths[()]
+    return paths
+
+
+def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> None:
+    assert index.length == len(text)
+    assert index.occurrences() == naive_occurrences(text)
+    if not text:
+        return
+    drafts, expected = index.matches(most_nodes, depth), naive_paths(text, depth)
+    assert (drafts.tokens[0], drafts.parents[0], drafts.depths[0]) == (text[-1], -1, 0)
+    assert drafts.nodes == min(most_nodes, len(expected))
+    paths: list[tuple[int, ...]] = [()]
+    for row in range(1, drafts.nodes + 1):
+        assert drafts.parents[row] < row
+        paths.append((*paths[drafts.parents[row]], drafts.tokens[row]))
+        known = expected[paths[row]]
+        assert (drafts.depths[row], drafts.matches[row]) == (len(paths[row]), known.match)
+        assert (drafts.shares[row], drafts.claims[row]) == pytest.approx((known.share, known.claim))
+    assert len(set(paths)) == len(paths)
+    products = [expected[path].product for path in paths[1:]]
+    assert products == pytest.approx(sorted((path.product for path in expected.values()), reverse=True)[: drafts.nodes])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_operations_finds_what_a_naive_search_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    alphabet = chance.choice([1, 2, 3, 5, 20])
+    pairs: list[tuple[SuffixIndex, list[int]]] = [(SuffixIndex(), [])]
+    for _ in range(120):
+        number = chance.randrange(len(pairs))
+        index, text = pairs[number]
+        match chance.choice(["extend", "extend", "repeat", "truncate", "fork", "query", "query"]):
+            case "extend":
+                new = [chance.randrange(alphabet) for _ in range(chance.randrange(1, 8))]
+                index.extend(new)
+                text += new
+            case "repeat":
+                start = chance.randrange(len(text) + 1)
+                new = text[start : start + chance.randrange(40)]
+                index.extend(new)
+                text += new
+            case "truncate":
+                length = max(0, len(text) - chance.randrange(chance.choice([4, 60])))
+                index.truncate(length)
+                del text[length:]
+            case "fork":
+                pairs.append((index.fork(), list(text)))
+                del pairs[: len(pairs) - 4]
+            case "query":
+                check(index, text, chance.choice([0, 1, 4, 16, 64]), chance.choice([1, 3, 15]))
+    for index, text in pairs:
+        check(index, text, 32, 15)
+
+
+def rows(drafts: TextDrafts) -> list[tuple[int, int]]:
+    return list(zip(drafts.tokens, drafts.parents, strict=True))[1:]
+
+
+def test_the_longest_match_goes_first_and_shorter_ones_add_branches() -> None:
+    # 7 8 9 was followed by 1; 9 alone was followed by 2 later.
+    drafts = index_of([7, 8, 9, 1, 5, 6, 9, 2, 4, 3, 7, 8, 9]).matches(3, 2)
+    assert rows(drafts) == [(1, 0), (5, 1), (2, 0)]
+    assert drafts.matches[1:] == [3, 3, 1]
+    assert drafts.shares[1:] == [0.75, 1.0, 0.25]
+
+
+def test_the_most_recent_of_equal_matches_goes_first() -> None:
+    drafts = index_of([8, 9, 1, 5, 8, 9, 2, 5, 4, 8, 9]).matches(2, 1)
+    assert rows(drafts) == [(2, 0), (1, 0)]
+
+
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+    assert index_of([1, 2, 3, 1, 2, 3, 1, 2]).matches(5, 5).tokens == [2, 3, 1, 2, 3, 1]
+    assert index_of([4, 4]).matches(3, 3).tokens == [4, 4, 4, 4]
+
+
+def test_a_new_token_has_no_continuation() -> None:
+    assert index_of([1, 2, 3, 1, 2, 9]).matches(8, 8).nodes == 0
+
+
+def test_a_fork_and_its_origin_change_on_their_own() -> None:
+    index = index_of([1, 2, 3, 1])
+    fork = index.fork()
+    fork.extend([2])
+    index.truncate(1)
+    assert (index.length, fork.length) == (1, 5)
+    check(index, [1], 4, 4)
+    check(fork, [1, 2, 3, 1, 2], 4, 4)
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines of the index run; unlike time, this does not depend on how busy the machine is."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == suffix_index.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+# Lines that one query of 32 nodes and one token may run. The worst text below needs 1,472 and 38, at any length;
+# without a limit of occurrences, 20,000 equal tokens need 2,280,245.
+QUERY_LINES, TOKEN_LINES = 2_000, 40
+
+HARD_TEXTS: dict[str, Callable[[int], int]] = {
+    "all equal": lambda position: 5,
+    "period 2": lambda position: position % 2,
+    "period 1000": lambda position: position % 1000,
+    "one token between growing runs": lambda position: int((8 * position + 1) ** 0.5 % 2 == 1),
+    "irregular pairs": lambda position: position * position // 7 % 2,
+    "all new": lambda position: position,
+}
+
+
+@pytest.mark.parametrize("name", HARD_TEXTS)
+def test_work_does_not_grow_with_the_text(name: str) -> None:
+    text = [HARD_TEXTS[name](position) for position in range(20_000)]
+    index = index_of(text[:-300])
+    for start in range(len(text) - 300, len(text), 10):
+        assert lines_of(lambda start=start: index.extend(text[start : start + 10])) <= 10 * TOKEN_LINES  # type: ignore[misc]
+        assert lines_of(lambda: index.matches(32, 15)) <= QUERY_LINES
+    assert lines_of(lambda: index.truncate(len(text) - 10)) <= 10 * TOKEN_LINES
+    check(index, text[:-10], 16, 15)
+
+
+def test_a_token_takes_a_bounded_number_of_bytes() -> None:
+    chance = random.Random(1)
+    text = [chance.randrange(50_000) for _ in range(20_000)]
+    tracemalloc.start()
+    try:
+        index = index_of(text)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert index.length == len(text) and used < 700 * len(text)
+
+
+def test_a_replay_commits_the_answer_and_says_what_helped() -> None:
+    prompt, answer = [1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 9, 9, 5, 6, 7]
+    steps = list(replay(prompt, answer, nodes=8, depth=8))
+    # 2 is followed by 3 4 and the unforeseen 9; nothing follows 9; then 9 comes once more, and 5; then 6 and 7.
+    assert [step.committed for step in steps] == [3, 1, 1, 2]
+    assert [step.match for step in steps] == [1, 0, 1, 1]
+    assert [len(step.path) for step in steps] == [2, 0, 0, 1]
