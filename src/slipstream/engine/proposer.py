@@ -25,7 +25,7 @@ from slipstream.types import Proposal
 # Candidates of a slot among which a head chooses; the token that a head prefers hardly ever ranks lower without it.
 _HEAD_CANDIDATES = 64
 # Candidates of a slot that the policy weighs; deeper ranks hardly ever survive a comparison with the cost of a row.
-AUTO_CANDIDATES = 16
+AUTO_CANDIDATES = 8
 # A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
 _FLOOR_SHARE = 0.7
 # One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.

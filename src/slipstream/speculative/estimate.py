@@ -23,7 +23,7 @@ _DEPTH_EDGES = (2, 4, 8)
 _BINS = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
 # The accepted tokens that the level above counts for: in a bin of a kind or of the engine, and for a whole request. A
 # smaller number follows luck, a larger one follows a bad drafter or an easy text too late.
-_BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 2.0
+_BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 20.0
 # The share of its counts that a bin, and a request, keeps at each new outcome: about 300 and 30 outcomes count.
 _BIN_KEEP, _REQUEST_KEEP = 0.997, 0.97
 
@@ -95,7 +95,9 @@ class Estimate:
     @cached_property
     def _table(self) -> CalibrationTable:
         sizes = len(_CLAIM_EDGES), len(_DEPTH_EDGES)
-        return CalibrationTable(*sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, self._factors.ctypes.data)
+        return CalibrationTable(
+            *sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, self._factors.ctypes.data
+        )
 
 
 def _bounded(chance: float) -> float:

@@ -39,8 +39,8 @@ _FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
 _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it would teach nothing
 # The weight of the newest draft in what a request's drafts, and those of its kind, have brought. A larger weight
 # follows luck, a smaller one follows a change of the text too slowly.
-_NEWEST_OWN, _NEWEST_OF_KIND = 0.15, 0.03
-_KIND_DRAFTS = 2  # as many own drafts as the kind's record counts for at the start of a request
+_NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
+_KIND_DRAFTS = 6  # as many own drafts as the kind's record counts for at the start of a request
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
@@ -317,7 +317,9 @@ def _choice(offer: Offer, nodes: int, branching: bool, ms: float, plain_rate: fl
     kind: Literal["chain", "tree"] = "tree" if nodes > offer.straight else "chain"
     name = f"{kind}:{nodes + 1}"
     why = "a trial" if offer.policy.trial else f"plain {plain_rate:.3f}/ms"
-    return VerifyChoice(kind, nodes, Decision(name, f"{name} expects {tokens:.1f} tokens in {ms:.0f} ms, {why}", tokens, ms))
+    return VerifyChoice(
+        kind, nodes, Decision(name, f"{name} expects {tokens:.1f} tokens in {ms:.0f} ms, {why}", tokens, ms)
+    )
 
 
 def _why_plain(view: View, speed: float) -> str:
