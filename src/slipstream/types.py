@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
 from typing import Literal
 
@@ -235,13 +236,22 @@ class GenEvent:
     texts: list[str] = field(default_factory=list)
 
 
+class Source(IntEnum):
+    """Where a drafted token comes from."""
+
+    DRAFTER = 0
+    TEXT = 1  # the text of the sequence itself went on in this way before
+    BOTH = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """The rows to verify: row 0 is the anchor, and every other row is a drafted token behind its parent row."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # row of each row's parent; parents[0] is -1, and a parent precedes its children
-    chances: tuple[float, ...] = ()  # the drafter's probability of each token given its parent; calibration uses it
+    chances: tuple[float, ...] = ()  # the source's probability of each token given its parent; estimates use it
+    sources: tuple[Source, ...] = ()  # where each row comes from; empty if all come from the drafter
 
     @property
     def nodes(self) -> int:

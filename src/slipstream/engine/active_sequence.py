@@ -11,6 +11,7 @@ from slipstream.engine.scheduler import Requirements, ScheduledSequence
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
+from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
@@ -42,6 +43,7 @@ class ActiveSequence(ScheduledSequence):
         self.row_limit = 1  # rows of a step at most, the anchor included
         self.policy: SequencePolicy | None = None
         self.gate: EmaGate | EntropyGate | None = None
+        self.index: SuffixIndex | None = None  # over prompt and answer, where the text itself is a source of drafts
         self.next_step_plain = False  # the last drafts led to logits that are not numbers: the next step drafts nothing
         self._warned = False
         self._detokenizer = IncrementalDetokenizer(tokenizer)
@@ -69,6 +71,11 @@ class ActiveSequence(ScheduledSequence):
         """Whether a request with a fixed shape drafts in this step."""
         open_gate = self.gate is None or self.gate.open
         return self.policy is None and self.row_limit > 1 and self.room > 1 and open_gate
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the drafter ran for this sequence in the last step, or runs in every step."""
+        return self.policy is None or self.policy.slots > 0
 
     def take_plain_step(self) -> bool:
         """Whether this step must run without drafts, which holds for one step."""

@@ -63,7 +63,8 @@ class Engine:
         )
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
-        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs)
+        text = executor.device_steps is None  # a device step grows its trees before the host could add nodes
+        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text)
         self.ahead: LaunchAhead | None = None  # a CPU has no device steps
         if executor.device_steps is not None:
             planner = BatchPlanner(self.proposer, executor.device_steps)
@@ -204,7 +205,7 @@ class Engine:
         for item, outcome in enumerate(outcomes):
             if not outcome.sequence.state.drafting:
                 continue
-            if outcome.step is None or outcome.step.proposal.nodes:
+            if outcome.step is None or (outcome.step.proposal.nodes and outcome.sequence.drafted):
                 writing.append((item, outcome.rows))
             else:
                 self.contexts.hold(result, item, outcome.rows)

@@ -14,10 +14,13 @@ from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.outcomes import Proposed, SequenceOutcome
 from slipstream.engine.variants import DraftVariants
 from slipstream.speculative.candidates import BlockDrafts
+from slipstream.speculative.constrained_drafts import allowed_part
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
+from slipstream.speculative.suffix_index import SuffixIndex
+from slipstream.speculative.text_drafts import merged, text_growth
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -46,11 +49,13 @@ class Proposer:
     """One per engine; the policy and its cost table are made when the first request needs them."""
 
     def __init__(
-        self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable]
+        self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable], text: bool
     ) -> None:
+        """With `text`, a sequence's own text is a second source of drafts, and the only one without a drafter."""
         self._contexts = contexts
         self._variants = variants
         self._measure_costs = measure_costs
+        self._text = text
         self._policy: Policy | None = None
         self._plain_steps = 0  # consecutive steps without a draft
         self._drafted_steps = 0
@@ -66,16 +71,18 @@ class Proposer:
             self._policy.forget(variant)
 
     def prepare(self, sequence: ActiveSequence) -> None:
-        """Decides how a new sequence speculates; without a drafter it decodes plainly."""
-        request, drafter = sequence.request, self._variants.drafter
-        if request.mode.kind == "plain" or drafter is None:
-            return
+        """Decides how a new sequence speculates; without any source of drafts it decodes plainly."""
+        request = sequence.request
         automatic = request.mode.kind == "auto"
-        sequence.row_limit = MAX_AUTO_ROWS if automatic else request.mode.width or drafter.proposals + 1
+        if request.mode.kind == "plain" or not (self.proposals or (automatic and self._text)):
+            return
+        sequence.row_limit = MAX_AUTO_ROWS if automatic else request.mode.width or self.proposals + 1
         if request.gate.kind == "auto":
             sequence.policy = self.policy.sequence(
-                request.mode, request.gate, drafter.proposals, not sequence.greedy, sequence.state.variant
+                request.mode, request.gate, self.proposals, not sequence.greedy, sequence.state.variant
             )
+            if automatic and self._text:
+                sequence.index = SuffixIndex()
         elif request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
             sequence.gate = EmaGate(request.gate)
@@ -85,9 +92,10 @@ class Proposer:
     def propose(self, sequences: Sequence[ActiveSequence]) -> tuple[list[Proposed], float]:
         """What each decoding sequence verifies, and the seconds spent on deciding and drafting."""
         began = time.perf_counter()
-        slots = self.slots(sequences)
+        texts = [self._text_growth(sequence) for sequence in sequences]
+        slots = self.slots(sequences, texts)
         drafts = self._draft(sequences, slots)
-        proposed = self._proposed(sequences, drafts, weigh=any(slots))
+        proposed = self._proposed(sequences, drafts, texts)
         for sequence, block in zip(sequences, drafts, strict=True):
             if block is not None and block.broken:
                 sequence.note_bad_draft("the drafter's head gives numbers that are not finite; nothing follows there")
@@ -109,35 +117,51 @@ class Proposer:
         return drafts
 
     def _proposed(
-        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], weigh: bool
+        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], texts: Sequence[Growth | None]
     ) -> list[Proposed]:
-        """Fixed shapes as requests ask for them; the policy then chooses for all other sequences at once.
-
-        Without `weigh` nothing was drafted, so that there is nothing to choose from.
-        """
+        """Fixed shapes as requests ask for them; the policy then chooses for all other sequences at once."""
         found = {
             index: _fixed(sequence, drafts[index])
             for index, sequence in enumerate(sequences)
             if sequence.policy is None
         }
         governed = [index for index in range(len(sequences)) if index not in found]
-        if weigh and governed:
+        if governed and (any(drafts) or any(texts)):
             rest = _rest([sequences[i] for i in found], sum(len(plan.proposal.tokens) for plan in found.values()))
-            chosen = self._choose([sequences[i] for i in governed], [drafts[i] for i in governed], rest)
+            grown = [self._grow(sequences[i], drafts[i], texts[i]) for i in governed]
+            chosen = self._choose([sequences[i] for i in governed], grown, rest)
         else:
             chosen = [_undrafted(sequences[index]) for index in governed]
         found |= dict(zip(governed, chosen, strict=True))
         return [found[index] for index in range(len(sequences))]
 
-    def slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
-        """How many positions to draft for each sequence; 0 is none."""
+    def _text_growth(self, sequence: ActiveSequence) -> Growth | None:
+        """What a sequence's own text offers; None if it offers nothing."""
+        policy, index = sequence.policy, sequence.index
+        if index is None or policy is None or sequence.room < 2 or sequence.next_step_plain or sequence.sampler.slow:
+            return None
+        if not index.follow(sequence.state.tokens):
+            return None
+        growth = text_growth(index, sequence.room - 1, policy.estimate, self._floor(sequence))
+        if growth.nodes and sequence.sampler.guide is not None:
+            growth = allowed_part(sequence.sampler.guide, growth)
+        return growth if growth.nodes else None
+
+    def _floor(self, sequence: ActiveSequence) -> float:
+        """The least survival with which a node may be worth a row."""
+        return _FLOOR_SHARE * self.policy.row_price(sequence.state.length, not sequence.greedy)
+
+    def slots(self, sequences: Sequence[ActiveSequence], texts: Sequence[Growth | None] = ()) -> list[int]:
+        """How many positions to draft for each sequence, whose own texts may offer nodes as well; 0 is none."""
         slots, views, places = [], [], []
         fixed, fixed_rows = [], 0
         for index, sequence in enumerate(sequences):
             drafts = sequence.drafts_fixed
             slots.append(min(sequence.row_limit - 1, sequence.room - 1, self.proposals) if drafts else 0)
             if sequence.policy is not None:
-                views.append(View(sequence.policy, sequence.state.length, not sequence.greedy, sequence.room))
+                text = texts[index] if texts else None
+                nodes = text.survivals[1:] if text is not None else ()
+                views.append(View(sequence.policy, sequence.state.length, not sequence.greedy, sequence.room, nodes))
                 places.append(index)
             else:
                 fixed.append(sequence)
@@ -181,11 +205,8 @@ class Proposer:
             candidates = max(candidates, _HEAD_CANDIDATES)
         return DraftJob(sequence.state, sequence.sampler, slots, candidates, request.min_confidence)
 
-    def _choose(
-        self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], rest: Rest
-    ) -> list[Proposed]:
+    def _choose(self, sequences: Sequence[ActiveSequence], grown: Sequence[Growth], rest: Rest) -> list[Proposed]:
         """Lets the policy pick among what was drafted, for all sequences it governs at once."""
-        grown = [self._grow(sequence, block) for sequence, block in zip(sequences, drafts, strict=True)]
         offers = []
         for sequence, growth in zip(sequences, grown, strict=True):
             assert sequence.policy is not None
@@ -194,16 +215,17 @@ class Proposer:
         choices = self.policy.choose(offers, rest)
         return [_chosen(*each) for each in zip(sequences, grown, choices, strict=True)]
 
-    def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None) -> Growth:
+    def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None, text: Growth | None) -> Growth:
         """The nodes that a sequence could verify, the likeliest first."""
         anchor, policy = sequence.anchor, sequence.policy
         if block is None or policy is None:
-            return Growth([anchor])
+            return text or Growth([anchor])
         depth, nodes = min(block.slots, sequence.room - 1), sequence.row_limit - 1
         if policy.chains_only:
             return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
-        floor = _FLOOR_SHARE * self.policy.row_price(sequence.state.length, not sequence.greedy)
-        return block.grow(anchor, 0, nodes, depth, policy.estimate, floor=0.0 if policy.trial else floor)[1]
+        floor = 0.0 if policy.trial else self._floor(sequence)
+        growth = block.grow(anchor, 0, nodes, depth, policy.estimate, floor=floor)[1]
+        return growth if text is None else merged(growth, text, policy.estimate, nodes)
 
     @staticmethod
     def learn(outcome: SequenceOutcome) -> None:

@@ -42,6 +42,26 @@ class DraftRule:
         return True
 
 
+def allowed_part(guide: Guide, growth: Growth) -> Growth:
+    """The nodes that the constraint allows, without those behind forbidden ones."""
+    kept = Growth(growth.tokens[:1], sources=growth.sources[:1])
+    paths: dict[int, tuple[int, Path]] = {0: (0, ())}  # by row: its row among the kept ones, and the path to it
+    for row in range(1, len(growth.tokens)):
+        token, parent = growth.tokens[row], growth.parents[row]
+        if parent not in paths:
+            continue
+        above, path = paths[parent]
+        try:
+            mask = guide.draft_mask(path)
+        except GuideError:
+            break
+        if mask is None or (not mask.end and token in mask):
+            new = kept.add(above, token, growth.chances[row], growth.survivals[row])
+            kept.sources += growth.sources[row : row + 1]
+            paths[row] = new, (*path, token)
+    return kept
+
+
 class GuidedDrafts:
     """A block of drafts filtered by a guide; each branch remembers the path to it beside the head's own memory."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.kernels.cpu.native_growth import CalibrationTable
 from slipstream.lazy import cached_property
+from slipstream.types import Source
 
 # Acceptance probabilities stay within these bounds, because 0 or 1 would make the products over a path useless.
 LEAST, MOST = 0.001, 0.999
@@ -20,7 +21,8 @@ LEAST, MOST = 0.001, 0.999
 # bins, because the products over a deep draft depend on them most.
 _CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _DEPTH_EDGES = (2, 4, 8)
-_BINS = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
+_SOURCE_BINS = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
+_BINS = len(Source) * _SOURCE_BINS
 # The accepted tokens that the level above counts for: in a bin of a kind or of the engine, and for a whole request. A
 # smaller number follows luck, a larger one follows a bad drafter or an easy text too late.
 _BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 20.0
@@ -29,12 +31,12 @@ _BIN_KEEP, _REQUEST_KEEP = 0.997, 0.97
 
 _CLAIMS, _DEPTHS = np.array(_CLAIM_EDGES), np.array(_DEPTH_EDGES, np.float64)
 
-# One outcome: the claimed probability, its depth from 1, and whether the token was accepted.
-DraftOutcome = tuple[float, int, bool]
+# One outcome: the claimed probability, its depth from 1, where it comes from, and whether the token was accepted.
+DraftOutcome = tuple[float, int, Source, bool]
 
 
 class Record:
-    """What came of the claims of an engine or of a kind of requests, by claim and depth."""
+    """What came of the claims of an engine or of a kind of requests, by source, claim and depth."""
 
     def __init__(self, above: Record | None = None) -> None:
         self._above = above
@@ -67,22 +69,22 @@ class Estimate:
         """How many tokens of this request were accepted for one that its kind's record expected."""
         return (self._hits + _REQUEST_WEIGHT) / (self._expected + _REQUEST_WEIGHT)
 
-    def chance(self, claimed: float, depth: int) -> float:
+    def chance(self, claimed: float, depth: int, source: Source = Source.DRAFTER) -> float:
         """The probability that a drafted token is accepted if its parent was; depth 1 is the first drafted token."""
-        return _bounded(claimed * float(self._current()[_place(claimed, depth)]))
+        return _bounded(claimed * float(self._current()[_place(claimed, depth, source)]))
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Takes in outcomes of verified drafts."""
         own, factors = self.own_factor, self._current()
-        for claimed, depth, hit in outcomes:
-            place = _place(claimed, depth)
+        for claimed, depth, source, hit in outcomes:
+            place = _place(claimed, depth, source)
             self._hits = _REQUEST_KEEP * self._hits + hit
             self._expected = _REQUEST_KEEP * self._expected + _bounded(claimed * float(factors[place]) / own)
             self._kind.add(place, claimed, hit)
         self._stale = bool(outcomes) or self._stale
 
     def table(self) -> CalibrationTable:
-        """The same for compiled code and for a GPU's kernels; it is valid until the next outcome."""
+        """The same for a drafter's tokens in compiled code and on a GPU; it is valid until the next outcome."""
         self._current()
         return self._table
 
@@ -104,5 +106,6 @@ def _bounded(chance: float) -> float:
     return LEAST if chance < LEAST else MOST if chance > MOST else chance
 
 
-def _place(claimed: float, depth: int) -> int:
-    return bisect_right(_CLAIM_EDGES, claimed) * (len(_DEPTH_EDGES) + 1) + bisect_right(_DEPTH_EDGES, depth)
+def _place(claimed: float, depth: int, source: Source) -> int:
+    claim, level = bisect_right(_CLAIM_EDGES, claimed), bisect_right(_DEPTH_EDGES, depth)
+    return source * _SOURCE_BINS + claim * (len(_DEPTH_EDGES) + 1) + level

@@ -20,11 +20,12 @@ from slipstream.speculative.choose import (
     best_draft,
     best_nodes,
     slot_options,
+    text_speed,
 )
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.stats import Decision
-from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Verdict
+from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Source, Verdict
 
 __all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "VerifyChoice", "View"]
 
@@ -65,6 +66,9 @@ class Rest(NamedTuple):
     sequences: int = 0
     context: int = 0
     sampled: bool = False
+
+
+ALONE = Rest()  # a step that holds nothing else
 
 
 class Gains:
@@ -146,7 +150,8 @@ class SequencePolicy:
         depths = [0]
         for parent in proposal.parents[1:]:
             depths.append(depths[parent] + 1)
-        self._add(depths, verdict.path)
+        if self.slots:
+            self._add(depths, verdict.path)
         if proposal.chances:
             self.estimate.learn(_outcomes(proposal, verdict, depths))
 
@@ -157,7 +162,7 @@ class SequencePolicy:
 
     def _add(self, depths: Sequence[int], path: Sequence[int]) -> None:
         for gains in (self.gains, self._kind.gains):
-            gains.add(depths, path, self.slots or self.deepest, self.rows_ms)
+            gains.add(depths, path, self.slots, self.rows_ms)
 
     def expected(self, nodes: int) -> float:
         """The accepted tokens to expect of so many nodes."""
@@ -197,29 +202,32 @@ class Policy:
         for sampled in (False, True):
             self._kinds.pop((variant, sampled), None)
 
-    def plan_drafts(self, views: Sequence[View], rest: Rest = Rest()) -> list[int]:
+    def plan_drafts(self, views: Sequence[View], rest: Rest = ALONE) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
-        step = self._step(views, rest, max(most, default=0))
+        step = self._step(views, rest, max([*most, *(len(view.text) for view in views)], default=0))
         able = [index for index, room in enumerate(most) if room]
         middle = options[len(options) // 2] if options else 0
         able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
-        speed = 0.0
+        speed, paying = 0.0, list[int]()
         if able:
             prospects = [[views[index].policy.prospect(option, step) for option in options] for index in able]
             best = best_draft(self.costs, step, options, prospects)
             speed = best.speed
             paying = able[: best.drafting] if speed > max(views[index].policy.margin for index in able) else []
+            # Where the text itself promises as much, the time of a draft pass is saved.
+            paying = [index for index in paying if text_speed(step, views[index]) < speed]
             depth = self._looked_deeper(step, best.slots, options[-1], len(paying)) if paying else 0
             for index in paying:
                 slots[index] = min(depth, most[index])
-            for index in self._trials(step, views, able[len(paying) :], options[0]):
+            losing = [index for index in able if index not in paying and not views[index].text]
+            for index in self._trials(step, views, losing, options[0]):
                 slots[index] = min(options[0], most[index])
         for index, view in enumerate(views):
             own = view.policy
-            own.slots, own.trial = slots[index], slots[index] > 0 and index not in able[: len(able) and len(paying)]
+            own.slots, own.trial = slots[index], slots[index] > 0 and index not in paying
             own.note = "" if slots[index] else _why_plain(view, speed)
         return slots
 
@@ -246,9 +254,9 @@ class Policy:
             trials.append(index)
         return trials
 
-    def choose(self, offers: Sequence[Offer], rest: Rest = Rest()) -> list[VerifyChoice]:
+    def choose(self, offers: Sequence[Offer], rest: Rest = ALONE) -> list[VerifyChoice]:
         """Says after drafting what each offer verifies."""
-        drafted = [offer for offer in offers if offer.survivals]
+        drafted = [offer for offer in offers if offer.policy.slots]
         step = self._step(offers, rest, sum(len(offer.survivals) for offer in offers))
         self._plain_rate = step.plain_rate
         slots = max((offer.policy.slots for offer in drafted), default=0)
@@ -305,7 +313,8 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
         if len(siblings) > 1:
             siblings.sort(key=chances.__getitem__, reverse=True)
         for child in siblings[:_OBSERVED_CHILDREN]:
-            outcomes.append((chances[child], depths[child], tokens[child] == chosen))
+            source = proposal.sources[child] if proposal.sources else Source.DRAFTER
+            outcomes.append((chances[child], depths[child], source, tokens[child] == chosen))
     return outcomes
 
 
@@ -329,9 +338,9 @@ def _why_plain(view: View, speed: float) -> str:
 
 
 def _most_nodes(mode: Mode, proposals: int) -> int:
-    if mode.kind == "plain" or proposals < 1:
-        return 0
     if mode.kind == "auto":
         return MAX_AUTO_ROWS - 1
+    if mode.kind == "plain" or proposals < 1:
+        return 0
     nodes = mode.width - 1 if mode.width else proposals
     return min(nodes, proposals) if mode.kind == "chain" else nodes

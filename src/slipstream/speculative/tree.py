@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.types import Proposal
+from slipstream.types import Proposal, Source
 
 Calibrate = Callable[[float, int], float]  # (claimed probability, depth from 1) -> acceptance probability
 
@@ -44,6 +44,7 @@ class Growth:
     chances: list[float] = field(default_factory=lambda: [1.0])
     survivals: list[float] = field(default_factory=lambda: [1.0])
     depths: list[int] = field(default_factory=lambda: [0])
+    sources: list[Source] = field(default_factory=list)  # by row; empty if all rows come from the drafter
 
     def add(self, parent: int, token: int, chance: float, survival: float) -> int:
         self.tokens.append(token)
@@ -68,7 +69,8 @@ class Growth:
     def proposal(self, nodes: int | None = None) -> Proposal:
         """The first `nodes` nodes (all of them by default) as rows to verify."""
         rows = len(self.tokens) if nodes is None else nodes + 1
-        return Proposal(tuple(self.tokens[:rows]), tuple(self.parents[:rows]), tuple(self.chances[:rows]))
+        tokens, parents = tuple(self.tokens[:rows]), tuple(self.parents[:rows])
+        return Proposal(tokens, parents, tuple(self.chances[:rows]), tuple(self.sources[:rows]))
 
 
 def as_claimed(claimed: float, depth: int) -> float:

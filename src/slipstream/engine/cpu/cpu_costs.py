@@ -18,9 +18,9 @@ from slipstream.engine.executor import RowWork
 from slipstream.engine.proposer import AUTO_CANDIDATES
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
-from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 
@@ -37,25 +37,28 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode()
-def measure_costs(target: Decoder, drafter: DFlashDrafter, progress: Progress | None = None) -> CostTable:
-    """Times verify steps of several widths, and draft passes, on a small cache that is made for this measurement."""
+def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Progress | None = None) -> CostTable:
+    """Times verify steps of several widths, and the drafter's passes, on a small cache that is made for this."""
     pages = -(-(_CONTEXT + max(_ROWS)) // PAGE_TOKENS) + 1
     pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, drafter))
     executor = CpuExecutor(target, drafter, pools, pages, draft_window=0)
-    blocks, contexts = executor.variants[BASE_VARIANT].blocks, DraftContexts(executor.variants)
-    state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=True)
+    blocks = executor.variants[BASE_VARIANT].blocks if drafter is not None else None
+    contexts = DraftContexts(executor.variants)
+    state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=drafter is not None)
     state.start([1] * (_CONTEXT + 1), [])
     state.reserve(_CONTEXT + max(_ROWS))
     prompt = executor.forward([RowWork(state, 0, state.tokens[:_CONTEXT], 0)])
-    contexts.write(prompt, [(0, range(_CONTEXT))])
-    state.commit(range(_CONTEXT), [], _CONTEXT)
+    if blocks is not None:
+        contexts.write(prompt, [(0, range(_CONTEXT))])
+    state.commit(range(_CONTEXT), [], _CONTEXT if blocks is not None else 0)
     sampler = RowSampler(SamplingParams(), target.config.vocab_size, state.tokens, share_noise=True)
-    slots = sorted({min(count, blocks.proposals) for count in SLOT_OPTIONS} | {blocks.proposals})
+    slots = sorted({min(count, blocks.proposals) for count in (*SLOT_OPTIONS, blocks.proposals)}) if blocks else []
 
     def step(tokens: int, tree: Proposal | None = None) -> None:
         result = executor.forward([RowWork(state, _CONTEXT, [1] * tokens, tokens, tree)])
         sampler.choose(result.logits[0], _CONTEXT + 1, tree or _chain(tokens)).tolist()
-        contexts.write(result, [(0, [0])])
+        if blocks is not None:
+            contexts.write(result, [(0, [0])])
 
     actions: dict[tuple[str, int], Callable[[], object]] = {}
     for rows in _ROWS:
@@ -63,6 +66,7 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter, progress: Progress | 
     for rows in _TREE_ROWS:
         actions["tree", rows] = partial(step, rows, Proposal((1,) * rows, (-1, *(row // 2 for row in range(rows - 1)))))
     for count in slots:
+        assert blocks is not None
         actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, AUTO_CANDIDATES)])
     best = _best_ms(actions, progress)
     table = CostTable({rows: best["step", rows] for rows in _ROWS}, {count: best["draft", count] for count in slots})

@@ -107,7 +107,6 @@ class CpuExecutor:
     def measure_costs(self) -> CostTable:
         from slipstream.engine.cpu.cpu_costs import measure_costs
 
-        assert self._draft is not None, "only speculation asks for costs"
         return measure_costs(self.target, self._draft, self._progress)
 
     def prepare_batches(self) -> None:

@@ -1,0 +1,72 @@
+"""Nodes from a sequence's own text beside those of its drafter: both become one tree, priced by one estimate."""
+
+from __future__ import annotations
+
+from slipstream.speculative.estimate import Estimate
+from slipstream.speculative.suffix_index import SuffixIndex
+from slipstream.speculative.tree import Growth
+from slipstream.types import Source
+
+# Nodes that a text offers at most. Where a long passage is copied, each is accepted; a query takes 1 us for each.
+MOST_TEXT_NODES = 31
+
+
+def text_growth(index: SuffixIndex, depth: int, estimate: Estimate, floor: float) -> Growth:
+    """The continuations of a text that are at least as likely as `floor`, the likeliest first."""
+    drafts = index.matches(MOST_TEXT_NODES, depth)
+    growth = Growth(drafts.tokens[:1], sources=[Source.TEXT])
+    rows = {0: 0}
+    for row in range(1, len(drafts.tokens)):
+        above = rows.get(drafts.parents[row])
+        if above is None:
+            continue
+        claim = drafts.claims[row]
+        survival = growth.survivals[above] * estimate.chance(claim, drafts.depths[row], Source.TEXT)
+        if survival >= floor:
+            rows[row] = growth.add(above, drafts.tokens[row], claim, survival)
+            growth.sources.append(Source.TEXT)
+    return ordered(growth)
+
+
+def merged(drafter: Growth, text: Growth, estimate: Estimate, nodes: int) -> Growth:
+    """One tree of both; a node that both have is claimed as if each were right on its own."""
+    if not text.nodes:
+        return drafter
+    whole = Growth(
+        list(drafter.tokens),
+        list(drafter.parents),
+        list(drafter.chances),
+        list(drafter.survivals),
+        list(drafter.depths),
+        [Source.DRAFTER] * len(drafter.tokens),
+    )
+    known = {(parent, token): row for row, (parent, token) in enumerate(zip(whole.parents, whole.tokens, strict=True))}
+    rows = [0]
+    for parent, token, claim in zip(text.parents[1:], text.tokens[1:], text.chances[1:], strict=True):
+        row = known.get((rows[parent], token))
+        if row is None:
+            row = whole.add(rows[parent], token, claim, 0.0)
+            whole.sources.append(Source.TEXT)
+        else:
+            whole.chances[row] = 1.0 - (1.0 - whole.chances[row]) * (1.0 - claim)
+            whole.sources[row] = Source.BOTH
+        rows.append(row)
+    for row in range(1, len(whole.tokens)):
+        chance = estimate.chance(whole.chances[row], whole.depths[row], whole.sources[row])
+        whole.survivals[row] = whole.survivals[whole.parents[row]] * chance
+    return ordered(whole, nodes)
+
+
+def ordered(growth: Growth, nodes: int | None = None) -> Growth:
+    """The same nodes, the likeliest first; a parent is always at least as likely as its children."""
+    order = sorted(range(1, len(growth.tokens)), key=lambda row: (-growth.survivals[row], row))[:nodes]
+    places = {0: 0} | {row: place for place, row in enumerate(order, start=1)}
+    rows = [0, *order]
+    return Growth(
+        [growth.tokens[row] for row in rows],
+        [-1, *(places[growth.parents[row]] for row in order)],
+        [growth.chances[row] for row in rows],
+        [growth.survivals[row] for row in rows],
+        [growth.depths[row] for row in rows],
+        [growth.sources[row] for row in rows],
+    )
