@@ -26,8 +26,8 @@ _BINS = len(Source) * _SOURCE_BINS
 # The accepted tokens that the level above counts for: in a bin of a kind or of the engine, and for a whole request. A
 # smaller number follows luck, a larger one follows a bad drafter or an easy text too late.
 _BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 20.0
-# The share of its counts that a bin, and a request, keeps at each new outcome: about 300 and 30 outcomes count.
-_BIN_KEEP, _REQUEST_KEEP = 0.997, 0.97
+# The share of its counts that a bin, and a request, keeps at each new outcome: about 1000 and 30 outcomes count.
+_BIN_KEEP, _REQUEST_KEEP = 0.999, 0.97
 
 _CLAIMS, _DEPTHS = np.array(_CLAIM_EDGES), np.array(_DEPTH_EDGES, np.float64)
 

@@ -7,8 +7,8 @@ from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
-# Nodes that a text offers at most. Where a long passage is copied, each is accepted; a query takes 1 us for each.
-MOST_TEXT_NODES = 31
+# Nodes that a text offers at most. With 31, prompts that edit a text ran 1 % slower and others up to 2 % (docs/log.md).
+MOST_TEXT_NODES = 15
 
 
 def text_growth(index: SuffixIndex, depth: int, estimate: Estimate, floor: float) -> Growth:
