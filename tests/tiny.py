@@ -25,6 +25,7 @@ from torch import Tensor
 from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
+from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.types import Gate, GenEvent, Mode, Request, SamplingParams
@@ -76,7 +77,7 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
             }
         )
     )
-    _byte_tokenizer().save(str(target / "tokenizer.json"))
+    byte_tokenizer().save(str(target / "tokenizer.json"))
     return target, draft
 
 
@@ -118,6 +119,13 @@ def page_table(engine: Engine) -> PageTable:
     return engine.table
 
 
+def sequence_of(engine: Engine, request_id: str) -> ActiveSequence:
+    """The sequence of an open request, wherever the scheduler keeps it."""
+    scheduler = engine.scheduler
+    known = (*scheduler.running, *scheduler.waiting, *scheduler.paused)
+    return next(sequence for sequence in known if sequence.request.id == request_id)
+
+
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
@@ -132,11 +140,15 @@ def ask(
 
 def assert_idle(llm: LLM) -> None:
     """Checks that nothing runs, and that every page is free after the prefix cache is emptied."""
-    assert not llm.engine.has_work
-    llm.engine.scheduler.check()
-    if llm.engine.prefix is not None:
-        llm.engine.prefix.clear()
-    assert page_table(llm.engine).free == page_table(llm.engine).total
+    assert_engine_idle(llm.engine)
+
+
+def assert_engine_idle(engine: Engine) -> None:
+    assert not engine.has_work
+    engine.scheduler.check()
+    if engine.prefix is not None:
+        engine.prefix.clear()
+    assert page_table(engine).free == page_table(engine).total
 
 
 def mixed_requests(mode: str) -> list[Request]:
@@ -157,7 +169,8 @@ def mixed_requests(mode: str) -> list[Request]:
     return [replace(request, mode=parsed, gate=gate_for(parsed)) for request in requests]
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token for each byte, and one that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -245,7 +246,7 @@ def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
         recorder.record(job(text), answer())
     patience = time.monotonic() + 60
     while recorder.written + recorder.dropped < len(ASKED):
-        assert recorder._thread is not None and recorder._thread.is_alive(), "the recorder has died"
+        assert "recorder" in {thread.name for thread in threading.enumerate()}, "the recorder has died"
         assert time.monotonic() < patience, "the recorder hangs"
         time.sleep(0.0002)
     seen, disk.failing = disk.calls.copy(), NO_FAULT

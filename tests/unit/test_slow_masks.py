@@ -19,7 +19,7 @@ from slipstream.grammar.guide import STEP_S, GuideError
 from slipstream.grammar.mask_lane import Allowed, Lane
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Constraint, GenEvent
-from tests.tiny import assert_idle, tiny_llm
+from tests.tiny import assert_idle, sequence_of, tiny_llm
 from tests.unit.test_constraint import PERSON, chain
 from tests.watched import Watch, add_watched, watch_guide
 
@@ -186,7 +186,7 @@ def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
     watch = add_watched(pair, request)
     held_up = 0
     while pair.engine.has_work:
-        guide = pair.engine._sequences[request.id].sampler.guide
+        guide = sequence_of(pair.engine, request.id).sampler.guide
         assert guide is not None
         inline, before = not guide.slow, len(watch.paths)
         watch.burn_s = SLOW_S if inline else 0.0
@@ -231,8 +231,8 @@ def test_a_mask_that_never_ends_ends_its_request_and_nothing_else(pair: LLM) -> 
 
 
 def test_a_constraint_that_stays_slow_ends_its_request(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide_module, "_GRACE_S", 6 * SLOW_S)
-    monkeypatch.setattr(guide_module, "_TOKEN_S", SLOW_S / 2)
+    monkeypatch.setattr(guide_module, "GRACE_S", 6 * SLOW_S)
+    monkeypatch.setattr(guide_module, "GRACE_TOKEN_S", SLOW_S / 2)
     slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
     other = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
     add_watched(pair, slow, burn_s=SLOW_S)
