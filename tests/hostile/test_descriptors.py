@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -204,6 +205,7 @@ def every_fault(calls: Counter[str]) -> Iterator[Fault]:
 
 def with_every_fault(run: Callable[[Path, Fault, Disk], None], tmp_path: Path) -> Counter[str]:
     """Runs something without a fault, to count its calls, and then once for every fault; returns the calls."""
+    gc.collect()  # what earlier tests have left closes its descriptors now and not in the middle of a count
     with failing_disk() as disk:
         faults: list[Fault] = [NO_FAULT]
         calls: Counter[str] = Counter()

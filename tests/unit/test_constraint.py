@@ -203,6 +203,7 @@ def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) 
         found.prepare(grammars.regex(f"many{index}"), None)
     found.prepare(grammars.regex("one[0-9]"), None)
     assert len(tried) == 6, "old ones are forgotten"
+    monkeypatch.undo()
     found.close()
 
 
