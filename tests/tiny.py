@@ -25,7 +25,6 @@ from torch import Tensor
 from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import PAGE_TOKENS, EngineConfig
-from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.types import Gate, GenEvent, Mode, Request, SamplingParams
@@ -117,13 +116,6 @@ def gate_for(mode: Mode) -> Gate:
 
 def page_table(engine: Engine) -> PageTable:
     return engine.table
-
-
-def sequence_of(engine: Engine, request_id: str) -> ActiveSequence:
-    """The sequence of an open request, wherever the scheduler keeps it."""
-    scheduler = engine.scheduler
-    known = (*scheduler.running, *scheduler.waiting, *scheduler.paused)
-    return next(sequence for sequence in known if sequence.request.id == request_id)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from slipstream.engine.llm import LLM
 from slipstream.grammar.guide import Guide
 from slipstream.grammar.mask_lane import Allowed, Matcher, Path
 from slipstream.types import Request
-from tests.tiny import sequence_of
 
 # Seconds for which a closed gate holds a mask before it gives up, so that a faulty engine still ends its test.
 PATIENCE_S = 20.0
@@ -70,7 +69,7 @@ def add_watched(llm: LLM, request: Request, burn_s: float = 0.0, *, closed: bool
     if closed:
         watch.gate.clear()
     llm.engine.add(request)
-    guide = sequence_of(llm.engine, request.id).sampler.guide
+    guide = llm.engine._sequences[request.id].sampler.guide
     assert guide is not None
     watch_guide(guide, watch)
     return watch

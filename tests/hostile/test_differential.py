@@ -43,7 +43,7 @@ def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
 
 def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
     """Computes a paused sequence that lost its pages again without its last token but one."""
-    kept: Any = ScheduledSequence.kept_tokens  # the descriptor of the field
+    kept: Any = vars(ScheduledSequence)["kept_tokens"]  # the descriptor of the field
 
     def keep(ticket: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         kept.__set__(ticket, (*tokens[:-2], tokens[-1]) if tokens and ticket.generated > 1 else tokens)

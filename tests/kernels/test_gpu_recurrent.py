@@ -22,7 +22,7 @@ from slipstream.engine.llm import LLM
 from tests.families import open_pair, random_prompts, replaying, write_family_pair
 from tests.kernels.test_gpu_engine import DEVICE
 from tests.models.test_qwen3_5 import hybrid
-from tests.tiny import Driver, assert_idle, keep_threads, prompt, sequence_of
+from tests.tiny import Driver, assert_idle, keep_threads, prompt
 
 MODES = ("chain", "tree:16")
 
@@ -166,7 +166,7 @@ def test_a_fork_has_a_state_of_its_own(pair: tuple[Path, Path]) -> None:
     llm.engine.add(request)
     for _ in range(8):
         llm.engine.step()
-    state = sequence_of(llm.engine, request.id).state
+    state = llm.engine._sequences[request.id].state
     assert state.recurrent is not None and state.recurrent.slot is not None
     twin = state.fork()
     tensors = llm.engine.executor.memory.states.memory

@@ -30,7 +30,7 @@ from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.sampling import RowSampler
 from slipstream.speculative.tree import Growth
 from slipstream.types import Constraint, Proposal, SamplingParams, Thinking
-from tests.tiny import EOS, VOCAB, assert_idle, sequence_of, tiny_llm
+from tests.tiny import EOS, VOCAB, assert_idle, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -232,7 +232,7 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     good = pair.request([65], mode="chain", temperature=0, seed=1, max_tokens=40)
     pair.engine.add(bad)
     pair.engine.add(good)
-    guide = sequence_of(pair.engine, bad.id).sampler.guide
+    guide = pair.engine._sequences[bad.id].sampler.guide
     assert guide is not None
     matcher = guide.matcher
     assert matcher is not None

@@ -19,7 +19,7 @@ from slipstream.grammar.guide import STEP_S, GuideError
 from slipstream.grammar.mask_lane import Allowed, Lane
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.types import Constraint, GenEvent
-from tests.tiny import assert_idle, sequence_of, tiny_llm
+from tests.tiny import assert_idle, tiny_llm
 from tests.unit.test_constraint import PERSON, chain
 from tests.watched import Watch, add_watched, watch_guide
 
@@ -187,7 +187,7 @@ def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
     watch = add_watched(pair, request)
     held_up = 0
     while pair.engine.has_work:
-        guide = sequence_of(pair.engine, request.id).sampler.guide
+        guide = pair.engine._sequences[request.id].sampler.guide
         assert guide is not None
         inline, before = not guide.slow, len(watch.paths)
         watch.burn_s = SLOW_S if inline else 0.0
