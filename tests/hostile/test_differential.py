@@ -54,5 +54,5 @@ def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", [later_noise, kept_rows_stay_where_they_are, a_restored_sequence_lacks_a_token])
 def test_a_fault_is_found_and_the_seed_is_named(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    report = differential.run_world("llama", 30, seed=0)
+    report = differential.run_world("llama", 120, seed=0)
     assert not report.ok and "--world llama --seed " in report.different[0]
