@@ -38,7 +38,7 @@ from slipstream.stats import RequestStats
 from slipstream.types import Gate, GenEvent, Mode, Request, Thinking
 from tests.differential_worlds import WORLDS, World, open_world
 from tests.families import Replay
-from tests.tiny import assert_idle, keep_threads
+from tests.tiny import assert_engine_idle, keep_threads
 
 ASKED = 3  # how often each question is asked
 MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
@@ -124,17 +124,16 @@ class Episode:
     def run(self) -> Report:
         rng = self.rng
         with patch("time.perf_counter", Clock(random.Random(rng.random()))):
-            self.engine = self.world.fresh_engine()
             dear = rng.random() < 0.3
             rows, draft = ({1: 1.0, 64: 8.0}, 0.5) if dear else ({1: 1.0, 64: 1.05}, 0.05)
-            self.engine.proposer._measure_costs = lambda: CostTable(rows, {1: draft, self.world.llm.proposals: draft})
+            self.engine = self.world.fresh_engine(CostTable(rows, {1: draft, self.world.llm.proposals: draft}))
             asks = self._asks(self._questions())
             replayed = self.world.tiny and rng.random() < 0.6
             with self._knowing_drafters([ask.question for ask in asks]) if replayed else nullcontext():
                 self._drive(list(asks))
             if not replayed:
                 self._check_drafts(asks)
-        assert_idle(self.world.llm)
+        assert_engine_idle(self.engine)
         return self.report
 
     def _check_drafts(self, asks: Sequence[Ask]) -> None:
@@ -150,10 +149,18 @@ class Episode:
         fixed = [ask for ask in free if ask.request.mode.kind != "plain"]
         fixed.sort(key=lambda ask: -ask.seen.stats.cached_tokens)
         for ask in fixed[:DRAFTS_CHECKED]:
-            (alone,) = self.world.llm.run([replace(ask.request, id="alone", cache_prompt=False)])
+            alone = self._step_sizes(replace(ask.request, id="alone", cache_prompt=False))
             self.report.happened["drafts checked"] += 1
-            if alone.step_sizes != ask.seen.step_sizes:
-                self._note(ask, f"steps of {ask.seen.step_sizes} tokens, alone of {alone.step_sizes}")
+            if alone != ask.seen.step_sizes:
+                self._note(ask, f"steps of {ask.seen.step_sizes} tokens, alone of {alone}")
+
+    def _step_sizes(self, request: Request) -> list[int]:
+        """How many tokens each step after the first adds to a request that runs alone."""
+        self.engine.add(request)
+        events = list[GenEvent]()
+        while self.engine.has_work:
+            events += self.engine.step()
+        return [len(event.tokens) for event in events[1:]]
 
     def _questions(self) -> list[Question]:
         prompts = [self.world.prompt(self.rng) for _ in range(self.world.questions // 2)]
@@ -226,7 +233,7 @@ class Episode:
         def knowing(real: Callable[..., list[BlockDrafts | None]]) -> Callable[..., list[BlockDrafts | None]]:
             def draft(jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
                 return [
-                    replay._block(job) if self.rng.random() < 0.6 and _is_known(job, texts) else block
+                    replay.block(job) if self.rng.random() < 0.6 and _is_known(job, texts) else block
                     for job, block in zip(jobs, real(jobs), strict=True)
                 ]
 

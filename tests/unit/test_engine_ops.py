@@ -49,7 +49,8 @@ def test_the_random_driver_notices_a_fault(monkeypatch: pytest.MonkeyPatch, faul
     def twice(state: SequenceState) -> None:
         pages = list(state.pages)
         release(state)
-        state._table.release(pages)
+        state.pages = pages
+        release(state)
 
     def forgetful(state: SequenceState, rows: Sequence[int], new_tokens: list[int], context_rows: int) -> None:
         commit(state, rows, new_tokens, min(context_rows, 1))
