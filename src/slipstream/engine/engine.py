@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -130,9 +129,7 @@ class Engine:
         """Launches the next step, then waits for the one before it: the host's work runs beside the device's."""
         assert self.ahead is not None
         landed = self.ahead.step(batch, alone)
-        outcomes = [
-            self._guarded(landed.sequence(column), partial(landed.outcome, column)) for column in landed.present
-        ]
+        outcomes = [self._guarded(landed.sequence(column), landed.outcome, column) for column in landed.present]
         self.ahead.learn(landed)
         events = self._settle(outcomes)
         self.ahead.settled(landed, outcomes, alone, crowded=bool(self.scheduler.waiting))
@@ -166,24 +163,34 @@ class Engine:
     ) -> list[SequenceOutcome]:
         """What every request takes of the step, in the order of the work items."""
         outcomes = [
-            self._guarded(chunk.sequence, partial(prefill_outcome, chunk, chosen[item], result.logits[item]))
+            self._guarded(chunk.sequence, prefill_outcome, chunk, chosen[item], result.logits[item])
             for item, chunk in enumerate(prefill)
         ]
         for item, (sequence, own) in enumerate(decoding, start=len(prefill)):
-            decode = partial(decode_outcome, sequence, own, chosen[item], result.logits[item], draft_s, verify_s)
-            outcomes.append(self._guarded(sequence, partial(self._learnt, decode)))
+            facts = sequence, own, chosen[item], result.logits[item], draft_s, verify_s
+            outcomes.append(self._guarded(sequence, self._decode, *facts))
         return outcomes
 
-    def _learnt(self, decode: Callable[[], SequenceOutcome]) -> SequenceOutcome:
-        outcome = decode()
+    def _decode(
+        self,
+        sequence: ActiveSequence,
+        proposed: Proposed,
+        chosen: list[int],
+        logits: Tensor,
+        draft_s: float,
+        verify_s: float,
+    ) -> SequenceOutcome:
+        outcome = decode_outcome(sequence, proposed, chosen, logits, draft_s, verify_s)
         self.proposer.learn(outcome)
         return outcome
 
-    def _guarded(self, sequence: ActiveSequence, outcome: Callable[[], SequenceOutcome]) -> SequenceOutcome:
+    def _guarded(
+        self, sequence: ActiveSequence, outcome: Callable[..., SequenceOutcome], *facts: object
+    ) -> SequenceOutcome:
         """An error in one request's own tokens ends that request and no other."""
         if sequence.finish_reason is None:
             try:
-                return outcome()
+                return outcome(*facts)
             except Exception as error:
                 self._blame(sequence, error)
         return SequenceOutcome(sequence, [])
@@ -247,7 +254,8 @@ class Engine:
 
     def _end_complete(self, plan: StepPlan[ActiveSequence]) -> list[GenEvent]:
         """Ends requests of which only now is known that their constraint leaves nothing more to write."""
-        over = [sequence for sequence in plan.decode if sequence.sampler.complete or not sequence.room]
+        constrained = [sequence for sequence in plan.decode if sequence.sampler.guide is not None]
+        over = [sequence for sequence in constrained if sequence.sampler.complete or not sequence.room]
         for sequence in over:
             plan.decode.remove(sequence)
         return self._settle([SequenceOutcome(sequence, [], text=sequence.end()) for sequence in over])

@@ -13,7 +13,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -413,7 +413,5 @@ class Scheduler(Generic[Scheduled]):
             held = [slot for part in parts if part is not None for slot in part.held]
             self._states.check(held, self._table)
 
-    def _all(self) -> Iterator[Scheduled]:
-        yield from self.running
-        yield from self.waiting
-        yield from self.paused
+    def _all(self) -> list[Scheduled]:
+        return [*self.running, *self.waiting, *self.paused]
