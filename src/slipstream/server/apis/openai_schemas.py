@@ -224,26 +224,13 @@ DraftLora = Annotated[
 ]
 
 
-class GenerationRequest(Strict):
-    """The fields that chat and completions share."""
+class CommonFields(Strict):
+    """The fields that have the same name and the same meaning in every API."""
 
-    model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2, description="Default: the model's own, or 0 (greedy)")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    user: str | None = Field(default=None, max_length=512, description="Written to the log")
-    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Extension")
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, description="Extension; 1 is off")
-    ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
@@ -256,6 +243,24 @@ class GenerationRequest(Strict):
     timeout: float | None = Field(
         default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
     )
+
+
+class GenerationRequest(CommonFields):
+    """The fields that chat and completions share."""
+
+    model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    user: str | None = Field(default=None, max_length=512, description="Written to the log")
+    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
+    ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     include_draft_info: bool | None = Field(
         default=None, description="Extension: chunks say which tokens were drafted, and describe their step"
     )
