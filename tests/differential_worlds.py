@@ -69,7 +69,7 @@ class World:
         """A new engine around the same weights, so that an episode depends on its seed alone."""
         if self.llm._gpu is None:
             known = self.llm.engine.grammars  # compiled grammars depend only on the tokenizer
-            self.llm._engine = self.llm._build_engine()
+            self.llm.engine = self.llm._build_engine()
             self.llm.engine.grammars = known
             for variant in self.variants:
                 self.llm.install_draft_lora(

@@ -373,18 +373,6 @@ class Engine:
 
     # Variants of the drafter.
 
-    @property
-    def variants(self) -> list[str]:
-        """The names of the drafter's variants, the drafter itself first."""
-        return self.executor.variants.names
-
-    def check_new_variant(self, name: str) -> None:
-        """Refuses a name that is taken; any thread may ask."""
-        self.executor.variants.check_free(name)
-
-    def add_variant(self, variant: DraftVariant) -> None:
-        self.executor.variants.install(variant)
-
     def remove_variant(self, name: str) -> None:
         """Removes a variant that no open request drafts with, and all context that only this variant made."""
         states = [sequence.state for sequence in self.sequences.values()]
