@@ -21,25 +21,6 @@ class Extensions(CommonFields):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
     top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="0 is off")
 
-    def sampling(self) -> dict[str, object]:
-        """The fields that were given, as settings of an engine's request."""
-        names = (
-            "seed",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "cache_prompt",
-            "top_k",
-            "temperature",
-            "top_p",
-            "draft_lora",
-        )
-        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.speculative is not None:
-            said["mode"] = self.speculative.mode_name()
-        return said
-
 
 def allowed_priority(asked: int | None, settings: ServerSettings) -> int:
     """The priority of a request; a priority above 0 is refused unless the server allows it."""

@@ -224,6 +224,21 @@ DraftLora = Annotated[
 ]
 
 
+# The settings that a request of every API may have; seed, top_k and two penalties are described by each API itself.
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "cache_prompt",
+    "draft_lora",
+)
+
+
 class CommonFields(Strict):
     """The fields that have the same name and the same meaning in every API."""
 
@@ -243,6 +258,13 @@ class CommonFields(Strict):
     timeout: float | None = Field(
         default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
     )
+
+    def sampling(self) -> dict[str, object]:
+        """The fields of `_SAMPLING` that were given, as settings of an engine's request."""
+        said = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.speculative is not None:
+            said["mode"] = self.speculative.mode_name()
+        return said
 
 
 class GenerationRequest(CommonFields):
@@ -277,28 +299,10 @@ class GenerationRequest(CommonFields):
 
     def settings(self) -> dict[str, object]:
         """The fields that were given, as settings of an engine's request; the model's defaults fill in the others."""
-        said: dict[str, object] = {
-            name: getattr(self, name)
-            for name in (
-                "max_tokens",
-                "temperature",
-                "top_p",
-                "presence_penalty",
-                "frequency_penalty",
-                "seed",
-                "top_k",
-                "min_p",
-                "repetition_penalty",
-                "ignore_eos",
-                "cache_prompt",
-                "draft_lora",
-            )
-        }
+        said = {**self.sampling(), "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         said["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None
         if self.logit_bias:
             said["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.speculative is not None:
-            said["mode"] = self.speculative.mode_name()
         return {name: value for name, value in said.items() if value is not None}
 
 
