@@ -66,7 +66,8 @@ class Ask:
     request: Request
     cancel_at: int | None  # after this many tokens
     seen: Completion = field(default_factory=lambda: Completion("", [], [], "error", RequestStats(), []))
-    epoch: int | None = None  # the number of its last pause
+    paused: bool = False
+    pauses: int = 0
 
 
 @dataclass(slots=True)
@@ -263,15 +264,15 @@ class Episode:
     def _disturb(self) -> None:
         """Pauses, resumes and cancels requests at random."""
         rng, engine = self.rng, self.engine
-        paused = [ask for ask in self.open.values() if ask.epoch is not None]
-        running = [ask for ask in self.open.values() if ask.epoch is None]
+        paused = [ask for ask in self.open.values() if ask.paused]
+        running = [ask for ask in self.open.values() if not ask.paused]
         if running and rng.random() < 0.15:
             ask = rng.choice(running)
-            ask.epoch = engine.pause(ask.request.id)
+            ask.paused, ask.pauses = engine.pause(ask.request.id), ask.pauses + 1
         if paused and (not running or rng.random() < 0.1):
             ask = rng.choice(paused)
-            assert ask.epoch is not None and engine.resume(ask.request.id, ask.epoch)
-            ask.epoch = None
+            assert engine.resume(ask.request.id)
+            ask.paused = False
             self.report.happened["resumed"] += 1
         for ask in self.open.values():
             if ask.cancel_at is not None and len(ask.seen.token_ids) >= ask.cancel_at:
@@ -280,7 +281,7 @@ class Episode:
     def _look(self) -> None:
         """Counts what has happened to the sequences, so that the report can show that it did."""
         scheduler = self.engine.scheduler
-        lost = {(t.request.id, t.epoch) for t in scheduler.paused if t.phase == "paused-evicted"}
+        lost = {(t.request.id, self.open[t.request.id].pauses) for t in scheduler.paused if t.phase == "paused-evicted"}
         yielded = {t.request.id for t in scheduler.waiting if t.phase == "yielded"}
         self.report.happened["pages lost"] += len(lost - self._lost)
         self.report.happened["yielded"] += len(yielded - self._yielded)

@@ -394,14 +394,13 @@ def test_a_paused_request_goes_on_where_it_stood(gpu: None, tmp_path: Path, page
         found: dict[str, list[int]] = {request.id: [] for request in (first, second, third)}
         llm.engine.add(first)
         llm.engine.add(second)
-        epoch = 0
         for step in range(200):
             if step == 4:
-                epoch = llm.engine.pause(second.id)
+                assert llm.engine.pause(second.id)
             if step == 5:
                 llm.engine.add(third)
             if step == (5 if pages > 7 else 60):
-                assert llm.engine.resume(second.id, epoch)
+                assert llm.engine.resume(second.id)
             for event in llm.engine.step():
                 found[event.request_id] += [token.id for token in event.tokens]
         assert [found[request.id] for request in (first, second, third)] == alone

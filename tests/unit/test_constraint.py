@@ -232,7 +232,7 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     good = pair.request([65], mode="chain", temperature=0, seed=1, max_tokens=40)
     pair.engine.add(bad)
     pair.engine.add(good)
-    guide = pair.engine._sequences[bad.id].sampler.guide
+    guide = pair.engine.sequences[bad.id].sampler.guide
     assert guide is not None
     matcher = guide.matcher
     assert matcher is not None
