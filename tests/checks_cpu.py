@@ -10,13 +10,12 @@ from functools import cache
 from slipstream.bench.comparison_report import QUIET_CORES
 from slipstream.bench.floors import ROWS, RowCost, row_costs
 from slipstream.bench.measure import BenchPlan
-from slipstream.bench.quality import Prediction, Quality, compare_predictions, windows
 from slipstream.bench.rival import NAME, Rival
 from slipstream.bench.rival_race import Race, Watch, prose_ids, race
 from slipstream.bench.workloads import read_prompts
 from slipstream.config import EngineConfig, WeightFormat
 from slipstream.engine.llm import LLM
-from slipstream.engine.scoring import predictions, row_times
+from tests.quality import Prediction, Quality, compare_predictions, predictions, row_times, windows
 
 WINDOW = 1024  # tokens that are read as one text, because the whole text is longer than the target's context
 
@@ -79,7 +78,7 @@ def run_race(llm: LLM, rival: Rival, name: str, prompts: int, tokens: int, tempe
 
 def measured_rows(llm: LLM, peak: float | None) -> list[RowCost]:
     """The times of our steps by their rows, with both floors."""
-    about, target = llm.describe(), llm._target
+    about, target = llm.describe(), llm.engine.executor.target
     times = row_times(target, ROWS)
     bandwidth = 1e9 * float(str(about["bandwidth_gbs"]))
     return row_costs(times, float(str(about["weight_bytes"])), bandwidth, float(str(about["row_products"])), peak)
@@ -119,7 +118,7 @@ def predict(weight_format: WeightFormat, tokens: int, threads: int = 1) -> list[
     ids = prose_ids(llm, tokens)
     seen: list[Prediction] = []
     for number, window in enumerate(windows(ids, WINDOW)):
-        seen += [Prediction(*found) for found in predictions(llm._target, window)]
+        seen += predictions(llm.engine.executor.target, window)
         if number % 4 == 3:
             print(f"{weight_format}: {len(seen)} of {tokens} tokens", file=sys.stderr, flush=True)
     return seen

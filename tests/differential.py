@@ -38,7 +38,7 @@ from slipstream.stats import RequestStats
 from slipstream.types import Gate, GenEvent, Mode, Request, Thinking
 from tests.differential_worlds import WORLDS, World, open_world
 from tests.families import Replay
-from tests.tiny import assert_idle, keep_threads
+from tests.tiny import assert_engine_idle, keep_threads
 
 ASKED = 3  # how often each question is asked
 MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
@@ -66,7 +66,8 @@ class Ask:
     request: Request
     cancel_at: int | None  # after this many tokens
     seen: Completion = field(default_factory=lambda: Completion("", [], [], "error", RequestStats(), []))
-    epoch: int | None = None  # the number of its last pause
+    paused: bool = False
+    pauses: int = 0
 
 
 @dataclass(slots=True)
@@ -124,17 +125,16 @@ class Episode:
     def run(self) -> Report:
         rng = self.rng
         with patch("time.perf_counter", Clock(random.Random(rng.random()))):
-            self.engine = self.world.fresh_engine()
             dear = rng.random() < 0.3
             rows, draft = ({1: 1.0, 64: 8.0}, 0.5) if dear else ({1: 1.0, 64: 1.05}, 0.05)
-            self.engine.proposer._measure_costs = lambda: CostTable(rows, {1: draft, self.world.llm.proposals: draft})
+            self.engine = self.world.fresh_engine(CostTable(rows, {1: draft, self.world.llm.proposals: draft}))
             asks = self._asks(self._questions())
             replayed = self.world.tiny and rng.random() < 0.6
             with self._knowing_drafters([ask.question for ask in asks]) if replayed else nullcontext():
                 self._drive(list(asks))
             if not replayed:
                 self._check_drafts(asks)
-        assert_idle(self.world.llm)
+        assert_engine_idle(self.engine)
         return self.report
 
     def _check_drafts(self, asks: Sequence[Ask]) -> None:
@@ -150,10 +150,18 @@ class Episode:
         fixed = [ask for ask in free if ask.request.mode.kind != "plain"]
         fixed.sort(key=lambda ask: -ask.seen.stats.cached_tokens)
         for ask in fixed[:DRAFTS_CHECKED]:
-            (alone,) = self.world.llm.run([replace(ask.request, id="alone", cache_prompt=False)])
+            alone = self._step_sizes(replace(ask.request, id="alone", cache_prompt=False))
             self.report.happened["drafts checked"] += 1
-            if alone.step_sizes != ask.seen.step_sizes:
-                self._note(ask, f"steps of {ask.seen.step_sizes} tokens, alone of {alone.step_sizes}")
+            if alone != ask.seen.step_sizes:
+                self._note(ask, f"steps of {ask.seen.step_sizes} tokens, alone of {alone}")
+
+    def _step_sizes(self, request: Request) -> list[int]:
+        """How many tokens each step after the first adds to a request that runs alone."""
+        self.engine.add(request)
+        events = list[GenEvent]()
+        while self.engine.has_work:
+            events += self.engine.step()
+        return [len(event.tokens) for event in events[1:]]
 
     def _questions(self) -> list[Question]:
         prompts = [self.world.prompt(self.rng) for _ in range(self.world.questions // 2)]
@@ -226,7 +234,7 @@ class Episode:
         def knowing(real: Callable[..., list[BlockDrafts | None]]) -> Callable[..., list[BlockDrafts | None]]:
             def draft(jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
                 return [
-                    replay._block(job) if self.rng.random() < 0.6 and _is_known(job, texts) else block
+                    replay.block(job) if self.rng.random() < 0.6 and _is_known(job, texts) else block
                     for job, block in zip(jobs, real(jobs), strict=True)
                 ]
 
@@ -256,15 +264,15 @@ class Episode:
     def _disturb(self) -> None:
         """Pauses, resumes and cancels requests at random."""
         rng, engine = self.rng, self.engine
-        paused = [ask for ask in self.open.values() if ask.epoch is not None]
-        running = [ask for ask in self.open.values() if ask.epoch is None]
+        paused = [ask for ask in self.open.values() if ask.paused]
+        running = [ask for ask in self.open.values() if not ask.paused]
         if running and rng.random() < 0.15:
             ask = rng.choice(running)
-            ask.epoch = engine.pause(ask.request.id)
+            ask.paused, ask.pauses = engine.pause(ask.request.id), ask.pauses + 1
         if paused and (not running or rng.random() < 0.1):
             ask = rng.choice(paused)
-            assert ask.epoch is not None and engine.resume(ask.request.id, ask.epoch)
-            ask.epoch = None
+            assert engine.resume(ask.request.id)
+            ask.paused = False
             self.report.happened["resumed"] += 1
         for ask in self.open.values():
             if ask.cancel_at is not None and len(ask.seen.token_ids) >= ask.cancel_at:
@@ -273,7 +281,7 @@ class Episode:
     def _look(self) -> None:
         """Counts what has happened to the sequences, so that the report can show that it did."""
         scheduler = self.engine.scheduler
-        lost = {(t.request.id, t.epoch) for t in scheduler.paused if t.phase == "paused-evicted"}
+        lost = {(t.request.id, self.open[t.request.id].pauses) for t in scheduler.paused if t.phase == "paused-evicted"}
         yielded = {t.request.id for t in scheduler.waiting if t.phase == "yielded"}
         self.report.happened["pages lost"] += len(lost - self._lost)
         self.report.happened["yielded"] += len(yielded - self._yielded)

@@ -1,6 +1,6 @@
 """The models of the differential test: tiny random ones, one of them recurrent, and the default pair."""
 
-# mypy: disable-error-code="arg-type, unused-ignore"
+# mypy: disable-error-code="arg-type, method-assign, unused-ignore"
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
+from slipstream.engine.cpu.cpu_executor import CpuExecutor
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.engine.variants import DraftVariant
@@ -18,6 +19,7 @@ from slipstream.formats.sources import pair_draft, resolve
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.cpu.native_library import library
 from slipstream.server.serving.jobs import Tool, ToolChoice
+from slipstream.speculative.costs import CostTable
 from slipstream.types import BASE_VARIANT, Constraint
 from tests.adapters import write_random_adapter
 from tests.tiny import write_pair
@@ -57,27 +59,34 @@ class World:
     tiny: bool
     most_tokens: int
     questions: int  # per episode; each is asked several times
+    last_engine: Engine | None = None  # the engine of the episode that ran last
 
     @property
     def vocabulary(self) -> int:
-        return self.llm._target.config.vocab_size
+        return self.llm.engine.executor.target.config.vocab_size
 
     def some_tokens(self, rng: random.Random) -> list[int]:
         return rng.sample(range(min(self.vocabulary, 400)), 8)
 
-    def fresh_engine(self) -> Engine:
-        """A new engine around the same weights, so that an episode depends on its seed alone."""
-        if self.llm._gpu is None:
-            known = self.llm.engine.grammars  # compiled grammars depend only on the tokenizer
-            self.llm._engine = self.llm._build_engine()
-            self.llm.engine.grammars = known
+    def fresh_engine(self, costs: CostTable) -> Engine:
+        """A new engine around the same weights, so that an episode depends on its seed alone, with given step costs."""
+        llm = self.llm
+        executor = llm.engine.executor
+        if executor.device_steps is None:
+            base = executor.variants.drafter
+            assert base is not None
+            executor = CpuExecutor.sized(
+                executor.target, base.drafter, llm.config, llm.max_context, llm.draft_window, None
+            )
             for variant in self.variants:
-                self.llm.install_draft_lora(
-                    replace(variant, blocks=self.llm.engine.executor.blocks(variant.blocks.drafter))
-                )
-        elif self.llm.engine.prefix is not None:
-            self.llm.engine.prefix.clear()  # captured steps belong to their engine, which is too expensive to rebuild
-        return self.llm.engine
+                executor.variants.install(replace(variant, blocks=executor.blocks(variant.blocks.drafter)))
+        elif self.last_engine is not None and self.last_engine.prefix is not None:
+            # Captured steps belong to the executor, which is too expensive to rebuild, so its memory is handed on.
+            self.last_engine.prefix.clear()
+        executor.measure_costs = lambda: costs
+        self.last_engine = Engine(executor, llm.tokenizer, llm.config, llm.max_context, self.name)
+        self.last_engine.grammars = llm.engine.grammars  # compiled grammars depend only on the tokenizer
+        return self.last_engine
 
 
 def open_world(name: str, folder: Path, device: str) -> World:

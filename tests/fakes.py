@@ -45,14 +45,6 @@ class FakeTokenizer:
         return chr(index).encode()
 
 
-class FakeDetokenizer:
-    def __init__(self, tokenizer: FakeTokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def push(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
-
-
 @dataclass
 class FakeLLM:
     """Keeps every instance and every request, so that tests can inspect them."""
@@ -195,9 +187,6 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     engine = ModuleType("slipstream.engine.llm")
     engine.LLM, engine.Completion = FakeLLM, FakeCompletion  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "slipstream.engine.llm", engine)
-    text = ModuleType("slipstream.text.detokenize")
-    text.IncrementalDetokenizer = FakeDetokenizer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slipstream.text.detokenize", text)
     monkeypatch.setattr(FakeLLM, "made", [])
     for name, value in (("spoil", ""), ("speculative_ms", 2.0), ("mode_ms", {}), ("fail", "")):
         monkeypatch.setattr(FakeLLM, name, value)

@@ -192,9 +192,9 @@ class Replay:
         self._rng = random.Random(seed)
 
     def __call__(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts]:
-        return [self._block(job) for job in jobs]
+        return [self.block(job) for job in jobs]
 
-    def _block(self, job: DraftJob) -> BlockDrafts:
+    def block(self, job: DraftJob) -> BlockDrafts:
         known = job.state.tokens
         coming = next(text for text in self._texts if text[: len(known)] == known)[len(known) :]
         right = min(self._rng.randint(0, job.slots), len(coming))
@@ -215,7 +215,7 @@ class Replay:
 def replaying(llm: LLM, texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
     drafter = llm.engine.executor.variants.drafter
     assert isinstance(drafter, BlockDrafter)
-    with patch.object(drafter, "draft", Replay(texts, llm._target.config.vocab_size, seed)):
+    with patch.object(drafter, "draft", Replay(texts, llm.engine.executor.target.config.vocab_size, seed)):
         yield
 
 

@@ -118,13 +118,13 @@ def _seeds(folder: Path) -> list[tuple[str, bytes]]:
     path = folder / "seed.gguf"
     write_gguf(path)
     byte_level = path.read_bytes()
-    _write_sentencepiece(path)
+    write_sentencepiece(path)
     sentencepiece = path.read_bytes()
     path.unlink()
     return [(".gguf", byte_level), (".gguf", sentencepiece), (".safetensors", _safetensors_seed())]
 
 
-def _write_sentencepiece(path: Path) -> None:
+def write_sentencepiece(path: Path) -> None:
     """Writes a SentencePiece vocabulary, and tensors of every read-only type filled with random bytes."""
     writer = gguf.GGUFWriter(path, "llama")
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "e", "l", "he", "▁he"]

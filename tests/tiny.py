@@ -76,7 +76,7 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
             }
         )
     )
-    _byte_tokenizer().save(str(target / "tokenizer.json"))
+    byte_tokenizer().save(str(target / "tokenizer.json"))
     return target, draft
 
 
@@ -132,11 +132,15 @@ def ask(
 
 def assert_idle(llm: LLM) -> None:
     """Checks that nothing runs, and that every page is free after the prefix cache is emptied."""
-    assert not llm.engine.has_work
-    llm.engine.scheduler.check()
-    if llm.engine.prefix is not None:
-        llm.engine.prefix.clear()
-    assert page_table(llm.engine).free == page_table(llm.engine).total
+    assert_engine_idle(llm.engine)
+
+
+def assert_engine_idle(engine: Engine) -> None:
+    assert not engine.has_work
+    engine.scheduler.check()
+    if engine.prefix is not None:
+        engine.prefix.clear()
+    assert page_table(engine).free == page_table(engine).total
 
 
 def mixed_requests(mode: str) -> list[Request]:
@@ -157,7 +161,8 @@ def mixed_requests(mode: str) -> list[Request]:
     return [replace(request, mode=parsed, gate=gate_for(parsed)) for request in requests]
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token for each byte, and one that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

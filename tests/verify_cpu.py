@@ -12,12 +12,12 @@ from typing import cast
 from slipstream.bench import rival
 from slipstream.bench import rival_race as race
 from slipstream.bench.comparison_report import built_for, prefill_sentence
-from slipstream.bench.quality import PERPLEXITY_BOUND as BOUND
 from slipstream.bench.workloads import PUBLIC
 from slipstream.config import WeightFormat
 from slipstream.engine.llm import LLM
 from slipstream.errors import SlipstreamError
 from tests import checks_cpu as promises
+from tests.quality import PERPLEXITY_BOUND as BOUND
 from tests.verify_report import Report
 
 RACE_PROMPTS, RACE_TOKENS, RACE_CONTEXT = 8, 128, 2048

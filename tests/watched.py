@@ -69,7 +69,7 @@ def add_watched(llm: LLM, request: Request, burn_s: float = 0.0, *, closed: bool
     if closed:
         watch.gate.clear()
     llm.engine.add(request)
-    guide = llm.engine._sequences[request.id].sampler.guide
+    guide = llm.engine.sequences[request.id].sampler.guide
     assert guide is not None
     watch_guide(guide, watch)
     return watch

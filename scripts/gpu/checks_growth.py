@@ -18,6 +18,7 @@ if "--tiny" in sys.argv:
 
 import torch
 from checks_elementwise import COPY_GB_S, Asked, median_us
+from slipstream.speculative.calibration import Calibration
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
@@ -26,7 +27,6 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust, score_heads, score_heads_reference
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
-from slipstream.speculative.calibration import Calibration
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
 SHAPES = ("chain", "tree", "seeded")

@@ -105,7 +105,7 @@ def check(device: torch.device, vocabularies: dict[str, int], each: int, counts:
 def _differences(run: Run, chosen: Tensor, tokens: Tensor, scores: Tensor) -> list[str]:
     found = []
     expected, (expected_tokens, expected_scores) = run.chosen(reference=True), run.ranked(reference=True)
-    sums, _ = sampling._reference_sums(run.logits, run.positions + 1, run.settings, run.each, run.settings.shared > 0)
+    sums, _ = sampling.reference_sums(run.logits, run.positions + 1, run.settings, run.each, run.settings.shared > 0)
     for row in (chosen != expected).nonzero()[:, 0].tolist():
         gap = sums[row, expected[row]] - sums[row, chosen[row]]
         if not gap.abs() < NEAR:

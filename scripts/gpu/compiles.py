@@ -87,10 +87,10 @@ class Compiler:
 
     def install(self) -> None:
         driver.set_active(NoGpu())  # type: ignore[no-untyped-call]
-        compiler = self
+        compiler, run = self, self._run
 
         def compile_only(kernel: JITFunction[Any], *given: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-            made = compiler._run(kernel, *given, grid=grid, warmup=True, **settings)
+            made = run(kernel, *given, grid=grid, warmup=True, **settings)
             compiler.found.setdefault(id(made), Compiled(kernel.__name__, compiler.step, made))
             return made
 
@@ -99,7 +99,7 @@ class Compiler:
         # Only a GPU can find out which products cuBLAS runs, so the kernels of all products are compiled.
         matmul.rows_agree = lambda weight, result_dtype: False
         matmul.library_product = lambda rows, weight, out: None
-        RandomMatrices._dense = _unwritten  # type: ignore[method-assign]
+        RandomMatrices.dense_weights = _unwritten  # type: ignore[method-assign]
 
 
 def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:

@@ -122,8 +122,8 @@ class Bench:
     def step(self, rows: int) -> DecodeStep:
         """The engine's own step; proposals are tokens drawn at random, likelier ones first."""
         step = self.executor.device_steps.make_step(1, rows, self.drafter if rows > 1 else None, rows > 1)
-        if rows > 1:
-            found = step._candidates
+        if step.draft is not None:
+            found = step.draft.candidates
             found.tokens.random_(0, self.shape.vocab_size)
             ranks = torch.arange(found.scores.shape[-1], device=self.device)
             found.scores.copy_((-0.2 - 0.5 * ranks).expand_as(found.scores))
@@ -142,7 +142,7 @@ class Bench:
         self.touched.listening = True
         launches()
         self.touched.listening = False
-        used = 1 + int(step._grown.counts[0])
+        used = 1 + int(step.report.grown.counts[0])
         assert used == rows, f"{used} of {rows} rows are used: the table would be of another step"
         moved, experts = self.bytes_moved(rows, self.touched.counts())
         self.executor.device_steps.state.clear()  # a capture runs its launches too

@@ -83,8 +83,8 @@ class Dense:
         for rows in (16, 64):
             times[f"verify {rows}"] = bench.verify_ms(1, context, rows - 1, rounds)
             step, _ = bench.executor.device_steps.step(1, rows, bench.gpu_drafter, True)
-            assert step._taps is not None
-            taps.append(step._taps.clone())
+            assert step.taps is not None
+            taps.append(step.taps.clone())
         times["draft + verify 16"] = bench.step_ms(1, context, 15, True, rounds)
         return times, taps
 
@@ -105,8 +105,7 @@ class Family:
 
 def forget_graphs(device: Any) -> None:
     """Captured graphs hold the kernels of the settings before."""
-    device.graphs._captured.clear()
-    device.graphs._pool = None  # it goes with the last of its graphs
+    device.graphs.forget(lambda key: True)
 
 
 def main() -> None:

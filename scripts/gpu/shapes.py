@@ -170,20 +170,20 @@ class RandomMatrices:
     def matrix(self, shapes: Sequence[tuple[int, ...]]) -> GpuMatrix:
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         if not self._quantises(inputs) or outputs <= _WHOLE_OUTPUTS:
-            return GpuDense(self._dense(outputs, inputs), self._scratch)
+            return GpuDense(self.dense_weights(outputs, inputs), self._scratch)
         return GpuQuantised(self._packed(outputs, inputs), self._kind, self._scratch)
 
     def experts(self, each: Sequence[Sequence[tuple[int, ...]]]) -> ExpertStack:
         outputs, inputs = sum(shape[0] for expert in each for shape in expert), each[0][0][1]
         # As with a file, experts that do not fill tiles are not kept as blocks.
         whole = not self._quantises(inputs) or any(shape[0] % TILE_ROWS for expert in each for shape in expert)
-        return ExpertStack(self._dense(outputs, inputs) if whole else self._packed(outputs, inputs), len(each))
+        return ExpertStack(self.dense_weights(outputs, inputs) if whole else self._packed(outputs, inputs), len(each))
 
     def _quantises(self, inputs: int) -> bool:
         """Whether a file would store such rows as blocks."""
         return self._kind in KINDS and inputs % KINDS[self._kind].block == 0
 
-    def _dense(self, outputs: int, inputs: int) -> Tensor:
+    def dense_weights(self, outputs: int, inputs: int) -> Tensor:
         return torch.randn(outputs, inputs, dtype=torch.bfloat16, device=self._scratch.device).mul_(0.02)
 
     def _packed(self, outputs: int, inputs: int) -> QuantPlanes:

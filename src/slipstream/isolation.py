@@ -30,9 +30,9 @@ from slipstream.errors import BusyError, RequestError, SlipstreamError
 
 MIB = 2**20
 _LENGTH = struct.Struct("!Q")
-# A call may take this many seconds on the clock per second of processor time that it may use: on a busy machine one
-# second of processor time takes several. A smaller value would end correct calls there.
-_WALL_PER_CPU = 5
+# A call may sleep for this many seconds per second of processor time that it may use. Only a call that hangs, or a
+# machine that swaps, sleeps at all; a smaller value would end correct calls there.
+_SLEEP_PER_CPU = 5
 _START_S = 60.0  # a fresh interpreter starts in 0.2 s; a machine that swaps needs far longer
 _END_S = 5.0  # the kernel removes a process in milliseconds; after this time the parent kills it
 _PIECE_BYTES = MIB  # the most that one read of the connection asks for
@@ -137,11 +137,11 @@ class Helper:
         if self._child is not None and self._child.process.poll() is not None:
             self._end()
         child = self._child or self._start()
-        wall_s, began = self.limits.cpu_s * _WALL_PER_CPU, time.monotonic()
+        sleep_s, began = self.limits.cpu_s * _SLEEP_PER_CPU, time.monotonic()
         try:
-            return child.exchange(message, wall_s, self.limits.answer_bytes)
+            return child.exchange(message, sleep_s, self.limits.answer_bytes)
         except TimeoutError:
-            raise OverrunError(f"took more than {wall_s} s") from None
+            raise OverrunError(f"slept for more than {sleep_s} s") from None
         except (OSError, EOFError):
             raise OverrunError(_exit_reason(child.status(), self.limits)) from None
         finally:
@@ -187,11 +187,12 @@ class _Child:
         # the finalizer also runs when the interpreter exits
         self.end = weakref.finalize(owner, _end, self.process, self.socket)
 
-    def exchange(self, message: bytes, seconds: float, answer_bytes: int) -> Mapping[str, Any]:
-        deadline = time.monotonic() + seconds
-        self.socket.settimeout(seconds)
+    def exchange(self, message: bytes, sleep_s: float, answer_bytes: int) -> Mapping[str, Any]:
+        """Returns the answer to a message; raises TimeoutError once the child has slept for `sleep_s` meanwhile."""
+        patience = _Patience(self.process.pid, sleep_s)
+        self.socket.settimeout(sleep_s)
         _send(self.socket, message)
-        received = _receive(self.socket, answer_bytes, deadline)
+        received = _receive(self.socket, answer_bytes, patience)
         answer: Mapping[str, Any] = json.loads(received.decode("utf-8", "surrogatepass"))
         return answer
 
@@ -207,6 +208,38 @@ class _Child:
         self.end.detach()
         self.socket.close()
         self.process.returncode = 0  # the process that forked waits for this child, not the current process
+
+
+class _Patience:
+    """How long a process may still sleep.
+
+    Time in which it computes or waits for a processor does not count: the kernel limits the one, and the other depends
+    on how busy the machine is. The deadline first stands where it is if the process does nothing but sleep, and moves
+    on when it is reached.
+    """
+
+    def __init__(self, pid: int, sleep_s: float) -> None:
+        self._pid = pid
+        self._deadline = time.monotonic() + sleep_s
+        self._sleeps_until = self._deadline - _awake_s(pid)
+
+    def left_s(self) -> float:
+        now = time.monotonic()
+        if now >= self._deadline:
+            self._deadline = self._sleeps_until + _awake_s(self._pid)
+        if now >= self._deadline:
+            raise TimeoutError
+        return self._deadline - now
+
+
+def _awake_s(pid: int) -> float:
+    """Seconds in which a process has run or waited for a processor; 0 if the kernel does not count them."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            running_ns, queued_ns, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0.0
+    return (running_ns + queued_ns) / 1e9
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
@@ -258,19 +291,22 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(message)
 
 
-def _receive(connection: socket.socket, most_bytes: int | None = None, deadline: float = math.inf) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, deadline))
+def _receive(connection: socket.socket, most_bytes: int | None = None, patience: _Patience | None = None) -> bytes:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, patience))
     if most_bytes is not None and length > most_bytes:
         raise OverrunError(f"gave more than {most_bytes // MIB} MiB")
-    return _receive_exactly(connection, length, deadline)
+    return _receive_exactly(connection, length, patience)
 
 
-def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, patience: _Patience | None) -> bytes:
     found = bytearray()
     while len(found) < count:
-        if deadline != math.inf:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        piece = connection.recv(min(count - len(found), _PIECE_BYTES))
+        if patience is not None:
+            connection.settimeout(patience.left_s())
+        try:
+            piece = connection.recv(min(count - len(found), _PIECE_BYTES))
+        except TimeoutError:
+            continue
         if not piece:
             raise EOFError
         found += piece

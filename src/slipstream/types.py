@@ -259,7 +259,8 @@ class Proposal:
 
     @property
     def branching(self) -> bool:
-        return self.parents != tuple(range(-1, len(self.parents) - 1))
+        rows = len(self.parents)
+        return rows > 2 and self.parents != tuple(range(-1, rows - 1))
 
     @property
     def depths(self) -> tuple[int, ...]:

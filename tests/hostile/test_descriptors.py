@@ -11,12 +11,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -203,6 +205,7 @@ def every_fault(calls: Counter[str]) -> Iterator[Fault]:
 
 def with_every_fault(run: Callable[[Path, Fault, Disk], None], tmp_path: Path) -> Counter[str]:
     """Runs something without a fault, to count its calls, and then once for every fault; returns the calls."""
+    gc.collect()  # what earlier tests have left closes its descriptors now and not in the middle of a count
     with failing_disk() as disk:
         faults: list[Fault] = [NO_FAULT]
         calls: Counter[str] = Counter()
@@ -245,7 +248,7 @@ def record_and_recover(folder: Path, fault: Fault, disk: Disk) -> None:
         recorder.record(job(text), answer())
     patience = time.monotonic() + 60
     while recorder.written + recorder.dropped < len(ASKED):
-        assert recorder._thread is not None and recorder._thread.is_alive(), "the recorder has died"
+        assert "recorder" in {thread.name for thread in threading.enumerate()}, "the recorder has died"
         assert time.monotonic() < patience, "the recorder hangs"
         time.sleep(0.0002)
     seen, disk.failing = disk.calls.copy(), NO_FAULT

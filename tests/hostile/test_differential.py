@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from slipstream.cache.sequence import SequenceState
-from slipstream.engine.scheduler import ScheduledSequence, Scheduler
+from slipstream.cache.cpu.page_pools import KvPools
+from slipstream.engine.scheduler import ScheduledSequence
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import Proposal
 from tests import differential
@@ -39,30 +38,21 @@ def later_noise(patch: pytest.MonkeyPatch) -> None:
 
 def kept_rows_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
     """Leaves the kept rows of a tree where they are instead of moving them together."""
-    commit = SequenceState.commit
-
-    def unmoved(self: SequenceState, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self._memory, "move_rows", lambda *places: None)
-            commit(self, rows, new_tokens, context_rows)
-
-    patch.setattr(SequenceState, "commit", unmoved)
+    patch.setattr(KvPools, "move_rows", lambda *places: None)
 
 
 def a_restored_sequence_lacks_a_token(patch: pytest.MonkeyPatch) -> None:
     """Computes a paused sequence that lost its pages again without its last token but one."""
+    kept: Any = vars(ScheduledSequence)["kept_tokens"]  # the descriptor of the field
 
-    def take(ticket: ScheduledSequence) -> None:
-        if ticket.state.pages:
-            tokens = tuple(ticket.state.tokens)
-            ticket.kept_tokens = (*tokens[:-2], tokens[-1]) if ticket.generated > 1 else tokens
-            ticket.state.release()
+    def keep(ticket: ScheduledSequence, tokens: tuple[int, ...]) -> None:
+        kept.__set__(ticket, (*tokens[:-2], tokens[-1]) if tokens and ticket.generated > 1 else tokens)
 
-    patch.setattr(Scheduler, "_take_pages_of", staticmethod(take))
+    patch.setattr(ScheduledSequence, "kept_tokens", property(kept.__get__, keep))
 
 
 @pytest.mark.parametrize("fault", [later_noise, kept_rows_stay_where_they_are, a_restored_sequence_lacks_a_token])
 def test_a_fault_is_found_and_the_seed_is_named(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    report = differential.run_world("llama", 30, seed=0)
+    report = differential.run_world("llama", 120, seed=0)
     assert not report.ok and "--world llama --seed " in report.different[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -391,16 +392,18 @@ def test_a_router_may_read_other_rows_and_weigh_experts(kernels: Kernels, tmp_pa
 def test_a_step_that_was_broken_off_leaves_no_counts_behind(tmp_path: Path) -> None:
     shape, rows = SHAPES["softmax"], 5
 
-    def no_memory(*_: object) -> None:
-        raise MemoryError
-
     file, x = write_moe(tmp_path, shape), some_rows(16, 64, 6)
     kernels = gpu_kernels("triton")
-    block = load_expert_block(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
-    broken = DeviceExpertBlock(replace(kernels, expert_down=no_memory), block)
-    whole = DeviceExpertBlock(kernels, block)
-    whole._experts._counts = broken._experts._counts
+    down, failures = kernels.expert_down, [MemoryError()]
+
+    def short_of_memory_once(*given: Any) -> None:
+        if failures:
+            raise failures.pop()
+        down(*given)
+
+    loaded = load_expert_block(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
+    block = DeviceExpertBlock(replace(kernels, expert_down=short_of_memory_once), loaded)
     with pytest.raises(MemoryError):
-        broken(x, device_rows(rows, ()), SCRATCH)
+        block(x, device_rows(rows, ()), SCRATCH)
     truth = run_expert_block(load_expert_block(Weights(file, "fp32"), "mlp.", shape), x.float())
-    assert_near(mixed_rows(whole(x, device_rows(rows, ()), SCRATCH), "triton"), truth, rows, ())
+    assert_near(mixed_rows(block(x, device_rows(rows, ()), SCRATCH), "triton"), truth, rows, ())

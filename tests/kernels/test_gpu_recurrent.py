@@ -46,14 +46,14 @@ def gpu_llm(pair: tuple[Path, Path], **settings: Any) -> LLM:
 
 
 @contextmanager
-def knowing(texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
+def knowing(llm: LLM, texts: Sequence[Sequence[int]], seed: int) -> Iterator[None]:
     """Drafts of device steps are right as far as they like to be."""
-    rng, run = random.Random(seed), BlockDraft.run
+    rng, run, state = random.Random(seed), BlockDraft.run, llm.engine.executor.device_steps.state
 
     def know(draft: BlockDraft) -> None:
         run(draft)
         tokens, scores = draft.candidates.tokens, draft.candidates.scores
-        lengths, anchors = draft._rows.base.tolist(), draft._wishes.anchors.tolist()
+        lengths, anchors = (each[: len(tokens)].tolist() for each in (state.length, state.wishes.anchors))
         for column, (length, anchor) in enumerate(zip(lengths, anchors, strict=True)):
             text = next((text for text in texts if length < len(text) and text[length] == anchor), None)
             right = text[length + 1 :][: rng.randint(0, tokens.shape[1])] if text is not None else ()
@@ -98,7 +98,7 @@ def test_speculation_keeps_the_text(pair: tuple[Path, Path]) -> None:
     by_host: set[int] = set()
     for mode in MODES:
         assert answers(llm, prompts, mode)[0] == plain, mode
-        with knowing(texts, 5):
+        with knowing(llm, texts, 5):
             found, kept = answers(llm, prompts, mode)
         assert found == plain, mode
         by_device |= kept
@@ -132,15 +132,14 @@ def test_a_paused_request_goes_on_where_it_stood(pair: tuple[Path, Path], pages:
     found: dict[str, list[int]] = {request.id: [] for request in requests}
     llm.engine.add(requests[0])
     llm.engine.add(requests[1])
-    epoch = 0
-    with knowing([[*ids, *text] for ids, text in zip(prompts, alone, strict=True)], 3):
+    with knowing(llm, [[*ids, *text] for ids, text in zip(prompts, alone, strict=True)], 3):
         for step in range(90):
             if step == 4:
-                epoch = llm.engine.pause(requests[1].id)
+                assert llm.engine.pause(requests[1].id)
             if step == 5:
                 llm.engine.add(requests[2])
             if step == (6 if pages > 7 else 40):
-                assert llm.engine.resume(requests[1].id, epoch)
+                assert llm.engine.resume(requests[1].id)
             for event in llm.engine.step():
                 found[event.request_id] += [token.id for token in event.tokens]
     assert [found[request.id] for request in requests] == alone
@@ -166,7 +165,7 @@ def test_a_fork_has_a_state_of_its_own(pair: tuple[Path, Path]) -> None:
     llm.engine.add(request)
     for _ in range(8):
         llm.engine.step()
-    state = llm.engine._sequences[request.id].state
+    state = llm.engine.sequences[request.id].state
     assert state.recurrent is not None and state.recurrent.slot is not None
     twin = state.fork()
     tensors = llm.engine.executor.memory.states.memory

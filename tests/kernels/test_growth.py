@@ -13,11 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from slipstream.speculative.calibration import Calibration
+
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
-from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import Growth
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from slipstream.errors import ConfigError, FormatError, IntegrityError
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import GGML_TYPES, decode_rows
-from slipstream.kernels.gpu import matrices as matmul
 from slipstream.kernels.gpu import quant_kernels
 from slipstream.kernels.gpu.matmul_plans import Launch
 from slipstream.kernels.gpu.matrices import (
+    FEW_INPUTS,
+    FEW_OUTPUTS,
     GpuDense,
     GpuQuantised,
     GpuStacked,
@@ -177,10 +178,9 @@ def test_types_are_stacked_behind_each_other() -> None:
 
 
 @pytest.mark.parametrize("type_name", ("Q4_1", "Q6_K"))
-def test_a_prefill_goes_through_bf16_weights(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_EXPANDED_WEIGHTS", 50 * 256)  # two pieces
+def test_a_prefill_goes_through_bf16_weights(type_name: str) -> None:
     source = stored(type_name, 72, 256, seed=11)
-    scratch = Scratch(CPU)
+    scratch = Scratch(CPU, expanded_weights=50 * 256)  # two pieces
     matrix = make_gpu_matrix([source], scratch)
     assert scratch.dense.numel() == 50 * 256
     scratch.dense.fill_(torch.nan)
@@ -220,16 +220,24 @@ def test_what_is_refused() -> None:
         make_gpu_matrix([stored("Q8_0", 128, 1024, seed=16)], scratch)
 
 
-def test_a_library_that_sums_alike_is_used_for_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = some_rows(24, 64, seed=17)
+def test_a_library_that_sums_alike_is_used_for_large_weights() -> None:
+    large = FEW_OUTPUTS + 1, FEW_INPUTS + 1
+    weight = torch.zeros(large, dtype=torch.bfloat16)
+    for shape in ((FEW_OUTPUTS, FEW_INPUTS + 1), (FEW_OUTPUTS + 1, FEW_INPUTS)):
+        scratch = Scratch(CPU)
+        scratch.agreements[*shape, torch.float32] = True
+        assert GpuDense(weight[: shape[0], : shape[1]].contiguous(), scratch, torch.float32).fixed_order
+    for agrees in (True, False):
+        scratch = Scratch(CPU)
+        scratch.agreements[*large, torch.float32] = agrees
+        assert GpuDense(weight, scratch, torch.float32).fixed_order is not agrees
+
+
+def test_whether_the_library_sums_alike_is_tried_once_for_each_shape() -> None:
+    weight, scratch = some_rows(FEW_OUTPUTS + 1, FEW_INPUTS + 1, seed=17), Scratch(CPU)
     agrees = rows_agree(weight, torch.float32)
-    assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order
-    for outputs, inputs in ((24, 0), (0, 64)):
-        monkeypatch.setattr(matmul, "_FEW_OUTPUTS", outputs)
-        monkeypatch.setattr(matmul, "_FEW_INPUTS", inputs)
-        assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order
-    monkeypatch.setattr(matmul, "_FEW_INPUTS", 63)
-    assert GpuDense(weight, Scratch(CPU), torch.float32).fixed_order is not agrees
+    assert GpuDense(weight, scratch, torch.float32).fixed_order is not agrees
+    assert scratch.agreements == {(*weight.shape, torch.float32): agrees}
 
 
 def test_type_numbers_are_ggmls() -> None:

@@ -68,19 +68,18 @@ def test_a_gemma_drafter_borrows_scale_and_softcap(own: dict[str, float], tmp_pa
 
 
 @pytest.mark.parametrize("fault", ["scale missing", "scale doubled", "softcap missing", "scale of the raw one"])
-def test_the_comparison_would_notice(fault: str, tmp_path: Path) -> None:
+def test_the_comparison_would_notice(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"input_embedding_scale": 3.0} if fault == "scale of the raw one" else {}
     speculation = {"target_layer_ids": list(TAPS), "mask_token_id": MASK, **own}
     blocks, theirs = gemma_blocks(tmp_path, dflash_config=speculation)
-    scale = blocks.target.embed.scale
+    table = blocks.target.embed
     if fault == "softcap missing":
-        blocks.drafter._softcap = 0.0
-    elif fault == "scale of the raw one":
-        blocks._blocks._embed = blocks.target.embed  # as if the drafter's scale came on top of the target's
+        blocks.drafter.borrow_softcap(0.0)
     else:
-        rows = blocks.target.embed.raw
-        factor = 1.0 if fault == "scale missing" else scale**2
-        blocks._blocks._embed = lambda ids: rows(ids) * factor
+        # with the raw one's, as if the drafter's scale came on top of the target's
+        factor = {"scale missing": 1.0, "scale doubled": table.scale**2, "scale of the raw one": table.scale}[fault]
+        monkeypatch.setattr(blocks.drafter, "borrow", lambda *borrowed: lambda ids: table.raw(ids) * factor)
+        blocks.begin(ids_of(CONTEXT + 1))
     with pytest.raises(AssertionError):
         assert_close(blocks.block(CONTEXT)[0], theirs)
 

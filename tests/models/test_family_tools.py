@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from slipstream.formats.gguf import read_gguf
-from slipstream.tools.checks import check_file, failures
+from slipstream.tools.checks import check_file
 from slipstream.tools.conversion import convert
 from slipstream.tools.fit import quantised_bytes
 from slipstream.tools.requantize import quantize_file
@@ -25,6 +25,7 @@ from tests.models.test_laguna import build as laguna
 from tests.models.test_qwen3_5 import hybrid
 from tests.models.test_qwen3_moe import build as qwen3_moe
 from tests.oracles import edit_tensors
+from tests.unit.test_inspect_checks import failures
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_moe": lambda: qwen3_moe(norm_topk_prob=True),

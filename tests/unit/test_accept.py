@@ -142,14 +142,11 @@ class Letters:
 
     leading_spaces = 0
 
-    def visible(self, ids: Sequence[int]) -> list[int]:
-        return list(ids)
-
     def token_bytes(self, index: int) -> bytes:
         return bytes([ord("a") + index])
 
-    def whole_text(self, index: int) -> str:
-        return self.token_bytes(index).decode()
+    def whole_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.token_bytes(index).decode() for index in ids]
 
 
 def make_session(stop_ids: set[int], max_tokens: int, stop: tuple[str, ...] = ()) -> ActiveSequence:

@@ -17,6 +17,8 @@ from slipstream.bench.measure import BenchPlan, Turn, compare, parse_modes
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.cli.ui import bar_chart
 from slipstream.errors import RequestError, SourceError
+from slipstream.tools import near_tie
+from slipstream.tools.near_tie import NearTie
 from slipstream.types import SamplingParams
 from tests.fakes import STEP, FakeLLM
 
@@ -111,7 +113,7 @@ def test_all_turns_continue_with_the_plain_answer_in_every_mode(fake_engine: typ
     llm = FakeLLM("t")
     turns: list[Turn] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.bench.measure._is_near_tie", lambda *arguments: False)
+        patch.setattr(near_tie, "explain_difference", lambda *arguments: NearTie(0, (1, 2), margin=1.0, tolerance=0.5))
         compare(llm, "t", [("a", "b")], BenchPlan(all_turns=True), turns.append)  # type: ignore[arg-type]
     plain, speculative = llm.requests[-2:]
     assert plain["messages"] == speculative["messages"]

@@ -16,9 +16,14 @@ from slipstream.server.apis.draft_lora_api import AddRequest
 from slipstream.server.apis.openai_schemas import ChatRequest, CompletionRequest
 from slipstream.server.apis.responses_schemas import ResponsesRequest
 from slipstream.server.apis.text_api import DetokenizeRequest, TokenizeRequest
-from slipstream.server.app import _APIS, create_app
-from slipstream.server.operations import bodies
-from slipstream.server.operations.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES, ParsedRoute, check_json
+from slipstream.server.app import APIS, create_app
+from slipstream.server.operations.bodies import (
+    MAX_JSON_STRUCTURE,
+    MAX_JSON_VALUES,
+    ParsedRoute,
+    check_json,
+    outside_of_strings,
+)
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.server_state import ServerSettings, ServerState
@@ -72,7 +77,7 @@ def test_marks_are_counted_outside_of_strings_wherever_the_pieces_end() -> None:
     for _ in range(12):
         strings = ["".join(chance.choices('ab"\\{[,:', k=chance.randrange(40))) for _ in range(9_000)]
         body = json.dumps(strings).encode()
-        outside = b"".join(bodies._outside_of_strings(body))
+        outside = b"".join(outside_of_strings(body))
         assert outside.replace(b" ", b"") == b"[" + b"," * 8_999 + b"]"
 
 
@@ -162,7 +167,7 @@ def test_a_body_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_api_takes_parsed_bodies() -> None:
     state = ServerState(ServerSettings(), ModelRouter([]), Metrics(), phase="ready")
-    found: list[Any] = [route for api in _APIS for route in api(state).routes]
+    found: list[Any] = [route for api in APIS for route in api(state).routes]
     shown = {route.path.replace(":path}", "}") for route in found if route.include_in_schema}
     assert shown == set(create_app(state).openapi()["paths"])
     assert all(isinstance(route, ParsedRoute) for route in found if route.include_in_schema)

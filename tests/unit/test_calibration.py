@@ -6,10 +6,10 @@ import ctypes
 import random
 
 import pytest
+from slipstream.speculative.calibration import Calibration, DraftOutcome
 
 from slipstream.kernels.cpu.native_growth import Learner
 from slipstream.speculative import calibration as calibrations
-from slipstream.speculative.calibration import Calibration, DraftOutcome
 from tests.native import libraries
 
 CLAIMS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98, 0.999)

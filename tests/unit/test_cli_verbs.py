@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.cli.ui import DraftTint
 from slipstream.types import TokenOut
-from tests.fakes import FakeDetokenizer, FakeLLM, FakeTokenizer
+from tests.fakes import FakeLLM
 
 STATS = {
     "prompt_tokens",
@@ -278,11 +278,11 @@ def test_chat_ctrl_c_stops_the_answer_only(
 
 
 def test_tint_follows_the_tokens_even_when_text_is_held_back() -> None:
-    tint = DraftTint(FakeDetokenizer(FakeTokenizer()))
-    tokens = [TokenOut(ord(letter), letter.isupper()) for letter in "aBCdE"]
-    assert list(tint.spans(tokens[:3], "a")) == [("a", False)]
-    assert list(tint.spans(tokens[3:], "BCdE")) == [("BC", True), ("d", False), ("E", True)]
-    assert list(tint.spans([], "xy")) == [("xy", True)]
+    tint, texts = DraftTint(), ["a", "B", "CC", "d", "E"]
+    tokens = [TokenOut(index, text.isupper()) for index, text in enumerate(texts)]
+    assert list(tint.spans(tokens[:3], texts[:3], "a")) == [("a", False)]
+    assert list(tint.spans(tokens[3:], texts[3:], "BCCdE")) == [("BCC", True), ("d", False), ("E", True)]
+    assert list(tint.spans([], [], "xy")) == [("xy", True)]
 
 
 def test_demo_says_when_speculation_does_not_pay(cli: Any, fake_engine: type[FakeLLM]) -> None:

@@ -20,8 +20,8 @@ import torch
 
 from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
-from slipstream.grammar import constraints as grammar_compile
 from slipstream.grammar import notations as grammars
+from slipstream.grammar.constraints import Grammars
 from slipstream.grammar.guide import Guide
 from slipstream.server.serving.jobs import Tool
 from slipstream.server.serving.jobs import ToolChoice as Choice
@@ -188,7 +188,8 @@ def test_a_schema_that_is_no_json_is_refused() -> None:
 
 def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[object, ...]] = []
-    found = pair.engine.grammars
+    found = Grammars(pair.tokenizer, VOCAB, remembered=3)
+    monkeypatch.setattr(pair.engine, "grammars", found)
     attempt = found.trial
     monkeypatch.setattr(found, "trial", lambda *asked: (tried.append(asked), attempt(*asked))[1])
     with ThreadPoolExecutor() as threads:  # a server tries it where it does not hold up the engine
@@ -198,11 +199,12 @@ def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) 
     found.prepare(grammars.regex("one[0-9]"), Thinking(4))
     found.prepare(grammars.regex("one[0-9]"), Thinking(5))
     assert len(tried) == 2, "what is thought before is part of the grammar, how much is not"
-    monkeypatch.setattr(grammar_compile, "_REMEMBERED", 3)
     for index in range(3):
         found.prepare(grammars.regex(f"many{index}"), None)
     found.prepare(grammars.regex("one[0-9]"), None)
     assert len(tried) == 6, "old ones are forgotten"
+    monkeypatch.undo()
+    found.close()
 
 
 def test_a_request_whose_every_token_is_banned_fails_alone(pair: LLM) -> None:
@@ -230,7 +232,7 @@ def test_a_matcher_that_breaks_ends_its_request_and_nobody_else(pair: LLM) -> No
     good = pair.request([65], mode="chain", temperature=0, seed=1, max_tokens=40)
     pair.engine.add(bad)
     pair.engine.add(good)
-    guide = pair.engine._sequences[bad.id].sampler.guide
+    guide = pair.engine.sequences[bad.id].sampler.guide
     assert guide is not None
     matcher = guide.matcher
     assert matcher is not None

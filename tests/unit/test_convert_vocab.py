@@ -15,7 +15,7 @@ from slipstream.formats.gguf_write import as_read
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.tools.conversion import convert
 from slipstream.tools.convert_vocab import folder_entries, write_folder
-from tests.fuzz_formats import _write_sentencepiece
+from tests.fuzz_formats import write_sentencepiece
 from tests.helpers_models import CHATML, tiny_vocab
 from tests.oracles import edit_config
 from tests.unit.test_convert import target_folder
@@ -57,7 +57,7 @@ def test_a_byte_level_tokenizer_keeps_its_way_of_cutting(pre: str, tmp_path: Pat
 
 
 def test_a_sentencepiece_tokenizer_survives(tmp_path: Path) -> None:
-    _write_sentencepiece(tmp_path / "s.gguf")
+    write_sentencepiece(tmp_path / "s.gguf")
     metadata = read_gguf(tmp_path / "s.gguf").metadata
     assert write_folder(metadata, tmp_path) == ""
     (tmp_path / "s.gguf").unlink()

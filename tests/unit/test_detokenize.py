@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,34 +13,36 @@ from tests.helpers_models import smollm2_metadata
 from tests.unit.test_tokenizer import metadata, sentencepiece, smollm2
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip)
+def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    """The text of each id and what is left at the end, which are the same however the ids are grouped."""
+    detokenizer, single = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [piece for a, b in zip(edges, edges[1:], strict=False) for piece in detokenizer.push(ids[a:b])]
+    assert pieces == [piece for index in ids for piece in single.push([index])]
     return [*pieces, detokenizer.flush()]
 
 
 cut_lists = st.lists(st.integers(0, 40), max_size=12)
 
 
-@given(st.lists(st.integers(0, 49200), max_size=40), cut_lists, st.booleans())
+@given(st.lists(st.integers(0, 49200), max_size=40), cut_lists)
 @settings(deadline=None)
-def test_pieces_add_up_on_the_real_vocabulary(ids: list[int], cuts: list[int], skip: bool) -> None:
-    assert "".join(stream(smollm2(), ids, cuts, skip)) == smollm2().decode(ids, skip_special=skip)
+def test_pieces_add_up_on_the_real_vocabulary(ids: list[int], cuts: list[int]) -> None:
+    assert "".join(stream(smollm2(), ids, cuts)) == smollm2().decode(ids, skip_special=True)
 
 
-@given(st.lists(st.integers(0, 262), max_size=40), cut_lists, st.booleans())
+@given(st.lists(st.integers(0, 262), max_size=40), cut_lists)
 @settings(deadline=None)
-def test_pieces_add_up_on_raw_bytes(ids: list[int], cuts: list[int], skip: bool) -> None:
+def test_pieces_add_up_on_raw_bytes(ids: list[int], cuts: list[int]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata())
-    assert "".join(stream(tokenizer, ids, cuts, skip)) == tokenizer.decode(ids, skip_special=skip)
+    assert "".join(stream(tokenizer, ids, cuts)) == tokenizer.decode(ids, skip_special=True)
 
 
-@given(st.lists(st.integers(0, 300), max_size=40), cut_lists, st.booleans())
+@given(st.lists(st.integers(0, 300), max_size=40), cut_lists)
 @settings(deadline=None)
-def test_pieces_add_up_on_sentencepiece(ids: list[int], cuts: list[int], skip: bool) -> None:
+def test_pieces_add_up_on_sentencepiece(ids: list[int], cuts: list[int]) -> None:
     tokenizer = sentencepiece()
-    assert "".join(stream(tokenizer, ids, cuts, skip)) == tokenizer.decode(ids, skip_special=skip)
+    assert "".join(stream(tokenizer, ids, cuts)) == tokenizer.decode(ids, skip_special=True)
 
 
 @given(st.text(min_size=1, max_size=30))
@@ -50,8 +51,7 @@ def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     text = text.replace("\ufffd", "")
     tokenizer = Tokenizer.from_gguf(metadata())
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.push([index]) for index in tokenizer.encode(text, parse_special=False)]
-    assert "".join(pieces) == text
+    assert "".join(detokenizer.push(tokenizer.encode(text, parse_special=False))) == text
     assert detokenizer.flush() == ""
 
 
@@ -60,22 +60,19 @@ def test_a_split_character_waits_for_its_last_byte() -> None:
     ids = tokenizer.encode("👩")
     assert len(ids) == 4
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.push([index]) for index in ids] == ["", "", "", "👩"]
-    assert detokenizer.push(ids[:2]) == ""
+    assert detokenizer.push(ids) == ["", "", "", "👩"]
+    assert detokenizer.push(ids[:2]) == ["", ""]
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_special_tokens_are_left_out_on_request() -> None:
+def test_special_tokens_have_no_text() -> None:
     ids = smollm2().encode("<|im_start|>hi<|im_end|>")
-    assert IncrementalDetokenizer(smollm2()).push(ids) == "hi"
-    assert IncrementalDetokenizer(smollm2(), skip_special=False).push(ids) == "<|im_start|>hi<|im_end|>"
+    assert IncrementalDetokenizer(smollm2()).push(ids) == ["", "hi", ""]
 
 
-@pytest.mark.parametrize(("continues", "expected"), [(False, "the there"), (True, " the there")])
-def test_a_continuation_keeps_its_leading_space(continues: bool, expected: str) -> None:
+def test_the_leading_space_of_the_vocabulary_is_left_out() -> None:
     tokenizer = sentencepiece()
-    detokenizer = IncrementalDetokenizer(tokenizer, continues=continues)
-    assert "".join(detokenizer.push([index]) for index in tokenizer.encode("the there", add_bos=False)) == expected
+    assert "".join(IncrementalDetokenizer(tokenizer).push(tokenizer.encode("the there", add_bos=False))) == "the there"
 
 
 def test_cost_does_not_grow_with_the_text() -> None:

@@ -11,6 +11,7 @@ from slipstream.speculative.sequence_policy import (
     SequencePolicy,
     SharedRecord,
 )
+
 from slipstream.types import Gate, Mode
 
 

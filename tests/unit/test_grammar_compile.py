@@ -21,13 +21,13 @@ from slipstream.grammar.constraints import Grammars
 from slipstream.grammar.reference_bounds import MOST_REFERENCES, check_bounds
 from slipstream.text.tokenizer import Tokenizer
 from tests.hostile.chains import KINDS, chain
-from tests.tiny import EOS, VOCAB, _byte_tokenizer, tiny_llm
+from tests.tiny import EOS, VOCAB, byte_tokenizer, tiny_llm
 from tests.unit.test_isolation import gone
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Grammars:
-    return Grammars(Tokenizer(_byte_tokenizer(), eos_ids=[EOS]), VOCAB)
+    return Grammars(Tokenizer(byte_tokenizer(), eos_ids=[EOS]), VOCAB)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "escaped"])
@@ -120,7 +120,7 @@ def test_a_closed_model_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_a_dropped_vocabulary_leaves_no_process() -> None:
-    found = Grammars(Tokenizer(_byte_tokenizer(), eos_ids=[EOS]), VOCAB)
+    found = Grammars(Tokenizer(byte_tokenizer(), eos_ids=[EOS]), VOCAB)
     guide = found.guide(grammars.regex("a+"), None)
     assert guide is not None and guide.mask() is not None
     pids = found.pids

@@ -11,14 +11,14 @@ from slipstream.grammar.constraints import Grammars
 from slipstream.grammar.guide import Budget, Guide, GuideError, Mask
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Thinking
-from tests.tiny import EOS, VOCAB, _byte_tokenizer
+from tests.tiny import EOS, VOCAB, byte_tokenizer
 from tests.unit.test_tokenizer import sentencepiece
 
 
 @pytest.fixture(scope="module")
 def letters() -> Tokenizer:
     """A vocabulary with one token per byte."""
-    return Tokenizer(_byte_tokenizer(), eos_ids=[EOS])
+    return Tokenizer(byte_tokenizer(), eos_ids=[EOS])
 
 
 def test_a_budget_counts_only_what_is_inside(letters: Tokenizer) -> None:
@@ -84,7 +84,7 @@ def test_a_sentencepiece_vocabulary_is_held_too() -> None:
 
 def test_tokenizers_differ_in_what_they_call_special() -> None:
     """A reasoning tag that is one special token of the vocabulary is found as such."""
-    backend = _byte_tokenizer()
+    backend = byte_tokenizer()
     backend.add_special_tokens([AddedToken("<reason>", special=True), AddedToken("</reason>", special=True)])
     tokenizer = Tokenizer(backend, eos_ids=[EOS])
     end = tokenizer.encode("</reason>", add_bos=False)

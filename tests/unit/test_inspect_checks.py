@@ -21,7 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.sources import resolve
 from slipstream.models.dflash_names import gguf_spellings
-from slipstream.tools.checks import Check, check_file, failures, sample_rows
+from slipstream.tools.checks import Check, check_file, sample_rows
 from slipstream.tools.file_report import inspect_file
 from slipstream.tools.instruct import InstructReport, check_instruct
 from slipstream.tools.model_file import open_model
@@ -31,6 +31,10 @@ from tests.helpers_models import CHATML, smollm2_path
 from tests.tiny import EOS
 
 SHIPPED = [resolve(name).path for name in ("smollm2-dflash", "smollm2-dspark")]
+
+
+def failures(checks: list[Check]) -> list[str]:
+    return [f"{check.name}: {problem}" for check in checks for problem in check.problems]
 
 
 def copied(folder: Path, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None]) -> Path:

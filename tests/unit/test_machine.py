@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from slipstream.config import WeightFormat
 from slipstream.kernels import machine
 from slipstream.kernels.cpu.linear import Matrix
 
-CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n"
+LIVES, DIES = "exit 0", "kill -ILL $$"  # what the interpreter does that runs a probe, as a shell script
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,14 @@ def test_threads_are_those_asked_for_or_the_cores() -> None:
     assert machine.prepare_torch(0) == machine.usable_cores() == torch.get_num_threads()
 
 
+def run_probes_by(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a script stand in for Python: it may die like a Python whose matrix library uses a forbidden instruction."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
 def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the exit codes of the probes that were really run."""
     codes: list[int] = []
@@ -62,9 +71,9 @@ def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_crashing_probe_caps_the_instruction_set_and_is_remembered(
-    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "_PROBE", CRASH)
+    run_probes_by(DIES, tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "advertises_amx", lambda: True)
     codes = count_probes(monkeypatch)
     machine.prepare_torch(1)
@@ -77,8 +86,10 @@ def test_a_crashing_probe_caps_the_instruction_set_and_is_remembered(
     assert len(codes) == 1, "the second start asks the file, not the machine"
 
 
-def test_a_probe_that_lives_changes_nothing_and_is_remembered(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    monkeypatch.setattr(machine, "_PROBE", "pass")
+def test_a_probe_that_lives_changes_nothing_and_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path
+) -> None:
+    run_probes_by(LIVES, tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "advertises_amx", lambda: True)
     codes = count_probes(monkeypatch)
     machine.prepare_torch(1)
@@ -88,28 +99,32 @@ def test_a_probe_that_lives_changes_nothing_and_is_remembered(monkeypatch: pytes
     assert [path.name for path in own_cache.iterdir()] == ["machine.json"], "no scratch file stays behind"
 
 
-def test_another_torch_asks_again_and_keeps_what_was_known(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    monkeypatch.setattr(machine, "_PROBE", "pass")
+def test_another_torch_asks_again_and_keeps_what_was_known(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path
+) -> None:
+    run_probes_by(LIVES, tmp_path, monkeypatch)
     codes = count_probes(monkeypatch)
     assert machine.amx_survives()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    monkeypatch.setattr(machine, "_PROBE", CRASH)
+    run_probes_by(DIES, tmp_path, monkeypatch)
     assert not machine.amx_survives()
     assert len(codes) == 2
     assert sorted(json.loads((own_cache / "machine.json").read_text()).values()) == [False, True]
 
 
-def test_a_damaged_memory_is_made_anew(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+def test_a_damaged_memory_is_made_anew(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> None:
     own_cache.mkdir()
     (own_cache / "machine.json").write_text("{ not json")
-    monkeypatch.setattr(machine, "_PROBE", "pass")
+    run_probes_by(LIVES, tmp_path, monkeypatch)
     assert machine.amx_survives()
     assert list(json.loads((own_cache / "machine.json").read_text()).values()) == [True]
 
 
-def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     codes = count_probes(monkeypatch)
-    monkeypatch.setattr(machine, "_PROBE", CRASH)
+    run_probes_by(DIES, tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "advertises_amx", lambda: False)
     machine.prepare_torch(1)
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
@@ -122,7 +137,9 @@ def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(monkeypatch: p
 
 @pytest.mark.parametrize(("text", "amx"), [("flags : fpu avx512f amx_tile", True), ("flags : fpu avx2", False)])
 def test_amx_is_read_from_the_cpu_flags(monkeypatch: pytest.MonkeyPatch, text: str, amx: bool) -> None:
-    monkeypatch.setattr(machine, "_cpu_info", lambda: f"model name\t: Some CPU @ 2GHz\n{text}\n")
+    info = {"/proc/cpuinfo": f"model name\t: Some CPU @ 2GHz\n{text}\n"}
+    monkeypatch.setattr(Path, "is_file", lambda path: str(path) in info)
+    monkeypatch.setattr(Path, "read_text", lambda path: info[str(path)])
     assert machine.advertises_amx() is amx
     assert machine.cpu_name() == "Some CPU @ 2GHz"
 

@@ -180,10 +180,10 @@ def test_one_model_from_options(tmp_path: Path) -> None:
     assert served_name(str(tmp_path / "tiny.Q4_0.gguf")) == "tiny.Q4_0"
     assert served_name(str(tmp_path)) == tmp_path.name
     assert (served_name("smollm2"), served_name("owner/name")) == ("smollm2", "owner/name")
-    spec = ModelSpec.from_options("smollm2", "none", defaults={"temperature": 0.5}, idle_s=3)
-    assert (spec.name, spec.preload, spec.idle_s, spec.defaults) == ("smollm2", True, 3, {"temperature": 0.5})
+    spec = ModelSpec.from_options("smollm2", "none", defaults={"temperature": 0.5})
+    assert (spec.name, spec.preload, spec.defaults) == ("smollm2", True, {"temperature": 0.5})
     with pytest.raises(ConfigError, match="cannot be called 'any'"):
-        ModelSpec.from_options("smollm2", name="any")
+        ModelSpec("any", "smollm2")
 
 
 def test_only_the_pair_and_the_engine_need_another_load() -> None:

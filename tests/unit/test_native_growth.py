@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from slipstream.speculative.calibration import Calibration
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
-from slipstream.speculative.calibration import Calibration
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.tree import Growth
 from tests.native import libraries

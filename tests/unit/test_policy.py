@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-
 from slipstream.speculative.allocation import LEAST_SHARE, StepTimes
-from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.expected_gains import ExpectedGains
 from slipstream.speculative.planning import DraftPlan, best_plan
-from slipstream.speculative.policy import Offer, Policy, SequencePolicy, VerifyChoice, View
 from slipstream.speculative.sequence_policy import DraftDebt
+
+from slipstream.speculative.costs import CostTable, StepShape
+from slipstream.speculative.policy import Offer, Policy, SequencePolicy, VerifyChoice, View
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.bench.quality import Prediction, agreement, compare_predictions, perplexity, windows
-from slipstream.engine.scoring import predictions, row_times, text_logits
+from slipstream.engine.scoring import text_logits
+from tests.quality import Prediction, agreement, compare_predictions, perplexity, predictions, row_times, windows
 from tests.tiny import VOCAB, prompt, tiny_llm
 
 
@@ -46,7 +46,9 @@ def test_windows_cover_the_text_once() -> None:
 def test_chunks_give_the_logits_of_decoding_token_by_token(tmp_path: Path) -> None:
     llm = tiny_llm(tmp_path, draft=False)
     ids = prompt(150)
-    whole, chunked, single = (torch.cat(list(text_logits(llm._target, ids, chunk))) for chunk in (150, 64, 1))
+    whole, chunked, single = (
+        torch.cat(list(text_logits(llm.engine.executor.target, ids, chunk))) for chunk in (150, 64, 1)
+    )
     assert whole.shape == (150, VOCAB)
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(single, whole, atol=1e-5, rtol=1e-5)
@@ -54,13 +56,13 @@ def test_chunks_give_the_logits_of_decoding_token_by_token(tmp_path: Path) -> No
 
 def test_predictions_look_one_token_ahead(tmp_path: Path) -> None:
     llm = tiny_llm(tmp_path, draft=False)
-    ids, progress = prompt(100), list[int]()
-    seen = list(predictions(llm._target, ids, chunk=33, progress=progress.append))
-    logits = next(text_logits(llm._target, ids, 100))
+    ids = prompt(100)
+    seen = list(predictions(llm.engine.executor.target, ids, chunk=33))
+    logits = next(text_logits(llm.engine.executor.target, ids, 100))
     expected = torch.log_softmax(logits[:-1].double(), -1)[torch.arange(99), torch.tensor(ids[1:])]
-    torch.testing.assert_close(torch.tensor([p for p, _ in seen]).double(), expected, atol=1e-5, rtol=1e-5)
-    assert [best for _, best in seen] == logits[:-1].argmax(-1).tolist()
-    assert progress == [33, 33, 33, 1]
+    found = torch.tensor([one.log_probability for one in seen])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert [one.best for one in seen] == logits[:-1].argmax(-1).tolist()
     # what the target itself would write is what it predicts best
     request = llm.request(ids, max_tokens=1, ignore_eos=True)
     assert llm.run([request])[0].token_ids == [int(logits[-1].argmax())]
@@ -68,5 +70,5 @@ def test_predictions_look_one_token_ahead(tmp_path: Path) -> None:
 
 def test_steps_of_all_widths_are_timed(tmp_path: Path) -> None:
     llm = tiny_llm(tmp_path, draft=False)
-    times = row_times(llm._target, (1, 4, 64))
+    times = row_times(llm.engine.executor.target, (1, 4, 64))
     assert list(times) == [1, 4, 64] and all(0 < ms < 1000 for ms in times.values())

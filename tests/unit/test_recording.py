@@ -120,23 +120,38 @@ def test_failed_and_unfinished_answers_are_left_out(tmp_path: Path) -> None:
 def test_a_full_disk_warns_once_and_serving_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real = io.FileIO("/dev/full", "r+")
+
+    class Full(io.FileIO):
+        """A file whose writes go to a real device that has no space left."""
+
+        def write(self, data: Any) -> int:
+            return real.write(data)
+
     recorder = Recorder(tmp_path)
+    monkeypatch.setattr(io, "FileIO", Full)
     recorder.start()
-    # a real file on which every write fails for lack of space
-    monkeypatch.setattr(recorder, "_open", lambda number: io.FileIO("/dev/full", "r+"))
-    recorder._let_go()
     for _ in range(5):
         recorder.record(job(), answer())
     recorder.close()
     assert (recorder.written, recorder.dropped) == (0, 5)
     complaints = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
     assert len(complaints) == 1 and "No space left on device" in complaints[0]
+    real.close()
 
 
-def test_a_slow_disk_loses_lines_instead_of_making_anybody_wait(tmp_path: Path) -> None:
+def test_a_slow_disk_loses_lines_instead_of_making_anybody_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(io.FileIO):
+        """A file whose writes take as long as the gate is closed."""
+
+        def write(self, data: Any) -> int:
+            gate.wait(20)
+            return super().write(data)
+
     recorder, gate = Recorder(tmp_path, queue_length=2), threading.Event()
-    write = recorder._write
-    recorder._write = lambda line: (gate.wait(20), write(line))[1]  # type: ignore[method-assign]
+    monkeypatch.setattr(io, "FileIO", Slow)
     recorder.start()
     for _ in range(10):
         recorder.record(job(), answer())

@@ -19,7 +19,7 @@ from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.cache.sequence import SequenceState
 from slipstream.config import EngineConfig
 from slipstream.engine.pool_sizes import StateRoom
-from slipstream.engine.scheduler import ScheduledSequence, Scheduler
+from slipstream.engine.scheduler import ScheduledSequence, Scheduler, SchedulerLimits
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 from slipstream.types import Request
@@ -328,7 +328,9 @@ def ticket(world: Sequences, name: str, tokens: int = 3) -> ScheduledSequence:
 
 def test_a_sequence_waits_for_a_slot_and_takes_a_paused_ones() -> None:
     world = Sequences(make_pools(slots=2, stride=0))
-    scheduler: Scheduler[ScheduledSequence] = Scheduler(world.table, None, PAGE, 4, 8, 8, 16, states=world.pools.states)
+    scheduler: Scheduler[ScheduledSequence] = Scheduler(
+        world.table, None, PAGE, SchedulerLimits(4, 8, 8, 16), world.pools.states
+    )
     tickets = [ticket(world, name) for name in "abc"]
     for one in tickets:
         scheduler.add(one)

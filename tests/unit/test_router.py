@@ -158,10 +158,10 @@ def test_a_model_is_not_taken_away_before_those_who_waited_for_it_have_it(folder
         while not router.residents():
             await asyncio.sleep(0)
         assert not coming.done() and router.describe()[0].users == 0
-        router._look_around()
+        router.look_around()
         assert states(router)["a"] == "ready"
         (await coming).release()
-        router._look_around()
+        router.look_around()
         assert states(router)["a"] == "sleeping"
 
     run(ModelRouter(specs(folder, "a"), idle_s=1e-6, tick_s=60), body)

@@ -13,7 +13,6 @@ import torch
 
 from slipstream.config import PAGE_TOKENS
 from slipstream.engine.llm import LLM
-from slipstream.errors import StaleEpochError
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import Proposal, Request
 from tests.tiny import ask, assert_idle, mixed_requests, prompt, tiny_llm
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 def crowded(folder: Path, pages: int = 14) -> LLM:
     """Two slots, short quanta and few pages."""
     llm = tiny_llm(folder, weight_format="int8", max_sequences=2, cache_tokens=pages * PAGE_TOKENS)
-    llm.engine.scheduler._quantum = 4
+    llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, quantum=4)
     return llm
 
 
@@ -41,7 +40,6 @@ def drive(
     Returns the texts and the phases that were seen.
     """
     texts: dict[str, list[int]] = {request.id: [] for request in requests}
-    epochs: dict[str, int] = {}
     phases: set[str] = set()
     for request in requests:
         llm.engine.add(request)
@@ -50,14 +48,10 @@ def drive(
             return texts, phases
         for event in llm.engine.step():
             texts[event.request_id] += [token.id for token in event.tokens]
-        for ticket in filter(None, map(llm.engine.scheduler.find, texts)):
-            phases.add(ticket.phase)
-            name = ticket.request.id
+        for name, sequence in llm.engine.sequences.items():
+            phases.add(sequence.phase)
             if rng.random() < 0.1:
-                if ticket.where == "paused":
-                    assert llm.engine.resume(name, epochs[name])
-                else:
-                    epochs[name] = llm.engine.pause(name) or 0
+                assert llm.engine.resume(name) if sequence.where == "paused" else llm.engine.pause(name)
         if step == 12:
             assert llm.engine.cancel(cancelled)
     raise AssertionError("never ended")
@@ -85,15 +79,11 @@ def test_a_paused_request_that_lost_its_pages_goes_on_to_the_same_text(folder: P
     got: list[int] = []
     for _ in range(after):
         got += [token.id for event in llm.engine.step() for token in event.tokens]
-    epoch = llm.engine.pause("r")
-    assert epoch == 1
+    assert llm.engine.pause("r")
     large = ask("large", prompt(300, 2), mode="plain", max_tokens=40)
     assert len(llm.run([large])[0].token_ids) == 40
-    ticket = llm.engine.scheduler.find("r")
-    assert ticket is not None and ticket.phase == "paused-evicted"
-    with pytest.raises(StaleEpochError):
-        llm.engine.resume("r", 0)
-    assert llm.engine.resume("r", epoch)
+    assert llm.engine.sequences["r"].phase == "paused-evicted"
+    assert llm.engine.resume("r") and not llm.engine.resume("r")
     while llm.engine.has_work:
         got += [token.id for event in llm.engine.step() for token in event.tokens]
     assert got == expected
@@ -114,14 +104,13 @@ def test_a_page_of_a_paused_request_that_a_running_one_stands_on_is_not_counted_
     while not got["running"]:
         for event in llm.engine.step():
             got[event.request_id] += [token.id for token in event.tokens]
-    epoch = llm.engine.pause("paused")
-    assert epoch is not None
+    assert llm.engine.pause("paused")
     llm.engine.add(large)
     while llm.engine.has_work:
         for event in llm.engine.step():
             got[event.request_id] += [token.id for token in event.tokens]
         if llm.engine.has_work and not llm.engine.busy:
-            assert llm.engine.resume("paused", epoch)
+            assert llm.engine.resume("paused")
     assert got == expected
     assert_idle(llm)
 
@@ -129,12 +118,13 @@ def test_a_page_of_a_paused_request_that_a_running_one_stands_on_is_not_counted_
 def test_paused_requests_leave_the_engine_idle_and_can_be_cancelled(llm: LLM) -> None:
     llm.engine.add(ask("r", prompt(20), max_tokens=60))
     llm.engine.step()
-    assert llm.engine.pause("r") == 1 and llm.engine.pause("nobody") is None
+    assert not llm.engine.resume("r") and not llm.engine.pause("unknown")
+    assert llm.engine.pause("r") and llm.engine.pause("r")
     assert llm.engine.has_work and not llm.engine.busy
     assert llm.engine.step() == []
     assert llm.engine.cancel("r") and llm.engine.busy
     assert [event.finish_reason for event in llm.engine.step()] == ["cancelled"]
-    assert not llm.engine.resume("r", 1)
+    assert not llm.engine.resume("r")
     assert_idle(llm)
 
 
@@ -148,7 +138,7 @@ def test_a_request_whose_own_sampling_fails_ends_alone(
     choose = RowSampler.choose
 
     def failing(sampler: RowSampler, logits: torch.Tensor, first: int, proposal: Proposal | None) -> torch.Tensor:
-        session = llm.engine._sequences.get("bad")
+        session = llm.engine.sequences.get("bad")
         if session is not None and session.sampler is sampler and session.generated >= after:
             raise ValueError("its grammar is broken")
         return choose(sampler, logits, first, proposal)

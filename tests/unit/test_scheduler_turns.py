@@ -1,4 +1,4 @@
-"""Which sequences go first and which make room: priorities, quanta, turns between prompts, pauses and their epochs."""
+"""Which sequences go first and which make room: priorities, quanta, turns between prompts, and pauses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.engine.scheduler import AGEING_S, ScheduledSequence
-from slipstream.errors import BusyError, StaleEpochError
+from slipstream.errors import BusyError
 from tests.unit.test_scheduler import Bench, names, spans
-
-
-def bench_with(quantum: int, **settings: int) -> Bench:
-    bench = Bench(**settings)  # type: ignore[arg-type]
-    bench.scheduler._quantum = quantum
-    return bench
 
 
 def urgent(bench: Bench, name: str, prompt: int, priority: int, max_tokens: int = 4) -> ScheduledSequence:
@@ -53,7 +47,7 @@ def test_larger_priorities_are_admitted_first_and_within_one_who_came_first() ->
 
 
 def test_nobody_yields_while_nobody_waits() -> None:
-    bench = bench_with(quantum=2, sequences=2)
+    bench = Bench(quantum=2, sequences=2)
     a, b = bench.add("a", 3, max_tokens=20), bench.add("b", 3, max_tokens=20)
     for _ in range(10):
         bench.step()
@@ -61,7 +55,7 @@ def test_nobody_yields_while_nobody_waits() -> None:
 
 
 def test_slots_go_round_in_quanta_and_nothing_is_prefilled_twice() -> None:
-    bench = bench_with(quantum=3, sequences=1)
+    bench = Bench(quantum=3, sequences=1)
     tickets = [bench.add(name, 5, max_tokens=9) for name in "abc"]
     seen, prefills = [], []
     while bench.scheduler.busy:
@@ -75,7 +69,7 @@ def test_slots_go_round_in_quanta_and_nothing_is_prefilled_twice() -> None:
 
 
 def test_a_yielded_sequence_keeps_its_pages_and_its_phase_says_so() -> None:
-    bench = bench_with(quantum=3, sequences=1)
+    bench = Bench(quantum=3, sequences=1)
     a = bench.add("a", 5, max_tokens=9)
     bench.add("b", 5, max_tokens=9)
     assert a.phase == "waiting"
@@ -86,7 +80,7 @@ def test_a_yielded_sequence_keeps_its_pages_and_its_phase_says_so() -> None:
 
 
 def test_nobody_yields_to_one_who_could_not_start_for_want_of_pages() -> None:
-    bench = bench_with(quantum=2, sequences=1, pages=6)
+    bench = Bench(quantum=2, sequences=1, pages=6)
     a = bench.add("a", 11, max_tokens=8)
     bench.add("large", 11, max_tokens=8)
     for _ in range(9):
@@ -96,7 +90,7 @@ def test_nobody_yields_to_one_who_could_not_start_for_want_of_pages() -> None:
 
 
 def test_those_who_hold_their_pages_pass_one_who_cannot_start() -> None:
-    bench = bench_with(quantum=2, sequences=1, pages=10)
+    bench = Bench(quantum=2, sequences=1, pages=10)
     bench.add("a", 4, max_tokens=10)
     bench.add("b", 4, max_tokens=10)
     for _ in range(4):
@@ -113,7 +107,7 @@ def test_those_who_hold_their_pages_pass_one_who_cannot_start() -> None:
 
 
 def test_a_higher_priority_takes_a_slot_at_once_and_a_lower_one_never() -> None:
-    bench = bench_with(quantum=50, sequences=1)
+    bench = Bench(quantum=50, sequences=1)
     first = bench.add("first", 3, max_tokens=9)
     bench.add("second", 3, max_tokens=9)
     bench.step()
@@ -126,7 +120,7 @@ def test_a_higher_priority_takes_a_slot_at_once_and_a_lower_one_never() -> None:
 
 
 def test_the_lowest_priority_that_had_most_makes_room() -> None:
-    bench = bench_with(quantum=4, sequences=3)
+    bench = Bench(quantum=4, sequences=3)
     urgent(bench, "important", 3, 2, max_tokens=30)
     bench.add("old", 3, max_tokens=30)
     bench.step()
@@ -139,7 +133,7 @@ def test_the_lowest_priority_that_had_most_makes_room() -> None:
 
 
 def test_long_prompts_use_up_their_quantum_too() -> None:
-    bench = bench_with(quantum=2, sequences=1, pages=64, chunk=8)
+    bench = Bench(quantum=2, sequences=1, pages=64, chunk=8)
     bench.add("long", 80, max_tokens=2)
     bench.step()
     bench.step()
@@ -191,30 +185,28 @@ def test_a_paused_request_keeps_its_pages_frees_its_slot_and_goes_on() -> None:
     bench.step()
     bench.step()
     pages = list(a.state.pages)
-    epoch = bench.scheduler.pause(a)
-    assert (epoch, a.phase, a.state.pages) == (1, "paused", pages)
-    assert bench.scheduler.pause(a) == epoch, "pausing twice is pausing once"
+    bench.scheduler.pause(a)
+    bench.scheduler.pause(a)
+    assert (bench.scheduler.paused, a.phase, a.state.pages) == ([a], "paused", pages), "pausing twice is pausing once"
     assert run(bench) == ["b"] and not bench.scheduler.busy
-    bench.scheduler.resume(a, epoch)
+    assert bench.scheduler.resume(a)
     plan = bench.step()
     assert names(plan.decode) == ["a"] and not plan.prefill and a.state.pages == pages
     assert run(bench) == ["a"]
     assert bench.table.free == bench.table.total
 
 
-def test_stale_epochs_are_refused() -> None:
+def test_only_a_paused_request_is_resumed() -> None:
     bench = Bench()
     a = bench.add("a", 5)
-    with pytest.raises(StaleEpochError, match="'a' is not paused"):
-        bench.scheduler.resume(a, 0)
-    first = bench.scheduler.pause(a)
-    bench.scheduler.resume(a, first)
-    with pytest.raises(StaleEpochError, match="is not paused"):
-        bench.scheduler.resume(a, first)
-    second = bench.scheduler.pause(a)
-    with pytest.raises(StaleEpochError, match=f"at epoch {second}, not {first}"):
-        bench.scheduler.resume(a, first)
-    bench.scheduler.resume(a, second)
+    assert not bench.scheduler.resume(a) and bench.scheduler.waiting == [a]
+    for _ in range(2):
+        bench.scheduler.pause(a)
+        assert (bench.scheduler.waiting, bench.scheduler.paused) == ([], [a])
+        assert bench.scheduler.resume(a) and not bench.scheduler.resume(a)
+        assert (bench.scheduler.waiting, bench.scheduler.paused) == ([a], [])
+    bench.step()
+    assert not bench.scheduler.resume(a) and bench.scheduler.running == [a]
     assert run(bench) == ["a"]
 
 
@@ -223,7 +215,8 @@ def test_a_paused_request_loses_its_pages_only_to_one_who_can_start_with_them() 
     oldest, younger = bench.add("oldest", 5, max_tokens=6), bench.add("younger", 5, max_tokens=6)
     bench.step()
     bench.step()
-    epochs = [bench.scheduler.pause(ticket) for ticket in (oldest, younger)]
+    for ticket in (oldest, younger):
+        bench.scheduler.pause(ticket)
     holder = bench.add("holder", 3, max_tokens=4)
     bench.scheduler.admit()
     assert bench.table.free == 0
@@ -237,8 +230,7 @@ def test_a_paused_request_loses_its_pages_only_to_one_who_can_start_with_them() 
     bench.scheduler.check()
     tokens = (*oldest.request.prompt_ids, 0, 0)
     assert oldest.kept_tokens == tokens and holder.where == "running"
-    for ticket, epoch in zip((oldest, younger), epochs, strict=True):
-        bench.scheduler.resume(ticket, epoch)
+    assert bench.scheduler.resume(oldest) and bench.scheduler.resume(younger)
     again = []
     while bench.scheduler.busy:
         again += [span for span in spans(bench.step()) if span[0] == "oldest"]
@@ -257,14 +249,18 @@ def test_pages_shared_with_the_cache_and_a_runner_are_not_counted_as_reclaimable
     bench.add("sharer", 13, max_tokens=2)
     bench.scheduler.pause(paused)
     bench.scheduler.admit()
-    assert bench.scheduler._reclaimable() == 1, "three of its four pages are the sharer's as well"
-    bench.add("wants", [90] * 23, max_tokens=4)
+    assert bench.table.free == 5, "three pages of the paused one's four are the sharer's as well"
+    bench.add("wants seven", [90] * 23, max_tokens=4)
     bench.scheduler.admit()
     assert names(bench.scheduler.running) == ["sharer"] and paused.phase == "paused"
+    bench.scheduler.waiting.clear()
+    bench.add("wants six", [90] * 19, max_tokens=4)
+    bench.scheduler.admit()
+    assert names(bench.scheduler.running) == ["sharer", "wants six"] and paused.phase == "paused-evicted"
 
 
 def test_a_cancelled_request_leaves_from_every_state() -> None:
-    bench = bench_with(quantum=1, sequences=1)
+    bench = Bench(quantum=1, sequences=1)
     yielded, running, paused, waiting = (bench.add(name, 5, max_tokens=9) for name in ("y", "r", "p", "w"))
     bench.step()
     bench.step()
@@ -278,7 +274,7 @@ def test_a_cancelled_request_leaves_from_every_state() -> None:
 
 
 def test_the_queue_is_bounded_for_newcomers_only() -> None:
-    bench = bench_with(quantum=1, sequences=1, waiting=2)
+    bench = Bench(quantum=1, sequences=1, waiting=2)
     a = bench.add("a", 3)
     bench.step()
     bench.add("b", 3)
@@ -288,8 +284,8 @@ def test_the_queue_is_bounded_for_newcomers_only() -> None:
     assert a.phase == "yielded"
     with pytest.raises(BusyError):
         bench.add("e", 3)
-    epoch = bench.scheduler.pause(a)
-    bench.scheduler.resume(a, epoch)
+    bench.scheduler.pause(a)
+    assert bench.scheduler.resume(a), "it stood in no line of newcomers"
 
 
 def flood(bench: Bench, waiter: ScheduledSequence, priority: int, step_s: float, steps: int) -> int:
@@ -309,7 +305,7 @@ def flood(bench: Bench, waiter: ScheduledSequence, priority: int, step_s: float,
 
 @pytest.mark.parametrize(("priority", "levels"), [(1, 1), (5, 5), (20, 20)])
 def test_a_stream_of_larger_priorities_does_not_keep_a_request_waiting_for_ever(priority: int, levels: int) -> None:
-    bench = bench_with(quantum=4, sequences=1)
+    bench = Bench(quantum=4, sequences=1)
     at(bench, 0.0)
     waiter = urgent(bench, "patient", 3, 0, max_tokens=3)
     step_s = AGEING_S / 10
@@ -318,7 +314,7 @@ def test_a_stream_of_larger_priorities_does_not_keep_a_request_waiting_for_ever(
 
 
 def test_who_came_in_by_waiting_keeps_its_slot_for_a_quantum() -> None:
-    bench = bench_with(quantum=4, sequences=1)
+    bench = Bench(quantum=4, sequences=1)
     at(bench, 0.0)
     waiter = urgent(bench, "patient", 3, 0, max_tokens=12)
     assert flood(bench, waiter, 3, AGEING_S / 10, steps=60) > 0
@@ -333,7 +329,7 @@ def test_who_came_in_by_waiting_keeps_its_slot_for_a_quantum() -> None:
 
 
 def test_a_prompt_in_a_slot_ages_too() -> None:
-    bench = bench_with(quantum=50, sequences=2, chunk=4, rows=4)
+    bench = Bench(quantum=50, sequences=2, chunk=4, rows=4)
     at(bench, 0.0)
     patient = urgent(bench, "patient", 6, 0, max_tokens=1)
     first = []
@@ -370,10 +366,10 @@ def test_a_request_that_cannot_start_is_not_tried_at_every_step(monkeypatch: pyt
         bench.step()
         assert large.where == "waiting"
     assert len(tried) == 1, "nothing came free meanwhile"
-    epoch = bench.scheduler.pause(runs)
+    bench.scheduler.pause(runs)
     bench.step()
     assert large.where == "running" and runs.phase == "paused-evicted", "what is paused can give its pages"
-    bench.scheduler.resume(runs, epoch)
+    assert bench.scheduler.resume(runs)
     while bench.scheduler.busy:
         bench.step()
     assert runs.generated == 20 and large.generated == 8

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import pytest
-
 from slipstream.speculative.calibration import DraftOutcome
 from slipstream.speculative.expected_gains import DraftCurves
 from slipstream.speculative.sequence_policy import SequencePolicy, SharedRecord
+
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 AUTO = Gate("auto")

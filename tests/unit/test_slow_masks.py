@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import resource
 from collections.abc import Sequence
 from functools import partial
 
@@ -90,10 +90,11 @@ def test_an_engine_whose_sequences_all_wait_sleeps(pair: LLM) -> None:
     watch = add_watched(pair, slow, closed=True)
     assert watch.began.wait(0) is False
     pair.engine.step()
-    began = time.monotonic()
+    slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw  # how often this thread gave up its core
     for _ in range(10):
         assert pair.engine.step() == []
-    assert time.monotonic() - began > 0.1, "a step without anything to do comes back at once"
+    slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
+    assert slept >= 9, "a step without anything to do comes back at once"
     watch.gate.set()
     run_until(pair, [slow.id])
     assert_idle(pair)
@@ -125,9 +126,8 @@ def test_a_request_is_paused_and_resumed_while_its_mask_is_computed(pair: LLM) -
     watch = add_watched(pair, slow, closed=True)
     pair.engine.step()
     assert watch.began.wait(10)
-    epoch = pair.engine.pause(slow.id)
-    assert epoch is not None and not pair.engine.busy
-    assert pair.engine.resume(slow.id, epoch)
+    assert pair.engine.pause(slow.id) and not pair.engine.busy
+    assert pair.engine.resume(slow.id)
     watch.gate.set()
     text, event = run_until(pair, [slow.id])[slow.id]
     assert event.finish_reason == "stop" and text == alone and not watch.gave_up
@@ -186,7 +186,7 @@ def test_a_constraint_that_turns_slow_holds_up_few_steps(pair: LLM) -> None:
     watch = add_watched(pair, request)
     held_up = 0
     while pair.engine.has_work:
-        guide = pair.engine._sequences[request.id].sampler.guide
+        guide = pair.engine.sequences[request.id].sampler.guide
         assert guide is not None
         inline, before = not guide.slow, len(watch.paths)
         watch.burn_s = SLOW_S if inline else 0.0
@@ -231,8 +231,8 @@ def test_a_mask_that_never_ends_ends_its_request_and_nothing_else(pair: LLM) -> 
 
 
 def test_a_constraint_that_stays_slow_ends_its_request(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide_module, "_GRACE_S", 6 * SLOW_S)
-    monkeypatch.setattr(guide_module, "_TOKEN_S", SLOW_S / 2)
+    monkeypatch.setattr(guide_module, "GRACE_S", 6 * SLOW_S)
+    monkeypatch.setattr(guide_module, "GRACE_TOKEN_S", SLOW_S / 2)
     slow = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
     other = pair.request(pair.prompt_ids("x"), constraint=LETTERS, **SETTINGS)
     add_watched(pair, slow, burn_s=SLOW_S)

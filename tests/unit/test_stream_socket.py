@@ -32,6 +32,10 @@ WAIT_S = 30.0
 SETTINGS: dict[str, Any] = {"model": "tiny", "ignore_eos": True, "max_tokens": 40, "temperature": 0.9, "seed": 5}
 
 
+def encoded(operation: dict[str, Any]) -> bytes:
+    return json.dumps(operation).encode() + b"\n"
+
+
 class Client:
     """One connection; frames of other requests are kept until a test asks for them."""
 
@@ -42,7 +46,7 @@ class Client:
 
     def send(self, *operations: dict[str, Any] | bytes) -> None:
         for each in operations:
-            self.writer.write(each if isinstance(each, bytes) else json.dumps(each).encode() + b"\n")
+            self.writer.write(each if isinstance(each, bytes) else encoded(each))
 
     def start(self, name: str, prompt: str = "hello", **settings: Any) -> None:
         self.send({"op": "start", "id": name, "prompt": prompt, **SETTINGS, **settings})
@@ -339,10 +343,9 @@ def test_a_slow_reader_is_held_and_loses_nothing_while_others_go_on(folder: Path
         async with bench.client() as other:
             other.start("whole", **settings)
             whole = await other.text("whole")
-            reader, writer = await asyncio.open_unix_connection(str(bench.path), limit=256)
-            slow = Client(reader, writer)
-            slow.start("r", logprobs=20, **settings)
-            await slow.writer.drain()
+            line = socket.socket(socket.AF_UNIX)  # nothing reads from it before a client is made of it
+            line.connect(str(bench.path))
+            line.sendall(encoded({"op": "start", "id": "r", "prompt": "hello", **SETTINGS, "logprobs": 20, **settings}))
             generated = -1
             async with asyncio.timeout(WAIT_S):
                 while True:  # until it comes to rest before its end
@@ -356,8 +359,9 @@ def test_a_slow_reader_is_held_and_loses_nothing_while_others_go_on(folder: Path
             other.start("whole", **settings)
             assert await other.text("whole") == whole, "nobody else is held up"
             assert bench.worker.snapshot().slots[0].generated == generated
-            reader._limit = 1 << 20  # type: ignore[attr-defined]  # it was small to keep the client from reading ahead
-            text, last = await slow.until("r", "done")
+            line.setblocking(False)
+            reader, writer = await asyncio.open_unix_connection(sock=line)
+            text, last = await Client(reader, writer).until("r", "done")
             assert text == whole and last["finish_reason"] == "length"
             writer.close()
 

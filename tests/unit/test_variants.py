@@ -247,13 +247,13 @@ def test_variants_come_and_go_while_others_run(llm: LLM, sources: dict[str, str]
     llm.engine.add(replace(ask("new", prompt(30, 7), max_tokens=6), draft_lora="taps"))
     with pytest.raises(RequestError, match=r"'taps' is in use \(open requests: 1\)"):
         llm.remove_draft_lora("taps")
-    while llm.engine.scheduler.find("new") is not None:
+    while "new" in llm.engine.sequences:
         go_on(1)
     llm.remove_draft_lora("taps")
     llm.engine.pause("keys")
     with pytest.raises(RequestError, match="'keys' is in use"):
         llm.remove_draft_lora("keys")
-    llm.engine.resume("keys", 1)
+    assert llm.engine.resume("keys")
     while llm.engine.has_work:
         go_on(1)
     assert {name: seen(found) for name, found in steps.items()} == {n: seen(w[1]) for n, w in wanted.items()}

@@ -6,6 +6,8 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,9 +51,13 @@ class Reader:
 
 
 @pytest.fixture
-def worker(folder: Path) -> Iterator[EngineWorker]:
-    llm = tiny_llm(folder, weight_format="int8", max_sequences=2, max_waiting=3)
-    made = EngineWorker(llm, "tiny")
+def served(folder: Path) -> LLM:
+    return tiny_llm(folder, weight_format="int8", max_sequences=2, max_waiting=3)
+
+
+@pytest.fixture
+def worker(served: LLM) -> Iterator[EngineWorker]:
+    made = EngineWorker(served, "tiny")
     made.start()
     yield made
     made.stop(drain=False, timeout_s=WAIT_S)
@@ -130,8 +136,8 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(worker: EngineWorker) 
     assert readers[4].last().finish_reason == "length"
 
 
-def test_who_waits_for_the_next_turn_counts_in_the_queue(worker: EngineWorker) -> None:
-    worker._engine.scheduler._quantum = 1
+def test_who_waits_for_the_next_turn_counts_in_the_queue(served: LLM, worker: EngineWorker) -> None:
+    served.engine.scheduler.limits = replace(served.engine.scheduler.limits, quantum=1)
     readers = [Reader() for _ in range(6)]
     readers[0].gate.clear()
     readers[1].gate.clear()
@@ -178,7 +184,7 @@ def test_paused_requests_count_among_the_open_ones(worker: EngineWorker) -> None
         worker.check_room(preparing=0)
         worker.submit(ask(name, prompt(5)), readers[name])
         epochs[name] = worker.pause(name)
-        until(lambda: len(worker._engine.scheduler.paused) == len(epochs))
+        until(lambda: [slot.phase for slot in worker.snapshot().slots] == ["paused"] * len(epochs))
     assert worker.snapshot().waiting == 0, "nothing stands in line"
     for refuse in (lambda: worker.check_room(preparing=0), lambda: worker.submit(ask("r5", prompt(5)), readers["r5"])):
         with pytest.raises(BusyError, match="5 requests of 'tiny' are open already, paused ones included"):
@@ -342,27 +348,30 @@ def test_a_question_is_answered_between_steps_or_refused_when_the_engine_ends(
     assert worker.ask(lambda: threading.current_thread() is worker.thread)
     with pytest.raises(ZeroDivisionError):
         worker.ask(lambda: 1 // 0)
-    reader = Reader()
-    reader.gate.clear()
-    worker.submit(ask("r", prompt(5), max_tokens=300), reader)
-    assert reader.begun.wait(WAIT_S)
+    begun, waits, gate = threading.Event(), threading.Event(), threading.Event()
     found: list[BaseException] = []
+    result = Future.result
 
     def wait_for_an_answer() -> None:
         with pytest.raises(EngineFailedError) as refused:
             worker.ask(threading.current_thread)
         found.append(refused.value)
 
-    def dies(known: object, event: GenEvent) -> None:
-        raise SystemExit
+    def dies(event: GenEvent) -> None:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        if event.finish_reason is None:
+            raise SystemExit
 
+    worker.submit(ask("r", prompt(5), max_tokens=300), dies)
+    assert begun.wait(WAIT_S)
+    monkeypatch.setattr(Future, "result", lambda answer, timeout: (waits.set(), result(answer, timeout))[1])
     asking = threading.Thread(target=wait_for_an_answer)
     asking.start()
-    until(lambda: bool(worker._questions))
-    monkeypatch.setattr(worker, "_pause_if_due", dies)
-    reader.gate.set()
+    assert waits.wait(WAIT_S)
+    gate.set()
     asking.join(5)
-    assert found and "SystemExit" in str(found[0]), "it does not wait for its time to be up"
+    assert found and "ended: SystemExit" in str(found[0]), "it does not wait for its time to be up"
 
 
 @pytest.mark.parametrize("drain", [True, False])

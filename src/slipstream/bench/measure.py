@@ -90,6 +90,11 @@ class BenchAnswer:
         return [token for event in self.events for token in event.tokens]
 
     @property
+    def texts(self) -> list[str]:
+        """The characters that became certain with each token."""
+        return [text for event in self.events for text in event.texts]
+
+    @property
     def token_ids(self) -> list[int]:
         return [token.id for token in self.tokens]
 

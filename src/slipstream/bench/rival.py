@@ -61,10 +61,6 @@ class RivalAnswer:
     def tokens_per_second(self) -> float:
         return 1000 * self.tokens / self.decode_ms if self.decode_ms else 0.0
 
-    @property
-    def prompt_per_second(self) -> float:
-        return 1000 * self.prompt_tokens / self.prompt_ms if self.prompt_ms else 0.0
-
 
 def available() -> bool:
     """Whether the package is installed; finding out imports nothing."""

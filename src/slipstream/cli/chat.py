@@ -169,9 +169,7 @@ class Chat:
 
     def _stream(self, answer: ChatAnswer) -> None:
         """Shows the answer while it is written. Ctrl-C ends only the answer, which then keeps the text so far."""
-        from slipstream.text.detokenize import IncrementalDetokenizer
-
-        tint = DraftTint(IncrementalDetokenizer(self.llm.tokenizer))
+        tint = DraftTint()
         events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
         try:
             for event in events:
@@ -184,7 +182,7 @@ class Chat:
                 answer.token_ids += [token.id for token in event.tokens]
                 answer.finish_reason = event.finish_reason or answer.finish_reason
                 answer.stats = event.stats or answer.stats
-                for text, drafted in tint.spans(event.tokens, event.text):
+                for text, drafted in tint.spans(event.tokens, event.texts, event.text):
                     if not self.ui.json_output:
                         self.ui.write(text, DRAFTED_STYLE if drafted else None)
         except KeyboardInterrupt:

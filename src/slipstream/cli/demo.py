@@ -85,7 +85,7 @@ def command(
         def on_turn(turn: Turn) -> None:
             theirs = opponent.answer(llm, turn) if opponent else None
             if not json_output:
-                _show(ui, llm, turn, theirs)
+                _show(ui, turn, theirs)
 
         result = compare(llm, _TARGET, conversations, plan, on_turn)
     if json_output:
@@ -124,16 +124,13 @@ def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opp
     return _Opponent(process)
 
 
-def _show(ui: Ui, llm: LLM, turn: Turn, theirs: RivalAnswer | None) -> None:
+def _show(ui: Ui, turn: Turn, theirs: RivalAnswer | None) -> None:
     """Shows the beginning of one answer, tinted as in chat, and all speeds."""
-    from slipstream.text.detokenize import IncrementalDetokenizer
-
     question = " ".join(turn.question.split())
     ui.line()
     ui.line(f"> {question if len(question) <= 100 else question[:99] + '…'}")
-    tint = DraftTint(IncrementalDetokenizer(llm.tokenizer))
     plain, auto = turn.answers["plain"], turn.answers["auto"]
-    for text, drafted in tint.spans(auto.tokens, auto.text[:_SHOWN_CHARACTERS]):
+    for text, drafted in DraftTint().spans(auto.tokens, auto.texts, auto.text[:_SHOWN_CHARACTERS]):
         ui.write(text, DRAFTED_STYLE if drafted else None)
     ui.write(" …\n" if len(auto.text) > _SHOWN_CHARACTERS else "\n")
     ui.line(

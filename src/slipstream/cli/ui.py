@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -177,25 +177,20 @@ def columns_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-class Detokenizer(Protocol):
-    def push(self, ids: Sequence[int]) -> str: ...
-
-
 class DraftTint:
     """Splits the engine's text into spans that were drafted and spans that were not, so that they can be coloured.
 
     The engine's text decides what is shown, because the engine holds back half characters and possible stop strings.
-    The detokenizer only tells how many characters each token added.
+    The texts of the tokens only tell how many characters each token added.
     """
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self) -> None:
         self._origins: deque[bool] = deque()
         self._last = False
 
-    def spans(self, tokens: Sequence[TokenOut], text: str) -> Iterator[tuple[str, bool]]:
-        for token in tokens:
-            self._origins.extend([token.drafted] * len(self._detokenizer.push([token.id])))
+    def spans(self, tokens: Sequence[TokenOut], texts: Sequence[str], text: str) -> Iterator[tuple[str, bool]]:
+        for token, own in zip(tokens, texts, strict=True):
+            self._origins.extend([token.drafted] * len(own))
         start = 0
         for end in range(1, len(text) + 1):
             origin = self._origins.popleft() if self._origins else self._last

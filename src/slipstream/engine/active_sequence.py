@@ -130,7 +130,7 @@ class ActiveSequence(ScheduledSequence):
 
     def _push(self, ids: Sequence[int]) -> str:
         """The text that becomes certain with these tokens; the part of each is kept for the next event."""
-        texts = [self._detokenizer.push((token,)) for token in ids]
+        texts = self._detokenizer.push(ids)
         self._texts += texts
         return "".join(texts)
 
@@ -150,9 +150,9 @@ class ActiveSequence(ScheduledSequence):
 
     def record_step(self, step: StepRecord, committed: int) -> None:
         """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""
-        proposal, stats = step.proposal, self.stats
-        if proposal.nodes:
-            stats.record_step(proposal.nodes, proposal.depth, min(step.verdict.accepted, committed), committed)
+        proposal, nodes, stats = step.proposal, step.proposal.nodes, self.stats
+        if nodes:
+            stats.record_step(nodes, proposal.depth, min(step.verdict.accepted, committed), committed)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)
@@ -171,11 +171,11 @@ class ActiveSequence(ScheduledSequence):
         self._error = message
         return self._leftover_text()
 
-    def event(self, tokens: Sequence[TokenOut], text: str, step: StepRecord | None = None) -> GenEvent:
+    def event(self, tokens: list[TokenOut], text: str, step: StepRecord | None = None) -> GenEvent:
         """What a step did for the request; the last event carries the numbers of the whole request."""
         stats = self._final_stats() if self.finish_reason is not None else None
         texts, self._texts = self._texts[: len(tokens)], []
-        return GenEvent(self.request.id, list(tokens), text, self.finish_reason, stats, self._error, step, texts)
+        return GenEvent(self.request.id, tokens, text, self.finish_reason, stats, self._error, step, texts)
 
     def _final_stats(self) -> RequestStats:
         stats = self.stats

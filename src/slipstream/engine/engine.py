@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from slipstream.engine.executor import Executor, ForwardResult, RowWork
 from slipstream.engine.launch_ahead import LaunchAhead
 from slipstream.engine.outcomes import Proposed, SequenceOutcome, decode_outcome, prefill_outcome
 from slipstream.engine.proposer import Proposer
-from slipstream.engine.scheduler import PrefillChunk, Requirements, Scheduler, StepPlan
+from slipstream.engine.scheduler import PrefillChunk, Requirements, Scheduler, SchedulerLimits, StepPlan
 from slipstream.engine.snapshots import EngineSnapshot, LineSnapshot, sequence_snapshots
 from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
@@ -55,11 +54,8 @@ class Engine:
             self.table,
             self.prefix,
             PAGE_TOKENS,
-            config.max_sequences,
-            config.max_waiting,
-            config.prefill_chunk,
-            config.step_rows,
-            states=states,
+            SchedulerLimits(config.max_sequences, config.max_waiting, config.prefill_chunk, config.step_rows),
+            states,
         )
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
@@ -71,7 +67,7 @@ class Engine:
             self.ahead = LaunchAhead(executor.device_steps, planner, self.contexts, executor.variants)
         # Asked now, because the answer may take a measurement, which must not fall into a step.
         self._shares_generated = executor.shares_generated
-        self._sequences: dict[str, ActiveSequence] = {}
+        self.sequences: dict[str, ActiveSequence] = {}  # the open requests, by id
         self._stepping = StepLock()
 
     # One step.
@@ -134,9 +130,7 @@ class Engine:
         """Launches the next step, then waits for the one before it: the host's work runs beside the device's."""
         assert self.ahead is not None
         landed = self.ahead.step(batch, alone)
-        outcomes = [
-            self._guarded(landed.sequence(column), partial(landed.outcome, column)) for column in landed.present
-        ]
+        outcomes = [self._guarded(landed.sequence(column), landed.outcome, column) for column in landed.present]
         self.ahead.learn(landed)
         events = self._settle(outcomes)
         self.ahead.settled(landed, outcomes, alone, crowded=bool(self.scheduler.waiting))
@@ -170,24 +164,34 @@ class Engine:
     ) -> list[SequenceOutcome]:
         """What every request takes of the step, in the order of the work items."""
         outcomes = [
-            self._guarded(chunk.sequence, partial(prefill_outcome, chunk, chosen[item], result.logits[item]))
+            self._guarded(chunk.sequence, prefill_outcome, chunk, chosen[item], result.logits[item])
             for item, chunk in enumerate(prefill)
         ]
         for item, (sequence, own) in enumerate(decoding, start=len(prefill)):
-            decode = partial(decode_outcome, sequence, own, chosen[item], result.logits[item], draft_s, verify_s)
-            outcomes.append(self._guarded(sequence, partial(self._learnt, decode)))
+            facts = sequence, own, chosen[item], result.logits[item], draft_s, verify_s
+            outcomes.append(self._guarded(sequence, self._decode, *facts))
         return outcomes
 
-    def _learnt(self, decode: Callable[[], SequenceOutcome]) -> SequenceOutcome:
-        outcome = decode()
+    def _decode(
+        self,
+        sequence: ActiveSequence,
+        proposed: Proposed,
+        chosen: list[int],
+        logits: Tensor,
+        draft_s: float,
+        verify_s: float,
+    ) -> SequenceOutcome:
+        outcome = decode_outcome(sequence, proposed, chosen, logits, draft_s, verify_s)
         self.proposer.learn(outcome)
         return outcome
 
-    def _guarded(self, sequence: ActiveSequence, outcome: Callable[[], SequenceOutcome]) -> SequenceOutcome:
+    def _guarded(
+        self, sequence: ActiveSequence, outcome: Callable[..., SequenceOutcome], *facts: object
+    ) -> SequenceOutcome:
         """An error in one request's own tokens ends that request and no other."""
         if sequence.finish_reason is None:
             try:
-                return outcome()
+                return outcome(*facts)
             except Exception as error:
                 self._blame(sequence, error)
         return SequenceOutcome(sequence, [])
@@ -251,13 +255,14 @@ class Engine:
 
     def _end_complete(self, plan: StepPlan[ActiveSequence]) -> list[GenEvent]:
         """Ends requests of which only now is known that their constraint leaves nothing more to write."""
-        over = [sequence for sequence in plan.decode if sequence.sampler.complete or not sequence.room]
+        constrained = [sequence for sequence in plan.decode if sequence.sampler.guide is not None]
+        over = [sequence for sequence in constrained if sequence.sampler.complete or not sequence.room]
         for sequence in over:
             plan.decode.remove(sequence)
         return self._settle([SequenceOutcome(sequence, [], text=sequence.end()) for sequence in over])
 
     def _close(self, sequence: ActiveSequence) -> None:
-        del self._sequences[sequence.request.id]
+        del self.sequences[sequence.request.id]
         if sequence.sampler.guide is not None:
             sequence.sampler.guide.abandon()
 
@@ -265,7 +270,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.sequences)
 
     @property
     def busy(self) -> bool:
@@ -315,12 +320,12 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request; refuses what could never run."""
-        if request.id in self._sequences:
+        if request.id in self.sequences:
             raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
         sequence = self.make_sequence(request)
         self.scheduler.add(sequence)
         sequence.note_queued()
-        self._sequences[request.id] = sequence
+        self.sequences[request.id] = sequence
 
     def make_sequence(self, request: Request) -> ActiveSequence:
         """A sequence for a request that fits, not queued yet."""
@@ -335,33 +340,33 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request at the next step; False if it is not known (any more)."""
-        sequence = self._sequences.get(request_id)
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
         sequence.cancelled = True
         return True
 
-    def pause(self, request_id: str) -> int | None:
-        """Takes a request out of the next steps and returns the epoch that resumes it; None if it is not known.
+    def pause(self, request_id: str) -> bool:
+        """Takes a request out of the next steps; False if it is not known (any more).
 
         It keeps its pages unless others cannot start without them; then it is computed again from its tokens.
         """
-        sequence = self._sequences.get(request_id)
-        return None if sequence is None else self.scheduler.pause(sequence)
-
-    def resume(self, request_id: str, epoch: int) -> bool:
-        """Lets a paused request go on; False if it is not known (any more), StaleEpochError if the epoch is old."""
-        sequence = self._sequences.get(request_id)
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
-        self.scheduler.resume(sequence, epoch)
+        self.scheduler.pause(sequence)
         return True
+
+    def resume(self, request_id: str) -> bool:
+        """Lets a paused request go on; False if it is not paused or not known (any more)."""
+        sequence = self.sequences.get(request_id)
+        return sequence is not None and self.scheduler.resume(sequence)
 
     def snapshot(self) -> EngineSnapshot:
         """Requests and pages as plain values; another thread may ask too, and may then see the middle of a step."""
         cached = self.prefix.size if self.prefix is not None else 0
         used, total = self.table.total - self.table.free, self.table.total
-        return EngineSnapshot(sequence_snapshots(list(self._sequences.values())), used, cached, total)
+        return EngineSnapshot(sequence_snapshots(list(self.sequences.values())), used, cached, total)
 
     def line(self) -> LineSnapshot:
         """How many requests wait for a slot; only the thread that steps the engine may ask."""
@@ -369,21 +374,9 @@ class Engine:
 
     # Variants of the drafter.
 
-    @property
-    def variants(self) -> list[str]:
-        """The names of the drafter's variants, the drafter itself first."""
-        return self.executor.variants.names
-
-    def check_new_variant(self, name: str) -> None:
-        """Refuses a name that is taken; any thread may ask."""
-        self.executor.variants.check_free(name)
-
-    def add_variant(self, variant: DraftVariant) -> None:
-        self.executor.variants.install(variant)
-
     def remove_variant(self, name: str) -> None:
         """Removes a variant that no open request drafts with, and all context that only this variant made."""
-        states = [sequence.state for sequence in self._sequences.values()]
+        states = [sequence.state for sequence in self.sequences.values()]
         users = sum(state.drafting and state.variant == name for state in states)
         if users and name != BASE_VARIANT:
             raise RequestError(f"the draft variant '{name}' is in use (open requests: {users})", "wait or cancel")

@@ -41,13 +41,16 @@ class RowWork(NamedTuple):
         return len(self.tokens)
 
     @property
-    def positions(self) -> list[int]:
-        depths = self.proposal.depths if self.proposal is not None else range(self.rows)
-        return [self.start + depth for depth in depths]
+    def positions(self) -> Sequence[int]:
+        tree = self.tree
+        if tree is None:
+            return range(self.start, self.start + len(self.tokens))
+        return [self.start + depth for depth in tree.depths]
 
     @property
-    def branching(self) -> bool:
-        return self.proposal is not None and self.proposal.branching
+    def tree(self) -> Proposal | None:
+        """The proposal, if its rows do not follow each other."""
+        return self.proposal if self.proposal is not None and self.proposal.branching else None
 
 
 class ForwardResult(NamedTuple):

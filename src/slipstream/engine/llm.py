@@ -87,7 +87,7 @@ class LLM:
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
-        self._engine = self._build_engine()
+        self.engine = self._build_engine()
         self._ids = itertools.count()
         self._inbox: dict[str, deque[GenEvent]] = {}
         for source in draft_lora:
@@ -123,15 +123,11 @@ class LLM:
 
     def measure_costs(self) -> dict[str, object]:
         """Returns the step costs that the policy decides with; measures them now if no request has needed them yet."""
-        return self._engine.proposer.policy.costs.to_json()
+        return self.engine.proposer.policy.costs.to_json()
 
     def prepare_batches(self) -> None:
         """Captures now what the first batch of requests would wait for on a GPU; on a CPU it does nothing."""
-        self._engine.executor.prepare_batches()
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine
+        self.engine.executor.prepare_batches()
 
     @property
     def has_draft(self) -> bool:
@@ -140,7 +136,7 @@ class LLM:
     @property
     def draft_variants(self) -> list[str]:
         """The names for `draft_lora`: the drafter's, then those of its adapters; empty without a drafter."""
-        return self._engine.variants
+        return self.engine.executor.variants.names
 
     def add_draft_lora(self, source: str) -> str:
         """Loads and installs an adapter given as [NAME=]PATH[@SCALE]; returns the name by which requests use it."""
@@ -151,17 +147,17 @@ class LLM:
         if self._draft_file is None:
             raise RequestError("without a drafter there is nothing to adapt", "load one with --draft")
         parsed = parse_source(source)
-        self._engine.check_new_variant(parsed.name)
-        return self._draft_file.variant(parsed, self._engine.executor.blocks, self._progress)
+        self.engine.executor.variants.check_free(parsed.name)
+        return self._draft_file.variant(parsed, self.engine.executor.blocks, self._progress)
 
     def install_draft_lora(self, variant: DraftVariant) -> str:
         """Lets requests use a loaded variant by its name; only the thread that steps the engine may do this."""
-        self._engine.add_variant(variant)
+        self.engine.executor.variants.install(variant)
         return variant.name
 
     def remove_draft_lora(self, name: str) -> None:
         """Forgets a variant that no open request drafts with; only the thread that steps the engine may do this."""
-        self._engine.remove_variant(name)
+        self.engine.remove_variant(name)
 
     @property
     def expected_tau(self) -> dict[str, float]:
@@ -186,7 +182,7 @@ class LLM:
     @property
     def exact(self) -> bool:
         """Whether speculative text equals plain text to the bit; if not, the texts may differ at near-ties."""
-        return self._engine.executor.exact
+        return self.engine.executor.exact
 
     @property
     def draft_window(self) -> int:
@@ -242,7 +238,7 @@ class LLM:
         return EventStream(self, request.id)
 
     def _start(self, request: Request) -> None:
-        self._engine.add(request)
+        self.engine.add(request)
         self._inbox[request.id] = deque()
 
     def next_event(self, request_id: str) -> GenEvent:
@@ -252,7 +248,7 @@ class LLM:
         """
         inbox = self._inbox[request_id]
         while not inbox:
-            for event in self._engine.step():
+            for event in self.engine.step():
                 waiting = self._inbox.get(event.request_id)
                 if waiting is not None:
                     waiting.append(event)
@@ -263,7 +259,7 @@ class LLM:
 
     def cancel(self, request_id: str) -> None:
         """Ends a started request and drops its events; a finished request is left alone."""
-        if self._engine.cancel(request_id):
+        if self.engine.cancel(request_id):
             while self.next_event(request_id).finish_reason is None:
                 pass
         self._inbox.pop(request_id, None)
@@ -289,7 +285,7 @@ class LLM:
 
     def profiler(self) -> Profiler:
         """Returns a profiler that clocks decoding steps while it is entered; requests must run alone then."""
-        return make_profiler(self._engine)
+        return make_profiler(self.engine)
 
     def prompt_ids(self, prompt: str | Messages, *, chat: bool = False, limit: int | None = None) -> list[int]:
         """Returns the token ids of raw text, or of messages through the chat template; refuses more than `limit`."""
@@ -319,13 +315,13 @@ class LLM:
         request = make_request(name, prompt_ids, settings, self.tokenizer.eos_ids, self.has_draft)
         if request.constraint is not None:
             # It is compiled in the caller's thread, because it would delay every request in the engine's thread.
-            self._engine.grammars.prepare(request.constraint, request.thinking)
+            self.engine.grammars.prepare(request.constraint, request.thinking)
         return request
 
     def close(self) -> None:
         """Drops models and caches; the object cannot be used afterwards."""
-        self._engine.grammars.close()
-        del self._engine, self._target, self._draft_file, self._gpu, self._templates
+        self.engine.grammars.close()
+        del self.engine, self._target, self._draft_file, self._gpu, self._templates
 
     def __enter__(self) -> LLM:
         return self

@@ -175,7 +175,11 @@ class Profiler:
         drafted = "draft" in seconds or any(record.proposal.nodes for record in records)
         kind = DRAFTING if drafted else PLAIN
         rows, context = sum(len(record.proposal.tokens) for record in records), records[0].position
-        self._steps.setdefault(kind, []).append(ClockedStep(seconds, rows, context))
+        self.add(kind, ClockedStep(seconds, rows, context))
+
+    def add(self, kind: str, step: ClockedStep) -> None:
+        """Counts a clocked step among those of its kind, plain or drafting."""
+        self._steps.setdefault(kind, []).append(step)
 
     def profiles(self) -> dict[str, StepProfile]:
         """Returns what was clocked so far by kind of step, plain or drafting."""

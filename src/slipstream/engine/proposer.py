@@ -94,14 +94,16 @@ class Proposer:
         began = time.perf_counter()
         texts = [self._text_growth(sequence) for sequence in sequences]
         slots = self.slots(sequences, texts)
+        if not (any(slots) or any(texts)):
+            return [_undrafted(sequence) for sequence in sequences], time.perf_counter() - began
         drafts = self._draft(sequences, slots)
         proposed = self._proposed(sequences, drafts, texts)
         for sequence, block in zip(sequences, drafts, strict=True):
             if block is not None and block.broken:
                 sequence.note_bad_draft("the drafter's head gives numbers that are not finite; nothing follows there")
-        spent, drafting = time.perf_counter() - began, sum(count > 0 for count in slots)
-        self._drafted_steps += drafting > 0
-        if drafting and self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
+        spent, drafting = time.perf_counter() - began, sum(map(bool, slots))
+        self._drafted_steps += 1
+        if self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
             # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
             self._policy.costs.observe_draft(drafting, max(slots), longest_context(sequences), spent * 1e3)
         return proposed, spent
@@ -126,13 +128,11 @@ class Proposer:
             if sequence.policy is None
         }
         governed = [index for index in range(len(sequences)) if index not in found]
-        if governed and (any(drafts) or any(texts)):
-            rest = _rest([sequences[i] for i in found], sum(len(plan.proposal.tokens) for plan in found.values()))
+        if governed:
+            rest = _rest([sequences[i] for i in found], _rows(list(found.values())))
             grown = [self._grow(sequences[i], drafts[i], texts[i]) for i in governed]
             chosen = self._choose([sequences[i] for i in governed], grown, rest)
-        else:
-            chosen = [_undrafted(sequences[index]) for index in governed]
-        found |= dict(zip(governed, chosen, strict=True))
+            found |= dict(zip(governed, chosen, strict=True))
         return [found[index] for index in range(len(sequences))]
 
     def _text_growth(self, sequence: ActiveSequence) -> Growth | None:
@@ -172,7 +172,7 @@ class Proposer:
                 slots[place] = count
         for index, sequence in enumerate(sequences):
             # The masks of its drafts would take a slow constraint as long as its own masks.
-            if sequence.take_plain_step() or sequence.sampler.slow:
+            if sequence.take_plain_step() or (slots[index] and sequence.sampler.slow):
                 slots[index] = 0
         return slots
 
@@ -248,11 +248,11 @@ class Proposer:
         step_s: float,
     ) -> None:
         """Learns costs from a step of the host that held nothing but decoding; `step_s` leaves drafting out."""
-        drafted = any(each.proposal.nodes for each in proposed)
+        rows = _rows(proposed)
+        drafted = rows > len(proposed)
         if not sequences or not self.timing_due(drafted):
             return
-        branching = any(each.proposal.branching for each in proposed)
-        rows = sum(len(each.proposal.tokens) for each in proposed)
+        branching = drafted and any(each.proposal.branching for each in proposed)
         sampled = any(not sequence.greedy for sequence in sequences)
         shape = StepShape(len(sequences), rows, longest_context(sequences), sampled, branching)
         gates = [
@@ -291,6 +291,10 @@ def _rest(sequences: Sequence[ActiveSequence], rows: int) -> Rest:
     return Rest(rows, len(sequences), longest_context(sequences), sampled)
 
 
+def _rows(proposed: Sequence[Proposed]) -> int:
+    return sum([len(each.proposal.tokens) for each in proposed])
+
+
 def longest_context(sequences: Sequence[ActiveSequence]) -> int:
     return max((sequence.state.length for sequence in sequences), default=0)
 
@@ -298,8 +302,7 @@ def longest_context(sequences: Sequence[ActiveSequence]) -> int:
 def _fixed(sequence: ActiveSequence, block: BlockDrafts | None) -> Proposed:
     """The shape the request asked for, or the anchor alone."""
     if block is None:
-        closed = sequence.gate is not None and not sequence.gate.open
-        return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", GATE_CLOSED if closed else ""))
+        return _undrafted(sequence)
     mode, depth, nodes = sequence.request.mode, min(block.slots, sequence.room - 1), sequence.row_limit - 1
     if mode.kind == "tree":
         growth = block.grow(sequence.anchor, 0, nodes, depth, seeded=mode.seeded)[1]
@@ -309,8 +312,11 @@ def _fixed(sequence: ActiveSequence, block: BlockDrafts | None) -> Proposed:
 
 
 def _undrafted(sequence: ActiveSequence) -> Proposed:
-    """The anchor alone, where the policy asked for no draft."""
-    note = sequence.policy.note if sequence.policy is not None else ""
+    """The anchor alone, where nothing was drafted."""
+    if sequence.policy is not None:
+        note = sequence.policy.note
+    else:
+        note = GATE_CLOSED if sequence.gate is not None and not sequence.gate.open else ""
     return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", note))
 
 

@@ -13,7 +13,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from slipstream.cache.pages import PageTable
 from slipstream.cache.prefix import PrefixCache
 from slipstream.cache.recurrent import StatePool
 from slipstream.cache.sequence import SequenceState
-from slipstream.errors import BusyError, RequestError, StaleEpochError
+from slipstream.errors import BusyError, RequestError
 from slipstream.types import Request
 
 # Tokens a sequence decodes before it may have to hand its slot over. With fewer, sequences change places more often,
@@ -50,7 +50,7 @@ class ScheduledSequence:
     generated: int = 0
     cached_tokens: int = 0
     cancelled: bool = False
-    epoch: int = 0  # rises with every pause; a call that resumes the sequence must name the current one
+    newcomer: bool = True  # it has neither had a slot nor been paused; only the line of newcomers is bounded
     ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for the sequence now
     where: Literal["waiting", "running", "paused"] = "waiting"
     place: int = 0  # its place in the queue, by arrival
@@ -98,6 +98,7 @@ class ScheduledSequence:
         return "yielded" if self.state.pages or self.kept_tokens else "waiting"
 
     def take_slot(self, turn: int, now: float) -> None:
+        self.newcomer = False
         self.where, self.turn, self.level, self.chunk_at = "running", turn, self.aged(now), now
         self._slot_taken_at = (self.generated, self.state.length)
 
@@ -146,6 +147,17 @@ class StepPlan(Generic[Scheduled]):
         return bool(self.prefill or self.decode)
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How many sequences run and wait, how many rows a step has, and how long a sequence keeps a slot it must share."""
+
+    max_sequences: int
+    max_waiting: int
+    prefill_chunk: int
+    step_rows: int
+    quantum: int = QUANTUM_TOKENS
+
+
 class Scheduler(Generic[Scheduled]):
     """Admits a sequence only when all pages it can ever need are free, so that a running sequence can always finish."""
 
@@ -154,22 +166,14 @@ class Scheduler(Generic[Scheduled]):
         table: PageTable,
         prefix: PrefixCache | None,
         page_tokens: int,
-        max_sequences: int,
-        max_waiting: int,
-        prefill_chunk: int,
-        step_rows: int,
-        quantum: int = QUANTUM_TOKENS,
+        limits: SchedulerLimits,
         states: StatePool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table = table
         self._prefix = prefix
         self._page_tokens = page_tokens
-        self._max_sequences = max_sequences
-        self._max_waiting = max_waiting
-        self._chunk = prefill_chunk
-        self._step_rows = step_rows
-        self._quantum = quantum
+        self.limits = limits
         self._states = states
         self._clock = clock
         self._owed_s = 0.0  # seconds that decoding goes on alone before the next prompt
@@ -190,7 +194,7 @@ class Scheduler(Generic[Scheduled]):
     @property
     def newcomers(self) -> int:
         """Waiting requests that have not run yet; one that was paused comes back without being counted."""
-        return sum(sequence.phase == "waiting" and not sequence.epoch for sequence in self.waiting)
+        return sum(sequence.newcomer for sequence in self.waiting)
 
     def check_fits(self, positions: int) -> None:
         """Refuses a request that could not run even alone."""
@@ -205,12 +209,9 @@ class Scheduler(Generic[Scheduled]):
     def add(self, sequence: Scheduled) -> None:
         """Queues a sequence that fits (`check_fits`); refuses it while too many wait that have never run."""
         newcomers = self.newcomers
-        if newcomers >= self._max_waiting:
+        if newcomers >= self.limits.max_waiting:
             raise BusyError(f"{newcomers} requests are waiting already")
         self._line_up(sequence)
-
-    def find(self, request_id: str) -> Scheduled | None:
-        return next((t for t in self._all() if t.request.id == request_id), None)
 
     def drop_cancelled(self) -> list[Scheduled]:
         """Takes cancelled requests out and gives their pages back."""
@@ -219,31 +220,28 @@ class Scheduler(Generic[Scheduled]):
             self.finish(sequence)
         return gone
 
-    def pause(self, sequence: Scheduled) -> int:
-        """Takes a sequence out of its slot or the queue; it keeps its pages. Returns the epoch that resumes it."""
+    def pause(self, sequence: Scheduled) -> None:
+        """Takes a sequence out of its slot or the queue; it keeps its pages. Pausing twice is pausing once."""
         if sequence.where != "paused":
             self._leave(sequence)
-            sequence.where, sequence.epoch = "paused", sequence.epoch + 1
+            sequence.where, sequence.newcomer = "paused", False
             self._pauses += 1
             self.paused.append(sequence)
-        return sequence.epoch
 
-    def resume(self, sequence: Scheduled, epoch: int) -> None:
-        """Puts a paused sequence into the queue again."""
-        name = sequence.request.id
+    def resume(self, sequence: Scheduled) -> bool:
+        """Puts a paused sequence into the queue again; returns False if it is not paused."""
         if sequence.where != "paused":
-            raise StaleEpochError(f"request '{name}' is not paused", "it was resumed already")
-        if epoch != sequence.epoch:
-            raise StaleEpochError(f"request '{name}' is at epoch {sequence.epoch}, not {epoch}", "it was paused again")
+            return False
         self._leave(sequence)
         self._line_up(sequence)
+        return True
 
     def admit(self) -> None:
         """Fills free slots from the queue, then lets sequences change places whose quantum is used up."""
         short_of_pages = False
         for sequence in list(self.waiting):
             leaving = None
-            if len(self.running) >= self._max_sequences:
+            if len(self.running) >= self.limits.max_sequences:
                 leaving = self._yielding_to(sequence)
                 if leaving is None:
                     break  # the queue is sorted: all further sequences wait too
@@ -259,16 +257,16 @@ class Scheduler(Generic[Scheduled]):
 
     def _yielding_to(self, newcomer: Scheduled) -> Scheduled | None:
         """The running sequence of the lowest priority that had most of its slot, if it must yield to this one."""
-        aged = newcomer.aged(self._clock())
+        aged, quantum = newcomer.aged(self._clock()), self.limits.quantum
         candidates = [
-            t for t in self.running if t.level < newcomer.priority or (t.priority <= aged and t.served >= self._quantum)
+            t for t in self.running if t.level < newcomer.priority or (t.priority <= aged and t.served >= quantum)
         ]
         return min(candidates, key=lambda t: (t.priority, -t.served), default=None)
 
     def _yield(self, sequence: Scheduled) -> None:
         """Puts a running sequence back into the queue: at its end, or at its old place if it was cut short."""
         self.running.remove(sequence)
-        self._line_up(sequence, keeps_place=sequence.served < self._quantum)
+        self._line_up(sequence, keeps_place=sequence.served < self.limits.quantum)
 
     def _line_up(self, sequence: Scheduled, keeps_place: bool = False) -> None:
         sequence.where = "waiting"
@@ -380,11 +378,12 @@ class Scheduler(Generic[Scheduled]):
             self._owed_s = 0.0
 
     def _add_prompts(self, plan: StepPlan[Scheduled], prefilling: list[Scheduled]) -> None:
-        room, now = self._chunk if plan.decode else self._step_rows, self._clock()
+        chunk_rows = self.limits.prefill_chunk
+        room, now = chunk_rows if plan.decode else self.limits.step_rows, self._clock()
         for sequence in sorted(prefilling, key=lambda t: (-t.aged(now, t.chunk_at), t.turn)):
             start = sequence.state.length
             # Chunk borders lie on an absolute grid, so that a prompt is summed the same way whatever shares the step.
-            stop = min((start // self._chunk + 1) * self._chunk, sequence.prefill_end)
+            stop = min((start // chunk_rows + 1) * chunk_rows, sequence.prefill_end)
             chunk, ready = PrefillChunk(sequence, start, stop), sequence.ready()
             if chunk.last and not ready:
                 continue
@@ -414,7 +413,5 @@ class Scheduler(Generic[Scheduled]):
             held = [slot for part in parts if part is not None for slot in part.held]
             self._states.check(held, self._table)
 
-    def _all(self) -> Iterator[Scheduled]:
-        yield from self.running
-        yield from self.waiting
-        yield from self.paused
+    def _all(self) -> list[Scheduled]:
+        return [*self.running, *self.waiting, *self.paused]

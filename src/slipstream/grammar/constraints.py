@@ -20,7 +20,7 @@ from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.types import Constraint, Thinking
 
 MOST_SOURCE_BYTES = 512 * 1024  # the size of a schema of 300 definitions with 10 fields each
-_REMEMBERED = 4096  # constraints that passed their trial, kept as hashes; at this many all are forgotten
+REMEMBERED = 4096  # constraints that passed their trial, kept as hashes; at this many all are forgotten
 # 64 tools or 300 definitions compile in 0.3 s and 30 MiB. 80 MiB is 20 times the largest body that a server accepts by
 # default; 17 MiB of it are the stack of the trial.
 # A call waits 3 s at most, because a server prepares requests on few threads. After a trial the process rests as long
@@ -37,9 +37,10 @@ _NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}  # the
 class Grammars:
     """The constraints of one tokenizer's requests; any thread may call it."""
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, remembered: int = REMEMBERED) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
+        self._remembered = remembered
         self.lane = Lane()
         self._accepted: set[tuple[str, bytes, Thinking | None]] = set()
         self.trial = Helper(
@@ -79,7 +80,7 @@ class Grammars:
         if key in self._accepted:
             return
         self._try(constraint, thinking)
-        if len(self._accepted) >= _REMEMBERED:
+        if len(self._accepted) >= self._remembered:
             self._accepted.clear()
         self._accepted.add(key)
 

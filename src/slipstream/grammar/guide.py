@@ -32,8 +32,8 @@ _QUICK_S = 0.001
 _AVERAGED_ANSWERS = 5
 # A request ends with an error if its guide takes more work than this: 10 s and another 0.1 s per token. An ordinary
 # grammar takes 0.1 ms per token, a large one 5 ms.
-_GRACE_S = 10.0
-_TOKEN_S = 0.1
+GRACE_S = 10.0
+GRACE_TOKEN_S = 0.1
 
 
 class Vocabulary(Protocol):
@@ -241,7 +241,7 @@ class _Clock:
 
     def check(self) -> None:
         """Raises `GuideError` if the guide has taken more work than its request may."""
-        if self._spent_s > _GRACE_S + _TOKEN_S * self.tokens:
+        if self._spent_s > GRACE_S + GRACE_TOKEN_S * self.tokens:
             raise GuideError(
                 f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import itertools
 import os
 import threading
@@ -11,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import PriorityQueue
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import SlipstreamError
@@ -28,7 +28,6 @@ _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=
 # on a busy machine. Above 0.1 s, one mask that never ends would visibly delay the other requests.
 STEP_PATIENCE_S = 0.05
 _MAX_WAIT_S = 0.02  # the longest sleep of the engine's thread, because it must look at its commands regularly
-_LOOK_S = 0.002  # while slow work rests, the lane's thread looks for quick work at this interval
 
 
 class GuideError(Exception):
@@ -66,10 +65,8 @@ class Lane:
 
     def __init__(self) -> None:
         self._process = 0  # id of the process in which the thread runs
-        self._queue: PriorityQueue[_Item] = PriorityQueue()
+        self._line = _Line()
         self._order = itertools.count()
-        self._finished = threading.Event()
-        self._idle = threading.Event()  # set while the engine has nothing to do until some work is done
         self._patience_s = STEP_PATIENCE_S
         self.shared = False  # the step that is running has several sequences, which all wait for a mask
 
@@ -78,7 +75,7 @@ class Lane:
         if self._process != os.getpid():
             self._start()
         future: Future[Result] = Future()
-        self._queue.put((not urgent, next(self._order), future, work))
+        self._line.put((not urgent, next(self._order), future, work))
         return future
 
     def begin_step(self) -> None:
@@ -86,7 +83,7 @@ class Lane:
 
     def begin_forward(self, sequences: int) -> None:
         """Says that the engine is about to run the model; from now on there are pauses between pieces of slow work."""
-        self._idle.clear()
+        self._line.idle = False
         self.shared = sequences > 1
 
     def result(self, future: Future[Result], patient: bool | None) -> Result:
@@ -104,31 +101,56 @@ class Lane:
 
     def wait(self) -> None:
         """Sleeps until some work is done, at most `_MAX_WAIT_S`; only an engine without other work may call this."""
-        self._idle.set()
-        self._finished.wait(_MAX_WAIT_S)
-        self._finished.clear()
+        self._line.let_slow_work_start()
+        self._line.finished.wait(_MAX_WAIT_S)
+        self._line.finished.clear()
 
     def _start(self) -> None:
-        self._process, self._queue = os.getpid(), PriorityQueue()
-        self._finished, self._idle = threading.Event(), threading.Event()
-        arguments = self._queue, self._finished, self._idle
-        threading.Thread(target=_serve, args=arguments, name="masks", daemon=True).start()
-        weakref.finalize(self, self._queue.put, (True, next(self._order), None, None))
+        self._process, self._line = os.getpid(), _Line()
+        threading.Thread(target=_serve, args=(self._line,), name="masks", daemon=True).start()
+        weakref.finalize(self, self._line.put, (True, next(self._order), None, None))
 
 
 _Item = tuple[bool, int, Future[Any] | None, Callable[[], Any] | None]
 
 
-def _serve(queue: PriorityQueue[_Item], finished: threading.Event, idle: threading.Event) -> None:
+class _Line:
+    """The work that waits for a lane's thread. The thread holds the line and not the lane, so a lane can be dropped."""
+
+    def __init__(self) -> None:
+        self.idle = False  # whether the engine has nothing to do until some work is done
+        self.finished = threading.Event()
+        self._changed = threading.Condition()
+        self._items: list[_Item] = []  # a heap: urgent work comes first, then work that was submitted earlier
+
+    def put(self, item: _Item) -> None:
+        with self._changed:
+            heapq.heappush(self._items, item)
+            self._changed.notify()
+
+    def let_slow_work_start(self) -> None:
+        """Ends the pause between two pieces of slow work, because the engine is idle."""
+        with self._changed:
+            self.idle = True
+            self._changed.notify()
+
+    def take(self, rested_at: float) -> _Item:
+        """Waits for work and returns it; slow work is returned from `rested_at` on, or while the engine is idle."""
+        with self._changed:
+            while True:
+                slow = bool(self._items) and self._items[0][0]
+                rest_s = rested_at - time.monotonic() if slow and not self.idle else 0.0
+                if self._items and rest_s <= 0:
+                    return heapq.heappop(self._items)
+                self._changed.wait(rest_s if self._items else None)
+
+
+def _serve(line: _Line) -> None:
     rested_at = 0.0  # when the next piece of slow work may start
     while True:
-        slow, order, future, work = queue.get()
+        slow, _, future, work = line.take(rested_at)
         if future is None or work is None:
             return
-        if slow and time.monotonic() < rested_at and not idle.is_set():
-            queue.put((slow, order, future, work))
-            idle.wait(_LOOK_S)
-            continue
         began, work_s = time.monotonic(), 0.0
         if future.set_running_or_notify_cancel():
             try:
@@ -141,7 +163,7 @@ def _serve(queue: PriorityQueue[_Item], finished: threading.Event, idle: threadi
         if slow:
             rested_at = time.monotonic() + work_s
         del future, work
-        finished.set()
+        line.finished.set()
 
 
 class MaskProcess:

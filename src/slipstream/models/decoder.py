@@ -163,21 +163,18 @@ class Decoder:
     def _on_cpu(self) -> CpuTarget:
         return CpuTarget(self.config, self.layers, self.norm)
 
-    def forward(self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows after the final norm, and the residual after each tapped layer side by side, on a CPU.
-
-        Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm.
-        """
-        return self._on_cpu.forward(self, batch, kv, tap_layers)
-
     def forward_logits(
         self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Like `forward`, with the wanted rows taken through the head: in one native call where that is possible."""
+        """Logits of the wanted rows, and the residual after each tapped layer side by side, on a CPU.
+
+        Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm. One native call does
+        all of it where that is possible.
+        """
         done = self._on_cpu.native_logits(self, batch, kv, tap_layers, wanted)
         if done is not None:
             return done
-        hidden, taps = self.forward(batch, kv, tap_layers)
+        hidden, taps = self._on_cpu.forward(self, batch, kv, tap_layers)
         return (self.logits(hidden[torch.tensor(wanted)]) if wanted else hidden[:0]), taps
 
     @cached_property

@@ -35,7 +35,7 @@ from slipstream.models.layers import (
     load_usual_layer,
 )
 from slipstream.models.rope import RotaryTable
-from slipstream.models.weights import Embedding, Progress, Weights
+from slipstream.models.weights import Embedding, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
 LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # both writers use the same keys
@@ -203,11 +203,11 @@ def _tap_width(config: DFlashConfig, weights: Weights) -> int:
     return fc.shape[1]
 
 
-def load_drafter(path: Path, weight_format: WeightFormat, progress: Progress | None = None) -> DFlashDrafter:
+def load_drafter(path: Path, weight_format: WeightFormat) -> DFlashDrafter:
     """The drafter at `path`, a folder with config.json or a GGUF file."""
     file = open_weights(path)
     config = read_drafter_config(path, file)
-    return DFlashDrafter(config, Weights(file, weight_format, names_in(file), progress, rough=True))
+    return DFlashDrafter(config, Weights(file, weight_format, names_in(file), rough=True))
 
 
 def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:

@@ -139,7 +139,7 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
         intermediate_size=reader.integer("intermediate_size"),
         vocab_size=reader.integer("vocab_size"),
         rms_eps=reader.number("rms_norm_eps"),
-        rope=_rope(reader, head_dim, layers),
+        rope=_rope(reader, head_dim),
         attention_bias=reader.boolean("attention_bias", False),
         block_size=block.integer(block_key),
         mask_token_id=mask.integer(mask_key, least=0),
@@ -187,7 +187,7 @@ def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
     return {**inner, **config} if isinstance(inner, Mapping) else config
 
 
-def _rope(reader: ConfigReader, head_dim: int, layers: int) -> RopeConfig:
+def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
     used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]

@@ -76,7 +76,7 @@ def gguf_names() -> FamilyNames:
     return FamilyNames(gguf_name, lambda name: name == "rope_freqs.weight", stored_rotary_rows)
 
 
-def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bool = False) -> DecoderConfig:
+def hf_config(config: ConfigReader, family: str, qk_norm: bool) -> DecoderConfig:
     """The fields that every Llama-like Hugging Face config has."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", hidden // heads)
@@ -101,7 +101,7 @@ def hf_config(config: ConfigReader, family: str, qk_norm: bool, default_bias: bo
         max_positions=max_positions,
         tied_head=config.boolean("tie_word_embeddings", False),
         qk_norm=qk_norm,
-        attention_bias=config.boolean("attention_bias", default_bias),
+        attention_bias=config.boolean("attention_bias", False),
         mlp_bias=config.boolean("mlp_bias", False),
     )
 

@@ -27,7 +27,8 @@ from slipstream.server.operations.server_state import ServerState
 from slipstream.version import __version__
 
 Hook = Callable[[], Awaitable[None]]
-_APIS: tuple[Callable[[ServerState], APIRouter], ...] = (
+# Every API as a function that makes its routes; `create_app` includes them in this order.
+APIS: tuple[Callable[[ServerState], APIRouter], ...] = (
     openai_chat.routes,
     openai_completions.routes,
     responses_api.routes,
@@ -95,7 +96,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
     )
     app.state.server = state
     errors_http.install(app, state.metrics.refused)
-    for routes in _APIS:
+    for routes in APIS:
         app.include_router(routes(state))
 
     @app.get("/docs", include_in_schema=False)

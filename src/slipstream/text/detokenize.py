@@ -9,27 +9,28 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Emits text piece by piece; all pieces together are exactly `tokenizer.decode` of all ids.
+    """Emits the text of each id; all texts together are exactly `tokenizer.decode` of all ids.
 
     It keeps only the bytes of an unfinished character, so that a step costs the same for a short and a long text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, *, continues: bool = False) -> None:
-        """`continues` says that the ids continue an earlier text, so that a leading space belongs to it and stays."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._leading = 0 if continues else tokenizer.leading_spaces
+        self._leading = tokenizer.leading_spaces
         self._inside = False  # whether the last bytes are an unfinished character
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Returns the text that later ids cannot change any more."""
-        if self._skip_special and not self._inside and not self._leading:
-            texts = [self._tokenizer.whole_text(index) for index in ids]
+    def push(self, ids: Sequence[int]) -> list[str]:
+        """Returns for each id the text that becomes certain with it, which later ids cannot change any more."""
+        if not self._inside and not self._leading:
+            texts = self._tokenizer.whole_texts(ids)
             if None not in texts:
-                return "".join(texts)  # type: ignore[arg-type]
-        kept = self._tokenizer.visible(ids) if self._skip_special else ids
-        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
+                return texts  # type: ignore[return-value]
+        return [self._push_bytes(index) for index in ids]
+
+    def _push_bytes(self, index: int) -> str:
+        visible = not self._tokenizer.is_special(index)
+        text = self._decoder.decode(self._tokenizer.token_bytes(index) if visible else b"")
         self._inside = bool(self._decoder.getstate()[0])
         return self._strip(text)
 

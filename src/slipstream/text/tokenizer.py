@@ -244,14 +244,18 @@ class Tokenizer:
         """Returns one token as text of its own, for display."""
         return self.token_bytes(index).decode("utf-8", "replace")
 
-    def whole_text(self, index: int) -> str | None:
-        """Returns what a token adds to a text that ends with a whole character; None if it is not valid UTF-8."""
-        if index not in self._texts:
-            try:
-                self._texts[index] = "" if index in self._special else self.token_bytes(index).decode()
-            except UnicodeDecodeError:
-                self._texts[index] = None
-        return self._texts[index]
+    def whole_texts(self, ids: Iterable[int]) -> list[str | None]:
+        """Returns what each token adds to a text that ends with a whole character; None if it is not valid UTF-8."""
+        known = self._texts
+        return [known[index] if index in known else self._whole_text(index) for index in ids]
+
+    def _whole_text(self, index: int) -> str | None:
+        try:
+            text = "" if index in self._special else self.token_bytes(index).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[index] = text
+        return text
 
     def is_special(self, index: int) -> bool:
         return index in self._special

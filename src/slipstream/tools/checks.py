@@ -205,7 +205,3 @@ def sample_rows(tensor: WeightTensor) -> torch.Tensor:
     if len(tensor.shape) < 2 or tensor.shape[0] <= count:
         return tensor.dense()
     return tensor.rows(torch.linspace(0, tensor.shape[0] - 1, count).long()).dense()
-
-
-def failures(checks: list[Check]) -> list[str]:
-    return [f"{check.name}: {problem}" for check in checks for problem in check.problems]

@@ -41,7 +41,7 @@ from slipstream.tools.convert_plans import (
 )
 from slipstream.tools.convert_target import read_target
 from slipstream.tools.convert_vocab import MASK_KEY, target_entries
-from slipstream.tools.family_configs import rope_entries, rope_section
+from slipstream.tools.family_configs import rope_entries, rope_section, stack_shape
 from slipstream.tools.tensor_lists import drafter_tensors, take_tensors
 
 Naming = Literal["llama.cpp", "lucebox"]
@@ -321,15 +321,7 @@ def _hf_config(config: DFlashConfig, context: int, plans: list[TensorPlan]) -> d
     found: dict[str, object] = {
         "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": shortest(config.rms_eps),
+        **stack_shape(config),
         "max_position_embeddings": context,
         "rope_theta": theta,
         "rope_parameters": rope_section(config.rope),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from slipstream.errors import ConfigError
 from slipstream.formats.gguf_write import MetadataEntry, ValueKind, array_entry, number_entry, text_entry
 from slipstream.models.decoder import DecoderConfig
+from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.gemma4_config import FULL, SLIDING, Gemma4Config
 from slipstream.models.laguna import LagunaConfig
 from slipstream.models.moe import MoeShape
@@ -178,12 +179,9 @@ def rotary_sections(pairs: int) -> tuple[int, int, int]:
 # ---- config.json
 
 
-def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str, object]:
-    """The config.json of a target; `context` holds what the configuration does not know, such as token ids."""
-    _, model_type, architecture = FAMILY_NAMES[config.family]
-    found: dict[str, object] = {
-        "architectures": [architecture],
-        "model_type": model_type,
+def stack_shape(config: DecoderConfig | DFlashConfig) -> dict[str, object]:
+    """The keys of a config.json that targets and drafters share."""
+    return {
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.layers,
@@ -193,6 +191,16 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": shortest(config.rms_eps),
+    }
+
+
+def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str, object]:
+    """The config.json of a target; `context` holds what the configuration does not know, such as token ids."""
+    _, model_type, architecture = FAMILY_NAMES[config.family]
+    found: dict[str, object] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **stack_shape(config),
         "max_position_embeddings": config.max_positions,
         "rope_theta": shortest(config.rope.theta),
         "rope_parameters": rope_section(config.rope),

@@ -85,15 +85,10 @@ class CpuExecutor:
         return self.exact
 
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
-        batch, starts = self._batch(works)
+        batch, starts, wanted = self._batch(works)
         if self.memory.state_tensors is not None:
             batch.recurrent = _recurrent_step(self.memory.state_tensors, works)
         tapped = self.tapped_layers if any(work.state.drafting for work in works) else ()
-        wanted = [
-            row
-            for start, work in zip(starts, works, strict=True)
-            for row in range(start + work.rows - work.logit_rows, start + work.rows)
-        ]
         logits, taps = self.target.forward_logits(batch, self.memory.target, tapped, wanted)
         parts = [logits] if len(works) == 1 else list(logits.split([work.logit_rows for work in works]))
         return ForwardResult(works, parts, taps, starts)
@@ -112,25 +107,28 @@ class CpuExecutor:
     def prepare_batches(self) -> None:
         """A CPU has nothing to prepare for batches."""
 
-    def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int]]:
+    def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int], list[int]]:
+        """All rows, the first row of each work item, and the rows that need logits."""
         tokens: list[int] = []
         positions: list[int] = []
         page_ids: list[int] = []
         offsets: list[int] = []
         starts: list[int] = []
+        wanted: list[int] = []
         for work in works:
             starts.append(len(tokens))
             tokens += work.tokens
+            wanted += range(len(tokens) - work.logit_rows, len(tokens))
             positions += work.positions
             # Rows of a tree share positions, so each is stored behind the others until it is clear which rows stay.
-            pages, slots = work.state.places(work.start, work.rows)
+            pages, slots = work.state.places(work.start, len(work.tokens))
             page_ids += pages
             offsets += slots
         groups = {
             pattern: [_group(start, work, pattern) for start, work in zip(starts, works, strict=True)]
             for pattern in self.target.patterns
         }
-        return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts
+        return RowBatch(tokens, positions, page_ids, offsets, max(positions) + 1, groups), starts, wanted
 
 
 def pool_shapes(target: Decoder, draft: DFlashDrafter | None) -> PoolShapes:
@@ -146,13 +144,13 @@ def _recurrent_step(tensors: StateTensors, works: Sequence[RowWork]) -> DeltaSte
     stretches = []
     for work in works:
         assert work.state.recurrent is not None, "every sequence of a recurrent target has a state"
-        parents = work.proposal.parents if work.proposal is not None and work.branching else None
+        parents = work.tree.parents if work.tree is not None else None
         stretches.append(Stretch(work.state.recurrent, work.rows, parents, work.state.checkpoint_rows(work.rows)))
     return tensors.begin(stretches)
 
 
 def _group(row_start: int, work: RowWork, pattern: AttentionPattern) -> RowGroup:
-    pages, size = work.state.pages, PAGE_TOKENS
-    if work.proposal is not None and work.branching:
-        return make_tree_group(row_start, work.start, work.proposal.parents, pages, size, pattern)
-    return make_group(row_start, range(work.start, work.start + work.rows), pages, size, pattern)
+    tree, pages, size = work.tree, work.state.pages, PAGE_TOKENS
+    if tree is not None:
+        return make_tree_group(row_start, work.start, tree.parents, pages, size, pattern)
+    return make_group(row_start, range(work.start, work.start + len(work.tokens)), pages, size, pattern)

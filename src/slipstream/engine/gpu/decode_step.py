@@ -76,16 +76,16 @@ class DecodeStep:
         longest = min(drafter.proposals + 1, each) if drafter is not None else 1  # rows of an accepted path
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)
-        self._draft: BlockDraft | None = None
+        self.draft: BlockDraft | None = None  # None if the step drafts nothing
         if drafter is not None and drafting:
             block = DeviceRows.empty("block", sequences, drafter.block_size, 1, device, pools.scratch_place)
-            self._draft = BlockDraft(
+            self.draft = BlockDraft(
                 kernels, drafter, _over(state, block), each - 1, pools, self._settings, self._wishes
             )
         nothing = Candidates.empty(sequences, 1, CANDIDATES, device)
-        self._candidates = self._draft.candidates if self._draft is not None else nothing
+        self._candidates = self.draft.candidates if self.draft is not None else nothing
         self._branches = Branches.empty(*self._candidates.shape, self._head_scores is not None, device)
-        self._taps: Tensor | None = None  # taps of the rows that were verified last
+        self.taps: Tensor | None = None  # taps of the rows that were verified last
         self._source, self._destination = state.slots[:, :sequences]
         self._states = self._make_states()
 
@@ -111,14 +111,14 @@ class DecodeStep:
 
     @property
     def _head_scores(self) -> HeadScores | None:
-        return self._draft.head_scores if self._draft is not None else None
+        return self.draft.head_scores if self.draft is not None else None
 
     @property
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
         """The launches of the step in order, each under the name that a profile gives it."""
-        drafted = [("draft", self._draft.run)] if self._draft is not None else []
-        if self._draft is not None and self._head_scores is not None:
-            drafted.append(("heads", self._draft.ask_heads))
+        drafted = [("draft", self.draft.run)] if self.draft is not None else []
+        if self.draft is not None and self._head_scores is not None:
+            drafted.append(("heads", self.draft.ask_heads))
         write = self._write_context if self.held is None else self._hold_taps
         written = [("context write", write)] if self.drafter is not None else []
         return [*drafted, ("tree", self._grow), ("verify", self._verify), ("accept", self._accept), *written]
@@ -145,7 +145,7 @@ class DecodeStep:
     def _verify(self) -> None:
         """Runs the target over the rows and chooses its own token after each of them; the taps are kept."""
         tapped = self.drafter.taps if self.drafter is not None else ()
-        hidden, self._taps = self._target.run(self._rows, self._pools, tapped, self._states)
+        hidden, self.taps = self._target.run(self._rows, self._pools, tapped, self._states)
         used = slice(0, self._rows.rows)
         self._kernels.choose(
             self._target.logits(hidden)[used],
@@ -168,7 +168,7 @@ class DecodeStep:
             self._context,
             pools.scratch_place,
         )
-        if self._draft is not None:
+        if self.draft is not None:
             for keys, values in pools.groups:
                 self._kernels.compact(keys, values, self._rows, self._outcome)
         if self._states is not None:
@@ -188,9 +188,9 @@ class DecodeStep:
     def _write_context(self) -> None:
         """Writes draft context from the taps of the accepted paths."""
         pools, context = self._pools, self._context
-        assert self.drafter is not None and self._taps is not None
+        assert self.drafter is not None and self.taps is not None
         self.drafter.context.write(
-            self._taps.index_select(0, context.gather),
+            self.taps.index_select(0, context.gather),
             context.positions,
             context.places,
             pools.draft_keys,
@@ -199,8 +199,8 @@ class DecodeStep:
 
     def _hold_taps(self) -> None:
         """Stores the taps of the accepted rows beside those that earlier steps have left."""
-        assert self._taps is not None
-        self._kernels.hold(self._taps, self._context, self.held, self._pools.scratch_place)
+        assert self.taps is not None
+        self._kernels.hold(self.taps, self._context, self.held, self._pools.scratch_place)
 
     def write_held(self) -> None:
         """Writes draft context from the held taps; afterwards nothing is held."""

@@ -39,6 +39,8 @@ class Graphs:
         """Drops the graphs with matching keys, because their tensors are about to be freed."""
         for key in [key for key in self._captured if matches(key)]:
             del self._captured[key]
+        if not self._captured:
+            self._pool = None  # it goes with the last of its graphs
 
     def _capture(self, launches: Callable[[], None]) -> Callable[[], None]:
         before = torch.cuda.memory_reserved(self._device)

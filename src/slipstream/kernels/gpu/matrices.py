@@ -27,11 +27,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EARLY = not INTERPRETED  # whether programs start while the kernel before them ends, and then wait for it
 # With at most this many outputs or inputs, the kernel of this package is faster than cuBLAS, because it can begin while
 # the kernel before it still runs.
-_FEW_OUTPUTS, _FEW_INPUTS = 6144, 2048
+FEW_OUTPUTS, FEW_INPUTS = 6144, 2048
 _MOST_ROWS = ROW_COUNTS[-1]
 _GATHER_WIDTH = 1024  # numbers of a row that a program copies
 _EXPAND_ROWS = 16  # rows of blocks that a program expands
-_EXPANDED_WEIGHTS = 2**27  # weights expanded at a time: enough for every matrix of a layer, but not for an output head
+EXPANDED_WEIGHTS = 2**27  # weights expanded at a time: enough for every matrix of a layer, but not for an output head
 _BLOCK_ROWS = 256  # up to this many rows, reading blocks again for every 64 rows costs less than expanding them to bf16
 _PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PROBES = 4  # random inputs on which cuBLAS must agree with itself
@@ -40,11 +40,13 @@ _PROBES = 4  # random inputs on which cuBLAS must agree with itself
 class Scratch:
     """Memory that all matrices of a model share, because they run one after another.
 
-    Captured graphs contain its addresses, so it does not grow any more after `seal`.
+    Captured graphs contain its addresses, so it does not grow any more after `seal`. Blocks are expanded at most
+    `expanded_weights` at a time, which bounds the memory for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, expanded_weights: int = EXPANDED_WEIGHTS) -> None:
         self.device = device
+        self.expanded_weights = expanded_weights
         self.partials = torch.empty(1, dtype=torch.float32, device=device)
         self.dense = torch.empty(1, dtype=torch.bfloat16, device=device)
         self.agreements: dict[tuple[int, int, torch.dtype], bool] = {}
@@ -122,7 +124,7 @@ class GpuDense(GpuMatrix):
         self.scratch = scratch
         self._tickets = torch.zeros(-(-self.out_features // TILE_ROWS), dtype=torch.int32, device=weight.device)
         if fixed_order is None:
-            small = self.out_features <= _FEW_OUTPUTS or self.in_features <= _FEW_INPUTS
+            small = self.out_features <= FEW_OUTPUTS or self.in_features <= FEW_INPUTS
             fixed_order = small or self._library_differs()
         self.fixed_order = fixed_order
         if fixed_order:
@@ -185,7 +187,7 @@ class GpuQuantised(GpuMatrix):
             planes.words if plane is None else plane
             for plane in (planes.words, planes.high, planes.scales, planes.offsets)
         )
-        self._expanded_rows = min(self.out_features, max(1, _EXPANDED_WEIGHTS // self.in_features))
+        self._expanded_rows = min(self.out_features, max(1, scratch.expanded_weights // self.in_features))
         scratch.reserve(_partials(planes.tiles, self.plan), self._expanded_rows * self.in_features)
 
     def in_parts(self, rows: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def choose_reference(
     logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
     """`choose` in plain torch."""
-    sums, usable = _reference_sums(logits, positions + 1, settings, each, noisy=settings.temperature > 0)
+    sums, usable = reference_sums(logits, positions + 1, settings, each, noisy=settings.temperature > 0)
     ranked = sums.sort(dim=-1, descending=True, stable=True).indices[:, 0]
     out.copy_(torch.where(usable, ranked, NO_BEST))
 
@@ -276,7 +276,7 @@ def top_candidates_reference(
 ) -> None:
     """`top_candidates` in plain torch."""
     count = scratch.count
-    sums, usable = _reference_sums(logits, positions + ahead, settings, each, noisy=settings.shared != 0)
+    sums, usable = reference_sums(logits, positions + ahead, settings, each, noisy=settings.shared != 0)
     ranked = sums.sort(dim=-1, descending=True, stable=True)
     found = ranked.values[:, :count] - sums.logsumexp(dim=-1, keepdim=True)
     found = torch.where(usable[:, None], found, float("nan"))
@@ -286,7 +286,7 @@ def top_candidates_reference(
     tokens[:, : found.shape[1]] = torch.where(found > float("-inf"), ranked.indices[:, :count], 0)
 
 
-def _reference_sums(
+def reference_sums(
     logits: Tensor, places: Tensor, settings: SamplingSettings, each: int, noisy: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns what is compared, in fp32, and which rows are usable; a row's token gets the position in `places`."""

@@ -60,7 +60,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/draft-lora", response_model=None, summary="Add a variant while the model serves")
     async def add(body: AddRequest) -> JSONResponse:
-        source = _source(_folder(state), body)
+        source = adapter_source(_folder(state), body)
         async with one_at_a_time:
             return JSONResponse(await _add(state, model_asked(state, body.model), source, body.name))
 
@@ -85,8 +85,11 @@ def _folder(state: ServerState) -> Path:
     return folder.resolve()
 
 
-def _source(folder: Path, body: AddRequest) -> str:
-    """The adapter's source for the engine; links and dots are resolved before the check that it lies in the folder."""
+def adapter_source(folder: Path, body: AddRequest) -> str:
+    """Returns the source that the engine loads an adapter from, [NAME=]PATH@SCALE; refuses paths outside the folder.
+
+    Links and dots are resolved before the check.
+    """
     try:
         path = (folder / body.path).resolve()
         lie_inside = path != folder and all(file.resolve().is_relative_to(folder) for file in (path, *_files_of(path)))

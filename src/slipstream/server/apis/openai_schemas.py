@@ -224,26 +224,28 @@ DraftLora = Annotated[
 ]
 
 
-class GenerationRequest(Strict):
-    """The fields that chat and completions share."""
+# The settings that a request of every API may have; seed, top_k and two penalties are described by each API itself.
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "cache_prompt",
+    "draft_lora",
+)
 
-    model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+
+class CommonFields(Strict):
+    """The fields that have the same name and the same meaning in every API."""
+
     temperature: float | None = Field(default=None, ge=0, le=2, description="Default: the model's own, or 0 (greedy)")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    user: str | None = Field(default=None, max_length=512, description="Written to the log")
-    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Extension")
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, description="Extension; 1 is off")
-    ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     cache_prompt: bool | None = Field(default=None, description="Extension: use and fill the prefix cache")
     speculative: Speculative | None = None
     draft_lora: DraftLora | None = None
@@ -256,6 +258,31 @@ class GenerationRequest(Strict):
     timeout: float | None = Field(
         default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
     )
+
+    def sampling(self) -> dict[str, object]:
+        """The fields of `_SAMPLING` that were given, as settings of an engine's request."""
+        said = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.speculative is not None:
+            said["mode"] = self.speculative.mode_name()
+        return said
+
+
+class GenerationRequest(CommonFields):
+    """The fields that chat and completions share."""
+
+    model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    user: str | None = Field(default=None, max_length=512, description="Written to the log")
+    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension; 0 is off")
+    ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     include_draft_info: bool | None = Field(
         default=None, description="Extension: chunks say which tokens were drafted, and describe their step"
     )
@@ -272,28 +299,10 @@ class GenerationRequest(Strict):
 
     def settings(self) -> dict[str, object]:
         """The fields that were given, as settings of an engine's request; the model's defaults fill in the others."""
-        said: dict[str, object] = {
-            name: getattr(self, name)
-            for name in (
-                "max_tokens",
-                "temperature",
-                "top_p",
-                "presence_penalty",
-                "frequency_penalty",
-                "seed",
-                "top_k",
-                "min_p",
-                "repetition_penalty",
-                "ignore_eos",
-                "cache_prompt",
-                "draft_lora",
-            )
-        }
+        said = {**self.sampling(), "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         said["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None
         if self.logit_bias:
             said["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.speculative is not None:
-            said["mode"] = self.speculative.mode_name()
         return {name: value for name, value in said.items() if value is not None}
 
 

@@ -73,7 +73,7 @@ def _check_amount(body: bytes) -> None:
     if _too_many(*_marks(body)) is None:
         return
     values = structure = 0
-    for piece in _outside_of_strings(body):
+    for piece in outside_of_strings(body):
         more_values, more_structure = _marks(piece)
         values, structure = values + more_values, structure + more_structure
         too_many = _too_many(values, structure)
@@ -92,7 +92,7 @@ def _too_many(values: int, structure: int) -> str | None:
     return f"{MAX_JSON_VALUES} values" if values > MAX_JSON_VALUES else None
 
 
-def _outside_of_strings(body: bytes) -> Iterator[bytes]:
+def outside_of_strings(body: bytes) -> Iterator[bytes]:
     """The parts of a body outside of its strings; a quote that is left in a piece begins a string of the next piece."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
     begun = b""

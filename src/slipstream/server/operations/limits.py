@@ -33,20 +33,21 @@ _DISCARD_BYTES, _DISCARD_S = 16 << 20, 5.0
 _SMALL_BYTES = 64 << 10
 # Bytes of larger bodies that may arrive together: 16 bodies of the default limit. A parsed body takes up to 20 times
 # its size, so that a larger value could exhaust the memory.
-_HELD_BYTES = 64 << 20
+HELD_BYTES = 64 << 20
 
 
 class Gatekeeper:
     """Refuses requests that must not reach any API; all other requests pass unchanged."""
 
-    def __init__(self, app: AsgiApp, state: ServerState) -> None:
+    def __init__(self, app: AsgiApp, state: ServerState, held_bytes: int = HELD_BYTES) -> None:
+        """`held_bytes` bounds the large bodies that arrive together; two bodies of the largest size always fit."""
         self._app = app
         self._state = state
         self._keys = [key.encode() for key in state.settings.api_keys]
         named = (state.settings.host, socket.gethostname(), *state.settings.allowed_hosts)
         self._hosts = {name.lower() for name in named}
         self._turn = asyncio.Lock()  # held while a large body is parsed
-        self._held = _Held(max(_HELD_BYTES, 2 * state.settings.max_body_bytes))
+        self._held = _Held(max(held_bytes, 2 * state.settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

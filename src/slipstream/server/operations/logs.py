@@ -31,10 +31,10 @@ _SHOWN_PATH = 200  # characters of a path in the log; a client could otherwise f
 _KEPT_MESSAGES = 100  # different messages that `Rarely` remembers; a library has fewer
 
 
-def log_config(style: LogFormat = "text", level: str = "info") -> dict[str, Any]:
+def log_config(style: LogFormat) -> dict[str, Any]:
     """Settings for `logging.config.dictConfig` and uvicorn: lines go to stderr, and uvicorn's access log is off."""
     quiet = {"handlers": [], "level": "CRITICAL", "propagate": False}
-    ours = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+    ours = {"handlers": ["stderr"], "level": "INFO", "propagate": False}
     libraries = {**ours, "handlers": ["libraries"]}
     return {
         "version": 1,

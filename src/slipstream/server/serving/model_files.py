@@ -108,20 +108,17 @@ class ModelSpec:
         target: str,
         draft: str = "auto",
         *,
-        name: str | None = None,
         engine: EngineConfig | None = None,
         defaults: Mapping[str, object] | None = None,
-        idle_s: float | None = None,
         draft_lora: Sequence[str] = (),
     ) -> ModelSpec:
         """The only model of a server that was started without a models file; it is loaded at the start."""
         return cls(
-            name or served_name(target),
+            served_name(target),
             target,
             draft,
             engine or EngineConfig(),
             dict(defaults or {}),
-            idle_s,
             preload=True,
             draft_lora=tuple(draft_lora),
         )

@@ -347,12 +347,15 @@ class ModelRouter:
         while True:
             await asyncio.sleep(self._tick_s)
             try:
-                self._look_around()
+                self.look_around()
             except Exception as error:
                 log.error("watching the models failed", exc_info=error)
 
-    def _look_around(self) -> None:
-        """Notices engines that have ended, and unloads models that had no request for their idle time."""
+    def look_around(self) -> None:
+        """Notices engines that have ended, and unloads models that had no request for their idle time.
+
+        The router does so by itself at every tick.
+        """
         for entry in self._catalogue:
             resident = self._alive(entry)
             limit = entry.spec.idle_s if entry.spec.idle_s is not None else self._idle_s

@@ -64,10 +64,9 @@ class _Open:
     sink: Sink
     submitted_at: float = field(default_factory=time.monotonic)
     generated: int = 0
-    epoch: int = 0
+    epoch: int = 0  # rises with every pause; a call that resumes the request must name the current one
     paused: bool = False
     held: bool = False  # its reader is slow; clients do not see this as a pause and need not resume it
-    stopped_at: int | None = None  # the engine's own epoch, while the engine keeps the request out of its steps
     pause_at: int | None = None
     on_pause: PauseSink | None = None
 
@@ -327,15 +326,10 @@ class EngineWorker:
 
     def _follow(self, request_id: str, known: _Open) -> None:
         """Pauses or resumes a request in the engine, as its `paused` and `held` demand by now."""
-        stopped = known.stopped_at is not None
-        if (known.paused or known.held) == stopped or self._open.get(request_id) is not known:
-            return
-        if known.stopped_at is None:
-            known.stopped_at = self._engine.pause(request_id)
-        else:
-            self._engine.resume(request_id, known.stopped_at)
-            known.stopped_at = None
-        self._count_line()
+        if self._open.get(request_id) is known:
+            stop = known.paused or known.held
+            (self._engine.pause if stop else self._engine.resume)(request_id)
+            self._count_line()
 
     def _deliver(self, event: GenEvent) -> None:
         known = self._open.get(event.request_id)

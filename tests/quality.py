@@ -1,13 +1,22 @@
-"""Measures how well a target predicts a text in one weight format, and how far this is from another format.
-
-The functions take the predictions of a forward, one per token; the caller runs the forward.
+"""Measures how well a target predicts a text in one weight format, how far this is from another format, and how long
+steps take.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from slipstream.engine.scoring import ScratchSequence, text_logits
+from slipstream.models.decoder import Decoder
+
+_CONTEXT = 64  # tokens behind which steps are timed
+_LEAST_SECONDS = 0.3  # each number of rows is timed so long; with less, a median rests on few steps
 
 # Relative difference up to which two perplexities count as equal. With a larger bound a broken format would pass, with
 # a smaller one rounding alone would fail.
@@ -72,3 +81,36 @@ def windows(ids: Sequence[int], size: int) -> list[Sequence[int]]:
     """The text cut into parts that are read on their own; a last part of one token predicts nothing and is left out."""
     cut = [ids[start : start + size] for start in range(0, len(ids), size)]
     return [window for window in cut if len(window) > 1]
+
+
+def predictions(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterator[Prediction]:
+    """Yields the prediction of every token but the first."""
+    position = 0
+    for logits in text_logits(target, ids, chunk):
+        following = torch.tensor(ids[position + 1 : position + 1 + len(logits)])
+        known = logits[: len(following)]
+        chosen = torch.log_softmax(known.double(), dim=-1).gather(1, following[:, None])[:, 0]
+        yield from map(Prediction, chosen.tolist(), known.argmax(dim=-1).tolist())
+        position += len(logits)
+
+
+@torch.inference_mode()
+def row_times(target: Decoder, rows: Sequence[int]) -> dict[int, float]:
+    """Returns the median milliseconds of greedy steps by their rows, all with logits, behind a short context."""
+    scratch = ScratchSequence(target, [1] * (_CONTEXT + 1), _CONTEXT + max(rows))
+    scratch.run(scratch.state.tokens[:_CONTEXT], 0)
+    scratch.state.commit(range(_CONTEXT), [], 0)
+
+    def step(count: int) -> float:
+        began = time.perf_counter()
+        scratch.run([1] * count, count).argmax(dim=-1).tolist()
+        return 1e3 * (time.perf_counter() - began)
+
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    until = time.perf_counter() + _LEAST_SECONDS * len(rows)
+    # The widths take turns, so that a busy moment of the machine hits all of them.
+    while time.perf_counter() < until or len(times[rows[0]]) < 3:
+        for count in rows:
+            step(count)  # a first step, not counted, replaces what the last width left in the processor's caches
+            times[count].append(step(count))
+    return {count: statistics.median(seen) for count, seen in times.items()}
