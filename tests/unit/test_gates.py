@@ -62,3 +62,11 @@ def test_entropy_closes_at_once_below_hard() -> None:
     assert gate.open
     gate.observe(0.44)
     assert not gate.open
+
+
+def test_traces_show_the_numbers_of_the_rule() -> None:
+    ema, entropy = EmaGate(Gate("ema", margin=1.2)), EntropyGate(Gate("entropy"))
+    ema.observe(1, 20.0, 10.0)
+    assert entropy.reading == "top-1 unknown, thresholds 0.9 and 0.45"
+    entropy.observe(0.4)
+    assert (ema.reading, entropy.reading) == ("ema 1.25, threshold 1.2", "top-1 0.40, thresholds 0.9 and 0.45")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.executor import NO_SEQUENCE, DeviceSteps, Landed, Wish, bucket
-from slipstream.engine.proposer import GATE_CLOSED, MeasuredStep, Proposer, longest_context
+from slipstream.engine.proposer import MeasuredStep, Proposer, gate_reading, longest_context
 from slipstream.engine.variants import DraftVariant
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.lazy import cached_property
@@ -314,8 +314,6 @@ def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: i
 
 
 def _decision(sequence: ActiveSequence, wish: Wish) -> Decision:
-    policy, gate = sequence.policy, sequence.gate
     if not wish.nodes:
-        closed = GATE_CLOSED if gate is not None and not gate.open else ""
-        return Decision("plain", policy.note if policy is not None else closed)
-    return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}")
+        return Decision("plain", sequence.policy.note if sequence.policy is not None else gate_reading(sequence))
+    return Decision(f"{'chain' if wish.shape == CHAIN else 'tree'}:{wish.nodes + 1}", gate_reading(sequence))

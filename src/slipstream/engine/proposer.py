@@ -33,7 +33,6 @@ AUTO_CANDIDATES = 8
 _FLOOR_SHARE = 0.7
 # One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
 _TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
-GATE_CLOSED = "the gate has closed"
 
 
 class MeasuredStep(NamedTuple):
@@ -308,15 +307,21 @@ def _fixed(sequence: ActiveSequence, block: BlockDrafts | None) -> Proposed:
         growth = block.grow(sequence.anchor, 0, nodes, depth, seeded=mode.seeded)[1]
     else:
         growth = block.grow(sequence.anchor, min(depth, nodes), 0, 0)[0]
-    return Proposed(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"))
+    choice = f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"
+    return Proposed(growth.proposal(), Decision(choice, gate_reading(sequence)))
+
+
+def gate_reading(sequence: ActiveSequence) -> str:
+    """What a request's gate says about this step; empty without a gate."""
+    gate = sequence.gate
+    if gate is None:
+        return ""
+    return gate.reading if gate.open else f"the gate has closed: {gate.reading}"
 
 
 def _undrafted(sequence: ActiveSequence) -> Proposed:
     """The anchor alone, where nothing was drafted."""
-    if sequence.policy is not None:
-        note = sequence.policy.note
-    else:
-        note = GATE_CLOSED if sequence.gate is not None and not sequence.gate.open else ""
+    note = sequence.policy.note if sequence.policy is not None else gate_reading(sequence)
     return Proposed(Proposal((sequence.anchor,), (-1,)), Decision("plain", note))
 
 

@@ -64,6 +64,11 @@ class EmaGate:
         self._low = self._low + 1 if self.ema < self._gate.margin else 0
         self.open = self._low < self._gate.sustain
 
+    @property
+    def reading(self) -> str:
+        """The numbers of the rule, for traces."""
+        return f"ema {self.ema:.2f}, threshold {self._gate.margin:g}"
+
 
 class EntropyGate:
     """Closes when the target itself is unsure of its next token."""
@@ -72,11 +77,19 @@ class EntropyGate:
         self.open = True
         self._gate = gate
         self._low = 0
+        self._top1: float | None = None
+
+    @property
+    def reading(self) -> str:
+        """The numbers of the rule, for traces."""
+        seen = "unknown" if self._top1 is None else f"{self._top1:.2f}"
+        return f"top-1 {seen}, thresholds {self._gate.floor:g} and {self._gate.hard:g}"
 
     def observe(self, top1: float) -> None:
         """Takes in the target's largest probability at the anchor of a step."""
         if not self.open:
             return
+        self._top1 = top1
         self._low = self._low + 1 if top1 < self._gate.floor else 0
         self.open = self._low < self._gate.patience and top1 >= self._gate.hard
 
