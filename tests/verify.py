@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from slipstream.kernels.machine import usable_cores
 from tests import checks
 from tests import verify_cpu as cpu
+from tests import verify_drafts as drafts
 from tests import verify_families as families
 from tests import verify_files as files
 from tests import verify_gpu as gpu
@@ -122,7 +123,15 @@ SIDE_BY_SIDE: tuple[Section, ...] = (
     *cpu.SIDE_BY_SIDE,
     *families.SIDE_BY_SIDE,
 )
-TIMED: tuple[Section, ...] = (*speculation.TIMED, *cpu.TIMED, *serving.TIMED, *hostile.TIMED, *lanes.TIMED, *gpu.TIMED)
+TIMED: tuple[Section, ...] = (
+    *speculation.TIMED,
+    *drafts.TIMED,
+    *cpu.TIMED,
+    *serving.TIMED,
+    *hostile.TIMED,
+    *lanes.TIMED,
+    *gpu.TIMED,
+)
 SECTIONS = (*SIDE_BY_SIDE, *TIMED)
 
 

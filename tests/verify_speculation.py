@@ -7,17 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 from slipstream.bench.measure import Comparison
-from slipstream.bench.workloads import PUBLIC
+from slipstream.bench.workloads import BUILT_IN, PUBLIC
 from tests import checks
 from tests import checks_speculation as promises
 from tests.verify_report import Report
 
 SET_PROMPTS = 6
 CONTEXT_QUESTIONS = 12
-TIMED_PROMPTS, TIMED_TOKENS = 8, 96
-BENCH_MODES = "plain,chain:4,chain:8,chain,tree:8,auto"
+TIMED_PROMPTS, TIMED_TOKENS = 16, 192
+BENCH_MODES = "plain,chain:4,chain:8,tree:6,tree:8,tree:16,auto"
 WIDER = ("chain", "tree:32", "tree:64")
 Section = Callable[[Report], None]
 
@@ -99,7 +100,8 @@ def conversation(report: Report) -> None:
 
 def auto_speed(report: Report) -> None:
     """Compares `auto` with the fastest fixed mode, in one interleaved run on all cores for each prompt set."""
-    for name in PUBLIC:
+    ratios: list[float] = []
+    for name in BUILT_IN:
         for temperature in ("0", "0.8"):
             command = [
                 "slipstream",
@@ -123,6 +125,7 @@ def auto_speed(report: Report) -> None:
             seen = json.loads(done.stdout)
             auto = seen["modes"]["auto"]
             best, (low, high) = auto["vs_best"], auto["vs_best"]["interval"]
+            ratios.append(best["ratio"])
             speeds = ", ".join(
                 f"{mode} {run['tokens_per_second']:.0f} ({run['speedup']:.2f}x, tau {run['tau']:.2f})"
                 for mode, run in seen["modes"].items()
@@ -146,16 +149,19 @@ def auto_speed(report: Report) -> None:
                 auto_over_plain=round(auto["speedup"], 2),
                 **speeds_by_mode,
             )
+    mean = fmean(ratios)
+    text = f"{mean:.3f} in the mean of {len(ratios)} sets and temperatures, {min(ratios):.3f} in the worst"
+    report.add("auto beside the best fixed mode, all sets (at least 0.98)", text, mean >= 0.98, ratio=round(mean, 3))
 
 
 def adversarial(report: Report) -> None:
     words = promises.random_word_prompts(TIMED_PROMPTS)
     usual = [(prompt,) for prompt in promises.set_prompts("humaneval", TIMED_PROMPTS)]
     normal, shuffled = promises.pair_with("smollm2-dspark"), promises.shuffled_pair()
-    steps = promises.speculative_tokens(promises.shuffled_pair(), usual[0][0], 256)
-    last = max((written for written, nodes in steps if nodes), default=0)
-    seen_last = f"the last drafted rows were verified after {last} tokens"
-    report.add("a shuffled drafter is given up", seen_last, last < 64, last_tokens=last)
+    steps = promises.speculative_tokens(promises.shuffled_pair(), usual[0][0], 512)
+    later = [nodes > 0 for written, nodes in steps if written >= 64]
+    seen_share = f"behind 64 tokens {sum(later)} of {len(later)} steps still draft, in order to learn"
+    report.add("a shuffled drafter is given up", seen_share, fmean(later) <= 0.04, share=round(fmean(later), 4))
     for what, llm, conversations, temperature in (
         ("random words at T 1.2", normal, words, 1.2),
         ("a shuffled drafter, greedy", shuffled, usual, 0.0),
@@ -175,7 +181,7 @@ def _add_against_plain(report: Report, promise: str, seen: Comparison) -> None:
     report.add(
         promise,
         text,
-        ratio.value >= 0.97 and auto.same + auto.near_ties == seen.answers,
+        ratio.value >= 0.98 and auto.same + auto.near_ties == seen.answers,
         ratio=round(ratio.value, 3),
         low=round(low, 3),
         high=round(high, 3),

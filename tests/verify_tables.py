@@ -64,7 +64,12 @@ CPU_SPEED = (
         "`auto` is at least 0.95 of the best fixed mode",
         "auto_speed",
         "{ratio:.3f} of it; {auto_over_plain:.2f} times plain",
+        "T 0",
     ),
+    Line("`auto` is at least 0.98 of it in the mean", "auto_speed", "{ratio:.3f} of it", "all sets"),
+    Line("`auto` is at least 0.93 of it on a disturbed machine", "disturbed_auto", "{ratio:.3f} of it"),
+    Line("Drafts from the text beside a drafter", "text_drafts", "{ratio:.2f} times without", "over auto without"),
+    Line("Drafts from the text alone", "text_drafts", "{ratio:.2f} times plain", "over plain"),
     Line(
         "Plain decoding over llama.cpp, greedy",
         "cpu_speed",
@@ -100,9 +105,9 @@ CPU_SPEED = (
     Line(
         "No other process ran during the race", "cpu_speed", "others used {others_share:.2%} of a core", "waits sleeps"
     ),
-    Line("A useless drafter is given up within 64 tokens", "adversarial", "after {last_tokens:} tokens", "given up"),
+    Line("A useless drafter is given up within 64 tokens", "adversarial", "{share:.1%} of later steps", "given up"),
     Line(
-        "`auto` over plain where drafts are useless (at least 0.97)",
+        "`auto` over plain where drafts are useless (at least 0.98)",
         "adversarial",
         "{ratio:.3f} times plain's speed",
         "against plain",
