@@ -43,7 +43,10 @@ class MeasuredStep(NamedTuple):
 
 
 class Proposer:
-    """One per engine; the policy and its cost table are made when the first request needs them."""
+    """One per engine; the policy and its cost table are made when the first request needs them.
+
+    Another policy may be set at any time; requests that are running keep their records of the one before.
+    """
 
     def __init__(
         self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable]
@@ -60,6 +63,10 @@ class Proposer:
         if self._policy is None:
             self._policy = Policy(self._measure_costs())
         return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
 
     def forget(self, variant: str) -> None:
         if self._policy is not None:

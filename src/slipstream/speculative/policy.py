@@ -31,9 +31,6 @@ __all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "Verify
 # Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
 # of fewer rows; a larger value would leave that range.
 MAX_AUTO_ROWS = 64
-# The share of all time that may be lost by drafts which are made only to learn. A larger share makes texts slower that
-# cannot be drafted, a smaller one notices too late that a text has become easy.
-_EXPLORED_SHARE = 0.01
 # Plain steps whose time may be lost at the start, and the most that is saved up for later.
 _FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
 _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it would teach nothing
@@ -127,6 +124,7 @@ class SequencePolicy:
 
     def __init__(self, mode: Mode, gate: Gate, proposals: int, kind: _Kind) -> None:
         self.margin = gate.margin
+        self.explore = gate.explore
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
@@ -182,6 +180,7 @@ class Policy:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
         self._plain_ms = costs.step_ms(StepShape(1, 1, 0, sampled=False, branching=False))
         self._budget_ms = _FREE_STEPS * self._plain_ms
+        self._explored = 0.0  # the share of the current step's time that trials may lose later
         self._plain_rate = 0.0  # of the last step, in tokens per millisecond
         self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
 
@@ -199,6 +198,7 @@ class Policy:
 
     def plan_drafts(self, views: Sequence[View], rest: Rest = Rest()) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
+        self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
@@ -226,7 +226,7 @@ class Policy:
     def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
         """The slots to draft: those that pay or, when the budget covers it, all of them to learn what they bring."""
         extra_ms = self.costs.draft_ms(blocks, deepest, step.context) - self.costs.draft_ms(blocks, slots, step.context)
-        if slots == deepest or extra_ms > self._budget_ms:
+        if slots == deepest or not self._explored or extra_ms > self._budget_ms:
             return slots
         self._budget_ms -= extra_ms
         return deepest
@@ -236,9 +236,14 @@ class Policy:
         trials: list[int] = []
         before_ms = 0.0
         for index in losing:
+            own = views[index].policy
+            if not own.explore:
+                continue
             draft_ms = self.costs.draft_ms(len(trials) + 1, slots, step.context)
-            tokens, rows_ms = views[index].policy.prospect(slots, step)
-            loss_ms = draft_ms - before_ms + rows_ms - tokens / step.plain_rate
+            tokens, rows_ms = own.prospect(slots, step)
+            # A draft that pays, but not by its margin, loses what is missing to that margin.
+            needed_ms = own.margin * (draft_ms - before_ms + rows_ms) + (own.margin - 1.0) * step.plain_ms
+            loss_ms = needed_ms - tokens / step.plain_rate
             if loss_ms > self._budget_ms:
                 break
             self._budget_ms -= max(0.0, loss_ms)
@@ -270,7 +275,7 @@ class Policy:
 
     def progress(self, tokens: int, ms: float) -> None:
         """Takes in how many tokens a whole step committed, and how long it took with its drafting."""
-        self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + _EXPLORED_SHARE * ms)
+        self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + self._explored * ms)
         if self._plain_rate:
             made, plain = self._speed
             made, plain = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
