@@ -106,7 +106,7 @@ class Gate:
     `ema` stops when the average of (committed tokens * plain time / step time) stays under `margin`. `entropy` stops
     when the target's top-1 probability stays under `floor` or falls under `hard`. `auto` compares expected tokens with
     measured milliseconds before every step and drafts where that gives more than `margin` times plain decoding's speed.
-    Trials find out whether drafting has begun to pay; they may lose the share `explore` of the time, and 0 forbids them.
+    Trials find out whether drafting has begun to pay; they may lose the share `explore` of all time; 0 forbids them.
     """
 
     kind: Literal["off", "entropy", "ema", "auto"] = "off"

@@ -35,7 +35,8 @@ from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.models.gpu.device_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.estimate import Estimate, Record
-from slipstream.types import BASE_VARIANT, Decision, SamplingParams
+from slipstream.speculative.policy import SequencePolicy
+from slipstream.types import BASE_VARIANT, Decision, Proposal, SamplingParams, Verdict
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 from tests.watched import add_watched
@@ -535,21 +536,27 @@ def test_of_many_sequences_everybody_drafts_who_can(gpu: None, tmp_path: Path, m
 def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=64 * PAGE_TOKENS)
-        engine = llm.engine
-        monkeypatch.setattr(planner_of(llm).gate, "drafts", lambda size: True)
-        policy = engine.proposer.policy
-        told = Mock(side_effect=policy.verified)
-        monkeypatch.setattr(policy, "verified", told)
+        planner, taught = planner_of(llm), list[tuple[float, Proposal, Verdict]]()
+        monkeypatch.setattr(planner.gate, "drafts", lambda size: True)
+        timed = Mock(side_effect=planner.learn)
+        monkeypatch.setattr(planner, "learn", timed)
+        usual = SequencePolicy.learn
+
+        def learn(own: SequencePolicy, proposal: Proposal, verdict: Verdict) -> None:
+            taught.append((own.rows_ms, proposal, verdict))
+            usual(own, proposal, verdict)
+
+        monkeypatch.setattr(SequencePolicy, "learn", learn)
         llm.run([llm.request(prompt(20, number), max_tokens=24, mode="auto") for number in range(6)])
-        assert told.call_count > 3
-        for call in told.call_args_list:
-            offers, shape, drafting = call.args
-            assert 1 <= len(offers) <= 2 and len(offers) <= drafting <= shape.batch <= 6
-            assert shape.rows >= shape.batch + drafting
-            for offer in offers:
-                assert list(offer.tree) == sorted(offer.tree, reverse=True) and 0.0 < offer.tree[0] <= 1.0
-                assert offer.chain and set(offer.chain) <= set(offer.tree)
-        assert all(memory.gains.known for memory in policy._memories.values())
+        assert timed.call_count > 3 and all(len(call.args[3]) <= 2 for call in timed.call_args_list)
+        assert 3 < len(taught) <= 2 * timed.call_count
+        for rows_ms, proposal, verdict in taught:
+            assert rows_ms >= 0.0 and proposal.nodes and len(proposal.chances) == proposal.nodes + 1
+            assert all(0.0 < chance <= 1.0 for chance in proposal.chances)
+            assert len(verdict.path) == len(verdict.tokens) <= proposal.nodes + 1
+        assert any(rows_ms > 0.0 for rows_ms, _, _ in taught)
+        new = llm.engine.make_sequence(llm.request(prompt(4), mode="auto"))
+        assert new.policy is not None and new.policy.gains.known, "the next request begins with what these have shown"
 
 
 @pytest.mark.parametrize(("count", "crowded", "heeded"), [(8, False, True), (8, True, False), (4, False, False)])

@@ -16,9 +16,9 @@ from slipstream.cache.sequence import PageMemory, SequenceState
 from slipstream.engine.variants import DraftVariant, DraftVariants
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter
+from slipstream.speculative.estimate import Estimate
 from slipstream.types import Proposal, SamplingParams, TokenOut, Verdict
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from slipstream.kernels.cpu.native_growth import MOST_ROWS, CandidateBlock, CompiledWalk, grower
 from slipstream.kernels.cpu.native_library import address
 from slipstream.lazy import cached_property
-from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.constrained_drafts import DraftRule
+from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.tree import Branch, Growth, as_claimed, grow_chain, grow_tree
 
 _NONE = Branch((), ())  # a branch without any candidate, at which growing ends

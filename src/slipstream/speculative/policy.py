@@ -64,6 +64,9 @@ class Rest(NamedTuple):
     sampled: bool = False
 
 
+NO_REST = Rest()
+
+
 class Gains:
     """What verified drafts have brought lately: accepted tokens by drafted slots and by nodes, and the rows' time."""
 
@@ -196,7 +199,7 @@ class Policy:
         for sampled in (False, True):
             self._kinds.pop((variant, sampled), None)
 
-    def plan_drafts(self, views: Sequence[View], rest: Rest = Rest()) -> list[int]:
+    def plan_drafts(self, views: Sequence[View], rest: Rest = NO_REST) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
         self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
@@ -251,7 +254,7 @@ class Policy:
             trials.append(index)
         return trials
 
-    def choose(self, offers: Sequence[Offer], rest: Rest = Rest()) -> list[VerifyChoice]:
+    def choose(self, offers: Sequence[Offer], rest: Rest = NO_REST) -> list[VerifyChoice]:
         """Says after drafting what each offer verifies."""
         drafted = [offer for offer in offers if offer.survivals]
         step = self._step(offers, rest, sum(len(offer.survivals) for offer in offers))
@@ -260,16 +263,16 @@ class Policy:
         spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
         # A millisecond is priced at what it yields in the long run, not at what it yields in this step.
         price = step.plain_rate * max(1.0, self._speed[0] / self._speed[1])
-        best = best_nodes(step, offers, spent_ms, price)
         counts = [
             max(count, min(_TRIAL_NODES, len(offer.survivals))) if offer.policy.trial else count
-            for offer, count in zip(offers, best.counts, strict=True)
+            for offer, count in zip(offers, best_nodes(step, offers, spent_ms, price), strict=True)
         ]
-        per_node = (best.ms - spent_ms - step.plain_ms) / max(1, sum(best.counts))
+        branching = any(count > offer.straight for offer, count in zip(offers, counts, strict=True))
+        verify_ms = (step.branched if branching else step.straight)[sum(counts)]
         for offer, count in zip(offers, counts, strict=True):
-            offer.policy.rows_ms = count * per_node
+            offer.policy.rows_ms = (verify_ms - step.plain_ms) * count / max(1, sum(counts))
         return [
-            _choice(offer, count, best.branching, best.ms, step.plain_rate)
+            _choice(offer, count, spent_ms + verify_ms, step.plain_rate)
             for offer, count in zip(offers, counts, strict=True)
         ]
 
@@ -314,7 +317,7 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
     return outcomes
 
 
-def _choice(offer: Offer, nodes: int, branching: bool, ms: float, plain_rate: float) -> VerifyChoice:
+def _choice(offer: Offer, nodes: int, ms: float, plain_rate: float) -> VerifyChoice:
     tokens = 1.0 + sum(offer.survivals[:nodes])
     if not nodes:
         reason = f"the draft promises too little for more rows, plain {plain_rate:.3f}/ms"

@@ -18,9 +18,9 @@ from slipstream.engine.executor import RowWork
 from slipstream.engine.proposer import AUTO_CANDIDATES
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
-from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 
