@@ -244,9 +244,10 @@ class Policy:
                 continue
             draft_ms = self.costs.draft_ms(len(trials) + 1, slots, step.context)
             tokens, rows_ms = own.prospect(slots, step)
-            # A draft that pays, but not by its margin, loses what is missing to that margin.
-            needed_ms = own.margin * (draft_ms - before_ms + rows_ms) + (own.margin - 1.0) * step.plain_ms
-            loss_ms = needed_ms - tokens / step.plain_rate
+            cost_ms = draft_ms - before_ms + rows_ms
+            # A draft that pays, but not by its margin, loses what is missing to that margin, and at most its own time.
+            needed_ms = own.margin * cost_ms + (own.margin - 1.0) * step.plain_ms
+            loss_ms = min(cost_ms, needed_ms - tokens / step.plain_rate)
             if loss_ms > self._budget_ms:
                 break
             self._budget_ms -= max(0.0, loss_ms)
@@ -333,7 +334,9 @@ def _choice(offer: Offer, nodes: int, ms: float, plain_rate: float) -> VerifyCho
 def _why_plain(view: View, speed: float) -> str:
     if view.room <= 1:
         return "one token is left to commit"
-    return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "nothing can be drafted"
+    if not view.policy.deepest:
+        return "nothing can be drafted"
+    return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "a draft would take too long"
 
 
 def _most_nodes(mode: Mode, proposals: int) -> int:
