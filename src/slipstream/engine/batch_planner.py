@@ -272,15 +272,18 @@ class BatchPlanner:
         return pace
 
     def cost(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
-        """Refreshes the cost table and the gates that read it."""
+        """Tells the policy what a step came to, and refreshes the cost table and the gates that read it."""
+        ms = seconds * 1e3
+        if batch.governed:
+            self._proposer.policy.progress(committed, ms)
         if not (batch.governed or batch.ema_gates) or not self._proposer.timing_due(landed.drafted):
             return
-        ms, shape, drafting = seconds * 1e3, _shape(batch, landed, plan), _drafting(batch, landed)
+        shape, drafting = _shape(batch, landed, plan), _drafting(batch, landed)
         costs = self._proposer.policy.costs
         draft_ms = costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
         step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
         gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
-        self._proposer.refresh(MeasuredStep(shape, committed, step_ms, ms), bool(batch.governed), gates)
+        self._proposer.refresh(MeasuredStep(shape, step_ms, ms), gates)
 
 
 def _drafting(batch: DeviceBatch, landed: Landed) -> int:

@@ -72,10 +72,10 @@ class Gains:
 
     def __init__(self, above: Gains | None = None) -> None:
         self._newest = _NEWEST_OF_KIND if above is None else _NEWEST_OWN
-        self._drafts = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
-        self._tokens = dict(above._tokens) if above is not None else {}  # by slots
-        self._rows_ms = dict(above._rows_ms) if above is not None else {}
-        self._by_nodes = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
+        self._drafts: int = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
+        self._tokens: dict[int, float] = dict(above._tokens) if above is not None else {}  # by slots
+        self._rows_ms: dict[int, float] = dict(above._rows_ms) if above is not None else {}
+        self._by_nodes: list[float] = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
 
     @property
     def known(self) -> bool:
@@ -92,7 +92,7 @@ class Gains:
             self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
         for place, size in enumerate(_SIZES):
             if size < nodes or self._drafts == 1:
-                right = sum(row <= size for row in path) - 1
+                right = sum(row <= size for row in path) - 1.0
             else:  # more nodes than were verified bring more by as much as they did before
                 right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
             self._by_nodes[place] += share * (right - self._by_nodes[place])
