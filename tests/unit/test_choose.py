@@ -63,7 +63,8 @@ def is_fair(step: StepTimes, offers: list[Offer], counts: tuple[int, ...] | list
     branching = any(count > each.straight for each, count in zip(offers, counts, strict=True))
     ms = spent_ms + (step.branched if branching else step.straight)[sum(counts)]
     tokens = [1.0 + sum(each.survivals[:count]) for each, count in zip(offers, counts, strict=True)]
-    return len(offers) == 1 or not sum(counts) or min(tokens) / ms >= LEAST_SHARE / step.plain_ms - 1e-12
+    tokens += [1.0] * (step.batch - len(offers))
+    return step.batch == 1 or not sum(counts) or min(tokens) / ms >= LEAST_SHARE / step.plain_ms - 1e-12
 
 
 def prefixes(offers: list[Offer]) -> list[list[int]]:
@@ -75,14 +76,14 @@ def prefixes(offers: list[Offer]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("count", "others"), [(1, 0), (2, 0), (4, 0), (1, 3), (2, 1)])
 @pytest.mark.parametrize("branching", [1.0, 1.6])
-def test_the_chosen_nodes_are_the_best_fair_prefix(count: int, branching: float) -> None:
+def test_the_chosen_nodes_are_the_best_fair_prefix(count: int, others: int, branching: float) -> None:
     rng, costs = random.Random(count), table(branching=branching)
     widths, refused = set(), 0
     for _ in range(300):
         offers = [random_offer(rng, 16 // count, straight=False) for _ in range(count)]
-        step = times(costs, count, sum(len(each.survivals) for each in offers))
+        step = times(costs, count + others, sum(len(each.survivals) for each in offers))
         price, spent_ms = step.plain_rate * rng.uniform(0.3, 3.0), rng.choice((0.0, 9.0, 25.0))
         chosen = best_nodes(step, offers, spent_ms, price)
         fair = [counts for counts in prefixes(offers) if is_fair(step, offers, counts, spent_ms)]
@@ -91,7 +92,7 @@ def test_the_chosen_nodes_are_the_best_fair_prefix(count: int, branching: float)
         assert value(step, offers, chosen, price) == pytest.approx(best, abs=1e-9)
         widths.add(sum(chosen))
         refused += max(value(step, offers, counts, price) for counts in prefixes(offers)) > best + 1e-9
-    assert len(widths) > 8 and (refused > 5) is (count > 1), "the cases ask for something"
+    assert len(widths) > 8 and (refused > 5) is (count + others > 1), "the cases ask for something"
 
 
 @pytest.mark.parametrize("speed", [1.0, 1.8])

@@ -356,6 +356,19 @@ def test_a_sequence_that_may_not_explore_has_no_trials_beside_one_that_may() -> 
     assert not any(never) and any(sometimes)
 
 
+def test_a_draft_that_would_be_unfair_to_its_neighbour_is_a_trial_with_its_price() -> None:
+    owner = Policy(CostTable({1: 10.0, 256: 12.0}, {3: 12.0, 15: 12.5}))
+    easy, other = sequence(owner), sequence(owner)
+    seen(easy, right=3, nodes=3, rows_ms=0.5)
+    seen(other, right=0, nodes=3, rows_ms=0.5)
+    drafted = 0
+    for _ in range(300):
+        drafted += owner.plan_drafts([view(easy), view(other)])[0] > 0
+        owner.progress(2, 10.0)
+    assert 0 < drafted < 10
+    assert owner.plan_drafts([view(easy)]) != [0] and not easy.trial, "alone it pays"
+
+
 def test_a_trial_verifies_a_few_nodes_however_unlikely_they_are() -> None:
     owner = policy()
     own = sequence(owner)

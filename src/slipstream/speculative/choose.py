@@ -88,12 +88,12 @@ def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price:
         counts[index] += 1
         gained += survival
         straight = straight and counts[index] <= offer.straight
-        if len(offers) > 1:
+        if 1 < step.batch == len(offers):  # other sequences of the step expect a single token
             expected[index] += survival
             fewest = min(expected)
         ms = step.straight[taken] if straight else step.branched[taken]
         value = gained - price * ms
-        if value > best_value and (len(offers) == 1 or step.fair(spent_ms + ms, fewest)):
+        if value > best_value and (step.batch == 1 or step.fair(spent_ms + ms, fewest)):
             best, best_value = taken, value
     chosen = [0] * len(offers)
     for index in order[:best]:

@@ -248,6 +248,8 @@ class Policy:
             # A draft that pays, but not by its margin, loses what is missing to that margin, and at most its own time.
             needed_ms = own.margin * cost_ms + (own.margin - 1.0) * step.plain_ms
             loss_ms = min(cost_ms, needed_ms - tokens / step.plain_rate)
+            if step.batch > 1 and not step.fair(step.plain_ms + cost_ms, 1.0):
+                loss_ms = cost_ms  # its tokens do not make up for what other sequences lose
             if loss_ms > self._budget_ms:
                 break
             self._budget_ms -= max(0.0, loss_ms)
