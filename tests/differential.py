@@ -205,7 +205,7 @@ class Episode:
         rng, asks = self.rng, []
         for number, question in enumerate(questions * ASKED):
             mode = Mode.parse(rng.choice(MODES))
-            gates = {"plain": ("off",), "auto": ("auto", "auto:probe=2")}.get(mode.kind, GATES)
+            gates = {"plain": ("off",), "auto": ("auto", "auto:explore=0.2")}.get(mode.kind, GATES)
             gate = Gate.parse(rng.choice(gates))
             if mode.seeded and gate.kind == "auto":
                 gate = Gate("off")

@@ -18,7 +18,6 @@ if "--tiny" in sys.argv:
 
 import torch
 from checks_elementwise import COPY_GB_S, Asked, median_us
-from slipstream.speculative.calibration import Calibration
 from torch import Tensor
 
 from slipstream.kernels.gpu import commit
@@ -27,6 +26,7 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust, score_heads, score_heads_reference
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
+from slipstream.speculative.estimate import Estimate, Record
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
 SHAPES = ("chain", "tree", "seeded")
@@ -89,12 +89,12 @@ def random_step(
         for part, value in ((wishes.nodes, each - 1), (wishes.depth, slots), (wishes.shape, shape)):
             part.fill_(value)
     for sequence in range(sequences):
-        calibration = (None, Calibration(), Calibration(Calibration()))[sequence % 3]
-        if calibration is not None:
+        estimate = (None, Estimate(Record()), Estimate(Record(Record())))[sequence % 3]
+        if estimate is not None:
             for _ in range(80):
                 claim, depth, luck = torch.rand(3).tolist()
-                calibration.observe(claim, 1 + int(depth * slots), luck < claim)
-        wishes.calibration[sequence] = calibration_line(None if calibration is None else calibration.table()).to(device)
+                estimate.learn([(claim, 1 + int(depth * slots), luck < claim)])
+        wishes.calibration[sequence] = calibration_line(None if estimate is None else estimate.table()).to(device)
     heads = None
     if with_heads:
         corrections = torch.randn(sequences, slots, candidates, candidates, device=device)

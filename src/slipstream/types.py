@@ -14,12 +14,13 @@ from slipstream.stats import Decision, RequestStats
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**63 - 1
 MAX_TREE_ROWS = 256  # rows of one proposal that a mode may ask for
+MAX_EXPLORED = 0.2  # the share of its time that a gate may let trials lose; a larger share would be a wasteful mistake
 BASE_VARIANT = "base"  # the name of the drafter without an adapter
 GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
     "off": (),
     "entropy": ("floor", "hard", "patience"),
     "ema": ("margin", "sustain", "warmup"),
-    "auto": ("margin", "probe"),
+    "auto": ("margin", "explore"),
 }
 
 
@@ -105,8 +106,8 @@ class Gate:
 
     `ema` stops when the average of (committed tokens * plain time / step time) stays under `margin`. `entropy` stops
     when the target's top-1 probability stays under `floor` or falls under `hard`. `auto` compares expected tokens with
-    measured milliseconds before every step; where drafting loses, it tries again after `probe` plain tokens, then after
-    twice as many, and so on.
+    measured milliseconds before every step and drafts where that gives more than `margin` times plain decoding's speed.
+    Trials find out whether drafting has begun to pay; they may lose the share `explore` of all time; 0 forbids them.
     """
 
     kind: Literal["off", "entropy", "ema", "auto"] = "off"
@@ -116,7 +117,7 @@ class Gate:
     floor: float = 0.90
     hard: float = 0.45
     patience: int = 2
-    probe: int = 16
+    explore: float = 0.01
 
     @classmethod
     def parse(cls, name: str) -> Gate:
@@ -132,7 +133,7 @@ class Gate:
                 hint = f"it knows {', '.join(known)}" if known else "it has none"
                 raise RequestError(f"gate '{kind}' has no threshold '{key}'", hint)
             try:
-                values[key] = float(text) if key in ("margin", "floor", "hard") else int(text)
+                values[key] = int(text) if key in ("sustain", "warmup", "patience") else float(text)
             except ValueError:
                 raise RequestError(f"threshold '{key}' of gate '{kind}' is '{text}'", "give a number") from None
         return cls(kind, **values)  # type: ignore[arg-type]
@@ -141,9 +142,10 @@ class Gate:
         _require(_finite(self.margin) and self.margin > 0, "margin", self.margin, "above 0")
         for name in ("floor", "hard"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
-        for name in ("sustain", "patience", "probe"):
+        for name in ("sustain", "patience"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.warmup >= 0, "warmup", self.warmup, "0 or more")
+        _require(0 <= self.explore <= MAX_EXPLORED, "explore", self.explore, f"between 0 and {MAX_EXPLORED}")
 
     def __str__(self) -> str:
         default = Gate()

@@ -14,7 +14,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from slipstream.speculative.calibration import Calibration
 from torch import Tensor
 
 from slipstream.cache.sequence import SequenceState
@@ -35,7 +34,9 @@ from slipstream.kernels.rows import TREE
 from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.models.gpu.device_stack import GpuContext
 from slipstream.speculative.accept import accept
-from slipstream.types import BASE_VARIANT, Decision, SamplingParams
+from slipstream.speculative.estimate import Estimate, Record
+from slipstream.speculative.policy import SequencePolicy
+from slipstream.types import BASE_VARIANT, Decision, Proposal, SamplingParams, Verdict
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
 from tests.watched import add_watched
@@ -148,7 +149,7 @@ def test_a_server_captures_every_size_of_batch_before_it_serves(
             (sequences, each) for sequences, each, _ in batch_shapes(8, 256)
         }
         known = set(loop.steps)
-        monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)  # type: ignore[attr-defined]
+        monkeypatch.setattr(planner_of(llm).gate, "drafts", lambda size: True)  # type: ignore[attr-defined]
         requests = [llm.request(prompt(20, number), max_tokens=12 + 9 * number, mode="auto") for number in range(6)]
         assert all(answer.stats.drafted for answer in llm.run(requests))
         # the rest is one sequence's, and what costs are measured by
@@ -196,9 +197,9 @@ def test_prompts_bring_the_draft_context_that_they_bring_on_a_cpu(
         assert agreed(first_drafts(gpu_llm(tmp_path), prompts)) < 0.7, "this test would not see it"
 
 
-def test_wishes_bring_their_calibrations_and_leave_those_of_others_alone() -> None:
+def test_wishes_bring_their_estimates_and_leave_those_of_others_alone() -> None:
     state = DecodeState(4, 2, 9, DEVICE)
-    own = [Calibration(Calibration()) for _ in range(3)]
+    own = [Estimate(Record()) for _ in range(3)]
 
     def lines() -> list[list[float]]:
         return [calibration_line(each.table()).tolist() for each in own]
@@ -212,7 +213,7 @@ def test_wishes_bring_their_calibrations_and_leave_those_of_others_alone() -> No
     assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NO_SEQUENCE.nodes]
     before = lines()
     for each in own:
-        each.observe(0.6, 1, hit=True)
+        each.learn([(0.6, 1, True)])
     assert lines() != before
     state.wish([wishes[0], NO_SEQUENCE, wishes[2]])
     assert sent() == before and state.wishes.nodes.tolist() == [3, NO_SEQUENCE.nodes, 3, NO_SEQUENCE.nodes]
@@ -342,7 +343,7 @@ def test_sequences_that_may_draft_do_not_keep_prompts_waiting(gpu: None, tmp_pat
 def test_steps_among_prompts_neither_teach_the_gate_nor_try_anything(gpu: None, tmp_path: Path) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_context=2048, cache_tokens=4096)
-        gate, asked = planner_of(llm)._gate, []  # type: ignore[attr-defined]
+        gate, asked = planner_of(llm).gate, []  # type: ignore[attr-defined]
         for name in ("drafts", "better", "observe"):
             usual = getattr(gate, name)
             setattr(gate, name, lambda *told, name=name, usual=usual: (asked.append(name), usual(*told))[1])
@@ -505,9 +506,9 @@ def test_of_many_sequences_a_few_are_learnt_from(gpu: None, tmp_path: Path, coun
 def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = gpu_llm(tmp_path, cache_tokens=64 * PAGE_TOKENS)
     planner = planner_of(llm)
-    monkeypatch.setattr(planner._gate, "drafts", lambda size: True)
-    made = Mock(side_effect=planner._made)
-    monkeypatch.setattr(planner, "_made", made)
+    monkeypatch.setattr(planner.gate, "drafts", lambda size: True)
+    made = Mock(side_effect=llm.engine.proposer.most_slots)
+    monkeypatch.setattr(llm.engine.proposer, "most_slots", made)
     sequences = tiny_sequences(llm, 12)
     batch = DeviceBatch.of(sequences, llm.engine.executor.variants[BASE_VARIANT])
     first = planner.plan(batch, alone=True)
@@ -526,12 +527,13 @@ def test_a_plan_for_many_outlives_those_who_leave(gpu: None, tmp_path: Path, mon
 def test_of_many_sequences_everybody_drafts_who_can(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = gpu_llm(tmp_path)
     engine = llm.engine
-    monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)
+    monkeypatch.setattr(planner_of(llm).gate, "drafts", lambda size: True)
     monkeypatch.setattr(engine.proposer, "slots", Mock(side_effect=AssertionError("nobody is chosen among many")))
     sequences = tiny_sequences(llm, 6)
     for sequence in sequences:
         assert sequence.policy is not None
-        sequence.policy._interval = sequence.policy._wait = 50  # its own draft would have to wait
+        for _ in range(50):
+            sequence.policy.draft_was_useless()  # alone it would not draft
     sequences[2].next_step_plain = True
     sequences[4].generated = sequences[4].max_tokens - 1
     batch = DeviceBatch.of(sequences, llm.engine.executor.variants[BASE_VARIANT])
@@ -543,21 +545,27 @@ def test_of_many_sequences_everybody_drafts_who_can(gpu: None, tmp_path: Path, m
 def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with keep_threads():
         llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=64 * PAGE_TOKENS)
-        engine = llm.engine
-        monkeypatch.setattr(planner_of(llm)._gate, "drafts", lambda size: True)
-        policy = engine.proposer.policy
-        told = Mock(side_effect=policy.verified)
-        monkeypatch.setattr(policy, "verified", told)
+        planner, taught = planner_of(llm), list[tuple[float, Proposal, Verdict]]()
+        monkeypatch.setattr(planner.gate, "drafts", lambda size: True)
+        timed = Mock(side_effect=planner.learn)
+        monkeypatch.setattr(planner, "learn", timed)
+        usual = SequencePolicy.learn
+
+        def learn(own: SequencePolicy, proposal: Proposal, verdict: Verdict) -> None:
+            taught.append((own.rows_ms, proposal, verdict))
+            usual(own, proposal, verdict)
+
+        monkeypatch.setattr(SequencePolicy, "learn", learn)
         llm.run([llm.request(prompt(20, number), max_tokens=24, mode="auto") for number in range(6)])
-        assert told.call_count > 3
-        for call in told.call_args_list:
-            offers, shape, drafting = call.args
-            assert 1 <= len(offers) <= 2 and len(offers) <= drafting <= shape.batch <= 6
-            assert shape.rows >= shape.batch + drafting
-            for offer in offers:
-                assert list(offer.tree) == sorted(offer.tree, reverse=True) and 0.0 < offer.tree[0] <= 1.0
-                assert offer.chain and set(offer.chain) <= set(offer.tree)
-        assert all(memory.gains.known for memory in policy._memories.values())
+        assert timed.call_count > 3 and all(len(call.args[3]) <= 2 for call in timed.call_args_list)
+        assert 3 < len(taught) <= 2 * timed.call_count
+        for rows_ms, proposal, verdict in taught:
+            assert rows_ms >= 0.0 and proposal.nodes and len(proposal.chances) == proposal.nodes + 1
+            assert all(0.0 < chance <= 1.0 for chance in proposal.chances)
+            assert len(verdict.path) == len(verdict.tokens) <= proposal.nodes + 1
+        assert any(rows_ms > 0.0 for rows_ms, _, _ in taught)
+        new = llm.engine.make_sequence(llm.request(prompt(4), mode="auto"))
+        assert new.policy is not None and new.policy.gains.known, "the next request begins with what these have shown"
 
 
 @pytest.mark.parametrize(("count", "crowded", "heeded"), [(8, False, True), (8, True, False), (4, False, False)])
@@ -566,7 +574,7 @@ def test_the_slowest_of_many_count_unless_somebody_waits(
 ) -> None:
     llm = gpu_llm(tmp_path)
     told = Mock()
-    monkeypatch.setattr(planner_of(llm)._gate, "observe", told)
+    monkeypatch.setattr(planner_of(llm).gate, "observe", told)
     batch = DeviceBatch.of(tiny_sequences(llm, count))
     drafts, plain = (BatchPlan.of(batch, [Wish()] * count, [Decision()] * count, free) for free in (True, False))
     tokens = [1] * (count // 4) + [4] * (count - count // 4)

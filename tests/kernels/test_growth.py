@@ -13,13 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from slipstream.speculative.calibration import Calibration
 
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.speculative.candidates import BlockDrafts
+from slipstream.speculative.estimate import Estimate, Record
 from slipstream.speculative.tree import Growth
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +34,7 @@ class Case:
     tokens: Tensor
     scores: Tensor
     wishes: Wishes
-    calibrations: list[Calibration | None]
+    estimates: list[Estimate | None]
     heads: HeadScores | None = None
 
 
@@ -69,7 +69,7 @@ def random_case(seed: int, sequences: int, slots: int, candidates: int, nodes: i
         scores = scores.repeat_interleave(2, dim=-1)[..., :candidates] - 0.7
     tokens = torch.rand((sequences, slots, VOCABULARY), generator=generator).topk(candidates).indices
     wishes = Wishes.empty(sequences, torch.device("cpu"))
-    calibrations: list[Calibration | None] = []
+    estimates: list[Estimate | None] = []
     for sequence in range(sequences):
         wishes.anchors[sequence] = 17 + sequence
         wishes.nodes[sequence] = int(torch.randint(1, nodes + 1, (), generator=generator))
@@ -78,14 +78,14 @@ def random_case(seed: int, sequences: int, slots: int, candidates: int, nodes: i
         wishes.floor[sequence] = (0.0, 0.0, 0.01)[(seed // 3) % 3]
         # the last slot has empty places among its candidates, as after a strict filter
         scores[sequence, slots - 1, (seed + sequence) % candidates :] = float("-inf")
-        calibration = (None, Calibration(), Calibration(Calibration()))[(seed + sequence // 2) % 3]
-        if calibration is not None:
+        estimate = (None, Estimate(Record()), Estimate(Record(Record())))[(seed + sequence // 2) % 3]
+        if estimate is not None:
             for _ in range(60):
                 claim, depth, luck = torch.rand(3, generator=generator).tolist()
-                calibration.observe(claim, 1 + int(depth * slots), luck < claim)
-        calibrations.append(calibration)
-        wishes.calibration[sequence] = calibration_line(None if calibration is None else calibration.table())
-    return Case(tokens.int(), scores, wishes, calibrations)
+                estimate.learn([(claim, 1 + int(depth * slots), luck < claim)])
+        estimates.append(estimate)
+        wishes.calibration[sequence] = calibration_line(None if estimate is None else estimate.table())
+    return Case(tokens.int(), scores, wishes, estimates)
 
 
 def with_heads(case: Case, seed: int, confident: bool) -> Case:
@@ -115,7 +115,7 @@ def expected(case: Case, sequence: int, most: int) -> Growth:
         min(nodes, depth),
         nodes,
         depth,
-        case.calibrations[sequence],
+        case.estimates[sequence],
         shape == SEEDED_TREE,
         float(wishes.floor[sequence]),
     )

@@ -127,7 +127,7 @@ def test_odd_requests_among_good_ones_are_no_alarm() -> None:
 
 
 def test_a_dead_drafter_is_noticed_though_auto_hardly_drafts_with_it() -> None:
-    """Mode auto gives up on it at once and only probes: a step or two a request, now and then with luck."""
+    """Mode auto gives up on it at once, except for trials: a step or two a request, now and then with luck."""
     chooser, canary, requests = random.Random(5), Canary(Promise({"chat": 2.77}, 15)), 0
     while canary.report().state != "warning":
         canary.observe(chains(chooser.choice((0, 1, 1, 2)), 1, 0.13, seed=chooser.randrange(10**6)))

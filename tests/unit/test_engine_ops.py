@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -217,6 +218,16 @@ def test_drafting_without_a_drafter_is_refused(folder: Path) -> None:
         with pytest.raises(RequestError, match=f"mode '{mode}' needs a drafter"):
             llm.engine.add(ask("r", prompt(5), mode=mode))
     assert len(llm.generate("hello", max_tokens=5).token_ids) == 5
+
+
+def test_every_step_of_a_policy_s_sequences_counts_as_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials may lose a share of all time, so plain steps that refresh no costs count as well."""
+    progress = Mock()
+    monkeypatch.setattr(llm.engine.proposer.policy, "progress", progress)
+    done = llm.run([ask("r", prompt(9), mode="auto", max_tokens=40), ask("other", prompt(8), mode="plain")])[0]
+    steps = [call.args for call in progress.call_args_list]
+    assert len(steps) == done.stats.steps
+    assert sum(tokens for tokens, _ in steps) >= len(done.token_ids) - 1 and all(ms > 0 for _, ms in steps)
 
 
 def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:

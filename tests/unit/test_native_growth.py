@@ -1,4 +1,4 @@
-"""The compiled growth of chains and trees against the one in Python, on random blocks, heads and calibrations."""
+"""The compiled growth of chains and trees against the one in Python, on random blocks, heads and estimates."""
 
 # mypy: disable-error-code="arg-type, list-item, unused-ignore"
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from slipstream.speculative.calibration import Calibration
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
 from slipstream.speculative.candidates import BlockDrafts
+from slipstream.speculative.estimate import Estimate, Record
 from slipstream.speculative.tree import Growth
 from tests.native import libraries
 
@@ -98,14 +98,14 @@ def random_block(source: random.Random, slots: int, hidden: bool = False) -> tup
     return tokens, kept
 
 
-def random_calibration(source: random.Random) -> Calibration | None:
+def random_estimate(source: random.Random) -> Estimate | None:
     if source.random() < 0.2:
         return None
-    calibration = Calibration(Calibration()) if source.random() < 0.8 else Calibration()
+    estimate = Estimate(Record(Record()) if source.random() < 0.8 else Record())
     for _ in range(source.choice([0, 1, 10, 300])):
         claimed = source.random() ** source.choice([0.2, 1, 3])
-        calibration.observe(claimed, source.randint(1, 15), source.random() < claimed * 0.8, source.random() < 0.7)
-    return calibration
+        estimate.learn([(claimed, source.randint(1, 15), source.random() < claimed * 0.8)])
+    return estimate
 
 
 def bound(block: tuple[NDArray[np.int64], Floats], head: Head | None, **settings: float) -> BlockDrafts:
@@ -115,8 +115,8 @@ def bound(block: tuple[NDArray[np.int64], Floats], head: Head | None, **settings
     return drafts
 
 
-def natively(grower: Grower, drafts: BlockDrafts, calibration: Calibration | None, **asked: float) -> list[Growth]:
-    table = calibration.table() if calibration is not None else None
+def natively(grower: Grower, drafts: BlockDrafts, estimate: Estimate | None, **asked: float) -> list[Growth]:
+    table = estimate.table() if estimate is not None else None
     chain, tree, drafts.broken = grower.grow(drafts.block(), table, **asked)  # type: ignore[arg-type]
     return [Growth(*chain.lists()), Growth(*tree.lists())]
 
@@ -143,7 +143,7 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
     slots = source.randint(1, 15)
     head = random_head(source, slots) if source.random() < 0.8 else None
     settings = {"scale": source.choice([1.0, 0.5, 3.0]), "min_confidence": source.choice([0.0, 0.4])}
-    block, calibration = random_block(source, slots, hidden=source.random() < 0.3), random_calibration(source)
+    block, estimate = random_block(source, slots, hidden=source.random() < 0.3), random_estimate(source)
     asked = {
         "anchor": source.randrange(VOCAB),
         "length": source.randint(0, 16),
@@ -153,9 +153,9 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
         "floor": source.choice([0.0, 0.0, 1e-3, 0.05]),
     }
     plain = bound(block, head, **settings)
-    expected = plain.grow_plainly(calibration=calibration, **asked)  # type: ignore[arg-type]
+    expected = plain.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
     compiled = bound(block, head, **settings)
-    for mine, theirs in zip(natively(grower, compiled, calibration, **asked), expected, strict=True):
+    for mine, theirs in zip(natively(grower, compiled, estimate, **asked), expected, strict=True):
         assert_alike(mine, theirs)
     assert compiled.broken == plain.broken
 
@@ -176,14 +176,13 @@ def test_the_random_cases_hold_what_they_should() -> None:
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibrated: bool) -> None:
     source = random.Random(7)
-    calibration = Calibration(Calibration()) if calibrated else None
-    for _ in range(40 if calibration else 0):
-        assert calibration is not None
-        calibration.observe(source.random(), source.randint(1, 12), source.random() < 0.6)
+    estimate = Estimate(Record(Record())) if calibrated else None
+    if estimate is not None:
+        estimate.learn([(source.random(), source.randint(1, 12), source.random() < 0.6) for _ in range(40)])
     drafts = bound(random_block(source, 15), None)
     asked = {"anchor": 1, "length": 15, "nodes": 200, "depth": 15, "seeded": False, "floor": 0.0}
-    expected = drafts.grow_plainly(calibration=calibration, **asked)  # type: ignore[arg-type]
-    for mine, theirs in zip(natively(grower, drafts, calibration, **asked), expected, strict=True):
+    expected = drafts.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
+    for mine, theirs in zip(natively(grower, drafts, estimate, **asked), expected, strict=True):
         np.testing.assert_allclose(mine.survivals, theirs.survivals, rtol=1e-12)
         np.testing.assert_allclose(mine.chances, theirs.chances, rtol=1e-12)
 

@@ -1,526 +1,502 @@
-"""The policy's two choices, before and after drafting, on numbers worked out by hand or by brute force."""
+"""What the policy decides before and after drafting, what it learns from, and what its trials may cost."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
-from slipstream.speculative.allocation import LEAST_SHARE, StepTimes
-from slipstream.speculative.expected_gains import ExpectedGains
-from slipstream.speculative.planning import DraftPlan, best_plan
-from slipstream.speculative.sequence_policy import DraftDebt
 
+from slipstream.speculative.choose import StepTimes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.policy import Offer, Policy, SequencePolicy, VerifyChoice, View
+from slipstream.speculative.policy import Gains, Offer, Policy, Rest, SequencePolicy, VerifyChoice, View
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
 DRAFTS = {3: 8.9, 7: 9.7, 15: 13.5}
 FREE_STEPS = {1: 4.25, 64: 4.36, 1024: 6.0}
 FREE_DRAFTS = {3: 0.8, 7: 0.8, 15: 0.9}
+DEAR_DRAFTS = {slots: 30 * ms for slots, ms in DRAFTS.items()}
 AUTO = Gate("auto")
-
-
-@pytest.fixture
-def solvent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits as they are where the drafts of the test, which lose and write nothing, leave no debts."""
-    monkeypatch.setattr(DraftDebt, "exceeded", False)
 
 
 def policy(free: bool = False) -> Policy:
     return Policy(CostTable(FREE_STEPS, FREE_DRAFTS) if free else CostTable(STEPS, DRAFTS))
 
 
-def sequence(owner: Policy, mode: str = "auto", gate: Gate = AUTO) -> SequencePolicy:
-    return owner.sequence(Mode.parse(mode), gate, 15)
+def sequence(owner: Policy, mode: str = "auto", gate: Gate = AUTO, sampled: bool = False) -> SequencePolicy:
+    return owner.sequence(Mode.parse(mode), gate, 15, sampled)
 
 
 def chain(chance: float, slots: int = 15) -> list[float]:
     return [chance ** (slot + 1) for slot in range(slots)]
 
 
-def offer(
-    own: SequencePolicy, chance: float, slots: int = 15, tree: list[float] | None = None, context: int = 100
-) -> Offer:
-    return Offer(own, context, False, tree or (), chain(chance, slots))
+def offer(own: SequencePolicy, survivals: list[float], straight: int | None = None, context: int = 100) -> Offer:
+    return Offer(own, context, False, survivals, len(survivals) if straight is None else straight)
 
 
 def view(own: SequencePolicy, room: int = 100, context: int = 100) -> View:
     return View(own, context, False, room)
 
 
-def seen(owner: Policy, own: SequencePolicy, chance: float, times: int = 30) -> None:
-    """Lets the sequence's gains settle on drafts of one quality."""
-    own.planned(15)  # a sequence that never drafted would begin with a probe
+def chain_proposal(nodes: int, claimed: float = 0.8) -> Proposal:
+    chances = (1.0, *[claimed] * nodes)
+    return Proposal(tuple(range(nodes + 1)), tuple(range(-1, nodes)), chances)
+
+
+def accepted(nodes: int) -> Verdict:
+    """The verdict on a chain of which so many tokens are right."""
+    return Verdict(tuple(range(nodes + 1)), (*range(1, nodes + 1), 99))
+
+
+def seen(own: SequencePolicy, right: int, nodes: int = 15, times: int = 40, rows_ms: float = 5.0) -> None:
+    """Lets a sequence verify chains of which so many tokens are right."""
+    own.slots = 15
     for _ in range(times):
-        owner.choose([offer(own, chance)])
+        own.rows_ms = rows_ms
+        own.learn(chain_proposal(nodes), accepted(right))
 
 
-def made(owner: Policy, speedup: float, steps: int = 200) -> None:
+def spent(owner: Policy) -> None:
+    """Uses the budget of trials up: a sequence whose drafts are useless drafts until there is none left."""
+    own = sequence(owner)
+    for _ in range(200):
+        if not owner.plan_drafts([view(own)])[0]:
+            return
+        own.draft_was_useless()
+    raise AssertionError("the budget has no end")
+
+
+def made(owner: Policy, speed: float, steps: int = 200) -> None:
     """Lets the policy see steps that went so many times as fast as plain decoding."""
     owner.choose([Offer(sequence(owner), 100, False)])
     plain_ms = owner.costs.step_ms(StepShape(1, 1, 100, False, False))
     for _ in range(steps):
-        owner.progress(4, 4 * plain_ms / speedup)
+        owner.progress(4, 4 * plain_ms / speed)
 
 
-def brute_force(costs: CostTable, offers: list[Offer], spent: float, price: float) -> tuple[float, bool]:
-    """The most tokens beyond the price of their time over all numbers of chain nodes of each sequence.
-
-    Also whether that choice gives every sequence its least share of the speed of plain steps.
-    """
-    best, fair = -math.inf, True
-    plain_ms = costs.step_ms(StepShape(len(offers), len(offers), 100, False, False))
-    for counts in itertools.product(*(range(len(each.chain) + 1) for each in offers)):
-        tokens = [1.0 + sum(each.chain[:count]) for each, count in zip(offers, counts, strict=True)]
-        ms = spent + costs.step_ms(StepShape(len(offers), len(offers) + sum(counts), 100, False, False))
-        if sum(tokens) - price * ms > best:
-            best, fair = sum(tokens) - price * ms, min(tokens) / ms >= LEAST_SHARE / plain_ms
-    return best, fair
+# What drafts have brought.
 
 
-@pytest.mark.parametrize("speedup", [1.0, 1.8])
-def test_chosen_chain_is_the_best_of_all_combinations(speedup: float) -> None:
-    rng = random.Random(2)
-    compared = 0
+def test_gains_follow_the_latest_drafts_by_slots_and_by_nodes() -> None:
+    gains = Gains()
+    assert not gains.known
+    gains.add([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], 15, 10.0)
+    assert gains.known
+    assert gains.prospect(3) == (3.0, pytest.approx(6.0)), "three of five nodes are within three slots"
+    assert gains.prospect(7) == gains.prospect(15) == (4.0, pytest.approx(10.0))
+    assert gains.prospect(20) == gains.prospect(15) and gains.prospect(2) == gains.prospect(3)
+    assert [gains.expected(nodes) for nodes in (0, 1, 2, 3, 5, 7, 63)] == [0, 1, 2, 3, 3.5, 4, 4]
+    gains.add([0, 1, 2, 3, 4, 5], [0], 15, 10.0)
+    assert gains.prospect(3).tokens == pytest.approx(1.5) and gains.expected(3) == pytest.approx(1.5)
+    for _ in range(300):
+        gains.add([0, 1, 1, 2], [0, 2, 3], 15, 4.0)
+    assert gains.prospect(3).tokens == pytest.approx(2.0, abs=0.01)
+    assert gains.prospect(15).rows_ms == pytest.approx(4.0, abs=0.01)
+    assert gains.expected(1) == pytest.approx(0.0, abs=0.01), "the first node alone was never right"
+
+
+def test_a_request_begins_with_the_gains_of_its_kind_and_departs_from_them() -> None:
+    kind = Gains()
+    for _ in range(30):
+        kind.add([0, 1, 2, 3], [0, 1, 2], 15, 3.0)
+    own = Gains(kind)
+    assert own.known and own.prospect(15) == kind.prospect(15) and own.expected(3) == kind.expected(3)
+    own.add([0, 1, 2, 3], [0], 15, 3.0)
+    assert own.prospect(15).tokens == pytest.approx(2.0 * 6 / 7), "the kind counts for six drafts"
     for _ in range(20):
-        owner = policy()
-        made(owner, speedup)
-        offers = []
-        for _ in range(3):
-            survival, value = [], 1.0
-            for _ in range(6):
-                value *= rng.random() ** 0.3
-                survival.append(value)
-            offers.append(Offer(sequence(owner), 100, False, (), survival))
-        spent = owner.costs.draft_ms(3, 6, 100)
-        choices = owner.choose(offers)
-        total = sum(choice.decision.expected_tokens or 0 for choice in choices)
-        price = speedup * 3 / owner.costs.step_ms(StepShape(3, 3, 100, False, False))
-        worth = total - price * (choices[0].decision.expected_ms or 0)
-        best, fair = brute_force(owner.costs, offers, spent, price)
-        assert worth <= best + 1e-3
-        if fair:
-            compared += 1
-            assert worth == pytest.approx(best, abs=1e-3)
-    assert compared > 5
+        own.add([0, 1, 2, 3], [0], 15, 3.0)
+    assert own.prospect(15).tokens < 0.4 and kind.prospect(15).tokens == pytest.approx(2.0)
 
 
-def test_a_text_that_is_easy_to_draft_leaves_its_neighbours_half_of_their_speed() -> None:
-    """Their drafts are hopeless, and every row makes the step longer for them too."""
+def test_a_draft_without_nodes_brings_nothing() -> None:
     owner = policy()
-    easy, *hopeless = (sequence(owner) for _ in range(3))
-    offers = [offer(easy, 0.99, tree=chain(0.99)), *(Offer(own, 100, False) for own in hopeless)]
-    plain_ms = owner.costs.step_ms(StepShape(3, 3, 100, False, False))
-    choices = owner.choose(offers)
-    assert choices[0].nodes, "the costs leave room for some drafts"
-    assert all((choice.decision.expected_ms or 0.0) <= plain_ms / LEAST_SHARE for choice in choices)
-
-
-def test_what_was_verified_unasked_is_remembered_as_if_it_had_been_chosen() -> None:
-    """If rows are fixed before the draft, the whole step's time is shared out, whichever sequences are looked at."""
-    shape = StepShape(8, 8 + 8 * 15, 100, False, True)
-    pays, loses = policy(free=True), policy(free=True)
-    for owner, chance in ((pays, 0.8), (loses, 0.02)):
-        looked_at = [sequence(owner) for _ in range(2)]
-        for own in looked_at:
-            own.planned(15)
-            own.back_off(0.5)
-        for _ in range(20):
-            owner.verified([offer(own, chance, tree=chain(chance)) for own in looked_at], shape, 8)
-        assert all(own.gains.expected(15, 15, branching=True) == pytest.approx(sum(chain(chance))) for own in looked_at)
-        assert all(own.backing_off == (owner is loses) for own in looked_at)
-        plain_ms, ms = owner.costs.step_ms(shape._replace(rows=8, branching=False)), owner.costs.step_ms(shape)
-        forgone = (owner.costs.draft_ms(8, 15, 100) + ms - plain_ms) / plain_ms  # of each, as all drafted as many
-        assert forgone < sum(chain(0.8)) and forgone > sum(chain(0.02))
-        owner.progress(80, 10.0)
-        assert owner.row_price(100, sampled=False) > 0.0
-
-
-def test_time_is_priced_by_the_speed_seen_so_far() -> None:
-    nodes = []
-    for speedup in (0.5, 1.0, 1.5, 2.5):
-        owner = policy()
-        made(owner, speedup)
-        nodes.append(owner.choose([offer(sequence(owner), 0.85)])[0].nodes)
-    assert nodes[0] == nodes[1] > nodes[2] > nodes[3] > 0  # slower than plain is no reason to waste more time
-    assert owner.row_price(100, sampled=False) > 1.5 * policy().row_price(100, sampled=False)
-
-
-def test_sure_step_goes_wider_than_an_unsure_one() -> None:
-    owner = policy()
-    made(owner, 1.5)
-    widths = [owner.choose([offer(sequence(owner), chance)])[0].nodes for chance in (0.3, 0.6, 0.8, 0.95)]
-    assert widths == sorted(widths) and len(set(widths)) == 4
-
-
-def test_decision_explains_itself() -> None:
-    owner = policy()
-    (choice,) = owner.choose([offer(sequence(owner), 0.85, slots=7)])
-    rows = choice.nodes + 1
-    tokens = 1 + sum(chain(0.85)[: choice.nodes])
-    ms = 9.7 + owner.costs.step_ms(StepShape(1, rows, 100, False, False))
-    assert choice.kind == "chain" and choice.decision.choice == f"chain:{rows}"
-    assert choice.decision.expected_tokens == pytest.approx(tokens)
-    assert choice.decision.expected_ms == pytest.approx(ms)
-    assert choice.decision.reason == (
-        f"chain:{rows} expects {tokens:.1f} tokens in {ms:.0f} ms ({tokens / ms:.3f}/ms), plain 0.069/ms"
-    )
-
-
-def test_tree_is_taken_where_it_promises_more_and_called_a_chain_while_it_is_one() -> None:
-    tree = [0.5, 0.45, 0.3, 0.28, 0.25, 0.2] + [0.15] * 57
-    owner = policy(free=True)
-    (wide,) = owner.choose([Offer(sequence(owner), 100, False, tree, [0.5, 0.3, 0.2])])
-    assert (wide.kind, wide.nodes) == ("tree", 63)
-    owner = policy()
-    line = [0.9, 0.8, 0.7]
-    (narrow,) = owner.choose([Offer(sequence(owner), 100, False, [*line, 0.05], line)])
-    assert (narrow.kind, narrow.nodes) == ("chain", 3)
-
-
-def test_branching_is_priced_as_branching() -> None:
-    tree, line = [0.8, 0.75, 0.6, 0.55, 0.4], [0.8, 0.6, 0.4]
-    owner = policy()
-    assert owner.choose([Offer(sequence(owner), 100, False, tree, line)])[0].kind == "tree"
-    for _ in range(40):
-        for rows in (2, 4, 8):
-            owner.costs.observe_step(StepShape(1, rows, 100, False, True), 4 * STEPS[rows])
-            owner.costs.observe_step(StepShape(1, rows, 100, False, False), STEPS[rows])
-    assert owner.choose([Offer(sequence(owner), 100, False, tree, line)])[0].kind == "chain"
-
-
-@pytest.mark.parametrize(
-    ("mode", "most", "kinds"),
-    [("auto", 63, {"tree"}), ("chain", 15, {"chain"}), ("chain:6", 5, {"chain"}), ("tree:24", 23, {"tree"})],
-)
-def test_modes_limit_kind_and_width(mode: str, most: int, kinds: set[str]) -> None:
-    owner = policy(free=True)
-    tree = [0.95 ** (node + 1) for node in range(3)] + [0.8] * 80
-    (choice,) = owner.choose([offer(sequence(owner, mode), 0.95, tree=tree)])
-    assert choice.kind in kinds
-    assert choice.nodes == most
-    (slots,) = owner.plan_drafts([view(sequence(owner, mode))])
-    assert 0 < slots <= min(15, most)
-
-
-def test_rows_of_a_long_context_must_promise_more() -> None:
-    owner = policy()
+    own = sequence(owner)
+    seen(own, right=6)
+    before = own.gains.prospect(15).tokens
     for _ in range(60):
-        for rows in (2, 4, 8, 12):
-            owner.costs.observe_step(StepShape(2, rows, 9000, False, False), 20.0 + 8.0 * rows)
-            owner.costs.observe_step(StepShape(2, rows, 100, False, False), 20.0 + 1.0 * rows)
-    near, far = offer(sequence(owner), 0.8), offer(sequence(owner), 0.8, context=9000)
-    choices = owner.choose([far, near])
-    assert choices[1].nodes > choices[0].nodes
+        own.draft_was_useless()
+    tokens, rows_ms = own.gains.prospect(15)
+    assert tokens < 0.05 * before and 0.0 <= rows_ms < 0.3
 
 
-def test_margin_is_what_speculation_must_beat() -> None:
-    taken = []
-    for margin in (1.0, 1.2, 3.0, 8.0):
-        owner = policy()
-        own = sequence(owner, gate=Gate("auto", margin=margin))
-        taken.append(owner.choose([offer(own, 0.85)])[0].nodes)
-        seen(owner, own, 0.85)
-        assert (owner.plan_drafts([view(own)])[0] > 0) is (margin < 3.0)
-    assert taken[0] > taken[1] > taken[2] > taken[3] == 0
-
-
-def test_first_step_of_a_new_engine_drafts_whatever_it_costs() -> None:
-    owner = Policy(CostTable(STEPS, {3: 500.0, 15: 900.0}))
+def test_a_verdict_that_failed_teaches_nothing() -> None:
+    owner = policy()
     own = sequence(owner)
-    assert owner.plan_drafts([view(own)]) == [3]
-    owner.choose([offer(own, 0.9, slots=3)])
-    assert owner.plan_drafts([view(own)]) == [0]
+    own.learn(chain_proposal(4), Verdict((0,), (), failed=True))
+    assert not own.gains.known and not sequence(owner).gains.known
+    assert own.estimate.chance(0.8, 1) == 0.8
 
 
-def test_new_request_tries_once_whatever_the_last_one_ended_with() -> None:
+def test_a_verified_tree_teaches_along_the_accepted_path_only() -> None:
     owner = policy()
-    last = sequence(owner)
-    seen(owner, last, 0.3)
-    assert owner.plan_drafts([view(last)]) == [0]
-    new = sequence(owner)
-    assert owner.plan_drafts([view(new)])[0] > 0
-    owner.choose([offer(new, 0.3, slots=7)])
-    assert owner.plan_drafts([view(new)]) == [0]
+    own = sequence(owner)
+    # The anchor's children are rows 1 to 4; row 2, which is right, has the children 5 and 6; row 1 has the child 7.
+    claims = (1.0, 0.55, 0.3, 0.15, 0.07, 0.7, 0.25, 0.95)
+    proposal = Proposal((0, 10, 11, 12, 13, 20, 21, 30), (-1, 0, 0, 0, 0, 2, 2, 1), claims)
+    own.learn(proposal, Verdict((0, 2), (11, 99)))
+    fresh = policy().sequence(Mode.parse("auto"), AUTO, 15)
+    rest = own.estimate.own_factor
+    told = {
+        (claim, depth): own.estimate.chance(claim, depth) / rest - fresh.estimate.chance(claim, depth)
+        for claim, depth in zip(claims[1:], (1, 1, 1, 1, 2, 2, 2), strict=True)
+    }
+    assert told[0.55, 1] < 0 and told[0.15, 1] < 0 and told[0.7, 2] < 0 and told[0.25, 2] < 0, "they were wrong"
+    assert told[0.3, 1] > 0, "it was right"
+    assert told[0.07, 1] == pytest.approx(0), "of many children the unlikely ones are left out"
+    assert told[0.95, 2] == pytest.approx(0), "its parent was wrong"
 
 
-@pytest.mark.usefixtures("solvent")
-def test_new_request_waits_where_nothing_was_ever_right() -> None:
+def test_a_fully_accepted_chain_teaches_nothing_about_the_bonus() -> None:
+    own = sequence(policy())
+    own.learn(chain_proposal(3), accepted(3))
+    assert own.estimate.own_factor > 1.0
+    assert own.estimate.chance(0.8, 4) == pytest.approx(0.8 * own.estimate.own_factor), "depth 4 was not verified"
+
+
+def test_kinds_do_not_learn_from_each_other_and_can_be_forgotten() -> None:
     owner = policy()
-    seen(owner, sequence(owner), 0.05)
-    new = sequence(owner)
-    assert plain_steps_until_draft(owner, new) == 4 * AUTO.probe
+    greedy, sampled = sequence(owner), sequence(owner, sampled=True)
+    adapted = owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine")
+    seen(greedy, right=0)
+    seen(adapted, right=7)
+    assert not sampled.gains.known and not sequence(owner, sampled=True).gains.known
+    assert sequence(owner).gains.prospect(15).tokens == 0.0
+    assert owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine").gains.prospect(15).tokens == pytest.approx(7.0)
+    owner.forget("mine")
+    owner.forget("never there")
+    anew = owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine")
+    assert not anew.gains.known and sequence(owner).gains.known
 
 
-def test_sampled_and_greedy_requests_do_not_learn_from_each_other() -> None:
-    owner = policy()
-    greedy = sequence(owner)
-    seen(owner, greedy, 0.05)
-    for _ in range(5):
-        greedy.calibration.observe(0.9, 1, False)
-    new_greedy, new_sampled = (owner.sequence(Mode.parse("auto"), AUTO, 15, sampled) for sampled in (False, True))
-    assert new_greedy.gains.known and not new_sampled.gains.known
-    assert new_greedy.calibration.chance(0.9, 1) < 0.2 < 0.6 < new_sampled.calibration.chance(0.9, 1)
-    assert new_sampled.shared is not greedy.shared is new_greedy.shared
+# Before drafting.
 
 
-@pytest.mark.parametrize(("free", "slots"), [(False, 7), (True, 15)])
-def test_unknown_drafter_is_drafted_as_deep_as_an_average_one(free: bool, slots: int) -> None:
+@pytest.mark.parametrize("free", [False, True])
+def test_an_unknown_drafter_is_drafted_as_an_average_one(free: bool) -> None:
     owner = policy(free)
-    own = sequence(owner)
-    assert owner.plan_drafts([view(own)]) == [slots]
-    owner.choose([offer(own, 0.9, slots=slots)])
-    own.calibration.observe(0.9, 1, True)  # the draft was accepted, so depths that were never tried are worth a try
-    assert owner.plan_drafts([view(own)]) == [15]
+    assert owner.plan_drafts([view(sequence(owner))])[0] > 0
+    dear = Policy(CostTable(STEPS, DEAR_DRAFTS))
+    assert dear.plan_drafts([view(sequence(dear))]) == [0], "a single draft would cost more than trials may"
+    assert sequence(owner).expected(3) == pytest.approx(0.7 + 0.7**2 + 0.7**3)
 
 
 @pytest.mark.parametrize(("room", "most"), [(0, 0), (1, 0), (2, 1), (5, 4), (100, 15)])
 def test_nothing_is_drafted_beyond_the_room(room: int, most: int) -> None:
     owner = policy(free=True)
     own = sequence(owner)
-    seen(owner, own, 0.95)
+    seen(own, right=14, rows_ms=0.0)
     assert owner.plan_drafts([view(own, room=room)]) == [most]
     assert most or "one token" in owner.choose([Offer(own, 100, False)])[0].decision.reason
 
 
+@pytest.mark.parametrize(
+    ("mode", "most", "kind"),
+    [("auto", 63, "tree"), ("chain", 15, "chain"), ("chain:6", 5, "chain"), ("tree:24", 23, "tree")],
+)
+def test_modes_limit_kind_and_width(mode: str, most: int, kind: str) -> None:
+    owner = policy(free=True)
+    own = sequence(owner, mode)
+    assert own.max_nodes == most and own.deepest == min(15, most) and own.chains_only is (kind == "chain")
+    nodes = chain(0.95, most) if own.chains_only else [*chain(0.95, 3), *[0.8] * (most - 3)]
+    (choice,) = owner.choose([offer(own, nodes, most if own.chains_only else 3)])
+    assert (choice.kind, choice.nodes) == (kind, most)
+    (slots,) = owner.plan_drafts([view(own)])
+    assert 0 < slots <= min(15, most)
+
+
+def test_plain_requests_and_drafters_without_proposals_never_draft() -> None:
+    owner = policy(free=True)
+    plain, empty = sequence(owner, "plain"), owner.sequence(Mode.parse("auto"), AUTO, 0)
+    assert owner.plan_drafts([view(plain), view(empty)]) == [0, 0]
+    assert plain.note == empty.note == "nothing can be drafted"
+
+
 def test_slots_follow_what_deep_slots_are_worth() -> None:
-    shallow, deep = policy(), policy()
-    poor, rich = sequence(shallow), sequence(deep)
-    seen(shallow, poor, 0.55)
-    seen(deep, rich, 0.99)
-    assert shallow.plan_drafts([view(poor)], fixed_rows=200, fixed_sequences=0) == [3]
-    assert deep.plan_drafts([view(rich)]) == [15]
-
-
-def test_deeper_drafts_are_looked_at_now_and_then() -> None:
     owner = policy()
-    own = sequence(owner)
-    seen(owner, own, 0.75)
+    spent(owner)
+    poor, rich = sequence(owner), sequence(owner)
+    seen(poor, right=2, nodes=3, rows_ms=4.0)
+    seen(rich, right=14, rows_ms=20.0)
+    assert owner.plan_drafts([view(poor)]) == [3]
+    assert owner.plan_drafts([view(rich)]) == [15]
+
+
+def test_deeper_drafts_are_looked_at_as_far_as_the_budget_allows() -> None:
+    owner, strict = policy(), policy()
     depths = []
-    for _ in range(64):
-        depths += owner.plan_drafts([view(own)])
-        owner.choose([offer(own, 0.75, slots=depths[-1])])
-    assert depths.count(7) == 60 and depths.count(15) == 4
-    for _ in range(20):
-        owner.choose([offer(own, 0.97)])
-    assert owner.plan_drafts([view(own)]) == [15]
+    for each, gate in ((owner, AUTO), (strict, Gate("auto", explore=0.0))):
+        own = sequence(each, gate=gate)
+        seen(own, right=2, nodes=3, rows_ms=4.0)
+        for _ in range(300):
+            depths += each.plan_drafts([view(own)])
+            each.progress(3, 30.0)
+    assert set(depths[:300]) == {3, 15} and 0 < depths[20:300].count(15) < 40
+    assert set(depths[300:]) == {3}
+
+
+@pytest.mark.parametrize("margin", [0.5, 1.0, 1.2, 1.5, 3.0])
+def test_the_margin_is_what_drafting_must_beat(margin: float) -> None:
+    owner = policy()
+    spent(owner)
+    own = sequence(owner, gate=Gate("auto", margin=margin))
+    seen(own, right=1, nodes=3, rows_ms=4.2, times=100)
+    plain_ms = owner.costs.step_ms(StepShape(1, 1, 100, False, False))
+    speed = 2 * plain_ms / (plain_ms + 4.2 + owner.costs.draft_ms(1, 3, 100))
+    assert 1.0 < speed < 1.2
+    drafted = 0
+    for _ in range(200):
+        drafted += owner.plan_drafts([view(own)])[0] > 0
+        owner.progress(1, plain_ms)
+    assert drafted == 200 if speed > margin else 0 < drafted < 100
+    if margin >= 1.5:
+        assert drafted < 10, "a draft that falls short of its margin is a trial and costs as one"
 
 
 def test_exchanged_costs_count_at_once() -> None:
     owner = policy()
     own = sequence(owner)
-    seen(owner, own, 0.85)
+    seen(own, right=4)
     assert owner.plan_drafts([view(own)])[0] > 0
-    owner.costs = CostTable(STEPS, {slots: 30 * ms for slots, ms in DRAFTS.items()})
+    owner.costs = CostTable(STEPS, DEAR_DRAFTS)
     assert owner.plan_drafts([view(own)]) == [0]
+    assert own.note == "a draft would take too long"
+    owner.costs = CostTable(STEPS, {slots: 6 * ms for slots, ms in DRAFTS.items()})
+    own.explore = 0.0
+    assert owner.plan_drafts([view(own)]) == [0]
+    assert "times plain decoding's speed" in own.note
     owner.costs = CostTable(FREE_STEPS, FREE_DRAFTS)
-    assert owner.plan_drafts([view(own)]) == [15]
+    assert owner.plan_drafts([view(own)])[0] > 0 and own.note == ""
 
 
-@pytest.mark.parametrize(
-    ("chance", "rows", "sequences", "drafts"),
-    [(0.65, 0, 0, True), (0.65, 16, 16, False), (0.85, 200, 0, True), (0.3, 0, 0, False), (0.3, 200, 0, True)],
-)
-def test_other_rows_of_the_step_are_part_of_its_price(chance: float, rows: int, sequences: int, drafts: bool) -> None:
-    # a step that is long anyway makes further rows and drafts cheap, a crowd of plain tokens makes them dear
-    owner = policy()
-    own = sequence(owner)
-    seen(owner, own, chance)
-    slots = owner.plan_drafts([view(own)], fixed_rows=rows, fixed_sequences=sequences)
-    assert (slots[0] > 0) is drafts
+def test_other_rows_of_the_step_are_part_of_its_price() -> None:
+    """A step that is long anyway makes drafts cheap, and a crowd of plain sequences makes them dear."""
+    owner, strict = policy(), Gate("auto", explore=0.0)
+    poor, good = sequence(owner, gate=strict), sequence(owner, gate=strict)
+    seen(poor, right=1, nodes=3, rows_ms=6.0, times=100)
+    seen(good, right=2, nodes=3, rows_ms=6.0, times=100)
+    assert owner.plan_drafts([view(poor)]) == [0]
+    assert owner.plan_drafts([view(poor)], Rest(rows=200)) == [3]
+    assert owner.plan_drafts([view(good)]) == [3]
+    assert owner.plan_drafts([view(good)], Rest(rows=16, sequences=16)) == [0]
 
 
-def test_plan_holds_for_a_few_steps_unless_its_grounds_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = policy()
-    own, other = sequence(owner), sequence(owner)
-    for each in (own, other):
-        seen(owner, each, 0.85)
-    made_for: list[int] = []
-
-    def counted(costs: CostTable, step: StepTimes, prospects: Sequence[tuple[View, ExpectedGains]]) -> DraftPlan | None:
-        made_for.append(len(prospects))
-        return best_plan(costs, step, prospects)
-
-    monkeypatch.setattr("slipstream.speculative.policy.best_plan", counted)
-
-    def plans(*views: View) -> int:
-        made_for.clear()
-        assert owner.plan_drafts(views)[0] > 0
-        return len(made_for)
-
-    assert [plans(view(own)) for _ in range(16)] == 2 * [1, 0, 0, 0, 0, 0, 0, 0]
-    assert plans(view(own)) == 1 and plans(view(own), view(other)) == 1 and plans(view(own), view(other)) == 0
-    owner.costs = CostTable(STEPS, DRAFTS)
-    assert plans(view(own), view(other)) == 1 and plans(view(own), view(other)) == 0
-    own.gains.correct(0.9)
-    assert plans(view(own), view(other)) == 0
-    other.gains.correct(0.02)  # less than half of what the two promised is left
-    assert plans(view(own), view(other)) == 1
-
-
-def test_slots_hold_with_the_plan_unless_the_step_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = policy()
-    own = sequence(owner)
-    seen(owner, own, 0.85)
-    looks: list[int] = []
-    depth = owner._depth
-
-    def counted(step: StepTimes, seen_by: View, blocks: int) -> int:
-        looks.append(depth(step, seen_by, blocks))
-        return looks[-1]
-
-    monkeypatch.setattr(owner, "_depth", counted)
-    first = owner.plan_drafts([view(own)])
-    assert owner.plan_drafts([view(own)]) == first == looks, "one look served both steps"
-    own.planned(0)
-    owner.plan_drafts([view(own)])
-    assert own.asked and len(looks) == 1, "a held plan asks for drafts like any other"
-    assert owner.plan_drafts([view(own, room=3)]) == [2], "no deeper than there is room"
-    owner.plan_drafts([view(own)], fixed_rows=1, fixed_sequences=1)
-    assert len(looks) == 3, "somebody else has joined the step"
-    own.back_off(0.5)
-    owner.plan_drafts([view(own)], fixed_rows=1, fixed_sequences=1)
-    assert len(looks) == 4, "a sequence that backs off is looked at"
-
-
-def test_broken_promise_ends_drafting_at_once() -> None:
-    owner = policy()
-    own = sequence(owner)
-    seen(owner, own, 0.85)
-    assert owner.plan_drafts([view(own)])[0] > 0
-    own.gains.correct(0.1)
-    assert owner.plan_drafts([view(own)]) == [0]
-
-
-def test_good_neighbour_does_not_make_a_hopeless_sequence_probe_often() -> None:
+def test_a_good_sequence_drafts_beside_hopeless_ones() -> None:
     owner = Policy(CostTable({1: 10.0, 256: 73.75}, {3: 2.0, 7: 2.2, 15: 2.5}))
-    good, bad = sequence(owner), sequence(owner)
-    seen(owner, good, 0.9)
-    seen(owner, bad, 0.02)
-    slots = owner.plan_drafts([view(good), view(bad)])
-    assert slots[0] > 0 == slots[1]
-    assert bad.tokens_to_probe == AUTO.probe and not good.backing_off
+    spent(owner)
+    good, *bad = (sequence(owner) for _ in range(4))
+    seen(good, right=6, rows_ms=2.0)
+    for own in bad:
+        seen(own, right=0, rows_ms=2.0)
+    slots = owner.plan_drafts([view(own) for own in (bad[0], good, *bad[1:])])
+    assert slots[1] > 0 and slots[0] == slots[2] == slots[3] == 0
+    assert not good.trial
 
 
-def plain_steps_until_draft(owner: Policy, own: SequencePolicy) -> int:
-    for steps in range(2000):
-        if owner.plan_drafts([view(own)])[0]:
-            return steps
-        owner.choose([Offer(own, 100, False)])
-        own.committed([7])
-    raise AssertionError("no probe within 2000 tokens")
+# Trials.
 
 
-@pytest.mark.usefixtures("solvent")
-def test_probes_come_after_doubling_waits_and_a_success_resets_them() -> None:
+@pytest.mark.parametrize("explore", [0.0, 0.01, 0.1, 0.2])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trials_lose_no_more_than_their_share_of_the_time(explore: float, batch: int) -> None:
     owner = policy()
-    own = sequence(owner, gate=Gate("auto", probe=4))
-    seen(owner, own, 0.05)
-    waits = []
-    for _ in range(7):
-        waits.append(plain_steps_until_draft(owner, own))
-        owner.choose([offer(own, 0.05, slots=7)])
-        own.shadow([1] * 7, [0.05] * 7)
-        own.committed([7])
-    assert waits[0] == 4
-    assert waits[1:] == [15, 31, 31, 31, 31, 31]  # the probe's own step commits a token too
-    seen(owner, own, 0.9)
-    assert own.backing_off, "a probe's promise alone proves nothing"
-    own.committed([1] * 200)
-    assert owner.plan_drafts([view(own)])[0] > 0
-    seen(owner, own, 0.9)
-    assert not own.backing_off
-    seen(owner, own, 0.05)
-    assert plain_steps_until_draft(owner, own) == 4
-
-
-def test_probe_that_came_true_is_followed_by_another_whatever_the_average_says() -> None:
-    owner = policy()
-    own = sequence(owner)
-    seen(owner, own, 0.05)
-    plain_steps_until_draft(owner, own)
-    owner.choose([offer(own, 0.95, slots=7)])
-    verified = Proposal((0, 1, 2, 3), (-1, 0, 1, 2), (1.0, 0.9, 0.9, 0.9))
-    own.learn(verified, Verdict((0, 1, 2, 3), (1, 2, 3, 4)), (1, 2, 3, 4))
-    own.committed([1, 2, 3, 4])
-    assert owner.plan_drafts([view(own)])[0] > 0
-    owner.choose([offer(own, 0.95, slots=7)])
-    own.learn(verified, Verdict((0,), (9,)), (9,))
-    own.committed([9])
-    assert owner.plan_drafts([view(own)])[0] == 0
-
-
-@pytest.mark.usefixtures("solvent")
-def test_probe_that_would_have_paid_is_repeated_at_once() -> None:
-    owner = policy()
-    own = sequence(owner)
-    seen(owner, own, 0.05)
-    plain_steps_until_draft(owner, own)
-    assert owner.choose([offer(own, 0.05, slots=7)])[0].kind == "plain"
-    own.shadow([5, 6, 7, 8], [0.05] * 4)
-    own.committed([5])
-    own.committed([6])
-    assert owner.plan_drafts([view(own)]) == [0]
-    own.committed([7])
-    own.committed([99])
-    assert owner.plan_drafts([view(own)])[0] > 0
-
-
-@pytest.mark.usefixtures("solvent")
-def test_first_draft_that_would_have_paid_is_repeated_at_once() -> None:
-    owner = policy()
-    seen(owner, sequence(owner), 0.3)
-    own = sequence(owner)
-    assert owner.plan_drafts([view(own)])[0] > 0
-    assert owner.choose([offer(own, 0.05, slots=7)])[0].kind == "plain"
-    own.shadow([5, 6, 7, 8], [0.05] * 4)
-    for token in (5, 6, 7, 99):
-        own.committed([token])
-    assert owner.plan_drafts([view(own)])[0] > 0
-
-
-@pytest.mark.usefixtures("solvent")
-def test_probes_of_a_batch_share_a_step() -> None:
-    owner = policy()
-    both = [sequence(owner, gate=Gate("auto", probe=16)) for _ in range(2)]
+    both = [sequence(owner, gate=Gate("auto", explore=explore)) for _ in range(batch)]
     for own in both:
-        seen(owner, own, 0.05)
-    owner.plan_drafts([view(both[0])])
-    both[0].committed([1] * 6)
-    owner.plan_drafts([view(own) for own in both])
-    both[0].committed([1] * 10)
-    both[1].committed([1] * 10)
-    slots = owner.plan_drafts([view(own) for own in both])
-    assert min(slots) > 0
+        seen(own, right=0, nodes=3, rows_ms=5.0)
+    step = StepShape(batch, batch, 100, False, False)
+    plain_ms, total_ms, lost_ms = owner.costs.step_ms(step), 0.0, 0.0
+    for _ in range(3000):
+        slots = owner.plan_drafts([view(own) for own in both])
+        drafting = [own for own, count in zip(both, slots, strict=True) if count]
+        choices = owner.choose([offer(own, chain(0.01, count)) for own, count in zip(both, slots, strict=True)])
+        nodes = sum(choice.nodes for choice in choices)
+        assert nodes == 3 * len(drafting) and all(own.trial for own in drafting)
+        extra_ms = owner.costs.draft_ms(len(drafting), max(slots), 100)
+        extra_ms += owner.costs.step_ms(step._replace(rows=batch + nodes)) - plain_ms
+        for own in drafting:
+            own.learn(chain_proposal(3), accepted(0))
+        total_ms += plain_ms + extra_ms
+        lost_ms += extra_ms
+        owner.progress(batch, plain_ms + extra_ms)
+    free_ms = 4 * owner.costs.step_ms(step._replace(batch=1, rows=1))  # what is free at the start, and one trial more
+    assert lost_ms <= explore * total_ms + free_ms
+    assert lost_ms >= 0.8 * explore * total_ms
+    assert (lost_ms > 0) is (explore > 0)
 
 
-def test_drafter_that_fails_is_not_asked_at_every_step() -> None:
+def test_the_largest_share_of_a_step_s_sequences_counts() -> None:
+    drafted = []
+    for shares in ((0.0, 0.0), (0.01, 0.01), (0.01, 0.2)):
+        owner = policy()
+        spent(owner)
+        both = [sequence(owner, gate=Gate("auto", explore=share)) for share in shares]
+        for own in both:
+            seen(own, right=0, nodes=3, rows_ms=4.0)
+        count = 0
+        for _ in range(400):
+            count += sum(slots > 0 for slots in owner.plan_drafts([view(own) for own in both]))
+            owner.progress(2, 17.0)
+        drafted.append(count)
+    assert drafted[0] == 0 < 4 * drafted[1] < drafted[2]
+
+
+def test_a_sequence_that_may_not_explore_has_no_trials_beside_one_that_may() -> None:
     owner = policy()
-    for own in (sequence(owner), sequence(owner)):
+    both = [sequence(owner, gate=Gate("auto", explore=share)) for share in (0.0, 0.2)]
+    for own in both:
+        seen(own, right=0, nodes=3, rows_ms=4.0)
+    plans = []
+    for _ in range(50):
+        plans.append(owner.plan_drafts([view(own) for own in both]))
+        owner.progress(2, 17.0)
+    never, sometimes = zip(*plans, strict=True)
+    assert not any(never) and any(sometimes)
+
+
+def test_a_draft_that_would_be_unfair_to_its_neighbour_is_a_trial_with_its_price() -> None:
+    owner = Policy(CostTable({1: 10.0, 256: 12.0}, {3: 12.0, 15: 12.5}))
+    easy, other = sequence(owner), sequence(owner)
+    seen(easy, right=3, nodes=3, rows_ms=0.5)
+    seen(other, right=0, nodes=3, rows_ms=0.5)
+    drafted = 0
+    for _ in range(300):
+        drafted += owner.plan_drafts([view(easy), view(other)])[0] > 0
+        owner.progress(2, 10.0)
+    assert 0 < drafted < 10
+    assert owner.plan_drafts([view(easy)]) != [0] and not easy.trial, "alone it pays"
+
+
+def test_a_trial_verifies_a_few_nodes_however_unlikely_they_are() -> None:
+    owner = policy()
+    own = sequence(owner)
+    seen(own, right=0, nodes=3, rows_ms=4.0)
+    assert owner.plan_drafts([view(own)]) == [3] and own.trial
+    (choice,) = owner.choose([offer(own, [0.001] * 3)])
+    step = owner.costs.step_ms(StepShape(1, 4, 100, False, False))
+    plain_ms = owner.costs.step_ms(StepShape(1, 1, 100, False, False))
+    assert choice.nodes == 3 and "a trial" in choice.decision.reason
+    assert choice.decision.expected_ms == pytest.approx(step + owner.costs.draft_ms(1, 3, 100))
+    assert own.rows_ms == pytest.approx(step - plain_ms), "what its rows took is part of what it cost"
+    assert owner.choose([offer(own, [0.001] * 2)])[0].nodes == 2, "more than there is cannot be verified"
+    own.trial = False
+    assert owner.choose([offer(own, [0.001] * 3)])[0].nodes == 0
+
+
+def test_saved_time_pays_for_few_trials_at_once() -> None:
+    owner = policy()
+    own = sequence(owner)
+    seen(own, right=0, nodes=3, rows_ms=4.0)
+    owner.plan_drafts([view(own)])
+    for _ in range(5000):
+        owner.progress(1, 14.5)
+    in_a_row = 0
+    while owner.plan_drafts([view(own)])[0]:
+        own.learn(chain_proposal(3), accepted(0))
+        in_a_row += 1
+    assert 1 <= in_a_row <= 4
+
+
+def test_a_drafter_that_fails_is_not_asked_at_every_step() -> None:
+    owner = policy()
+    for limit in (6, 15):  # the second sequence begins with what the first has shown
+        own = sequence(owner)
         asked = 0
-        for _ in range(40):
-            asked += owner.plan_drafts([view(own)])[0] > 0
-            owner.choose([Offer(own, 100, False)])
-            own.committed([1])
-        assert 1 <= asked <= 4
-        seen(owner, own, 0.9, times=3)  # the second sequence knows gains, and then drafts stop coming
+        for _ in range(60):
+            if owner.plan_drafts([view(own)])[0]:
+                asked += 1
+                owner.choose([Offer(own, 100, False)])
+                own.draft_was_useless()
+            owner.progress(1, 14.5)
+        assert 1 <= asked <= limit
+        for _ in range(3):
+            own.learn(chain_proposal(7), accepted(5))
 
 
-def test_nobody_to_choose_for() -> None:
+# After drafting.
+
+
+def test_the_decision_explains_itself() -> None:
     owner = policy()
-    assert owner.plan_drafts([], fixed_rows=3) == []
-    assert owner.choose([], fixed_rows=3) == []
+    own = sequence(owner)
+    own.slots = 7
+    (choice,) = owner.choose([offer(own, chain(0.85, 7))])
+    rows = choice.nodes + 1
+    tokens = 1 + sum(chain(0.85)[: choice.nodes])
+    ms = 9.7 + owner.costs.step_ms(StepShape(1, rows, 100, False, False))
+    assert choice.kind == "chain" and choice.decision.choice == f"chain:{rows}" and rows > 2
+    assert choice.decision.expected_tokens == pytest.approx(tokens)
+    assert choice.decision.expected_ms == pytest.approx(ms)
+    assert choice.decision.reason == f"chain:{rows} expects {tokens:.1f} tokens in {ms:.0f} ms, plain 0.069/ms"
+
+
+def test_a_tree_is_called_a_chain_while_it_is_one() -> None:
+    owner = policy(free=True)
+    (wide,) = owner.choose([offer(sequence(owner), [0.5, 0.45, *[0.15] * 61], straight=1)])
+    assert (wide.kind, wide.nodes) == ("tree", 63)
+    owner = policy()
+    (narrow,) = owner.choose([offer(sequence(owner), [0.9, 0.8, 0.7, 0.01], straight=3)])
+    assert (narrow.kind, narrow.nodes) == ("chain", 3)
+
+
+def test_time_is_priced_by_the_speed_seen_so_far() -> None:
+    nodes = []
+    for speed in (0.5, 1.0, 1.5, 2.5):
+        owner = policy()
+        made(owner, speed)
+        nodes.append(owner.choose([offer(sequence(owner), chain(0.85))])[0].nodes)
+    assert nodes[0] == nodes[1] > nodes[2] > nodes[3] > 0, "slower than plain is no reason to waste more time"
+    assert owner.row_price(100, sampled=False) > 1.5 * policy().row_price(100, sampled=False) > 0.0
+    made(owner, 1e9)
+    assert owner.row_price(100, sampled=False) < 10 * policy().row_price(100, sampled=False), "a step was mistimed"
+
+
+def test_the_time_of_rows_is_shared_out_by_nodes() -> None:
+    owner = policy()
+    both = [sequence(owner) for _ in range(2)]
+    choices = owner.choose([offer(both[0], chain(0.95, 3)), offer(both[1], chain(0.9, 1))])
+    assert [choice.nodes for choice in choices] == [3, 1]
+    plain, verified = (owner.costs.step_ms(StepShape(2, rows, 100, False, False)) for rows in (2, 6))
+    assert both[0].rows_ms == pytest.approx(3 * both[1].rows_ms)
+    assert both[0].rows_ms + both[1].rows_ms == pytest.approx(verified - plain)
+
+
+def test_nothing_to_choose_from() -> None:
+    owner = policy()
+    assert owner.plan_drafts([], Rest(rows=3)) == [] and owner.choose([], Rest(rows=3)) == []
     (choice,) = owner.choose([Offer(sequence(owner), 100, False)])
     assert choice == VerifyChoice("plain", 0, choice.decision)
     assert choice.decision.expected_tokens == 1.0
 
 
-def test_policy_needs_no_numeric_library() -> None:
-    code = "import sys, slipstream.speculative.policy as p; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+def test_numbers_stay_finite_whatever_happens() -> None:
+    rng = random.Random(5)
+    for costs in (CostTable(STEPS, DRAFTS), CostTable({1: 1e-6}, {1: 1e-9}), CostTable({1: 5.0}, {})):
+        owner = Policy(costs)
+        own = [sequence(owner) for _ in range(3)]
+        for _ in range(200):
+            slots = owner.plan_drafts([view(each, room=rng.randint(0, 20)) for each in own], Rest(rng.randint(0, 2)))
+            offers = [
+                offer(each, sorted((rng.random() for _ in range(count)), reverse=True))
+                for each, count in zip(own, slots, strict=True)
+            ]
+            for each, choice in zip(own, owner.choose(offers), strict=True):
+                assert math.isfinite(choice.decision.expected_tokens or 0.0)
+                assert math.isfinite(choice.decision.expected_ms or 0.0)
+                if choice.nodes:
+                    claims = rng.choice((0.0, 0.5, 1.0))
+                    each.learn(chain_proposal(choice.nodes, claims), accepted(rng.randint(0, choice.nodes)))
+                elif each.slots:
+                    each.draft_was_useless()
+                step = StepTimes(costs, StepShape(1, 1, 100, False, False), 15)
+                assert all(map(math.isfinite, (*each.prospect(15, step), each.expected(63), each.rows_ms)))
+                assert math.isfinite(each.estimate.chance(rng.random(), 1))
+            owner.progress(rng.randint(0, 9), rng.choice((0.0, 1e-9, 30.0, 1e9)))
+            assert math.isfinite(owner.row_price(100, sampled=False))
+
+
+def test_the_policy_does_without_torch() -> None:
+    code = "import sys, slipstream.speculative.policy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

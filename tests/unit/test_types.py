@@ -115,7 +115,8 @@ def test_an_unknown_mode_is_refused(name: str) -> None:
         ("entropy", Gate("entropy")),
         ("ema:margin=1.25,sustain=5,warmup=0", Gate("ema", margin=1.25, sustain=5, warmup=0)),
         ("entropy:floor=0.5,hard=0.25,patience=4", Gate("entropy", floor=0.5, hard=0.25, patience=4)),
-        ("auto:margin=1.1,probe=32", Gate("auto", margin=1.1, probe=32)),
+        ("auto:margin=1.1,explore=0.05", Gate("auto", margin=1.1, explore=0.05)),
+        ("auto:explore=0.0", Gate("auto", explore=0.0)),
     ],
 )
 def test_gates_are_read_and_written_the_same_way(name: str, gate: Gate) -> None:
@@ -138,7 +139,11 @@ def test_gates_are_read_and_written_the_same_way(name: str, gate: Gate) -> None:
         ("ema:warmup=-1", "warmup is -1"),
         ("entropy:floor=1.5", "floor is 1.5"),
         ("entropy:hard=nan", "hard is nan"),
-        ("auto:probe=0", "probe is 0"),
+        ("auto:explore=0.21", "explore is 0.21"),
+        ("auto:explore=-0.01", "explore is -0.01"),
+        ("auto:explore=nan", "explore is nan"),
+        ("auto:explore=some", "threshold 'explore' of gate 'auto' is 'some'"),
+        ("auto:probe=16", "gate 'auto' has no threshold 'probe'"),
     ],
 )
 def test_a_gate_that_means_nothing_is_refused(name: str, said: str) -> None:

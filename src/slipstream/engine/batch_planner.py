@@ -139,7 +139,7 @@ class BatchPlanner:
     def __init__(self, proposer: Proposer, steps: DeviceSteps) -> None:
         self._proposer = proposer
         self._steps = steps
-        self._gate = BatchGate()
+        self.gate = BatchGate()
         self._paces: dict[int, SlowestShare] = {}
         self._paced: tuple[ActiveSequence, ...] = ()
         self._batch: DeviceBatch | None = None
@@ -171,7 +171,7 @@ class BatchPlanner:
         if not batch.speculates:
             return self._plain
         size = len(batch.columns)
-        free = not batch.governed or (self._gate.drafts(size) if alone else self._gate.better(size))
+        free = not batch.governed or (self.gate.drafts(size) if alone else self.gate.better(size))
         if not free and len(batch.governed) == count:
             return self._plain
         self._age += 1
@@ -254,14 +254,14 @@ class BatchPlanner:
         if not batch.governed:
             return
         if captured:
-            self._gate.pay(size, step.seconds)
+            self.gate.pay(size, step.seconds)
             return
         tokens = sum(step.tokens) / len(batch.places)
         if plan.free and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
             share = self._pace(batch).slowest_share(step.places, step.tokens)
             # While other sequences wait for a column, one that is done early makes room for them.
             tokens *= 1.0 if step.crowded else share
-        self._gate.observe(size, plan.free, step.rows, tokens, step.seconds)
+        self.gate.observe(size, plan.free, step.rows, tokens, step.seconds)
 
     def _pace(self, batch: DeviceBatch) -> SlowestShare:
         """How the sequences of a batch differ; what is known of one batch says something about the next of its size."""
@@ -272,15 +272,18 @@ class BatchPlanner:
         return pace
 
     def cost(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
-        """Refreshes the cost table and the gates that read it."""
+        """Tells the policy what a step came to, and refreshes the cost table and the gates that read it."""
+        ms = seconds * 1e3
+        if batch.governed:
+            self._proposer.policy.progress(committed, ms)
         if not (batch.governed or batch.ema_gates) or not self._proposer.timing_due(landed.drafted):
             return
-        ms, shape, drafting = seconds * 1e3, _shape(batch, landed, plan), _drafting(batch, landed)
+        shape, drafting = _shape(batch, landed, plan), _drafting(batch, landed)
         costs = self._proposer.policy.costs
         draft_ms = costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
         step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
         gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
-        self._proposer.refresh(MeasuredStep(shape, committed, step_ms, ms), bool(batch.governed), gates)
+        self._proposer.refresh(MeasuredStep(shape, step_ms, ms), gates)
 
 
 def _drafting(batch: DeviceBatch, landed: Landed) -> int:

@@ -39,13 +39,15 @@ class MeasuredStep(NamedTuple):
     """A step that held nothing but decoding, as the cost table sees it."""
 
     shape: StepShape
-    committed: int  # tokens of all sequences
     step_ms: float  # milliseconds without the draft
     total_ms: float  # milliseconds with the draft
 
 
 class Proposer:
-    """One per engine; the policy and its cost table are made when the first request needs them."""
+    """One per engine; the policy and its cost table are made when the first request needs them.
+
+    Another policy may be set at any time; requests that are running keep their records of the one before.
+    """
 
     def __init__(
         self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable], text: bool
@@ -64,6 +66,10 @@ class Proposer:
         if self._policy is None:
             self._policy = Policy(self._measure_costs())
         return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
 
     def forget(self, variant: str) -> None:
         if self._policy is not None:
@@ -249,6 +255,8 @@ class Proposer:
         """Learns costs from a step of the host that held nothing but decoding; `step_s` leaves drafting out."""
         rows = _rows(proposed)
         drafted = rows > len(proposed)
+        if any(each.policy is not None for each in sequences):
+            self.policy.progress(sum(committed), (draft_s + step_s) * 1e3)
         if not sequences or not self.timing_due(drafted):
             return
         branching = drafted and any(each.proposal.branching for each in proposed)
@@ -259,9 +267,8 @@ class Proposer:
             for sequence, own, count in zip(sequences, proposed, committed, strict=True)
             if isinstance(sequence.gate, EmaGate) and own.proposal.nodes
         ]
-        times = MeasuredStep(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
-        timed = not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS
-        self.refresh(times, any(each.policy is not None for each in sequences), gates, timed)
+        times = MeasuredStep(shape, step_s * 1e3, (draft_s + step_s) * 1e3)
+        self.refresh(times, gates, timed=not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS)
 
     def timing_due(self, drafted: bool) -> bool:
         """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
@@ -270,15 +277,11 @@ class Proposer:
         self._plain_steps = 0 if drafted else self._plain_steps + 1
         return not self._plain_steps % _TIMED_PLAIN_STEPS
 
-    def refresh(
-        self, times: MeasuredStep, governed: bool, gates: Sequence[tuple[EmaGate, int]], timed: bool = True
-    ) -> None:
+    def refresh(self, times: MeasuredStep, gates: Sequence[tuple[EmaGate, int]], timed: bool = True) -> None:
         """Takes in what a step really cost; `gates` are those of drafting sequences, with the tokens of each."""
         policy = self.policy
         if timed:
             policy.costs.observe_step(times.shape, times.step_ms)
-        if governed:
-            policy.progress(times.committed, times.total_ms)
         if gates:
             plain_ms = policy.costs.step_ms(times.shape._replace(rows=times.shape.batch, branching=False))
             for gate, tokens in gates:

@@ -75,42 +75,32 @@ class StepTimes:
         return times[self._plain.rows : self._most + 1]
 
 
-class Nodes(NamedTuple):
-    """How many nodes a step takes from each offer, and the tokens and milliseconds that the step then promises."""
+def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price: float) -> list[int]:
+    """How many nodes of each offer have the largest value together.
 
-    counts: list[int]
-    branching: bool
-    tokens: list[float]
-    ms: float
-
-
-def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price: float) -> Nodes:
-    """The nodes with the largest value: tokens minus `price` (tokens per millisecond) times the step's milliseconds."""
+    The value is the expected tokens minus `price` (tokens per millisecond) times the step's milliseconds.
+    """
     order = _merged(offers)
     counts, expected = [0] * len(offers), [1.0] * len(offers)
-    best, best_value, branching = 0, -price * step.plain_ms, False
-    gained, straight, best_straight = 0.0, True, True
-    fewest = 1.0
+    best, best_value = 0, -price * step.plain_ms
+    gained, straight, fewest = 0.0, True, 1.0
     for taken, index in enumerate(order, start=1):
         offer = offers[index]
         survival = offer.survivals[counts[index]]
         counts[index] += 1
         gained += survival
         straight = straight and counts[index] <= offer.straight
-        if len(offers) > 1:
+        if 1 < step.batch == len(offers):  # other sequences of the step expect a single token
             expected[index] += survival
             fewest = min(expected)
         ms = step.straight[taken] if straight else step.branched[taken]
         value = gained - price * ms
-        if value > best_value and (len(offers) == 1 or step.fair(spent_ms + ms, fewest)):
-            best, best_value, best_straight = taken, value, straight
-    branching = not best_straight
+        if value > best_value and (step.batch == 1 or step.fair(spent_ms + ms, fewest)):
+            best, best_value = taken, value
     chosen = [0] * len(offers)
     for index in order[:best]:
         chosen[index] += 1
-    tokens = [1.0 + sum(offer.survivals[:count]) for offer, count in zip(offers, chosen, strict=True)]
-    ms = spent_ms + (step.branched if branching else step.straight)[best]
-    return Nodes(chosen, branching, tokens, ms)
+    return chosen
 
 
 def _merged(offers: Sequence[Offer]) -> list[int]:

@@ -32,9 +32,6 @@ __all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "Verify
 # Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
 # of fewer rows; a larger value would leave that range.
 MAX_AUTO_ROWS = 64
-# The share of all time that may be lost by drafts which are made only to learn. A larger share makes texts slower that
-# cannot be drafted, a smaller one notices too late that a text has become easy.
-_EXPLORED_SHARE = 0.01
 # Plain steps whose time may be lost at the start, and the most that is saved up for later.
 _FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
 _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it would teach nothing
@@ -76,10 +73,10 @@ class Gains:
 
     def __init__(self, above: Gains | None = None) -> None:
         self._newest = _NEWEST_OF_KIND if above is None else _NEWEST_OWN
-        self._drafts = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
-        self._tokens = dict(above._tokens) if above is not None else {}  # by slots
-        self._rows_ms = dict(above._rows_ms) if above is not None else {}
-        self._by_nodes = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
+        self._drafts: int = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
+        self._tokens: dict[int, float] = dict(above._tokens) if above is not None else {}  # by slots
+        self._rows_ms: dict[int, float] = dict(above._rows_ms) if above is not None else {}
+        self._by_nodes: list[float] = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
 
     @property
     def known(self) -> bool:
@@ -96,7 +93,7 @@ class Gains:
             self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
         for place, size in enumerate(_SIZES):
             if size < nodes or self._drafts == 1:
-                right = sum(row <= size for row in path) - 1
+                right = sum(row <= size for row in path) - 1.0
             else:  # more nodes than were verified bring more by as much as they did before
                 right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
             self._by_nodes[place] += share * (right - self._by_nodes[place])
@@ -131,6 +128,7 @@ class SequencePolicy:
 
     def __init__(self, mode: Mode, gate: Gate, proposals: int, kind: _Kind) -> None:
         self.margin = gate.margin
+        self.explore = gate.explore
         self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
@@ -187,6 +185,7 @@ class Policy:
         self._kinds: dict[tuple[str, bool], _Kind] = {}
         self._plain_ms = costs.step_ms(StepShape(1, 1, 0, sampled=False, branching=False))
         self._budget_ms = _FREE_STEPS * self._plain_ms
+        self._explored = 0.0  # the share of the current step's time that trials may lose later
         self._plain_rate = 0.0  # of the last step, in tokens per millisecond
         self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
 
@@ -204,6 +203,7 @@ class Policy:
 
     def plan_drafts(self, views: Sequence[View], rest: Rest = ALONE) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
+        self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
@@ -234,7 +234,7 @@ class Policy:
     def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
         """The slots to draft: those that pay or, when the budget covers it, all of them to learn what they bring."""
         extra_ms = self.costs.draft_ms(blocks, deepest, step.context) - self.costs.draft_ms(blocks, slots, step.context)
-        if slots == deepest or extra_ms > self._budget_ms:
+        if slots == deepest or not self._explored or extra_ms > self._budget_ms:
             return slots
         self._budget_ms -= extra_ms
         return deepest
@@ -244,9 +244,17 @@ class Policy:
         trials: list[int] = []
         before_ms = 0.0
         for index in losing:
+            own = views[index].policy
+            if not own.explore:
+                continue
             draft_ms = self.costs.draft_ms(len(trials) + 1, slots, step.context)
-            tokens, rows_ms = views[index].policy.prospect(slots, step)
-            loss_ms = draft_ms - before_ms + rows_ms - tokens / step.plain_rate
+            tokens, rows_ms = own.prospect(slots, step)
+            cost_ms = draft_ms - before_ms + rows_ms
+            # A draft that pays, but not by its margin, loses what is missing to that margin, and at most its own time.
+            needed_ms = own.margin * cost_ms + (own.margin - 1.0) * step.plain_ms
+            loss_ms = min(cost_ms, needed_ms - tokens / step.plain_rate)
+            if step.batch > 1 and not step.fair(step.plain_ms + cost_ms, 1.0):
+                loss_ms = cost_ms  # its tokens do not make up for what other sequences lose
             if loss_ms > self._budget_ms:
                 break
             self._budget_ms -= max(0.0, loss_ms)
@@ -263,22 +271,22 @@ class Policy:
         spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
         # A millisecond is priced at what it yields in the long run, not at what it yields in this step.
         price = step.plain_rate * max(1.0, self._speed[0] / self._speed[1])
-        best = best_nodes(step, offers, spent_ms, price)
         counts = [
             max(count, min(_TRIAL_NODES, len(offer.survivals))) if offer.policy.trial else count
-            for offer, count in zip(offers, best.counts, strict=True)
+            for offer, count in zip(offers, best_nodes(step, offers, spent_ms, price), strict=True)
         ]
-        per_node = (best.ms - spent_ms - step.plain_ms) / max(1, sum(best.counts))
+        branching = any(count > offer.straight for offer, count in zip(offers, counts, strict=True))
+        verify_ms = (step.branched if branching else step.straight)[sum(counts)]
         for offer, count in zip(offers, counts, strict=True):
-            offer.policy.rows_ms = count * per_node
+            offer.policy.rows_ms = (verify_ms - step.plain_ms) * count / max(1, sum(counts))
         return [
-            _choice(offer, count, best.branching, best.ms, step.plain_rate)
+            _choice(offer, count, spent_ms + verify_ms, step.plain_rate)
             for offer, count in zip(offers, counts, strict=True)
         ]
 
     def progress(self, tokens: int, ms: float) -> None:
         """Takes in how many tokens a whole step committed, and how long it took with its drafting."""
-        self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + _EXPLORED_SHARE * ms)
+        self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + self._explored * ms)
         if self._plain_rate:
             made, plain = self._speed
             made, plain = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
@@ -318,7 +326,7 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
     return outcomes
 
 
-def _choice(offer: Offer, nodes: int, branching: bool, ms: float, plain_rate: float) -> VerifyChoice:
+def _choice(offer: Offer, nodes: int, ms: float, plain_rate: float) -> VerifyChoice:
     tokens = 1.0 + sum(offer.survivals[:nodes])
     if not nodes:
         reason = f"the draft promises too little for more rows, plain {plain_rate:.3f}/ms"
@@ -334,7 +342,9 @@ def _choice(offer: Offer, nodes: int, branching: bool, ms: float, plain_rate: fl
 def _why_plain(view: View, speed: float) -> str:
     if view.room <= 1:
         return "one token is left to commit"
-    return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "nothing can be drafted"
+    if not view.policy.deepest:
+        return "nothing can be drafted"
+    return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "a draft would take too long"
 
 
 def _most_nodes(mode: Mode, proposals: int) -> int:
