@@ -26,7 +26,7 @@ from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust, score_heads, score_heads_reference
 from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
-from slipstream.speculative.estimate import Estimate, Record
+from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
 SHAPES = ("chain", "tree", "seeded")
@@ -93,7 +93,7 @@ def random_step(
         if estimate is not None:
             for _ in range(80):
                 claim, depth, luck = torch.rand(3).tolist()
-                estimate.learn([(claim, 1 + int(depth * slots), luck < claim)])
+                estimate.learn([DraftOutcome(claim, 1 + int(depth * slots), luck < claim)])
         wishes.calibration[sequence] = calibration_line(None if estimate is None else estimate.table()).to(device)
     heads = None
     if with_heads:

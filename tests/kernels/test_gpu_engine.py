@@ -34,7 +34,7 @@ from slipstream.kernels.rows import TREE
 from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.models.gpu.device_stack import GpuContext
 from slipstream.speculative.accept import accept
-from slipstream.speculative.estimate import Estimate, Record
+from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.types import BASE_VARIANT, Decision, Proposal, SamplingParams, Verdict
 from tests.adapters import write_random_adapter
@@ -213,7 +213,7 @@ def test_wishes_bring_their_estimates_and_leave_those_of_others_alone() -> None:
     assert sent() == lines() and state.wishes.nodes.tolist() == [3, 3, 3, NO_SEQUENCE.nodes]
     before = lines()
     for each in own:
-        each.learn([(0.6, 1, True)])
+        each.learn([DraftOutcome(0.6, 1, True)])
     assert lines() != before
     state.wish([wishes[0], NO_SEQUENCE, wishes[2]])
     assert sent() == before and state.wishes.nodes.tolist() == [3, NO_SEQUENCE.nodes, 3, NO_SEQUENCE.nodes]

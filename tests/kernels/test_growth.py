@@ -19,7 +19,7 @@ from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wish
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
 from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.speculative.candidates import BlockDrafts
-from slipstream.speculative.estimate import Estimate, Record
+from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.tree import Growth
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +82,7 @@ def random_case(seed: int, sequences: int, slots: int, candidates: int, nodes: i
         if estimate is not None:
             for _ in range(60):
                 claim, depth, luck = torch.rand(3, generator=generator).tolist()
-                estimate.learn([(claim, 1 + int(depth * slots), luck < claim)])
+                estimate.learn([DraftOutcome(claim, 1 + int(depth * slots), luck < claim)])
         estimates.append(estimate)
         wishes.calibration[sequence] = calibration_line(None if estimate is None else estimate.table())
     return Case(tokens.int(), scores, wishes, estimates)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from slipstream.speculative.estimate import LEAST, MOST, Estimate, Record
+from slipstream.speculative.estimate import LEAST, MOST, DraftOutcome, Estimate, Record
 
 CLAIMS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98, 0.999)
 
@@ -16,7 +16,7 @@ CLAIMS = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98, 0.999)
 def taught(estimate: Estimate, claimed: float, true: float, times: int, depth: int = 1, seed: int = 3) -> None:
     rng = random.Random(seed)
     for _ in range(times):
-        estimate.learn([(claimed, depth, rng.random() < true)])
+        estimate.learn([DraftOutcome(claimed, depth, rng.random() < true)])
 
 
 @pytest.mark.parametrize("depth", [1, 3, 9])
@@ -35,7 +35,7 @@ def test_claims_are_corrected_to_the_true_rate(claimed: float, true: float, requ
     for _ in range(requests):
         estimate = Estimate(kind)
         for _ in range(1200 // requests):
-            estimate.learn([(claimed, 1, rng.random() < true)])
+            estimate.learn([DraftOutcome(claimed, 1, rng.random() < true)])
             found.append(estimate.chance(claimed, 1))
     late = found[300:]
     assert sum(late) / len(late) == pytest.approx(true, abs=0.05)
@@ -47,7 +47,7 @@ def test_claims_and_depths_are_told_apart() -> None:
     rates = {(0.8, 1): 0.9, (0.8, 10): 0.4, (0.3, 1): 0.1}
     estimate = Estimate(kind)
     for _ in range(600):
-        estimate.learn([(claimed, depth, rng.random() < true) for (claimed, depth), true in rates.items()])
+        estimate.learn([DraftOutcome(claimed, depth, rng.random() < true) for (claimed, depth), true in rates.items()])
     for (claimed, depth), true in rates.items():
         assert Estimate(kind).chance(claimed, depth) == pytest.approx(true, abs=0.1)
 
@@ -108,9 +108,9 @@ def test_a_good_request_does_not_suffer_for_hopeless_ones() -> None:
     kind = Record(Record())
     good, bad = Estimate(kind), Estimate(kind)
     for number in range(240):
-        good.learn([(0.9, 1, number % 10 != 0)])
+        good.learn([DraftOutcome(0.9, 1, number % 10 != 0)])
         if number % 3 == 0:
-            bad.learn([(0.9, 1, False)])
+            bad.learn([DraftOutcome(0.9, 1, False)])
     assert good.chance(0.9, 1) > 0.7
     assert bad.chance(0.9, 1) < 0.4
 
@@ -135,7 +135,7 @@ def test_no_outcome_changes_nothing() -> None:
 
 def test_outcomes_count_alike_in_one_lesson_and_in_many() -> None:
     rng = random.Random(6)
-    outcomes = [(0.8, 1 + number % 3, rng.random() < 0.5) for number in range(3)]
+    outcomes = [DraftOutcome(0.8, 1 + number % 3, rng.random() < 0.5) for number in range(3)]
     together, apart = Estimate(Record()), Estimate(Record())
     together.learn(outcomes)
     for outcome in outcomes:

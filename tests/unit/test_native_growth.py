@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
 from slipstream.speculative.candidates import BlockDrafts
-from slipstream.speculative.estimate import Estimate, Record
+from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.tree import Growth
 from tests.native import libraries
 
@@ -104,7 +104,7 @@ def random_estimate(source: random.Random) -> Estimate | None:
     estimate = Estimate(Record(Record()) if source.random() < 0.8 else Record())
     for _ in range(source.choice([0, 1, 10, 300])):
         claimed = source.random() ** source.choice([0.2, 1, 3])
-        estimate.learn([(claimed, source.randint(1, 15), source.random() < claimed * 0.8)])
+        estimate.learn([DraftOutcome(claimed, source.randint(1, 15), source.random() < claimed * 0.8)])
     return estimate
 
 
@@ -178,7 +178,7 @@ def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibra
     source = random.Random(7)
     estimate = Estimate(Record(Record())) if calibrated else None
     if estimate is not None:
-        estimate.learn([(source.random(), source.randint(1, 12), source.random() < 0.6) for _ in range(40)])
+        estimate.learn([DraftOutcome(source.random(), source.randint(1, 12), source.random() < 0.6) for _ in range(40)])
     drafts = bound(random_block(source, 15), None)
     asked = {"anchor": 1, "length": 15, "nodes": 200, "depth": 15, "seeded": False, "floor": 0.0}
     expected = drafts.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]

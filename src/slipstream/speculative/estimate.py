@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,14 @@ _BIN_KEEP, _REQUEST_KEEP = 0.999, 0.97
 
 _CLAIMS, _DEPTHS = np.array(_CLAIM_EDGES), np.array(_DEPTH_EDGES, np.float64)
 
-# One outcome: the claimed probability, its depth from 1, where it comes from, and whether the token was accepted.
-DraftOutcome = tuple[float, int, Source, bool]
+
+class DraftOutcome(NamedTuple):
+    """What came of one verified token; depth 1 is the first drafted token."""
+
+    claimed: float
+    depth: int
+    hit: bool
+    source: Source = Source.DRAFTER
 
 
 class Record:
@@ -76,7 +83,7 @@ class Estimate:
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Takes in outcomes of verified drafts."""
         own, factors = self.own_factor, self._current()
-        for claimed, depth, source, hit in outcomes:
+        for claimed, depth, hit, source in outcomes:
             place = _place(claimed, depth, source)
             self._hits = _REQUEST_KEEP * self._hits + hit
             self._expected = _REQUEST_KEEP * self._expected + _bounded(claimed * float(factors[place]) / own)

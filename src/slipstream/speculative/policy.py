@@ -322,7 +322,7 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
             siblings.sort(key=chances.__getitem__, reverse=True)
         for child in siblings[:_OBSERVED_CHILDREN]:
             source = proposal.sources[child] if proposal.sources else Source.DRAFTER
-            outcomes.append((chances[child], depths[child], source, tokens[child] == chosen))
+            outcomes.append(DraftOutcome(chances[child], depths[child], tokens[child] == chosen, source))
     return outcomes
 
 
