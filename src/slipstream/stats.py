@@ -76,6 +76,8 @@ class RequestStats:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_text: int = 0  # accepted tokens that only the text itself had drafted
+    accepted_both: int = 0  # accepted tokens that the drafter and the text had both drafted
     committed: int = 0
     novel_steps: int = 0
     novel_committed: int = 0
@@ -90,11 +92,18 @@ class RequestStats:
     draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
 
-    def record_step(self, proposed: int, depth: int, accepted: int, committed: int) -> None:
-        """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them."""
+    def record_step(
+        self, proposed: int, depth: int, accepted: int, committed: int, from_text: int = 0, from_both: int = 0
+    ) -> None:
+        """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them.
+
+        `from_text` and `from_both` of the kept tokens come from the text alone and from drafter and text.
+        """
         self.steps += 1
         self.drafted += proposed
         self.accepted += accepted
+        self.accepted_text += from_text
+        self.accepted_both += from_both
         self.committed += committed
         missing = depth - len(self.verified_at)
         if missing > 0:
@@ -124,6 +133,12 @@ class RequestStats:
         return self.novel_committed / self.novel_steps if self.novel_steps else 0.0
 
     @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """The accepted tokens by what had drafted them; the three counts add up to `accepted`."""
+        text, both = self.accepted_text, self.accepted_both
+        return {"drafter": self.accepted - text - both, "text": text, "both": both}
+
+    @property
     def accept_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
@@ -141,6 +156,7 @@ class RequestStats:
             "steps": self.steps,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "accepted_by_source": self.accepted_by_source,
             "tau": round(self.tau, 4),
             "tau_novel": round(self.tau_novel, 4),
             "accept_rate": round(self.accept_rate, 4),
@@ -166,6 +182,8 @@ _SUMMED = (
     "steps",
     "drafted",
     "accepted",
+    "accepted_text",
+    "accepted_both",
     "committed",
     "novel_steps",
     "novel_committed",

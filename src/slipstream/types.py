@@ -257,6 +257,9 @@ class Proposal:
     def nodes(self) -> int:
         return len(self.tokens) - 1
 
+    def source(self, row: int) -> Source:
+        return self.sources[row] if self.sources else Source.DRAFTER
+
     @property
     def branching(self) -> bool:
         return self.parents != tuple(range(-1, len(self.parents) - 1))
@@ -311,7 +314,12 @@ class StepRecord:
     def to_json(self) -> dict[str, object]:
         return {
             "position": self.position,
-            "proposal": {"tokens": list(self.proposal.tokens), "parents": list(self.proposal.parents)},
+            "proposal": {
+                "tokens": list(self.proposal.tokens),
+                "parents": list(self.proposal.parents),
+                # The anchor was not drafted, so it has no source.
+                "sources": [None, *(self.proposal.source(row + 1).name.lower() for row in range(self.proposal.nodes))],
+            },
             "verdict": {
                 "path": list(self.verdict.path),
                 "tokens": list(self.verdict.tokens),

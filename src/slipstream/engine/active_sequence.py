@@ -16,7 +16,7 @@ from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, Request, StepRecord, TokenOut
+from slipstream.types import FinishReason, GenEvent, Request, Source, StepRecord, TokenOut
 
 _log = logging.getLogger("slipstream")
 
@@ -152,7 +152,10 @@ class ActiveSequence(ScheduledSequence):
         """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""
         proposal, stats = step.proposal, self.stats
         if proposal.nodes:
-            stats.record_step(proposal.nodes, proposal.depth, min(step.verdict.accepted, committed), committed)
+            kept = step.verdict.path[1 : committed + 1]
+            sources = [proposal.source(row) for row in kept]
+            texts, both = sources.count(Source.TEXT), sources.count(Source.BOTH)
+            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, texts, both)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)
