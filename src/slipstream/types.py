@@ -273,6 +273,14 @@ class Proposal:
         """The depth of the deepest row; the anchor's depth is 0."""
         return max(_depths(self.parents))
 
+    @property
+    def drafter_depth(self) -> int:
+        """The depth of the deepest row that the drafter has drafted; 0 if there is none."""
+        if not self.sources:
+            return self.depth
+        own = (depth for depth, source in zip(self.depths, self.sources, strict=True) if source != Source.TEXT)
+        return max(own, default=0)
+
 
 # The result is cached because small trees have few shapes and every step asks for the depths of every sequence's tree.
 @lru_cache(maxsize=4096)

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.stats import Decision, PolicyStats, RequestStats
-from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Gate, Mode, Proposal, Request, SamplingParams, StepRecord, Verdict
+from slipstream.types import (
+    MAX_SEED,
+    MAX_TREE_ROWS,
+    Gate,
+    Mode,
+    Proposal,
+    Request,
+    SamplingParams,
+    Source,
+    StepRecord,
+    Verdict,
+)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +242,7 @@ def test_json_has_the_promised_names_and_values() -> None:
         verify_ms=150.0,
         other_ms=50.0,
     )
-    stats.record_step(3, 3, 3, 4)
+    stats.record_step(3, 3, 3, 4, drafter_depth=2, drafter_accepted=2, both=1)
     stats.record_step(3, 3, 1, 2)
     stats.bad_drafts, stats.draft_lora = 2, "poet"
     stats.policy.record(Decision("chain:4", "it pays", 3.5, 2.0), 4)
@@ -244,6 +255,7 @@ def test_json_has_the_promised_names_and_values() -> None:
         "steps": 2,
         "drafted": 6,
         "accepted": 4,
+        "accepted_by_source": {"drafter": 2, "text": 1, "both": 1},
         "tau": 3.0,
         "tau_novel": 2.5,
         "accept_rate": 0.6667,
@@ -285,7 +297,7 @@ def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
 def test_a_step_record_is_plain_json() -> None:
     step = StepRecord(
         17,
-        Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3)),
+        Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3), (Source.TEXT, Source.BOTH, Source.TEXT)),
         Verdict((0, 2), (7, 9)),
         Decision("tree:3", "it pays", 1.91236, 4.00004),
         1.23456,
@@ -293,7 +305,7 @@ def test_a_step_record_is_plain_json() -> None:
     )
     assert json.loads(json.dumps(step.to_json())) == {
         "position": 17,
-        "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0]},
+        "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0], "sources": [None, "both", "text"]},
         "verdict": {"path": [0, 2], "tokens": [7, 9], "accepted": 1, "failed": False},
         "policy": {"choice": "tree:3", "reason": "it pays", "expected_tokens": 1.9124, "expected_ms": 4.0},
         "times_ms": {"draft": 1.2346, "verify": 2.0},

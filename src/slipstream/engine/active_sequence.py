@@ -154,8 +154,9 @@ class ActiveSequence(ScheduledSequence):
         if proposal.nodes:
             kept = step.verdict.path[1 : committed + 1]
             sources = [proposal.source(row) for row in kept]
-            texts, both = sources.count(Source.TEXT), sources.count(Source.BOTH)
-            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, texts, both)
+            own = len(sources) - sources.count(Source.TEXT)
+            both = sources.count(Source.BOTH)
+            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, proposal.drafter_depth, own, both)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)

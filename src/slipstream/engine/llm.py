@@ -94,7 +94,8 @@ class LLM:
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
-        self._engine = self._build_engine(text_drafts=draft not in (None, NO_DRAFT))
+        self._text_drafts = draft not in (None, NO_DRAFT)
+        self._engine = self._build_engine()
         self._ids = itertools.count()
         self._inbox: dict[str, deque[GenEvent]] = {}
         for source in draft_lora:
@@ -121,12 +122,12 @@ class LLM:
         """Drafts may be approximate, so a 4-bit target's drafter runs in int8, the faster format for whole blocks."""
         return "int8" if self._target.weight_format in ("int4", "int8") else self._target.weight_format
 
-    def _build_engine(self, text_drafts: bool) -> Engine:
+    def _build_engine(self) -> Engine:
         executor = make_executor(
             self._gpu, self._target, self._drafter, self.config, self.max_context, self.draft_window, self._progress
         )
         key = self._draft_file.key if self._draft_file else None
-        return Engine(executor, self.tokenizer, self.config, self.max_context, key, text_drafts)
+        return Engine(executor, self.tokenizer, self.config, self.max_context, key, self._text_drafts)
 
     def measure_costs(self) -> dict[str, object]:
         """Returns the step costs that the policy decides with; measures them now if no request has needed them yet."""
