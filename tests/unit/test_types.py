@@ -294,6 +294,30 @@ def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
     assert [p.nodes for p in (alone, chain, tree, star)] == [0, 2, 4, 2]
 
 
+def test_a_proposal_knows_how_deep_the_drafter_went() -> None:
+    drafter, text, both = Source.DRAFTER, Source.TEXT, Source.BOTH
+    chain = (-1, 0, 1, 2)
+    assert Proposal((5, 6, 7, 8), chain).drafter_depth == 3
+    assert Proposal((5, 6, 7, 8), chain, (), (drafter, both, drafter, text)).drafter_depth == 2
+    assert Proposal((5, 6, 7, 8), chain, (), (text, text, text, text)).drafter_depth == 0
+    assert (
+        Proposal((5, 6), (-1, 0)).source(1) == drafter and Proposal((5, 6), (-1, 0), (), (text, both)).source(1) == both
+    )
+
+
+def test_accepted_tokens_are_counted_by_source_and_sums_keep_them_apart() -> None:
+    one, two = RequestStats(), RequestStats()
+    one.record_step(6, 3, 3, 4, drafter_depth=2, drafter_accepted=1, both=1)
+    one.record_step(4, 4, 2, 3)
+    two.record_step(5, 5, 5, 6, drafter_depth=0, drafter_accepted=0)
+    assert one.accepted_by_source == {"drafter": 2, "text": 2, "both": 1}
+    assert (one.drafter_verified_at, one.drafter_accepted_at) == ([2, 2, 1, 1], [2, 1, 0, 0])
+    one.add(two)
+    assert one.accepted_by_source == {"drafter": 2, "text": 7, "both": 1} and one.accepted == 10
+    assert (one.verified_at, one.accepted_at) == ([3, 3, 3, 2, 1], [3, 3, 2, 1, 1])
+    assert (one.drafter_verified_at, one.drafter_accepted_at) == ([2, 2, 1, 1, 0], [2, 1, 0, 0, 0])
+
+
 def test_a_step_record_is_plain_json() -> None:
     step = StepRecord(
         17,
