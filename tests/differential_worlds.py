@@ -1,4 +1,7 @@
-"""The models of the differential test: tiny random ones, one of them recurrent, and the default pair."""
+"""The models of the differential test: tiny random ones, one of them recurrent, and the default pair.
+
+A world whose name ends with "suffix" has no drafter and drafts from the text alone.
+"""
 
 # mypy: disable-error-code="arg-type, unused-ignore"
 
@@ -14,7 +17,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.engine.variants import DraftVariant
-from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.sources import SUFFIX, pair_draft, resolve
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.cpu.native_library import library
 from slipstream.server.serving.jobs import Tool, ToolChoice
@@ -48,7 +51,7 @@ class World:
     """A pair under test, the same target alone, and the prompts and settings for both."""
 
     name: str
-    llm: LLM  # has a drafter, its variants and few pages
+    llm: LLM  # has a drafter and its variants, or drafts from the text alone, and has few pages
     alone: LLM  # is plain, runs one request at a time and shares nothing
     variants: list[DraftVariant]
     prompt: Callable[[random.Random], tuple[int, ...]]
@@ -94,17 +97,18 @@ def _world(
     make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]],
     **rest: Any,
 ) -> World:
-    """Loads both sides, and two adapters of which only one changes the draft context."""
+    """Loads both sides, and two adapters of the drafter, of which only one changes the draft context."""
     common = {"device": device, "weight_format": weight_format, "exact": device != "cpu"}
-    llm = LLM(target, str(draft), config=EngineConfig(**COMMON, **common, check_integrity=True))
+    drafter = SUFFIX if name.endswith(SUFFIX) else str(draft)
+    llm = LLM(target, drafter, config=EngineConfig(**COMMON, **common, check_integrity=True))
     assert llm.exact, "texts are equal to the bit only if the engine's sums are exact"
     adapters = {"context": ("fc", "k_proj", "mlp"), "blocks": ("q_proj", "down_proj")}
     variants = []
-    for number, (adapter, modules) in enumerate(adapters.items()):
+    for number, (adapter, modules) in enumerate(adapters.items() if llm.has_draft else ()):
         path = write_random_adapter(folder / adapter, draft, modules, seed=number, size=0.2)
         variants.append(llm.load_draft_lora(f"{adapter}={path}"))
         llm.install_draft_lora(variants[-1])
-    assert llm.draft_variants == [BASE_VARIANT, *adapters]
+    assert llm.draft_variants == ([BASE_VARIANT, *adapters] if llm.has_draft else [])
     alone = LLM(target, None, config=EngineConfig(**ALONE, **common))
     return World(name, llm, alone, variants, make_prompt(llm), **rest)
 
@@ -124,7 +128,7 @@ def _constraints(letters: str) -> list[Constraint]:
 
 
 def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int, ...]]]:
-    """Prompts of random tokens, many of which have the same first one to three pages."""
+    """Prompts of random tokens; many have the same first one to three pages, and many repeat a part of themselves."""
     chance = random.Random(5)
     stems = [[chance.choice(tokens) for _ in range(3 * PAGE_TOKENS + 9)] for _ in range(3)]
 
@@ -133,7 +137,9 @@ def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int
         if known and rng.random() < 0.3:
             # One token differs, often at the edge of a page or a chunk.
             known[min(rng.choice((0, 47, 63, 64, 127, rng.randrange(200))), len(known) - 1)] = rng.choice(tokens)
-        return (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
+        ids = (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
+        again = rng.randrange(len(ids))
+        return (*ids, *ids[again : again + 24]) if rng.random() < 0.5 else ids
 
     return lambda llm: prompt
 
@@ -217,8 +223,15 @@ class Kind(NamedTuple):
 
 
 WORLDS: dict[str, Kind] = {
-    "llama": Kind(_llama, 0.45),
-    "llama-int8": Kind(_llama, 0.15),
-    "recurrent": Kind(_recurrent, 0.3),
+    "llama": Kind(_llama, 0.4),
+    "llama-int8": Kind(_llama, 0.1),
+    "llama-suffix": Kind(_llama, 0.1),
+    "recurrent": Kind(_recurrent, 0.25),
+    "recurrent-suffix": Kind(_recurrent, 0.05),
     "smollm2": Kind(_smollm2, 0.1),
 }
+
+
+def worlds_on(device: str) -> list[str]:
+    """The worlds that run on a device: a GPU has no drafts from the text alone."""
+    return [name for name in WORLDS if device == "cpu" or not name.endswith(SUFFIX)]
