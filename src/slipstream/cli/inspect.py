@@ -119,9 +119,13 @@ def _run_checks(
     dtype: WeightFormat,
 ) -> bool:
     """Runs and shows the wanted checks (check, instruct, fit); returns whether all of them passed."""
+    from slipstream.formats.sources import NO_DRAFT, SUFFIX, drafter_source
+
     shown: dict[str, object] = {"path": str(path)}
     passed = True
     check, instruct, fit = wanted
+    if instruct or fit:
+        shown["draft"] = drafter_source(name, draft) or (None if draft == NO_DRAFT else SUFFIX)
     if check:
         from slipstream.tools.checks import check_file
 
