@@ -21,7 +21,7 @@ from tests.tiny import assert_idle, prompt, tiny_llm
 from tests.unit.test_suffix_index import check
 
 pytestmark = pytest.mark.usefixtures("threads")
-SOURCES = {"the pair": True, "the text alone": "suffix"}
+SOURCES: dict[str, bool | str] = {"the pair": True, "the text alone": "suffix"}
 SENTENCE = "A sentence that comes again. "
 VALUE = "the value that only the schema can know, which is rather long"
 
