@@ -35,18 +35,29 @@ from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import BlockDrafter, DraftJob
 from slipstream.stats import RequestStats
-from slipstream.types import Gate, GenEvent, Mode, Request, Thinking
-from tests.differential_worlds import WORLDS, World, open_world
+from slipstream.types import BASE_VARIANT, Gate, GenEvent, Mode, Request, Thinking
+from tests.differential_worlds import WORLDS, World, open_world, worlds_on
 from tests.families import Replay
 from tests.tiny import assert_engine_idle, keep_threads
 
 ASKED = 3  # how often each question is asked
+TEXT_MODES = ("plain", "auto", "auto", "auto")  # where only the text drafts
 MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
 GATES = ("off", "off", "auto", "ema", "ema:margin=0.2,warmup=0", "entropy", "entropy:floor=0.2,hard=0.1")
 DRAFTS_CHECKED = 4  # requests of an episode whose drafts are compared as well
 MOST_OPEN = 9  # requests at the same time, which are more than the engine has slots
 MOST_STEPS = 20_000  # steps after which an episode has failed; it usually takes some hundred
-WATCHED = ("accepted", "cached_tokens", "cancelled", "resumed", "pages lost", "yielded", "branching", "adapters")
+WATCHED = (
+    "accepted",
+    "accepted from the text",
+    "cached_tokens",
+    "cancelled",
+    "resumed",
+    "pages lost",
+    "yielded",
+    "branching",
+    "adapters",
+)
 
 
 @dataclass(slots=True)
@@ -127,7 +138,8 @@ class Episode:
         with patch("time.perf_counter", Clock(random.Random(rng.random()))):
             dear = rng.random() < 0.3
             rows, draft = ({1: 1.0, 64: 8.0}, 0.5) if dear else ({1: 1.0, 64: 1.05}, 0.05)
-            self.engine = self.world.fresh_engine(CostTable(rows, {1: draft, self.world.llm.proposals: draft}))
+            proposals = self.world.llm.proposals
+            self.engine = self.world.fresh_engine(CostTable(rows, {1: draft, proposals: draft} if proposals else {}))
             asks = self._asks(self._questions())
             replayed = self.world.tiny and rng.random() < 0.6
             with self._knowing_drafters([ask.question for ask in asks]) if replayed else nullcontext():
@@ -204,7 +216,7 @@ class Episode:
     def _asks(self, questions: Sequence[Question]) -> list[Ask]:
         rng, asks = self.rng, []
         for number, question in enumerate(questions * ASKED):
-            mode = Mode.parse(rng.choice(MODES))
+            mode = Mode.parse(rng.choice(MODES if self.world.llm.has_draft else TEXT_MODES))
             gates = {"plain": ("off",), "auto": ("auto", "auto:explore=0.2")}.get(mode.kind, GATES)
             gate = Gate.parse(rng.choice(gates))
             if mode.seeded and gate.kind == "auto":
@@ -215,7 +227,7 @@ class Episode:
                 gate=str(gate),
                 share_noise=rng.random() < 0.8,
                 cache_prompt=rng.random() < 0.85,
-                draft_lora=rng.choice(self.world.llm.draft_variants),
+                draft_lora=rng.choice(self.world.llm.draft_variants or [BASE_VARIANT]),
                 **question.settings,
             )
             request = replace(request, id=f"{number}", priority=rng.choice((0, 0, 0, 3, -3)))
@@ -304,8 +316,9 @@ class Episode:
         if event.stats is not None:
             ask.seen.stats = event.stats
             happened["accepted"] += event.stats.accepted
+            happened["accepted from the text"] += event.stats.accepted - event.stats.accepted_by_source["drafter"]
             happened["cached_tokens"] += event.stats.cached_tokens
-            happened["adapters"] += ask.request.draft_lora != "base" and event.stats.drafted > 0
+            happened["adapters"] += ask.request.draft_lora != BASE_VARIANT and event.stats.drafted > 0
         found = difference(ask)
         if found is not None:
             self._note(ask, found)
@@ -387,7 +400,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     chosen = parser.parse_args()
     began = time.monotonic()
-    reports = run(chosen.world or list(WORLDS), chosen.texts, chosen.seed, chosen.device, chosen.processes)
+    reports = run(chosen.world or worlds_on(chosen.device), chosen.texts, chosen.seed, chosen.device, chosen.processes)
     print(f"{sum(report.texts for report in reports.values())} texts in {time.monotonic() - began:.0f} s")
     for name, report in reports.items():
         print(f"{name}: {report.row()}")

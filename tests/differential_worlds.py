@@ -1,4 +1,7 @@
-"""The models of the differential test: tiny random ones, one of them recurrent, and the default pair."""
+"""The models of the differential test: tiny random ones, one of them recurrent, and the default pair.
+
+A world whose name ends with "suffix" has no drafter and drafts from the text alone.
+"""
 
 # mypy: disable-error-code="arg-type, method-assign, unused-ignore"
 
@@ -15,7 +18,7 @@ from slipstream.engine.cpu.cpu_executor import CpuExecutor
 from slipstream.engine.engine import Engine
 from slipstream.engine.llm import LLM
 from slipstream.engine.variants import DraftVariant
-from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.sources import SUFFIX, pair_draft, resolve
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.cpu.native_library import library
 from slipstream.server.serving.jobs import Tool, ToolChoice
@@ -50,7 +53,7 @@ class World:
     """A pair under test, the same target alone, and the prompts and settings for both."""
 
     name: str
-    llm: LLM  # has a drafter, its variants and few pages
+    llm: LLM  # has a drafter and its variants, or drafts from the text alone, and has few pages
     alone: LLM  # is plain, runs one request at a time and shares nothing
     variants: list[DraftVariant]
     prompt: Callable[[random.Random], tuple[int, ...]]
@@ -74,17 +77,15 @@ class World:
         executor = llm.engine.executor
         if executor.device_steps is None:
             base = executor.variants.drafter
-            assert base is not None
-            executor = CpuExecutor.sized(
-                executor.target, base.drafter, llm.config, llm.max_context, llm.draft_window, None
-            )
+            drafter = base.drafter if base is not None else None
+            executor = CpuExecutor.sized(executor.target, drafter, llm.config, llm.max_context, llm.draft_window, None)
             for variant in self.variants:
                 executor.variants.install(replace(variant, blocks=executor.blocks(variant.blocks.drafter)))
         elif self.last_engine is not None and self.last_engine.prefix is not None:
             # Captured steps belong to the executor, which is too expensive to rebuild, so its memory is handed on.
             self.last_engine.prefix.clear()
         executor.measure_costs = lambda: costs
-        self.last_engine = Engine(executor, llm.tokenizer, llm.config, llm.max_context, self.name)
+        self.last_engine = Engine(executor, llm.tokenizer, llm.config, llm.max_context, self.name, text_drafts=True)
         self.last_engine.grammars = llm.engine.grammars  # compiled grammars depend only on the tokenizer
         return self.last_engine
 
@@ -103,17 +104,18 @@ def _world(
     make_prompt: Callable[[LLM], Callable[[random.Random], tuple[int, ...]]],
     **rest: Any,
 ) -> World:
-    """Loads both sides, and two adapters of which only one changes the draft context."""
+    """Loads both sides, and two adapters of the drafter, of which only one changes the draft context."""
     common = {"device": device, "weight_format": weight_format, "exact": device != "cpu"}
-    llm = LLM(target, str(draft), config=EngineConfig(**COMMON, **common, check_integrity=True))
+    drafter = SUFFIX if name.endswith(SUFFIX) else str(draft)
+    llm = LLM(target, drafter, config=EngineConfig(**COMMON, **common, check_integrity=True))
     assert llm.exact, "texts are equal to the bit only if the engine's sums are exact"
     adapters = {"context": ("fc", "k_proj", "mlp"), "blocks": ("q_proj", "down_proj")}
     variants = []
-    for number, (adapter, modules) in enumerate(adapters.items()):
+    for number, (adapter, modules) in enumerate(adapters.items() if llm.has_draft else ()):
         path = write_random_adapter(folder / adapter, draft, modules, seed=number, size=0.2)
         variants.append(llm.load_draft_lora(f"{adapter}={path}"))
         llm.install_draft_lora(variants[-1])
-    assert llm.draft_variants == [BASE_VARIANT, *adapters]
+    assert llm.draft_variants == ([BASE_VARIANT, *adapters] if llm.has_draft else [])
     alone = LLM(target, None, config=EngineConfig(**ALONE, **common))
     return World(name, llm, alone, variants, make_prompt(llm), **rest)
 
@@ -133,7 +135,7 @@ def _constraints(letters: str) -> list[Constraint]:
 
 
 def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int, ...]]]:
-    """Prompts of random tokens, many of which have the same first one to three pages."""
+    """Prompts of random tokens; many have the same first one to three pages, and many repeat a part of themselves."""
     chance = random.Random(5)
     stems = [[chance.choice(tokens) for _ in range(3 * PAGE_TOKENS + 9)] for _ in range(3)]
 
@@ -142,7 +144,9 @@ def _stems(tokens: range) -> Callable[[LLM], Callable[[random.Random], tuple[int
         if known and rng.random() < 0.3:
             # One token differs, often at the edge of a page or a chunk.
             known[min(rng.choice((0, 47, 63, 64, 127, rng.randrange(200))), len(known) - 1)] = rng.choice(tokens)
-        return (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
+        ids = (*known, *[rng.choice(tokens) for _ in range(rng.randint(1, 9))])
+        again = rng.randrange(len(ids))
+        return (*ids, *ids[again : again + 24]) if rng.random() < 0.5 else ids
 
     return lambda llm: prompt
 
@@ -226,8 +230,15 @@ class Kind(NamedTuple):
 
 
 WORLDS: dict[str, Kind] = {
-    "llama": Kind(_llama, 0.45),
-    "llama-int8": Kind(_llama, 0.15),
-    "recurrent": Kind(_recurrent, 0.3),
+    "llama": Kind(_llama, 0.4),
+    "llama-int8": Kind(_llama, 0.1),
+    "llama-suffix": Kind(_llama, 0.1),
+    "recurrent": Kind(_recurrent, 0.25),
+    "recurrent-suffix": Kind(_recurrent, 0.05),
     "smollm2": Kind(_smollm2, 0.1),
 }
+
+
+def worlds_on(device: str) -> list[str]:
+    """The worlds that run on a device: a GPU has no drafts from the text alone."""
+    return [name for name in WORLDS if device == "cpu" or not name.endswith(SUFFIX)]

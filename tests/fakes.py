@@ -72,7 +72,19 @@ class FakeLLM:
 
     @property
     def has_draft(self) -> bool:
+        return self.draft_source == "drafter"
+
+    @property
+    def draft_source(self) -> str | None:
+        return None if self.draft is None else "suffix" if self.draft == "suffix" else "drafter"
+
+    @property
+    def speculates(self) -> bool:
         return self.draft is not None
+
+    @property
+    def draft_label(self) -> str | None:
+        return self.draft
 
     @property
     def draft_variants(self) -> list[str]:
@@ -130,8 +142,8 @@ class FakeLLM:
         self.requests.append({"messages": [dict(message) for message in messages], **settings})
         if self.fail:
             raise RequestError(self.fail)
-        mode = Mode.parse(settings.get("mode", "auto" if self.has_draft else "plain"))
-        if mode.kind != "plain" and not self.has_draft:
+        mode = Mode.parse(settings.get("mode", "auto" if self.speculates else "plain"))
+        if mode.kind != "plain" and not self.has_draft and not (mode.kind == "auto" and self.speculates):
             raise RequestError(f"mode {mode} needs a drafter")
         Gate.parse(settings.get("gate", "off"))
         SamplingParams(temperature=settings.get("temperature", 0.0))

@@ -80,8 +80,11 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     return target, draft
 
 
-def tiny_llm(folder: Path, *, draft: bool = True, **settings: object) -> LLM:
-    """An LLM around the tiny pair, which is written into `folder` on first use; settings are EngineConfig's."""
+def tiny_llm(folder: Path, *, draft: bool | str = True, **settings: object) -> LLM:
+    """An LLM around the tiny pair, which is written into `folder` on first use; settings are EngineConfig's.
+
+    `draft` is whether the pair's drafter drafts, or another word for LLM, such as suffix.
+    """
     if not (folder / "target").is_dir():
         write_pair(folder)
     chosen: dict[str, object] = {
@@ -96,7 +99,8 @@ def tiny_llm(folder: Path, *, draft: bool = True, **settings: object) -> LLM:
         **settings,
     }
     config = EngineConfig(**chosen)  # type: ignore[arg-type]
-    return LLM(str(folder / "target"), str(folder / "draft") if draft else None, config=config)
+    drafter = draft if isinstance(draft, str) else str(folder / "draft") if draft else None
+    return LLM(str(folder / "target"), drafter, config=config)
 
 
 @contextmanager

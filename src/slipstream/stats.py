@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,16 @@ class RequestStats:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_both: int = 0  # accepted tokens that the drafter and the text had both drafted
     committed: int = 0
     novel_steps: int = 0
     novel_committed: int = 0
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    text_verified_at: list[int] = field(
+        default_factory=list
+    )  # the part of verified_at where only the text drafted so deep
+    text_accepted_at: list[int] = field(default_factory=list)  # the part of accepted_at that only the text had drafted
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     draft_ms: float = 0.0
@@ -90,27 +96,43 @@ class RequestStats:
     draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
 
-    def record_step(self, proposed: int, depth: int, accepted: int, committed: int) -> None:
-        """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them."""
+    def record_step(
+        self,
+        proposed: int,
+        depth: int,
+        accepted: int,
+        committed: int,
+        drafter_depth: int | None = None,
+        drafter_accepted: int | None = None,
+        both: int = 0,
+    ) -> None:
+        """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them.
+
+        If the text has drafted too, `drafter_depth` and `drafter_accepted` are the drafter's own part of that, and
+        `both` of the kept tokens were drafted by both.
+        """
         self.steps += 1
         self.drafted += proposed
         self.accepted += accepted
+        self.accepted_both += both
         self.committed += committed
-        missing = depth - len(self.verified_at)
-        if missing > 0:
-            self.verified_at += [0] * missing
-            self.accepted_at += [0] * missing
-        for slot in range(depth):
-            self.verified_at[slot] += 1
-            self.accepted_at[slot] += slot < accepted
+        own_depth = depth if drafter_depth is None else drafter_depth
+        own_accepted = accepted if drafter_accepted is None else drafter_accepted
+        for counts, begin, end in (
+            (self.verified_at, 0, depth),
+            (self.accepted_at, 0, accepted),
+            (self.text_verified_at, own_depth, depth),
+            (self.text_accepted_at, own_accepted, accepted),
+        ):
+            counts += [0] * (depth - len(counts))
+            for slot in range(begin, end):
+                counts[slot] += 1
 
     def add(self, other: RequestStats) -> None:
         """Adds the counts and times of another request; rates of the sum are therefore averages."""
-        longest = max(len(self.verified_at), len(other.verified_at))
-        for name in ("verified_at", "accepted_at"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            padded = [*mine, *[0] * (longest - len(mine))]
-            setattr(self, name, [a + b for a, b in zip(padded, [*theirs, *[0] * (longest - len(theirs))], strict=True)])
+        for name in ("verified_at", "accepted_at", "text_verified_at", "text_accepted_at"):
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + theirs for mine, theirs in pairs])
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.policy.add(other.policy)
@@ -122,6 +144,22 @@ class RequestStats:
     @property
     def tau_novel(self) -> float:
         return self.novel_committed / self.novel_steps if self.novel_steps else 0.0
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """The accepted tokens by what had drafted them; the three counts add up to `accepted`."""
+        text, both = sum(self.text_accepted_at), self.accepted_both
+        return {"drafter": self.accepted - text - both, "text": text, "both": both}
+
+    @property
+    def drafter_verified_at(self) -> list[int]:
+        """The steps in which the drafter's own nodes reached each position."""
+        return [a - b for a, b in zip_longest(self.verified_at, self.text_verified_at, fillvalue=0)]
+
+    @property
+    def drafter_accepted_at(self) -> list[int]:
+        """The steps in which a node of the drafter's own was accepted at each position."""
+        return [a - b for a, b in zip_longest(self.accepted_at, self.text_accepted_at, fillvalue=0)]
 
     @property
     def accept_rate(self) -> float:
@@ -141,6 +179,7 @@ class RequestStats:
             "steps": self.steps,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "accepted_by_source": self.accepted_by_source,
             "tau": round(self.tau, 4),
             "tau_novel": round(self.tau_novel, 4),
             "accept_rate": round(self.accept_rate, 4),
@@ -166,6 +205,7 @@ _SUMMED = (
     "steps",
     "drafted",
     "accepted",
+    "accepted_both",
     "committed",
     "novel_steps",
     "novel_committed",

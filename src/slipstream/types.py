@@ -259,6 +259,9 @@ class Proposal:
     def nodes(self) -> int:
         return len(self.tokens) - 1
 
+    def source(self, row: int) -> Source:
+        return self.sources[row] if self.sources else Source.DRAFTER
+
     @property
     def branching(self) -> bool:
         rows = len(self.parents)
@@ -272,6 +275,14 @@ class Proposal:
     def depth(self) -> int:
         """The depth of the deepest row; the anchor's depth is 0."""
         return max(_depths(self.parents))
+
+    @property
+    def drafter_depth(self) -> int:
+        """The depth of the deepest row that the drafter has drafted; 0 if there is none."""
+        if not self.sources:
+            return self.depth
+        own = (depth for depth, source in zip(self.depths, self.sources, strict=True) if source != Source.TEXT)
+        return max(own, default=0)
 
 
 # The result is cached because small trees have few shapes and every step asks for the depths of every sequence's tree.
@@ -314,7 +325,12 @@ class StepRecord:
     def to_json(self) -> dict[str, object]:
         return {
             "position": self.position,
-            "proposal": {"tokens": list(self.proposal.tokens), "parents": list(self.proposal.parents)},
+            "proposal": {
+                "tokens": list(self.proposal.tokens),
+                "parents": list(self.proposal.parents),
+                # The anchor was not drafted, so it has no source.
+                "sources": [None, *(self.proposal.source(row + 1).name.lower() for row in range(self.proposal.nodes))],
+            },
             "verdict": {
                 "path": list(self.verdict.path),
                 "tokens": list(self.verdict.tokens),

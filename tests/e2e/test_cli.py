@@ -22,6 +22,7 @@ STATS = {
     "steps",
     "drafted",
     "accepted",
+    "accepted_by_source",
     "tau",
     "tau_novel",
     "accept_rate",
@@ -45,7 +46,7 @@ def as_json(*arguments: str, stdin: str = "") -> Any:
 def test_generate_prints_one_object_and_the_same_text_with_and_without_drafts() -> None:
     common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "32")
     fast, plain = as_json(*common, "--mode", "chain"), as_json(*common, "--plain")
-    assert set(fast) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(fast) == {"text", "token_ids", "finish_reason", "draft", "stats"}
     assert set(fast["stats"]) >= STATS
     assert (fast["text"], fast["token_ids"]) == (plain["text"], plain["token_ids"])
     assert fast["stats"]["accepted"] > 0 == plain["stats"]["drafted"]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.bench.comparison_report import identity_sentence, ratio_sentence
+from slipstream.bench.comparison_report import identity_sentence, ratio_sentence, source_sentence
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import BenchPlan, Turn, compare, parse_modes
+from slipstream.bench.measure import BenchPlan, Comparison, ModeRun, Turn, compare, parse_modes
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.cli.ui import bar_chart
 from slipstream.errors import RequestError, SourceError
@@ -226,6 +226,17 @@ def test_a_differing_text_is_explained_or_counted(fake_engine: type[FakeLLM], mo
 def test_without_a_drafter_there_is_nothing_to_measure() -> None:
     with pytest.raises(RequestError, match="--draft"):
         compare(FakeLLM("t", None), "t", [("a",)], BenchPlan())  # type: ignore[arg-type]
+
+
+def test_the_report_says_where_accepted_tokens_came_from() -> None:
+    result = Comparison({"plain": ModeRun(), "auto": ModeRun()})
+    result.modes["auto"].stats.record_step(4, 4, 3, 4)
+    assert source_sentence(result) == "", "all came from the drafter"
+    result.modes["auto"].stats.record_step(6, 4, 4, 5, drafter_depth=2, drafter_accepted=1, both=1)
+    assert "Of the 7 drafted tokens that mode auto kept, 3 came from the drafter, 3 from the text" in source_sentence(
+        result
+    )
+    assert source_sentence(Comparison({"plain": ModeRun(), "chain": ModeRun()})) == ""
 
 
 def test_the_ratio_sentence_is_honest(fake_engine: type[FakeLLM]) -> None:

@@ -45,6 +45,21 @@ def chains(count: int, depth: int, chance: float, seed: int = 0) -> RequestStats
     return stats
 
 
+def test_tokens_of_the_text_do_not_hide_a_drafter_that_fails() -> None:
+    stats = RequestStats()
+    for _ in range(300):
+        # The drafter's two nodes are wrong beside five of the text that are right, or the text drafts alone.
+        stats.record_step(7, 5, 5, 6, drafter_depth=2, drafter_accepted=0)
+        stats.record_step(5, 5, 5, 6, drafter_depth=0, drafter_accepted=0)
+    canary = Canary(PROMISE)
+    canary.observe(stats, "code")
+    report = canary.report()
+    assert (report.state, report.ratio, report.drafted_steps) == ("warning", 0.0, 300)
+    alone = Canary(PROMISE)
+    alone.observe(steps(300, 2, 0), "code")
+    assert report == alone.report()
+
+
 def test_the_survival_of_a_promise_gives_its_tau() -> None:
     for tau in (1.0, 1.8, 4.7, 12.0, 16.0):
         chance = Promise({"x": tau}, 15).survival("x")

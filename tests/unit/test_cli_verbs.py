@@ -21,6 +21,7 @@ STATS = {
     "steps",
     "drafted",
     "accepted",
+    "accepted_by_source",
     "tau",
     "tau_novel",
     "accept_rate",
@@ -36,7 +37,8 @@ def test_generate_json_is_one_object(cli: Any, fake_engine: type[FakeLLM]) -> No
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
     assert done.out.count("\n") == 1
-    assert set(result) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(result) == {"text", "token_ids", "finish_reason", "draft", "stats"}
+    assert result["draft"] == "auto"
     assert result["text"] == "You said hällo, the 1th message."
     assert set(result["stats"]) >= STATS
     assert fake_engine.made[0].closed

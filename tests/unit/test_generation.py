@@ -207,7 +207,7 @@ def test_a_slow_reader_holds_neither_the_engine_nor_the_model(bench: Bench) -> N
 
 def test_time_is_up(bench: Bench) -> None:
     async def work() -> Generation:
-        generation = await bench.start(replace(raw(max_tokens=450), deadline_s=0.05))
+        generation = await bench.start(replace(raw(max_tokens=450, mode="plain"), deadline_s=0.05))
         with pytest.raises(DeadlineError):
             await generation.finish()
         return generation

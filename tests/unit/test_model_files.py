@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +91,30 @@ def test_what_is_in_effect(tmp_path: Path) -> None:
     assert (old.draft_in_effect, old.mode_in_effect) == ("smollm2-dflash", "tree:16")
     gated = ModelSpec("gated", "smollm2", defaults={"gate": "ema"})
     assert gated.mode_in_effect == "chain"
-    assert ModelSpec("alone", "/somewhere/model.gguf").mode_in_effect == "plain"
+    alone = ModelSpec("alone", "/somewhere/model.gguf")
+    assert (alone.draft_in_effect, alone.mode_in_effect, alone.mode_with(speculates=False)) == (
+        "suffix",
+        "auto",
+        "plain",
+    )
+    on_a_gpu = replace(alone, engine=EngineConfig(device="cuda"))
+    assert (on_a_gpu.draft_in_effect, on_a_gpu.mode_in_effect) == (None, "plain")
+    text = ModelSpec("text", "smollm2", "suffix")
+    assert (text.draft_in_effect, text.mode_in_effect) == ("suffix", "auto")
+
+
+@pytest.mark.parametrize(
+    ("draft", "more", "said"),
+    [
+        ("none", {"defaults": {"mode": "auto"}}, "mode 'auto' needs a drafter, and draft is 'none'"),
+        ("suffix", {"defaults": {"mode": "chain"}}, "mode 'chain' needs a drafter, and draft is 'suffix'"),
+        ("suffix", {"defaults": {"gate": "ema"}}, "mode 'chain' needs a drafter"),
+        ("suffix", {"draft_lora": ("a=b",)}, "has adapters, but draft is 'suffix'"),
+    ],
+)
+def test_what_needs_a_drafter_is_refused_without_one(draft: str, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ModelSpec("m", "smollm2", draft, **more)
 
 
 @pytest.mark.parametrize(

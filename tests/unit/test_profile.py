@@ -207,10 +207,10 @@ def test_what_does_not_go_with_a_profile_is_refused(cli: Any, arguments: list[st
     assert (done.code, done.out) == (2, "") and said in done.err
 
 
-def test_a_target_without_a_drafter_is_refused(threads: None, folder: Path) -> None:
+def test_a_target_that_nothing_drafts_for_is_refused(threads: None, folder: Path) -> None:
     from slipstream.bench.measure import BenchPlan
     from slipstream.bench.profiled_modes import profile_modes
     from slipstream.errors import RequestError
 
-    with pytest.raises(RequestError, match="without a drafter"):
+    with pytest.raises(RequestError, match="without drafts"):
         profile_modes(tiny_llm(folder, draft=False), [("a",)], BenchPlan())

@@ -58,6 +58,28 @@ def test_presets_share_a_target_with_their_own_draft_and_mode(folder: Path) -> N
     run(ModelRouter(offered), body)
 
 
+def test_a_model_without_a_drafter_speculates_from_its_text(folder: Path) -> None:
+    async def body(router: ModelRouter) -> None:
+        before = router.describe()
+        assert [(info.draft, info.mode, info.draft_variants) for info in before] == [
+            ("suffix", "auto", ()),
+            ("suffix", "auto", ()),
+            ("suffix", "chain", ()),
+        ]
+        for name in ("asked", "alone"):
+            async with await router.lease(name) as lease:
+                assert (lease.llm.draft_source, lease.llm.measure_costs()["drafts_ms"]) == ("suffix", {})
+        assert router.describe()[:2] != before[:2]
+        assert [(info.draft, info.mode, info.state) for info in router.describe()[:2]] == [
+            ("suffix", "auto", "ready")
+        ] * 2
+        with pytest.raises(ModelFailedError, match="mode 'chain' needs a drafter, and there is none"):
+            await router.lease("shaped")
+
+    shaped = spec(folder, "shaped", "auto", defaults={"mode": "chain"})
+    run(ModelRouter([spec(folder, "asked", "suffix"), spec(folder, "alone", "auto"), shaped]), body)
+
+
 def test_names_and_any(folder: Path) -> None:
     async def body(router: ModelRouter) -> None:
         with pytest.raises(UnknownModelError, match="no model 'c'.*a, b"):

@@ -14,6 +14,7 @@ import pytest
 from scripts.suffix_replay import replay
 from slipstream.speculative import suffix_index
 from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex, TextDrafts
+from tests.unit.test_sequence import make
 
 SPANS = (16, 8, 4, 2, 1)  # a match of at least as many tokens is preferred to any shorter one
 
@@ -217,3 +218,40 @@ def test_a_replay_commits_the_answer_and_says_what_helped() -> None:
     assert [step.committed for step in steps] == [3, 1, 1, 2]
     assert [step.match for step in steps] == [1, 0, 1, 1]
     assert [len(step.path) for step in steps] == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_index_follows_a_sequence_through_commits_rollbacks_and_pauses(seed: int) -> None:
+    chance = random.Random(seed)
+    alphabet, index = chance.choice([1, 2, 4, 30]), SuffixIndex()
+    state, _, _ = make(1, pages=128, drafting=False)
+    for _ in range(80):
+        match chance.choice(["commit", "commit", "commit", "silent commit", "rollback", "pause"]):
+            case "commit" | "silent commit" as kind:
+                rows = len(state.tokens) - state.length
+                new = [chance.randrange(alphabet) for _ in range(chance.randrange(1, 6))]
+                state.reserve(state.length + rows)
+                state.commit(range(rows), new, 0)
+                if kind == "silent commit":
+                    continue  # a step in which nothing asks for drafts
+            case "rollback":
+                state.truncate(max(0, state.length - chance.randrange(chance.choice([3, 40]))))
+            case "pause":
+                # A paused sequence loses its pages, and later begins again with its tokens.
+                kept = list(state.tokens)
+                state.release()
+                state.start(kept, [])
+        assert index.follow(state.tokens)
+        check(index, state.tokens, chance.choice([1, 8, 31]), chance.choice([1, 4, 12]))
+
+
+def test_a_long_prompt_is_followed_in_pieces() -> None:
+    chance = random.Random(2)
+    text = [chance.randrange(9) for _ in range(5_000)]
+    index = SuffixIndex()
+    assert not index.follow(text) and 0 < index.length < len(text)
+    first = index.length
+    assert index.occurrences() == index_of(text[:first]).occurrences()
+    assert not index.follow(text) and index.length == 2 * first, "a step takes over one piece"
+    assert index.follow([*text, 3]) and index.follow([*text, 3])
+    assert index.occurrences() == index_of([*text, 3]).occurrences()

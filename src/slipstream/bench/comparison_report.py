@@ -91,6 +91,17 @@ def ratio_sentence(result: Comparison) -> str:
     )
 
 
+def source_sentence(result: Comparison) -> str:
+    """Says where the accepted tokens of mode auto came from; empty if the text itself drafted none of them."""
+    counts = result.modes[AUTO].stats.accepted_by_source if AUTO in result.modes else {}
+    if not counts.get("text", 0) + counts.get("both", 0):
+        return ""
+    return (
+        f"Of the {sum(counts.values())} drafted tokens that mode auto kept, {counts['drafter']} came from the drafter, "
+        f"{counts['text']} from the text itself and {counts['both']} from both."
+    )
+
+
 def best_sentence(result: Comparison) -> str:
     """Compares auto with the fastest fixed mode; empty if auto is the only mode beside plain decoding."""
     against = result.auto_against_best()

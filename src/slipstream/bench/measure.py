@@ -230,8 +230,8 @@ def compare(
     on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> Comparison:
     """Decodes every prompt in every mode; `on_turn` gets the answers of all modes to each turn as they come."""
-    if not llm.has_draft:
-        raise RequestError(f"{target} has no drafter to measure", "name one with --draft")
+    if not llm.speculates:
+        raise RequestError(f"{target} has nothing to draft with", "name a drafter, or suffix, with --draft")
     for mode in plan.modes:
         # The first request of a mode also pays for work that happens once and is no part of decoding.
         _answer(llm, [_user(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)

@@ -72,8 +72,8 @@ def profile_modes(
     llm: LLM, conversations: Sequence[Conversation], plan: BenchPlan, on_turn: Callable[[], None] = lambda: None
 ) -> Profiled:
     """Decodes every prompt in every mode, each request alone and without the prompt cache."""
-    if not llm.has_draft:
-        raise RequestError("without a drafter there is only plain decoding to profile", "name one with --draft")
+    if not llm.speculates:
+        raise RequestError("without drafts there is only plain decoding to profile", "name a drafter with --draft")
     for mode in plan.modes:
         # The first request of a mode also pays for work that happens once and is no part of decoding.
         _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from slipstream.bench.pair_sweep import Column, LoadedPair
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError
-from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.sources import drafter_source, resolve
 from slipstream.tools.quantize_recipes import RecipeName
 from slipstream.types import BASE_VARIANT
 
@@ -64,8 +64,8 @@ class QuantFiles:
 
     def columns(self, asked: Mapping[Side, Sequence[str]]) -> list[Column]:
         """Every combination of the types, the drafter's type changing fastest; a name holds only what changes."""
-        drafter = pair_draft(self.target) if self.draft == "auto" else self.draft
-        if drafter is None or drafter == "none":
+        drafter = drafter_source(self.target, self.draft)
+        if drafter is None:
             raise RequestError(f"{self.target} has no drafter to measure", "name one with --draft")
         for side, source in (("target", self.target), ("draft", drafter)):
             with self.watched() as progress:

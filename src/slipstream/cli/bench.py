@@ -196,6 +196,7 @@ def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str)
             ui.line(f"Mode auto chose {policy_line(run.stats.policy)}.")
     for sentence in (
         report.ratio_sentence(result),
+        report.source_sentence(result),
         report.best_sentence(result),
         report.identity_sentence(result),
         report.floor_sentence(describe, result),

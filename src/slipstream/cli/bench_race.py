@@ -61,8 +61,8 @@ def race(
 ) -> None:
     """Runs the whole comparison and prints it as JSON or draws it."""
     with closing(load()) as llm:
-        if not llm.has_draft:
-            raise RequestError(f"{about['target']} has no drafter to measure", "name one with --draft")
+        if not llm.speculates:
+            raise RequestError(f"{about['target']} has nothing to draft with", "name a drafter with --draft")
         result = run_race(ui, llm, program, conversations, plan)
     if ui.json_output:
         ui.print_json({**about, "draft": result.describe.get("draft"), **result.to_json()})

@@ -67,11 +67,11 @@ def command(
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
-            has_draft=llm.has_draft,
+            draft_source=llm.draft_source,
             sampling=sampling,
             max_tokens=max_tokens,
             system=system,
-            mode=how.resolved_mode(llm.has_draft),
+            mode=how.resolved_mode(llm.speculates),
             gate=how.gate,
             min_confidence=how.min_confidence,
             variants=llm.draft_variants,
@@ -105,8 +105,8 @@ class Chat:
         return good or self.interactive
 
     def _measure_plain(self) -> float:
-        """Plain decoding's tokens per second now, with which every answer is compared; 0 without a drafter."""
-        if not self.llm.has_draft:
+        """Plain decoding's tokens per second now, with which every answer is compared; 0 if nothing drafts."""
+        if not self.llm.speculates:
             return 0.0
         speed = 0.0
         for _ in range(2):  # the first run also pays for work that happens once, so the better one counts
@@ -117,9 +117,10 @@ class Chat:
 
     def _greeting(self) -> str:
         about = self.llm.describe()
-        if not self.llm.has_draft:
+        if not self.llm.speculates:
             return f"{about['target']} without a drafter."
-        return f"{about['target']} with {about['draft']}; plain decoding runs at {self.plain_speed:.1f} tok/s here."
+        helper = about["draft"] if self.llm.has_draft else "drafts from the text itself"
+        return f"{about['target']} with {helper}; plain decoding runs at {self.plain_speed:.1f} tok/s here."
 
     def _lines(self) -> Iterator[str]:
         if not self.interactive:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from slipstream.errors import RequestError, SourceError
 from slipstream.stats import RequestStats
@@ -25,7 +25,7 @@ class QuitChat(Exception):
 class ChatSession:
     """The messages so far, the settings of the next answer, and the summed statistics of all answers."""
 
-    has_draft: bool
+    draft_source: Literal["drafter", "suffix"] | None  # what answers can speculate with, as LLM.draft_source says
     sampling: SamplingParams = field(default_factory=SamplingParams)
     mode: Mode = field(default_factory=Mode)
     gate: Gate | None = None  # None leaves the choice to the mode
@@ -75,7 +75,8 @@ class ChatSession:
         return COMMANDS[name].action(self, rest.strip())
 
     def _check_mode(self, mode: Mode) -> None:
-        if mode.kind != "plain" and not self.has_draft:
+        usable = {"drafter": ("plain", "chain", "tree", "auto"), "suffix": ("plain", "auto"), None: ("plain",)}
+        if mode.kind not in usable[self.draft_source]:
             raise RequestError(f"mode {mode} needs a drafter", "start chat with --draft")
 
     def _check_gate(self, gate: Gate | None) -> None:

@@ -148,11 +148,10 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Compare
 
 
 def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> LogitComparison:
-    from slipstream.formats.sources import pair_draft
+    from slipstream.formats.sources import drafter_source
     from slipstream.tools.logits import compare_targets, write_passages
 
-    draft = next(filter(None, map(pair_draft, sides.names)), None) if sides.draft == "auto" else sides.draft
-    draft = None if draft == "none" else draft
+    draft = next(filter(None, (drafter_source(name, sides.draft) for name in sides.names)), None)
     first, second = map(str, sides.paths)
     with ui.loading() as progress:
         passages, tau = write_passages(first, draft, texts, settings, progress)

@@ -97,10 +97,10 @@ def command(
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
-        mode_name = str(how.resolved_mode(llm.has_draft))
+        mode_name = str(how.resolved_mode(llm.speculates))
         events = _traced(llm, llm.stream(text, chat=chat, **settings), steps_file, mode_name)
         if json_output:
-            _print_object(ui, events, show_drafts, logprobs is not None)
+            _print_object(ui, llm, events, show_drafts, logprobs is not None)
         else:
             _print_stream(ui, llm, events, show_drafts)
 
@@ -129,7 +129,7 @@ def _traced(llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str) -> It
         yield event
 
 
-def _print_object(ui: Ui, stream: Iterator[GenEvent], show_drafts: bool, logprobs: bool) -> None:
+def _print_object(ui: Ui, llm: LLM, stream: Iterator[GenEvent], show_drafts: bool, logprobs: bool) -> None:
     events = list(stream)
     tokens = [token for event in events for token in event.tokens]
     stats = events[-1].stats or RequestStats()
@@ -137,6 +137,7 @@ def _print_object(ui: Ui, stream: Iterator[GenEvent], show_drafts: bool, logprob
         "text": "".join(event.text for event in events),
         "token_ids": [token.id for token in tokens],
         "finish_reason": events[-1].finish_reason,
+        "draft": llm.draft_label,
         "stats": stats.to_json(),
     }
     if logprobs:

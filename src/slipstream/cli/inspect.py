@@ -53,7 +53,9 @@ FitFlag = Annotated[
 ]
 DrafterName = Annotated[
     str,
-    typer.Option(rich_help_panel=_CHECKS, help="The target's drafter; 'auto' is the pair's own, 'none' means without."),
+    typer.Option(
+        rich_help_panel=_CHECKS, help="The target's drafter; 'auto' is the pair's own, 'suffix' and 'none' are without."
+    ),
 ]
 ContextTokens = Annotated[
     int, typer.Option(min=0, rich_help_panel=_CHECKS, help="Tokens of a sequence; 0 is all that the target allows.")
@@ -117,9 +119,13 @@ def _run_checks(
     dtype: WeightFormat,
 ) -> bool:
     """Runs and shows the wanted checks (check, instruct, fit); returns whether all of them passed."""
+    from slipstream.formats.sources import NO_DRAFT, SUFFIX, drafter_source
+
     shown: dict[str, object] = {"path": str(path)}
     passed = True
     check, instruct, fit = wanted
+    if instruct or fit:
+        shown["draft"] = drafter_source(name, draft) or (None if draft == NO_DRAFT else SUFFIX)
     if check:
         from slipstream.tools.checks import check_file
 
@@ -155,9 +161,9 @@ def _run_checks(
 
 
 def _drafter_path(ui: Ui, target: str, draft: str) -> Path | None:
-    from slipstream.formats.sources import pair_draft, resolve
+    from slipstream.formats.sources import drafter_source, resolve
 
-    wanted = pair_draft(target) if draft == "auto" else None if draft == "none" else draft
+    wanted = drafter_source(target, draft)
     if wanted is None:
         return None
     with ui.loading() as progress:

@@ -25,7 +25,9 @@ Target = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        help="The drafter, named like --target; 'auto' is the pair's own, 'none' loads none.", rich_help_panel=_MODEL
+        help="The drafter, named like --target; 'auto' is the pair's own, 'suffix' drafts from the text alone, 'none' "
+        "drafts nothing.",
+        rich_help_panel=_MODEL,
     ),
 ]
 Dtype = Annotated[
@@ -89,7 +91,7 @@ ModeName = Annotated[
         "--mode",
         metavar="NAME",
         rich_help_panel=_SPECULATION,
-        show_default="auto with a drafter, else plain",
+        show_default="auto if anything drafts, else plain",
         help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (begins with the likeliest chain) or auto.",
     ),
 ]
@@ -199,16 +201,16 @@ class SpeculationOptions:
     min_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        mode = self.resolved_mode(has_draft=True)
+        mode = self.resolved_mode(speculates=True)
         gate = self.gate or Gate("auto" if mode.kind == "auto" else "off")
         # The engine would refuse bad settings too, but only after a model was loaded in vain.
         Request("check", (0,), mode=mode, gate=gate, min_confidence=self.min_confidence or 0.0)
 
-    def resolved_mode(self, has_draft: bool) -> Mode:
+    def resolved_mode(self, speculates: bool) -> Mode:
         """The mode that a request will run in: a gate other than 'auto' needs a fixed mode, which is then 'chain'."""
         if self.mode is not None:
             return self.mode
-        if not has_draft:
+        if not speculates:
             return Mode("plain")
         return Mode("auto" if self.gate is None or self.gate.kind == "auto" else "chain")
 

@@ -40,7 +40,9 @@ ModelsFile = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="The drafter, named like MODEL; also 'auto' or 'none'.", show_default="auto", rich_help_panel=_MODELS
+        help="The drafter, named like MODEL; also 'auto', 'suffix' (drafts from the text alone) or 'none'.",
+        show_default="auto",
+        rich_help_panel=_MODELS,
     ),
 ]
 DraftLora = Annotated[

@@ -16,7 +16,7 @@ from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, Request, StepRecord, TokenOut
+from slipstream.types import FinishReason, GenEvent, Request, Source, StepRecord, TokenOut
 
 _log = logging.getLogger("slipstream")
 
@@ -150,9 +150,13 @@ class ActiveSequence(ScheduledSequence):
 
     def record_step(self, step: StepRecord, committed: int) -> None:
         """Counts a verify step of which `committed` tokens were taken (a stop rule may leave the rest)."""
-        proposal, nodes, stats = step.proposal, step.proposal.nodes, self.stats
-        if nodes:
-            stats.record_step(nodes, proposal.depth, min(step.verdict.accepted, committed), committed)
+        proposal, stats = step.proposal, self.stats
+        if proposal.nodes:
+            kept = step.verdict.path[1 : committed + 1]
+            sources = [proposal.source(row) for row in kept]
+            own = len(sources) - sources.count(Source.TEXT)
+            both = sources.count(Source.BOTH)
+            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, proposal.drafter_depth, own, both)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)

@@ -40,8 +40,15 @@ class Engine:
     """Runs any number of requests, each with its own settings, with one target forward per step."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, max_context: int, draft_key: str | None
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        max_context: int,
+        draft_key: str | None,
+        text_drafts: bool,
     ) -> None:
+        """With `text_drafts`, the text of a sequence is a source of drafts where the executor leaves room for it."""
         self.executor = executor
         self._tokenizer = tokenizer
         self._config = config
@@ -59,8 +66,8 @@ class Engine:
         )
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
-        text = executor.device_steps is None  # a device step grows its trees before the host could add nodes
-        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text)
+        text_drafts &= executor.device_steps is None  # a device step grows its trees before the host could add nodes
+        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text_drafts)
         self.ahead: LaunchAhead | None = None  # a CPU has no device steps
         if executor.device_steps is not None:
             planner = BatchPlanner(self.proposer, executor.device_steps)
@@ -290,9 +297,7 @@ class Engine:
 
     def _requirements(self, request: Request) -> Requirements:
         variant, drafter = self.executor.variants.find(request.draft_lora), self.executor.variants.drafter
-        drafting = request.mode.kind != "plain"
-        if drafting and drafter is None:
-            raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode plain")
+        drafting = self._drafts(request)
         block = drafter.block_size if drafting and drafter is not None else 1
         widest = drafter.proposals + 1 if drafting and drafter is not None else 1
         if request.mode.kind == "chain" and request.mode.width > widest:
@@ -315,6 +320,18 @@ class Engine:
             draft_key=self._context_key(variant) if drafting and variant is not None else None,
         )
 
+    def _drafts(self, request: Request) -> bool:
+        """Whether the drafter drafts for a request, which then needs draft context; refuses a mode without a source."""
+        if request.mode.kind == "plain":
+            return False
+        if self.executor.variants.drafter is not None:
+            return True
+        if not self.proposer.text_drafts:
+            raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode plain")
+        if request.mode.kind != "auto":
+            raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode auto")
+        return False
+
     def _context_key(self, variant: DraftVariant) -> str:
         return f"{self._draft_key}{variant.context_key}"
 
@@ -329,7 +346,7 @@ class Engine:
 
     def make_sequence(self, request: Request) -> ActiveSequence:
         """A sequence for a request that fits, not queued yet."""
-        needs, drafting = self.check(request), request.mode.kind != "plain"
+        needs, drafting = self.check(request), self._drafts(request)
         vocab = self.executor.target.config.vocab_size
         guide = self.grammars.guide(request.constraint, request.thinking)
         sampler = RowSampler(request.sampling, vocab, request.prompt_ids, request.share_noise, guide)

@@ -19,9 +19,9 @@ from slipstream.engine.profiler import Profiler, make_profiler
 from slipstream.engine.profiler import StepProfile as StepProfile
 from slipstream.engine.request_settings import make_request
 from slipstream.engine.variants import DrafterFile, DraftVariant
-from slipstream.errors import RequestError
+from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.adapters import parse_source
-from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.sources import NO_DRAFT, SUFFIX, drafter_source, resolve
 from slipstream.kernels.cpu.native_library import availability, library, set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
 from slipstream.models.dflash import DFlashDrafter
@@ -35,6 +35,7 @@ from slipstream.types import FinishReason, GenEvent, Request, TokenOut
 
 Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
+DraftSource = Literal["drafter", "suffix"]  # a drafter (and beside it the text, on a CPU), or the text alone
 
 
 @dataclass(slots=True)
@@ -56,6 +57,10 @@ class LLM:
     >>> llm = LLM("smollm2")
     >>> llm.generate("The capital of France is", max_tokens=8).text
 
+    `draft` names the drafter. `auto` is the drafter that was made for a named target; for any other target it means
+    `suffix`, which drafts from the text alone, or on a GPU no drafts. `none`, or None, drafts nothing. A folder whose
+    name is one of these words is given as a path, such as ./suffix.
+
     Each `draft_lora` is an adapter for the drafter, [NAME=]PATH[@SCALE]; a request names the one that drafts for it.
     """
 
@@ -72,6 +77,8 @@ class LLM:
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
         self._gpu = chosen_gpu(self.config)
+        if draft == SUFFIX and self._gpu is not None:
+            raise ConfigError("--draft suffix needs the CPU, and this would run on a GPU", "add --device cpu")
         self.config = replace(self.config, prefill_chunk=self.config.chunk_rows(self._gpu is not None))
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None
@@ -87,6 +94,7 @@ class LLM:
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
+        self._text_drafts = self.config.text_drafts and draft not in (None, NO_DRAFT)
         self.engine = self._build_engine()
         self._ids = itertools.count()
         self._inbox: dict[str, deque[GenEvent]] = {}
@@ -94,16 +102,16 @@ class LLM:
             self.add_draft_lora(source)
 
     def _load_drafter(self, target: str, draft: str | None, progress: Progress | None) -> DrafterFile | None:
-        wanted = pair_draft(target) if draft == "auto" else draft
-        self.draft_label: str | None = None
-        if wanted is None or wanted == "none":
+        wanted = drafter_source(target, draft)
+        self._drafter_label: str | None = None
+        if wanted is None:
             return None
         source = resolve(wanted, progress=progress)
         file = DrafterFile(
             source.path, self._draft_format(), progress, self._gpu.weights if self._gpu is not None else Weights
         )
         check_pair(self._target.config, file.base)
-        self.draft_label = source.label
+        self._drafter_label = source.label
         return file
 
     @property
@@ -119,7 +127,7 @@ class LLM:
             self._gpu, self._target, self._drafter, self.config, self.max_context, self.draft_window, self._progress
         )
         key = self._draft_file.key if self._draft_file else None
-        return Engine(executor, self.tokenizer, self.config, self.max_context, key)
+        return Engine(executor, self.tokenizer, self.config, self.max_context, key, self._text_drafts)
 
     def measure_costs(self) -> dict[str, object]:
         """Returns the step costs that the policy decides with; measures them now if no request has needed them yet."""
@@ -131,7 +139,25 @@ class LLM:
 
     @property
     def has_draft(self) -> bool:
+        """Whether there is a drafter; without one, requests may still speculate from their own text."""
         return self._drafter is not None
+
+    @property
+    def draft_source(self) -> DraftSource | None:
+        """What speculation lives on: a drafter, the text alone, or nothing, so that every request decodes plainly."""
+        if self.has_draft:
+            return "drafter"
+        return "suffix" if self.engine.proposer.text_drafts else None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether requests may speculate; those that name no mode then run in mode `auto`."""
+        return self.draft_source is not None
+
+    @property
+    def draft_label(self) -> str | None:
+        """The name of what drafts: the drafter's, `suffix`, or None."""
+        return SUFFIX if self.draft_source == "suffix" else self._drafter_label
 
     @property
     def draft_variants(self) -> list[str]:
@@ -312,7 +338,7 @@ class LLM:
     def request(self, prompt_ids: Sequence[int], **settings: object) -> Request:
         """Returns a request from keyword settings; refuses a setting that is unknown or impossible."""
         name = f"request-{next(self._ids)}"
-        request = make_request(name, prompt_ids, settings, self.tokenizer.eos_ids, self.has_draft)
+        request = make_request(name, prompt_ids, settings, self.tokenizer.eos_ids, self.speculates)
         if request.constraint is not None:
             # It is compiled in the caller's thread, because it would delay every request in the engine's thread.
             self.engine.grammars.prepare(request.constraint, request.thinking)

@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.cache.cpu.page_pools import PoolShape
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.pool_sizes import StateRoom, available_bytes, pool_pages
-from slipstream.formats.sources import pair_draft, resolve
+from slipstream.formats.sources import drafter_source, resolve
 from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.kernels.cpu.native_library import library
 from slipstream.models.dflash import read_drafter_config
@@ -56,8 +56,8 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
         if shape.tied_head:  # the head is packed for products, beside the table in which tokens are looked up
             weights += file.tensor(names.file_name("model.embed_tokens.weight")).nbytes
     files, per_token = [source.path], PoolShape(shape.kv_shapes).bytes_per_token()
-    wanted = pair_draft(target) if draft == "auto" else draft
-    if wanted is not None and wanted != "none":
+    wanted = drafter_source(target, draft)
+    if wanted is not None:
         draft_path = resolve(wanted, progress=progress).path
         with open_weights(draft_path) as file:
             drafter = read_drafter_config(draft_path, file)

@@ -50,13 +50,17 @@ class Proposer:
     """
 
     def __init__(
-        self, contexts: DraftContexts, variants: DraftVariants, measure_costs: Callable[[], CostTable], text: bool
+        self,
+        contexts: DraftContexts,
+        variants: DraftVariants,
+        measure_costs: Callable[[], CostTable],
+        text_drafts: bool,
     ) -> None:
-        """With `text`, a sequence's own text is a second source of drafts, and the only one without a drafter."""
+        """With `text_drafts`, a sequence's own text is a source of drafts, and the only one without a drafter."""
         self._contexts = contexts
         self._variants = variants
         self._measure_costs = measure_costs
-        self._text = text
+        self.text_drafts = text_drafts
         self._policy: Policy | None = None
         self._plain_steps = 0  # consecutive steps without a draft
         self._drafted_steps = 0
@@ -79,14 +83,14 @@ class Proposer:
         """Decides how a new sequence speculates; without any source of drafts it decodes plainly."""
         request = sequence.request
         automatic = request.mode.kind == "auto"
-        if request.mode.kind == "plain" or not (self.proposals or (automatic and self._text)):
+        if request.mode.kind == "plain" or not (self.proposals or (automatic and self.text_drafts)):
             return
         sequence.row_limit = MAX_AUTO_ROWS if automatic else request.mode.width or self.proposals + 1
         if request.gate.kind == "auto":
             sequence.policy = self.policy.sequence(
                 request.mode, request.gate, self.proposals, not sequence.greedy, sequence.state.variant
             )
-            if automatic and self._text:
+            if automatic and self.text_drafts:
                 sequence.index = SuffixIndex()
         elif request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step

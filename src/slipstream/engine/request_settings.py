@@ -15,7 +15,7 @@ _OTHER = (*_DIRECT, "stop", "mode", "gate", "ignore_eos")
 
 
 def make_request(
-    name: str, prompt_ids: Sequence[int], settings: Mapping[str, object], eos_ids: frozenset[int], has_draft: bool
+    name: str, prompt_ids: Sequence[int], settings: Mapping[str, object], eos_ids: frozenset[int], speculates: bool
 ) -> Request:
     """Returns a request with these settings; refuses a setting that is unknown or impossible."""
     unknown = [key for key in settings if key not in (*_SAMPLING, *_OTHER)]
@@ -26,7 +26,7 @@ def make_request(
         sampling["seed"] = random.SystemRandom().randint(0, MAX_SEED)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _bias(sampling["logit_bias"])
-    mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), has_draft)
+    mode, gate = _mode_and_gate(settings.get("mode"), settings.get("gate"), speculates)
     stop = settings.get("stop", ())
     base = Request(
         id=name,
@@ -49,16 +49,16 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
         raise RequestError(f"logit_bias is {given}", "give a number for each of some token ids") from None
 
 
-def _mode_and_gate(mode: object, gate: object, has_draft: bool) -> tuple[Mode, Gate]:
+def _mode_and_gate(mode: object, gate: object, speculates: bool) -> tuple[Mode, Gate]:
     """Returns the mode and the gate that were asked for, or their defaults.
 
-    Without a mode the pair's best one is taken: `plain` without a drafter, `chain` with a drafter and a gate other than
-    `auto`, `auto` otherwise. Without a gate, `auto` has the gate `auto` and every other mode has none.
+    Without a mode the best one is taken: `plain` where nothing can draft, `chain` with a gate other than `auto`, `auto`
+    otherwise. Without a gate, `auto` has the gate `auto` and every other mode has none.
     """
     asked = None if gate is None else Gate.parse(str(gate))
     if mode is not None:
         chosen = Mode.parse(str(mode))
-    elif not has_draft:
+    elif not speculates:
         chosen = Mode("plain")
     else:
         chosen = Mode("auto" if asked is None or asked.kind == "auto" else "chain")

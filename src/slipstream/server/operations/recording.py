@@ -234,6 +234,7 @@ def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str
             "steps": stats.steps,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
+            "accepted_by_source": stats.accepted_by_source,
             "tau": round(stats.tau, 4),
             "verified_at": list(stats.verified_at),
             "accepted_at": list(stats.accepted_at),

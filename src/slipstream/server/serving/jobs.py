@@ -118,6 +118,7 @@ class Answer:
             "predicted_per_second": round(stats.tokens_per_second, 3),
             "draft_n": stats.drafted,
             "draft_n_accepted": stats.accepted,
+            "accepted_by_source": stats.accepted_by_source,
             "tau": round(stats.tau, 4),
             "accepted_per_position": per_position,
             "mode": self.mode,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from slipstream.errors import BusyError, SlipstreamError
 from slipstream.formats.adapters import parse_source
+from slipstream.formats.sources import SUFFIX
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.residency import Resident
 from slipstream.types import BASE_VARIANT
@@ -60,7 +61,7 @@ class ModelInfo:
     name: str
     state: State
     target: str
-    draft: str | None  # the drafter in effect; None means plain decoding
+    draft: str | None  # the drafter in effect, or `suffix` for the text alone; None means plain decoding
     mode: str  # the mode of requests that name none
     last_used_ms: int  # milliseconds since 1970; 0 if the model was never used
     created: int  # seconds since 1970, when this server first offered the name
@@ -153,13 +154,13 @@ def describe_entry(entry: Entry) -> ModelInfo:
     resident, spec = entry.resident, entry.spec
     gone = None if resident is None else resident.missing_file() or _missing_adapter(entry)
     draft = resident.llm.draft_label if resident is not None else spec.draft_in_effect
-    to_come = [BASE_VARIANT, *entry.adapters] if draft is not None else []
+    to_come = [BASE_VARIANT, *entry.adapters] if draft not in (None, SUFFIX) else []
     return ModelInfo(
         name=spec.name,
         state=entry.state,
         target=spec.target,
         draft=draft,
-        mode=spec.mode_in_effect,
+        mode=spec.mode_with(draft is not None),
         last_used_ms=entry.last_used_ms,
         created=entry.created,
         users=resident.users if resident is not None else 0,

@@ -13,7 +13,7 @@ import yaml
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.adapters import parse_source
-from slipstream.formats.sources import NAMED_DRAFTS, PAIRS
+from slipstream.formats.sources import NAMED_DRAFTS, NO_DRAFT, PAIRS, SUFFIX
 from slipstream.server.operations.server_state import read_bytes
 from slipstream.types import BASE_VARIANT, Gate, Mode, Request, SamplingParams
 
@@ -79,7 +79,7 @@ class ModelSpec:
 
     name: str
     target: str
-    draft: str = "auto"  # a source as for LLM, `auto` (the drafter made for this target) or `none`
+    draft: str = "auto"  # a source as for LLM, `auto` (what is best for this target), `suffix` or `none`
     engine: EngineConfig = field(default_factory=EngineConfig)
     defaults: Mapping[str, object] = field(default_factory=dict)
     idle_s: float | None = None  # None: the router's value holds; 0: the model never sleeps
@@ -96,8 +96,8 @@ class ModelSpec:
             raise ConfigError(f"model '{self.name}' has no target", "name a model, a folder or a file")
         if self.idle_s is not None and not 0 <= self.idle_s < float("inf"):
             raise ConfigError(f"model '{self.name}': idle_s is {self.idle_s}", "it must be 0 (never) seconds or more")
-        if self.draft_lora and self.draft == "none":
-            raise ConfigError(f"model '{self.name}' has adapters, but draft is 'none'", "leave draft_lora out")
+        if self.draft_lora and self.draft in (NO_DRAFT, SUFFIX):
+            raise ConfigError(f"model '{self.name}' has adapters, but draft is '{self.draft}'", "leave draft_lora out")
         if len(self.adapters) != len(self.draft_lora):
             raise ConfigError(f"two adapters of model '{self.name}' have one name", "name them apart: NAME=PATH")
         _check_defaults(self)
@@ -130,21 +130,30 @@ class ModelSpec:
 
     @property
     def draft_in_effect(self) -> str | None:
-        """The name of the drafter once it is loaded; None if there will be none."""
+        """The name of what will draft once the model is loaded; None if nothing will.
+
+        With the device `auto` this is a guess for a target without a drafter: such a target drafts from its text on a
+        CPU and does not draft on a GPU, and only the loaded model knows where it runs.
+        """
         if self.draft == "auto":
-            return NAMED_DRAFTS[PAIRS[self.target].draft] if self.target in PAIRS else None
-        if self.draft == "none":
-            return None
+            if self.target in PAIRS:
+                return NAMED_DRAFTS[PAIRS[self.target].draft]
+            return None if self.engine.device == "cuda" else SUFFIX
+        if self.draft in (NO_DRAFT, SUFFIX):
+            return None if self.draft == NO_DRAFT else SUFFIX
         path = Path(self.draft).expanduser()
         return path.name if path.exists() else self.draft
 
     @property
     def mode_in_effect(self) -> str:
-        """The mode of a request that names no mode."""
-        return str(self.defaults.get("mode") or self._unnamed_mode())
+        """The mode of a request that names no mode, as long as the model is not loaded."""
+        return self.mode_with(self.draft_in_effect is not None)
 
-    def _unnamed_mode(self) -> str:
-        if self.draft_in_effect is None:
+    def mode_with(self, speculates: bool) -> str:
+        """The mode of a request that names no mode, if the loaded model speculates or if it does not."""
+        if self.defaults.get("mode"):
+            return str(self.defaults["mode"])
+        if not speculates:
             return "plain"
         gate = self.defaults.get("gate")
         return "auto" if gate is None or Gate.parse(str(gate)).kind == "auto" else "chain"
@@ -230,8 +239,9 @@ def _check_defaults(spec: ModelSpec) -> None:
     said = dict(spec.defaults)
     mode = Mode.parse(spec.mode_in_effect)
     gate = said.get("gate")
-    if spec.draft == "none" and mode.kind != "plain":
-        raise ConfigError(f"mode '{mode}' needs a drafter, and draft is 'none'", "leave the mode out")
+    usable = {NO_DRAFT: ("plain",), SUFFIX: ("plain", "auto")}
+    if mode.kind not in usable.get(spec.draft, (mode.kind,)):
+        raise ConfigError(f"mode '{mode}' needs a drafter, and draft is '{spec.draft}'", "leave the mode out")
     variants = (BASE_VARIANT, *spec.adapters)
     if said.get("draft_lora", BASE_VARIANT) not in variants:
         raise ConfigError(f"there is no draft variant '{said['draft_lora']}'", f"draft_lora has {', '.join(variants)}")

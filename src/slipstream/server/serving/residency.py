@@ -113,12 +113,13 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
     before = private_bytes()
     llm = LLM(spec.target, spec.draft, draft_lora=spec.draft_lora, config=plan.config, progress=progress)
     try:
-        if not llm.has_draft and Mode.parse(spec.mode_in_effect).kind != "plain":
+        mode = Mode.parse(spec.mode_with(llm.speculates))
+        if not llm.has_draft and mode.kind != "plain" and not (mode.kind == "auto" and llm.speculates):
             raise ConfigError(
-                f"mode '{spec.mode_in_effect}' needs a drafter, and there is none for this target",
+                f"mode '{mode}' needs a drafter, and there is none for this target",
                 "name a draft, or leave the mode out",
             )
-        if llm.has_draft:
+        if llm.speculates:
             llm.measure_costs()
         llm.describe()  # measures the memory bandwidth once, now, because later it would delay the steps of requests
         llm.prepare_batches()
