@@ -95,3 +95,10 @@ def test_a_fixed_shape_is_refused_by_a_server_without_a_drafter(server: Server) 
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "speculative": {"mode": "chain"}}
     status, _, answer = server.ask("/v1/chat/completions", body)
     assert status == 400 and b"mode 'chain' needs a drafter" in answer
+
+
+def test_a_server_without_a_drafter_passes_the_smoke_test(server: Server) -> None:
+    result = json.loads(slipstream("smoke", server.url, "--json").stdout)
+    seen = {check["name"]: (check["verdict"], check["sentence"]) for check in result["servers"][0]["checks"]}
+    assert "fail" not in {verdict for verdict, _ in seen.values()}, seen
+    assert seen["drafter and mode listed"] == ("pass", f"its own text drafts for {MODEL}, mode auto")

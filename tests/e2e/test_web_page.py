@@ -298,3 +298,22 @@ def test_everything_to_press_has_a_name(page: Page) -> None:
         !node.textContent.trim() && !node.getAttribute('aria-label') && !node.labels?.length
     ).map(node => node.outerHTML)"""
     assert page.script(unnamed) == []
+
+
+def test_without_a_drafter_the_page_offers_plain_and_auto_and_counts_what_the_text_brought(browser: Chrome) -> None:
+    with serve("--draft", "suffix") as running_server:
+        browser.get(running_server.url)
+        page = Page(browser, running_server)
+        page.until(lambda: page.all("#model option"))
+        page.until(lambda: "drafts from its own text" in page.find("#about").get_attribute("textContent"))
+        inputs = page.all("input[name=mode]")
+        assert {one.get_attribute("value"): one.is_enabled() for one in inputs} == {
+            "plain": True,
+            "chain": False,
+            "tree": False,
+            "auto": True,
+        }
+        assert page.script("document.querySelector('input[name=mode]:checked').value") == "auto"
+        page.ask("Repeat this line five times: three red apples, two green pears and a basket of ripe plums.")
+        assert "found in the text" in page.find("#accepted").text
+        assert not page.console()
