@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from slipstream import LLM
 from slipstream.config import EngineConfig
 from slipstream.speculative.costs import CostTable
+from slipstream.speculative.policy import Policy
 from tests.families import ids_of
 from tests.oracles import save_model, save_tokenizer, tiny_target
 from tests.tiny import assert_idle
@@ -36,7 +37,7 @@ def test_a_family_without_a_drafter_speculates_and_keeps_its_text(family: str, t
     )
     llm = LLM(str(tmp_path), "suffix", config=config)
     # On such a machine rows cost next to nothing, so that even unlikely drafts are verified.
-    llm.engine.proposer._measure_costs = lambda: CostTable({1: 1.0, 64: 1.05}, {})
+    llm.engine.proposer.policy = Policy(CostTable({1: 1.0, 64: 1.05}, {}))
     tensors = llm.engine.executor.memory.state_tensors
     if family.endswith("run again") and tensors is not None:
         tensors.most_kept_rows = 0

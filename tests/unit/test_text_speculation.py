@@ -15,6 +15,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.grammar import notations as grammars
 from slipstream.speculative import suffix_index
 from slipstream.speculative.costs import CostTable
+from slipstream.speculative.policy import Policy
 from slipstream.types import Source
 from tests.fakes import FakeLLM
 from tests.tiny import assert_idle, prompt, tiny_llm
@@ -30,7 +31,7 @@ def open_llm(folder: Path, draft: bool | str, **settings: Any) -> LLM:
     """The tiny target in an exact format, on a machine where rows cost next to nothing, so that drafts are verified."""
     llm = tiny_llm(folder, draft=draft, weight_format="int8", **settings)
     slots = {1: 0.05, llm.proposals: 0.05} if llm.has_draft else {}
-    llm.engine.proposer._measure_costs = lambda: CostTable({1: 1.0, 64: 1.05}, slots)
+    llm.engine.proposer.policy = Policy(CostTable({1: 1.0, 64: 1.05}, slots))
     return llm
 
 
@@ -123,7 +124,7 @@ def test_a_second_turn_finds_its_prefix_and_drafts_from_the_first(speculating: L
 
 
 def test_a_prompt_that_is_followed_in_pieces_changes_no_text(speculating: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_index, "_MOST_FOLLOWED", 16)
+    monkeypatch.setattr(suffix_index, "MOST_FOLLOWED", 16)
     events = list(speculating.stream(SENTENCE * 6, mode="auto", max_tokens=200, ignore_eos=True))
     plain = speculating.generate(SENTENCE * 6, mode="plain", max_tokens=200, ignore_eos=True)
     assert [token.id for event in events for token in event.tokens] == plain.token_ids

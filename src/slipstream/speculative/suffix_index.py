@@ -21,7 +21,7 @@ LONGEST_MATCH = 32
 # How many earlier occurrences one query looks at. Its time grows with them. With 4, drafts commit up to 4 % fewer
 # tokens a step in a text of 12,000 tokens, and 16 win nothing (docs/log.md).
 MOST_OCCURRENCES = 8
-_MOST_FOLLOWED = 2048  # tokens of a prompt that one step takes over: about 6 ms
+MOST_FOLLOWED = 2048  # tokens of a prompt that one step takes over: about 6 ms
 _NAME_BITS = 32  # A gram's key holds the names of both halves; tokens and positions are below 2**31.
 
 Occurrence = tuple[int, int]  # how many tokens match, and the position of the last of them
@@ -85,7 +85,7 @@ class SuffixIndex:
         """
         if len(tokens) < self.length:
             self.truncate(len(tokens))
-        self.extend(tokens[self.length : self.length + _MOST_FOLLOWED])
+        self.extend(tokens[self.length : self.length + MOST_FOLLOWED])
         return self.length == len(tokens)
 
     def truncate(self, length: int) -> None:
