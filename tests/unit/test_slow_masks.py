@@ -18,6 +18,8 @@ from slipstream.grammar import notations as grammars
 from slipstream.grammar.guide import STEP_S, GuideError
 from slipstream.grammar.mask_lane import Allowed, Lane
 from slipstream.speculative.constrained_drafts import DraftRule
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.policy import Policy
 from slipstream.types import Constraint, GenEvent
 from tests.tiny import assert_idle, tiny_llm
 from tests.unit.test_constraint import PERSON, chain
@@ -135,7 +137,9 @@ def test_a_request_is_paused_and_resumed_while_its_mask_is_computed(pair: LLM) -
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree:16", "auto"])
-def test_quick_constraints_are_drafted_for(pair: LLM, mode: str) -> None:
+def test_quick_constraints_are_drafted_for(pair: LLM, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So small a model decodes faster than it drafts; here the policy is not to notice.
+    monkeypatch.setattr(pair.engine.proposer, "policy", Policy(CostTable({1: 50.0, 64: 51.0}, {15: 0.5})))
     constraint = grammars.json_schema(PERSON)
     alone = text_of(pair, constraint, "plain")
     request = pair.request(pair.prompt_ids("x"), constraint=constraint, mode=mode, **SETTINGS)

@@ -22,8 +22,9 @@ from slipstream.errors import RequestError
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
 from slipstream.kernels.cpu.native_library import library
 from slipstream.models.dflash import DFlashDrafter
+from slipstream.speculative.policy import SequencePolicy
 from slipstream.stats import RequestStats
-from slipstream.types import Request, StepRecord
+from slipstream.types import Proposal, Request, StepRecord, Verdict
 from tests.adapters import write_random_adapter
 from tests.tiny import ask, assert_idle, mixed_requests, prompt, tiny_llm
 
@@ -265,20 +266,21 @@ def test_variants_come_and_go_while_others_run(llm: LLM, sources: dict[str, str]
 def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[str, str]) -> None:
     llm.add_draft_lora(sources["keys"])
     request = replace(ask("r", prompt(20), mode="auto"), draft_lora="keys")
-    memories = []
-    for name in ("keys", "keys", "base"):
+
+    def fresh_policy(name: str) -> SequencePolicy:
         llm.engine.add(replace(request, draft_lora=name))
         policy = llm.engine.scheduler.waiting[0].policy
         assert policy is not None
-        memories.append(policy.shared)
         llm.engine.cancel("r")
         llm.engine.step()
-    assert memories[0] is memories[1] and memories[0] is not memories[2], "what variants showed is kept apart"
+        return policy
+
+    fresh_policy("keys").learn(Proposal((1, 2), (-1, 0), (1.0, 0.5)), Verdict((0, 1), (2, 3)))
+    assert fresh_policy("keys").gains.known
+    assert not fresh_policy("base").gains.known, "what variants showed is kept apart"
     llm.remove_draft_lora("keys")
     llm.add_draft_lora(sources["taps"].replace("taps=", "keys="))
-    llm.engine.add(request)
-    policy = llm.engine.scheduler.waiting[0].policy
-    assert policy is not None and policy.shared is not memories[0]
+    assert not fresh_policy("keys").gains.known
 
 
 # ---- memory
