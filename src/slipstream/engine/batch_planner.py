@@ -180,6 +180,8 @@ class BatchPlanner:
         if held is None or held.free != free or self._age >= longest:
             held = self._held = self._made(batch, free)
             self._age = 0
+            if any(sequence.policy is not None and sequence.policy.trial for sequence in batch.sequences):
+                self._held = None  # a trial is paid for once, so that it must not be repeated
         return held
 
     def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:

@@ -92,7 +92,7 @@ class Gains:
             self._blend(self._tokens, option, share, min(accepted, option))
             self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
         for place, size in enumerate(_SIZES):
-            if size < nodes or self._drafts == 1:
+            if size < nodes or not nodes or self._drafts == 1:
                 right = sum(row <= size for row in path) - 1.0
             else:  # more nodes than were verified bring more by as much as they did before
                 right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
@@ -208,6 +208,7 @@ class Policy:
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
         step = self._step(views, rest, max([*most, *(len(view.text) for view in views)], default=0))
+        self._plain_ms = step.plain_ms
         able = [index for index, room in enumerate(most) if room]
         middle = options[len(options) // 2] if options else 0
         able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
