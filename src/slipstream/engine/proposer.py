@@ -227,7 +227,10 @@ class Proposer:
     ) -> None:
         """Learns costs from a step of the host that held nothing but decoding; `step_s` leaves drafting out."""
         drafted = any(each.proposal.nodes for each in proposed)
+        governed = any(each.policy is not None for each in sequences)
         if not sequences or not self.timing_due(drafted):
+            if governed and self._policy is not None:  # the budget for learning grows with the time of all steps
+                self._policy.progress(sum(committed), (draft_s + step_s) * 1e3)
             return
         branching = any(each.proposal.branching for each in proposed)
         rows = sum(len(each.proposal.tokens) for each in proposed)
@@ -240,7 +243,7 @@ class Proposer:
         ]
         times = MeasuredStep(shape, sum(committed), step_s * 1e3, (draft_s + step_s) * 1e3)
         timed = not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS
-        self.refresh(times, any(each.policy is not None for each in sequences), gates, timed)
+        self.refresh(times, governed, gates, timed)
 
     def timing_due(self, drafted: bool) -> bool:
         """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
