@@ -8,6 +8,7 @@ were never timed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
@@ -25,9 +26,11 @@ _FAR_SIZE = 1 << 16
 # The shares of a timing's error that the factors take: those of the machine and of the size, then those of the slice
 # and of the size in it. Larger shares follow noise, smaller ones leave a size that was mistimed at start-up wrong.
 _GAINS = ((0.4, 0.1), (0.05, 0.05))
-# The share of every factor's logarithm that is kept at each timing, so that half is left after 700 timings.
+# Timings after which the curves are drawn again. Drawing at every timing took 100 microseconds of each step, not 12.
+_REDRAWN = 5
+# The share of every factor's logarithm that is kept when curves are drawn again, so half is left after 700 timings.
 # Without fading, a size that was slow for a while and is no longer chosen, nor timed, would look slow for ever.
-_KEPT = 0.5 ** (1 / 700)
+_KEPT = 0.5 ** (_REDRAWN / 700)
 # One row costs at least this share of a step. Where rows are almost free, noise in the curve would otherwise make the
 # rows of one sequence look dearer than those of another.
 _LEAST_ROW_SHARE = 0.002
@@ -56,7 +59,7 @@ class _Curve:
         while knots[-1] < _FAR_SIZE:
             times.append(times[-1] + slope * knots[-1])
             knots.append(2 * knots[-1])
-        self._knots, self._base = np.array(knots), np.array(times)
+        self._knots, self._base = knots, np.array(times)
         self._factors: dict[Slice, Floats] = {}  # logarithms: the common factor's, then one for every knot
         self._errors: dict[tuple[Slice, int], float] = {}  # logarithms, of the last timing
         self._drawn: dict[Slice, list[float]] = {}  # times of all sizes from 0
@@ -66,8 +69,10 @@ class _Curve:
         """The times of all sizes from 0 to at least `most`."""
         drawn = self._drawn.get(where)
         if drawn is None or len(drawn) <= most:
-            times = np.interp(np.arange(most + 1), self._knots, _rising(self._times(where)))
-            drawn = self._drawn[where] = times.tolist()
+            logs = self._logs(()) + self._logs(where)
+            times = _rising(self._base * np.exp(logs[0] + logs[1:]))
+            # Most questions are about one sequence, which has at most 64 rows, and are answered by one drawing.
+            drawn = self._drawn[where] = np.interp(np.arange(max(most, 64) + 1), self._knots, times).tolist()
         return drawn
 
     def at(self, where: Slice, size: int) -> float:
@@ -81,35 +86,42 @@ class _Curve:
         self._move((), size, agreed, *_GAINS[0])
         self._move(where, size, agreed, *_GAINS[1])
         self.observed += 1
-        self._drawn.clear()
-        for factors in self._factors.values():
-            factors *= _KEPT
+        if not self.observed % _REDRAWN:
+            self._drawn.clear()
+            for factors in self._factors.values():
+                factors *= _KEPT
 
     def teach(self, where: Slice, size: int, ms: float) -> None:
         self._move(where, size, self._error(where, size, ms), 0.5, 0.5)
         self._drawn.clear()
 
-    def _times(self, where: Slice) -> Floats:
-        """The times at the knots as their factors say, before they are made to rise."""
-        logs = self._logs(()) + self._logs(where)
-        times: Floats = self._base * np.exp(logs[0] + logs[1:])
-        return times
-
     def _error(self, where: Slice, size: int, ms: float) -> float:
-        return math.log(ms / float(np.interp(size, self._knots, self._times(where))))
+        """The logarithm of a time over what the factors say now, before curves are made to rise."""
+        (left, share), (right, other) = self._around(size)
+        shared, own = self._logs(()), self._logs(where)
+        low, high = (self._base[k] * math.exp(shared[0] + own[0] + shared[k + 1] + own[k + 1]) for k in (left, right))
+        return math.log(ms / (share * low + other * high))
 
     def _move(self, level: Slice, size: int, error: float, common: float, own: float) -> None:
-        """Moves a level's factors; two knots around the size share the error by their distances from it."""
-        right = min(max(int(np.searchsorted(self._knots, size)), 1), len(self._knots) - 1)
-        low, high = self._knots[right - 1 : right + 1].tolist()
-        part = min(max((size - low) / (high - low), 0.0), 1.0)
-        shares = np.array((1.0 - part, part))
-        logs = self._logs(level)
+        """Moves a level's factors; the two knots around the size take part by their nearness to it."""
+        logs, around = self._logs(level), self._around(size)
+        spread = sum(share * share for _, share in around)
         logs[0] += common * error
-        logs[right : right + 2] += own * error * shares / (shares @ shares)
+        for place, share in around:
+            logs[place + 1] += own * error * share / spread
+
+    def _around(self, size: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """The places of the two knots around a size, and how near it is to each of them."""
+        right = min(max(bisect_left(self._knots, size), 1), len(self._knots) - 1)
+        low, high = self._knots[right - 1], self._knots[right]
+        part = min(max((size - low) / (high - low), 0.0), 1.0)
+        return (right - 1, 1.0 - part), (right, part)
 
     def _logs(self, level: Slice) -> Floats:
-        return self._factors.setdefault(level, np.zeros(len(self._knots) + 1))
+        logs = self._factors.get(level)
+        if logs is None:
+            logs = self._factors[level] = np.zeros(len(self._knots) + 1)
+        return logs
 
 
 class CostTable:
