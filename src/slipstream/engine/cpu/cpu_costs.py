@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from resource import RUSAGE_SELF, getrusage
+from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +19,7 @@ from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
 from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.executor import RowWork
 from slipstream.engine.proposer import AUTO_CANDIDATES
+from slipstream.kernels.cpu.native_library import threads
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.choose import SLOT_OPTIONS
@@ -29,11 +33,21 @@ from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
 _TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
 _CONTEXT = 64  # tokens behind which steps are timed; real steps teach what a longer context costs
-# Every action runs 6 times; after 2 rounds the measurement ends early if it has taken 1.5 seconds, because a first
-# request waits for it. With fewer rounds, a disturbed run may be taken for the cost.
-_ROUNDS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
+# Actions run in turns until each had 6 runs that no other process disturbed, which takes 0.7 s on an idle machine with
+# the shipped pair. After 2 rounds the measurement also ends when it has taken 1.5 s, because a first request waits for
+# it. With fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.
+_CLEAN_RUNS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
 
+Action = tuple[str, int]
 Progress = Callable[[str, int, int], None]
+
+
+class Run(NamedTuple):
+    """One run of an action; it is clean if no thread of this process had to leave its core for another process."""
+
+    wall_ms: float
+    cpu_ms: float  # of all threads
+    clean: bool
 
 
 @torch.inference_mode()
@@ -60,7 +74,7 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
         if blocks is not None:
             contexts.write(result, [(0, [0])])
 
-    actions: dict[tuple[str, int], Callable[[], object]] = {}
+    actions: dict[Action, Callable[[], object]] = {}
     for rows in _ROWS:
         actions["step", rows] = partial(step, rows)
     for rows in _TREE_ROWS:
@@ -68,10 +82,10 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
     for count in slots:
         assert blocks is not None
         actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, AUTO_CANDIDATES)])
-    best = _best_ms(actions, progress)
-    table = CostTable({rows: best["step", rows] for rows in _ROWS}, {count: best["draft", count] for count in slots})
+    times = _take_turns(actions, progress)
+    table = CostTable({rows: times["step", rows] for rows in _ROWS}, {count: times["draft", count] for count in slots})
     for rows in _TREE_ROWS:
-        table.teach(StepShape(1, rows, _CONTEXT, sampled=False, branching=True), best["tree", rows])
+        table.teach(StepShape(1, rows, _CONTEXT, sampled=False, branching=True), times["tree", rows])
     return table
 
 
@@ -79,27 +93,39 @@ def _chain(rows: int) -> Proposal:
     return Proposal((1,) * rows, tuple(range(-1, rows - 1)))
 
 
-def _best_ms(
-    actions: dict[tuple[str, int], Callable[[], object]], progress: Progress | None
-) -> dict[tuple[str, int], float]:
-    """Returns the fastest of a few runs of each action, because a disturbance can only make a run longer.
+def _take_turns(actions: Mapping[Action, Callable[[], object]], progress: Progress | None) -> dict[Action, float]:
+    """Returns how long each action takes while no other process takes a core away.
 
     The actions take turns, so that a busy spell of the machine does not fall on one of them alone. The widest step runs
     once before the clock starts, because the first access to new memory is slow.
     """
-    best = dict.fromkeys(actions, float("inf"))
+    runs: dict[Action, list[Run]] = {name: [] for name in actions}
     actions["step", max(_ROWS)]()
-    started, done = time.perf_counter(), 0
-    for turn in range(_ROUNDS):
-        if turn >= _LEAST_ROUNDS and time.perf_counter() - started > _MOST_SECONDS:
-            break
+    started, rounds, clean = time.perf_counter(), 0, 0
+    while rounds < _LEAST_ROUNDS or (clean < _CLEAN_RUNS and time.perf_counter() - started < _MOST_SECONDS):
         for name, action in actions.items():
-            began = time.perf_counter()
-            action()
-            best[name] = min(best[name], (time.perf_counter() - began) * 1e3)
-            done += 1
-            if progress is not None:
-                progress("measuring step costs", done, _ROUNDS * len(actions))
+            runs[name].append(_timed(action))
+        rounds, clean = rounds + 1, min(sum(run.clean for run in own) for own in runs.values())
+        if progress is not None:
+            progress("measuring step costs", clean, _CLEAN_RUNS)
     if progress is not None:
         progress("measuring step costs", 1, 1)
-    return best
+    return {name: undisturbed_ms(own, threads()) for name, own in runs.items()}
+
+
+def _timed(action: Callable[[], object]) -> Run:
+    switches, cpu, wall = getrusage(RUSAGE_SELF).ru_nivcsw, time.process_time(), time.perf_counter()
+    action()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Run(wall * 1e3, cpu * 1e3, getrusage(RUSAGE_SELF).ru_nivcsw == switches)
+
+
+def undisturbed_ms(runs: Sequence[Run], cores: int) -> float:
+    """Returns the fastest clean run or, without any, the processor time that the runs needed on each core.
+
+    Beside a busy process, a step that lasts longer than the system's time slice is never clean, and takes up to twice
+    its time. Its processor time does not change. Where not all of the work is shared among the cores the result is too
+    small, which does less harm than one that is too large: the policy uses such a size, and its timings correct it.
+    """
+    clean = [run.wall_ms for run in runs if run.clean]
+    return min(clean) if clean else min(median(run.cpu_ms for run in runs) / cores, *(run.wall_ms for run in runs))
