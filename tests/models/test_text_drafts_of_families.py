@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +18,7 @@ from slipstream import LLM
 from slipstream.config import EngineConfig
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.policy import Policy
+from tests.differential import Clock
 from tests.families import ids_of
 from tests.oracles import save_model, save_tokenizer, tiny_target
 from tests.tiny import assert_idle
@@ -30,7 +33,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_without_a_drafter_speculates_and_keeps_its_text(family: str, tmp_path: Path) -> None:
+def test_a_family_without_a_drafter_speculates_and_keeps_its_text(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", Clock(random.Random(1)))  # a busy machine changes no decision
     save_tokenizer(save_model(FAMILIES[family](), tmp_path))
     config = EngineConfig(
         weight_format=EXACT, check_integrity=True, max_context=384, cache_tokens=2048, max_sequences=4, threads=1

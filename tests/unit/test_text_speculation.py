@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.engine import llm as llm_module
 from slipstream.engine.llm import LLM, Completion
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import RequestError
 from slipstream.grammar import notations as grammars
 from slipstream.speculative import suffix_index
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.policy import Policy
 from slipstream.types import Source
+from tests.differential import Clock
 from tests.fakes import FakeLLM
 from tests.tiny import assert_idle, prompt, tiny_llm
 from tests.unit.test_suffix_index import check
 
-pytestmark = pytest.mark.usefixtures("threads")
 SOURCES: dict[str, bool | str] = {"the pair": True, "the text alone": "suffix"}
 SENTENCE = "A sentence that comes again. "
 VALUE = "the value that only the schema can know, which is rather long"
+
+
+@pytest.fixture(autouse=True)
+def steady_clock(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the policy see the same times on every machine, however busy it is."""
+    monkeypatch.setattr(time, "perf_counter", Clock(random.Random(1)))
 
 
 def open_llm(folder: Path, draft: bool | str, **settings: Any) -> LLM:
@@ -79,7 +85,7 @@ def test_a_schema_is_kept(speculating: LLM) -> None:
 def test_a_stop_string_ends_the_text_at_the_same_character(speculating: LLM) -> None:
     ids = prompt(30, 1) * 3
     _, whole = both(speculating, ids, temperature=0.8)
-    stop = whole.text[40:44]
+    stop = whole.text[50:58]
     auto, plain = both(speculating, ids, temperature=0.8, stop=(stop,))
     assert_same(auto, plain)
     assert auto.finish_reason == "stop" and stop not in auto.text and from_text(auto) > 0
@@ -207,16 +213,6 @@ def test_a_folder_called_suffix_is_given_as_a_path(folder: Path, monkeypatch: py
     (folder / "suffix").symlink_to(folder / "draft")
     monkeypatch.chdir(folder)
     assert tiny_llm(folder, draft="./suffix").has_draft and not tiny_llm(folder, draft="suffix").has_draft
-
-
-def test_a_gpu_refuses_drafts_from_the_text_before_it_loads_anything(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm_module, "chosen_gpu", lambda config: object())
-    with pytest.raises(
-        ConfigError, match=r"^--draft suffix needs the CPU, and this would run on a GPU \(add --device cpu\)$"
-    ):
-        LLM(str(folder / "there is no such model"), "suffix")
 
 
 def test_the_command_line_asks_for_the_text_alone(cli: Any, fake_engine: type[FakeLLM]) -> None:

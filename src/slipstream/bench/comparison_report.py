@@ -96,10 +96,9 @@ def source_sentence(result: Comparison) -> str:
     counts = result.modes[AUTO].stats.accepted_by_source if AUTO in result.modes else {}
     if not counts.get("text", 0) + counts.get("both", 0):
         return ""
-    return (
-        f"Of the {sum(counts.values())} drafted tokens that mode auto kept, {counts['drafter']} came from the drafter, "
-        f"{counts['text']} from the text itself and {counts['both']} from both."
-    )
+    names = {"drafter": "the drafter", "text": "the text itself", "both": "both"}
+    parts = ", ".join(f"{count} from {names[source]}" for source, count in counts.items() if count)
+    return f"Mode auto kept {sum(counts.values())} drafted tokens: {parts}."
 
 
 def best_sentence(result: Comparison) -> str:
