@@ -1,7 +1,7 @@
-"""Milliseconds of steps and drafts on this machine: curves measured at start-up and corrected by every timed step.
+"""Milliseconds of steps and drafts on this machine: curves measured at start-up and refreshed by every timed step.
 
-An estimate is the start-up curve times four factors: one for the machine, one for this size, and both again for this
-kind of step at this length of context. A timing moves all four, so that it also improves the estimates of shapes that
+An estimate is the start-up curve times factors for the machine as a whole, the kind of step, its context and its
+rows. A timing moves all of its factors a little, so a timing of one shape also improves the estimates of shapes that
 were never timed.
 """
 
@@ -9,34 +9,36 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Hashable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.errors import IntegrityError
 
-# docs/log.md says what the policy loses without each of these values.
-# Tokens. Contexts up to this length share one slice; above it every doubling has its own. A smaller value would split
-# the timings over more slices, so that each of them learns more slowly.
+# Tokens. Contexts up to this length share one bucket; above it every doubling has its own. A smaller
+# value would split the timings over more buckets, so that each bucket learns more slowly.
 SHORT_CONTEXT = 512
-# Rows. The doublings of the largest measured size up to this one have factors too; no step has more rows.
-_FAR_SIZE = 1 << 16
-# The shares of a timing's error that the factors take: those of the machine and of the size, then those of the slice
-# and of the size in it. Larger shares follow noise, smaller ones leave a size that was mistimed at start-up wrong.
-_GAINS = ((0.4, 0.1), (0.05, 0.05))
-# Timings after which the curves are drawn again. Drawing at every timing took 100 microseconds of each step, not 12.
-_REDRAWN = 5
-# The share of every factor's logarithm that is kept when curves are drawn again, so half is left after 700 timings.
-# Without fading, a size that was slow for a while and is no longer chosen, nor timed, would look slow for ever.
-_KEPT = 0.5 ** (_REDRAWN / 700)
+# Rows or slots at which a curve has factors of its own; it is a straight line between them.
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+# docs/log.md holds the measurements behind the policy; figures about a single value are repeated below.
+_CLIP = math.log(2.0)  # A timing counts as at most twice and at least half of what was expected.
+# The share of a timing's error that each factor takes: the machine's, the kind's, and that of kind and context. Larger
+# shares follow noise, smaller ones follow a change of the machine's speed too slowly.
+_GAINS = (0.08, 0.03, 0.03)
+_KNOT_GAINS = (0.02, 0.02, 0.02)  # The same shares for the factors of single knots.
+_LESSONS = 16  # A careful measurement counts as this many timings.
+_USUAL_SIZES = 24  # Lists of times are computed up to at least this many rows, so that most steps find them complete.
+_STALE = 5  # Timings after which the curves are computed again; computing them takes time as well.
+# The share of a cell's own factor that is kept at every timing (half is left after 400). Without fading, one slow spell
+# could keep a shape from ever being chosen, and so from being timed, again.
+_FADING = 0.5 ** (1 / 400)
+_LEAST_UNIT = 1e-60  # The factors are scaled anew before their common unit gets this close to underflow.
 # One row costs at least this share of a step. Where rows are almost free, noise in the curve would otherwise make the
 # rows of one sequence look dearer than those of another.
 _LEAST_ROW_SHARE = 0.002
 
-Floats = NDArray[np.float64]
-Slice = tuple[Hashable, ...]  # the kind of a step or draft, and its range of contexts
+Slice = tuple[Hashable, int]
 
 
 class StepShape(NamedTuple):
@@ -50,77 +52,92 @@ class StepShape(NamedTuple):
 
 
 class _Curve:
-    """One start-up curve and its factors; a size is a number of rows or slots."""
+    """One start-up curve and its factors; a slice is (kind, context bucket), and x is the number of rows or slots."""
 
     def __init__(self, measured: Mapping[int, float]) -> None:
-        self.sizes = sorted(measured)
-        knots, times = list(self.sizes), _rising(np.array([measured[size] for size in self.sizes])).tolist()
-        slope = (times[-1] - times[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
-        while knots[-1] < _FAR_SIZE:
-            times.append(times[-1] + slope * knots[-1])
-            knots.append(2 * knots[-1])
-        self._knots, self._base = knots, np.array(times)
-        self._factors: dict[Slice, Floats] = {}  # logarithms: the common factor's, then one for every knot
-        self._errors: dict[tuple[Slice, int], float] = {}  # logarithms, of the last timing
-        self._drawn: dict[Slice, list[float]] = {}  # times of all sizes from 0
+        sizes = sorted(measured)
+        # More work never takes less time, so a dip in the measured curve is noise.
+        times = list(accumulate((measured[size] for size in sizes), max))
+        self.sizes = sizes
+        self.knots = sorted({*sizes, *_KNOTS})
+        self._base = [_line(sizes, times, knot) for knot in self.knots]
+        self._machine = 0.0
+        # Per level: its own factor and those of the knots, as logarithms in units that fade with every timing.
+        self._factors: dict[Hashable, list[float]] = {}
+        self._unit = 1.0
+        self._recent: dict[tuple[Slice, int], deque[float]] = {}
+        self._times: dict[Slice, list[float]] = {}  # times at the knots, kept for a few timings
+        self._listed: dict[Slice, list[float]] = {}
         self.observed = 0
+
+    def at(self, where: Slice, x: int) -> float:
+        times = self._times.get(where)
+        if times is None:
+            times = self._times[where] = self._estimate(where)
+        return _line(self.knots, times, x)
 
     def upto(self, where: Slice, most: int) -> list[float]:
         """The times of all sizes from 0 to at least `most`."""
-        drawn = self._drawn.get(where)
-        if drawn is None or len(drawn) <= most:
-            logs = self._logs(()) + self._logs(where)
-            times = _rising(self._base * np.exp(logs[0] + logs[1:]))
-            # Most questions are about one sequence, which has at most 64 rows, and are answered by one drawing.
-            drawn = self._drawn[where] = np.interp(np.arange(max(most, 64) + 1), self._knots, times).tolist()
-        return drawn
+        listed = self._listed.get(where)
+        if listed is None or len(listed) <= most:
+            self.at(where, most)
+            listed = self._listed[where] = _every(self.knots, self._times[where], max(most, _USUAL_SIZES))
+        return listed
 
-    def at(self, where: Slice, size: int) -> float:
-        return self.upto(where, size)[size]
-
-    def observe(self, where: Slice, size: int, ms: float) -> None:
-        before, now = self._errors.get((where, size), 0.0), self._error(where, size, ms)
-        self._errors[where, size] = now
-        # Two timings in a row have to agree that an estimate is wrong, so a single slow step leaves no trace.
-        agreed = sorted((0.0, before, now))[1]
-        self._move((), size, agreed, *_GAINS[0])
-        self._move(where, size, agreed, *_GAINS[1])
+    def observe(self, where: Slice, x: int, ms: float) -> None:
+        recent = self._recent.setdefault((where, x), deque(maxlen=3))
+        recent.append(ms)
+        # The median of three is used: a single slow step leaves no trace, and a lasting change arrives one timing
+        # later.
+        typical = sorted(recent)[(len(recent) - 1) // 2]
+        error = math.log(typical / self.at(where, x))
+        error = max(-_CLIP, min(_CLIP, error))
         self.observed += 1
-        if not self.observed % _REDRAWN:
-            self._drawn.clear()
-            for factors in self._factors.values():
-                factors *= _KEPT
+        self._unit *= _FADING
+        if self._unit < _LEAST_UNIT:
+            self._factors = {level: [self._unit * log for log in logs] for level, logs in self._factors.items()}
+            self._unit = 1.0
+        shares = self._shares(x)
+        spread = sum(share * share for _, share in shares)
+        for level, gain, knot_gain in zip(_levels(where), _GAINS, _KNOT_GAINS, strict=True):
+            logs = self._logs(level)
+            if level:
+                logs[0] += gain * error / self._unit
+            else:
+                self._machine += gain * error  # the machine's own factor does not fade
+            for place, share in shares:
+                logs[place + 1] += knot_gain * error * share / spread / self._unit
+        if not self.observed % _STALE:
+            self._times.clear()
+            self._listed.clear()
 
-    def teach(self, where: Slice, size: int, ms: float) -> None:
-        self._move(where, size, self._error(where, size, ms), 0.5, 0.5)
-        self._drawn.clear()
+    def _estimate(self, where: Slice) -> list[float]:
+        """Times at the knots, made non-decreasing: halfway between the running maximum and the running minimum."""
+        unit = self._unit
+        logs = [unit * (a + b + c) for a, b, c in zip(*map(self._logs, _levels(where)), strict=True)]
+        common = self._machine + logs[0]
+        raw = [base * math.exp(common + log) for base, log in zip(self._base, logs[1:], strict=True)]
+        if raw == sorted(raw):
+            return raw
+        below = accumulate(raw, max)
+        above = list(accumulate(reversed(raw), min))
+        return [(low + high) / 2 for low, high in zip(below, reversed(above), strict=True)]
 
-    def _error(self, where: Slice, size: int, ms: float) -> float:
-        """The logarithm of a time over what the factors say now, before curves are made to rise."""
-        (left, share), (right, other) = self._around(size)
-        shared, own = self._logs(()), self._logs(where)
-        low, high = (self._base[k] * math.exp(shared[0] + own[0] + shared[k + 1] + own[k + 1]) for k in (left, right))
-        return math.log(ms / (share * low + other * high))
+    def _shares(self, x: int) -> list[tuple[int, float]]:
+        """The places of the knots around x, and the share of x that each of them stands for."""
+        right = bisect_left(self.knots, x)
+        if right == len(self.knots):
+            return [(right - 1, 1.0)]
+        if self.knots[right] == x or right == 0:
+            return [(right, 1.0)]
+        low, high = self.knots[right - 1], self.knots[right]
+        part = (x - low) / (high - low)
+        return [(right - 1, 1.0 - part), (right, part)]
 
-    def _move(self, level: Slice, size: int, error: float, common: float, own: float) -> None:
-        """Moves a level's factors; the two knots around the size take part by their nearness to it."""
-        logs, around = self._logs(level), self._around(size)
-        spread = sum(share * share for _, share in around)
-        logs[0] += common * error
-        for place, share in around:
-            logs[place + 1] += own * error * share / spread
-
-    def _around(self, size: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """The places of the two knots around a size, and how near it is to each of them."""
-        right = min(max(bisect_left(self._knots, size), 1), len(self._knots) - 1)
-        low, high = self._knots[right - 1], self._knots[right]
-        part = min(max((size - low) / (high - low), 0.0), 1.0)
-        return (right - 1, 1.0 - part), (right, part)
-
-    def _logs(self, level: Slice) -> Floats:
+    def _logs(self, level: Hashable) -> list[float]:
         logs = self._factors.get(level)
         if logs is None:
-            logs = self._factors[level] = np.zeros(len(self._knots) + 1)
+            logs = self._factors[level] = [0.0] * (len(self.knots) + 1)
         return logs
 
 
@@ -161,8 +178,9 @@ class CostTable:
             self._steps.observe(_step_slice(shape), shape.rows, ms)
 
     def teach(self, shape: StepShape, ms: float) -> None:
-        """Takes in a careful measurement of one kind of step, which says nothing about the machine or other kinds."""
-        self._steps.teach(_step_slice(shape), shape.rows, ms)
+        """Takes in a careful measurement with far more weight than the timing of a single step has."""
+        for _ in range(_LESSONS):
+            self.observe_step(shape, ms)
 
     def observe_draft(self, blocks: int, slots: int, context: int, ms: float) -> None:
         if self._drafts is not None and math.isfinite(ms) and ms > 0 and blocks > 0 and slots > 0:
@@ -197,21 +215,42 @@ class CostTable:
 
 
 def _step_slice(shape: StepShape) -> Slice:
-    return _doublings(shape.batch), shape.sampled, shape.branching, _context_range(shape.context)
+    return (_doublings(shape.batch), shape.sampled, shape.branching), _context_bucket(shape.context)
 
 
 def _draft_slice(blocks: int, context: int) -> Slice:
-    return _doublings(blocks), _context_range(context)
+    return (_doublings(blocks),), _context_bucket(context)
+
+
+def _levels(where: Slice) -> tuple[Hashable, Hashable, Hashable]:
+    return (), where[0], where
 
 
 def _doublings(count: int) -> int:
     return (max(1, count) - 1).bit_length()
 
 
-def _context_range(context: int) -> int:
-    return max(0, _doublings(context) - _doublings(SHORT_CONTEXT))
+def _context_bucket(context: int) -> int:
+    return 0 if context <= SHORT_CONTEXT else _doublings(context) - _doublings(SHORT_CONTEXT)
 
 
-def _rising(times: Floats) -> Floats:
-    """The times without dips: less work never takes longer, and a disturbance makes times longer, never shorter."""
-    return np.minimum.accumulate(times[::-1])[::-1]
+def _line(sizes: list[int], times: list[float], x: int) -> float:
+    """Straight lines between the points; the first time before them, and the last slope behind them."""
+    if x <= sizes[0] or len(sizes) == 1:
+        return times[0]
+    right = min(bisect_left(sizes, x), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    return times[right - 1] + (times[right] - times[right - 1]) * (x - low) / (high - low)
+
+
+def _every(sizes: list[int], times: list[float], most: int) -> list[float]:
+    """`_line` at every size from 0 to `most`."""
+    values = [times[0]] * (sizes[0] + 1)
+    for place in range(1, len(sizes)):
+        if len(values) > most:
+            break
+        low, high = sizes[place - 1], sizes[place]
+        end = most if place == len(sizes) - 1 else high
+        slope = (times[place] - times[place - 1]) / (high - low)
+        values += [times[place - 1] + slope * ahead for ahead in range(1, end - low + 1)]
+    return values
