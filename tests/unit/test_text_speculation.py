@@ -225,5 +225,7 @@ def test_the_command_line_asks_for_the_text_alone(cli: Any, fake_engine: type[Fa
     assert done.code == 2 and "mode chain needs a drafter" in done.err
     done = cli("chat", "--draft", "suffix", "--json", stdin="hello\n")
     assert done.code == 0 and fake_engine.made[-1].requests[-1]["mode"] == "auto"
+    done = cli("generate", "--prompt", "x", "--draft", "suffix", "--plain", "--json")
+    assert done.code == 0 and '"draft":null' in done.out.replace(" ", "")
     done = cli("generate", "--prompt", "x", "--draft", "none", "--json")
     assert done.code == 0 and fake_engine.made[-1].draft is None

@@ -100,7 +100,8 @@ def command(
         mode_name = str(how.resolved_mode(llm.speculates))
         events = _traced(llm, llm.stream(text, chat=chat, **settings), steps_file, mode_name)
         if json_output:
-            _print_object(ui, llm, events, show_drafts, logprobs is not None)
+            drafts = None if mode_name == "plain" else llm.draft_label
+            _print_object(ui, events, drafts, show_drafts, logprobs is not None)
         else:
             _print_stream(ui, llm, events, show_drafts)
 
@@ -129,7 +130,7 @@ def _traced(llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str) -> It
         yield event
 
 
-def _print_object(ui: Ui, llm: LLM, stream: Iterator[GenEvent], show_drafts: bool, logprobs: bool) -> None:
+def _print_object(ui: Ui, stream: Iterator[GenEvent], draft: str | None, show_drafts: bool, logprobs: bool) -> None:
     events = list(stream)
     tokens = [token for event in events for token in event.tokens]
     stats = events[-1].stats or RequestStats()
@@ -137,7 +138,7 @@ def _print_object(ui: Ui, llm: LLM, stream: Iterator[GenEvent], show_drafts: boo
         "text": "".join(event.text for event in events),
         "token_ids": [token.id for token in tokens],
         "finish_reason": events[-1].finish_reason,
-        "draft": llm.draft_label,
+        "draft": draft,
         "stats": stats.to_json(),
     }
     if logprobs:
