@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -102,6 +103,7 @@ def command(
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
+    no_text_drafts: o.NoTextDrafts = False,
     json_output: o.JsonOutput = False,
 ) -> None:
     """Measure plain decoding against speculation in alternation, and check that the texts agree."""
@@ -115,6 +117,7 @@ def command(
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = BenchPlan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
+    config = replace(config, text_drafts=not no_text_drafts)
     about: dict[str, object] = {
         "target": target,
         "prompts": prompts,

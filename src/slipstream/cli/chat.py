@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,6 +57,7 @@ def command(
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
+    no_text_drafts: o.NoTextDrafts = False,
     json_output: o.JsonOutput = False,
 ) -> None:
     """Talk to a model; /help lists the commands of the conversation."""
@@ -65,6 +67,7 @@ def command(
     )
     how = o.speculation(mode, gate, confidence)
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
+    config = replace(config, text_drafts=not no_text_drafts)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         session = ChatSession(
             draft_source=llm.draft_source,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,6 +72,7 @@ def command(
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     draft_window: o.DraftWindow = None,
+    no_text_drafts: o.NoTextDrafts = False,
     json_output: o.JsonOutput = False,
 ) -> None:
     """Continue a prompt, or answer it with --chat."""
@@ -95,6 +97,7 @@ def command(
     chosen = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     settings: dict[str, object] = {**limits, **how.settings(), **chosen}
     config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
+    config = replace(config, text_drafts=not no_text_drafts)
     with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
         settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
         mode_name = str(how.resolved_mode(llm.speculates))

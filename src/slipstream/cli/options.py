@@ -74,6 +74,14 @@ DraftWindow = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+NoTextDrafts = Annotated[
+    bool,
+    typer.Option(
+        "--no-text-drafts",
+        help="Draft only with the drafter, not from the text itself, in mode auto on a CPU.",
+        rich_help_panel=_MODEL,
+    ),
+]
 DraftLora = Annotated[
     list[str] | None,
     typer.Option(

@@ -167,6 +167,7 @@ class SingleModelOptions:
     kernels: Kernels = "triton"
     no_graphs: bool = False
     exact: bool = False
+    no_text_drafts: bool = False
     threads: int = 0
     max_context: int = 0
     max_sequences: int | None = None
@@ -188,6 +189,7 @@ class SingleModelOptions:
         )
         engine = replace(
             config,
+            text_drafts=not self.no_text_drafts,
             max_sequences=EngineConfig().max_sequences if self.max_sequences is None else self.max_sequences,
             max_waiting=_DEFAULT_QUEUE if self.max_queue is None else self.max_queue,
         )
@@ -208,6 +210,7 @@ def command(
     kernels: o.KernelChoice = "triton",
     no_graphs: o.NoGraphs = False,
     exact: o.Exact = False,
+    no_text_drafts: o.NoTextDrafts = False,
     threads: o.Threads = 0,
     max_context: o.MaxContext = 0,
     max_sequences: MaxSequences = None,
@@ -241,6 +244,7 @@ def command(
         kernels,
         no_graphs,
         exact,
+        no_text_drafts,
         threads,
         max_context,
         max_sequences,

@@ -29,6 +29,7 @@ _ENGINE: dict[str, type] = {
     "step_rows": int,
     "max_waiting": int,
     "draft_window": int,
+    "text_drafts": bool,
     "prefix_cache": bool,
     "threads": int,
 }
