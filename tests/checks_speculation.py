@@ -16,6 +16,7 @@ from slipstream.engine.llm import LLM
 from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix, Matrix
 from slipstream.speculative.costs import CostTable
 from slipstream.stats import RequestStats
+from slipstream.types import Source
 from tests import checks
 
 MODES = ("chain:2", "chain:4", "chain:8", "chain", "tree:8", "tree:16", "tree:32", "tree:64", "tree:32:seed", "auto")
@@ -133,11 +134,12 @@ def _shuffle(matrix: Matrix, source: torch.Generator) -> None:
 
 
 def speculative_tokens(llm: LLM, prompt: str, tokens: int, **settings: object) -> list[tuple[int, int]]:
-    """(tokens written before the step, drafted rows verified in it) for every step of one answer in mode auto."""
+    """(tokens written before the step, the drafter's rows verified in it) for every step of one answer in mode auto."""
     seen, written = [], 1
     for event in llm.stream(prompt, chat=True, mode="auto", max_tokens=tokens, ignore_eos=True, **settings):
         if event.step is not None:
-            seen.append((written, event.step.proposal.nodes))
+            proposal = event.step.proposal
+            seen.append((written, sum(proposal.source(row) != Source.TEXT for row in range(1, len(proposal.tokens)))))
             written += len(event.tokens)
     return seen
 
