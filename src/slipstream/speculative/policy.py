@@ -39,6 +39,9 @@ _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it w
 # follows luck, a smaller one follows a change of the text too slowly.
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
 _KIND_DRAFTS = 6  # as many own drafts as the kind's record counts for at the start of a request
+_MOST_RESTING = 64.0  # plain steps that one plan serves at most; planning each one takes 2 % of a small step
+    64.0  # plain steps that one plan serves at most; planning each of them takes 2 % of a small model's time
+)
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
@@ -186,6 +189,9 @@ class Policy:
         self._plain_ms = costs.step_ms(StepShape(1, 1, 0, sampled=False, branching=False))
         self._budget_ms = _FREE_STEPS * self._plain_ms
         self._explored = 0.0  # the share of the current step's time that trials may lose later
+        self._missing_ms = 0.0  # what the budget lacks for the next trial
+        self._resting: list[object] = []  # the costs and the sequences that decode plainly for so many further steps
+        self._resting_steps = 0
         self._plain_rate = 0.0  # of the last step, in tokens per millisecond
         self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
 
@@ -203,12 +209,16 @@ class Policy:
 
     def plan_drafts(self, views: Sequence[View], rest: Rest = ALONE) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
+        present = [self.costs, *(view.policy for view in views)]
+        if self._resting_steps and self._resting == present and not any(view.text for view in views):
+            self._resting_steps -= 1
+            return [0] * len(views)
         self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
         step = self._step(views, rest, max([*most, *(len(view.text) for view in views)], default=0))
-        self._plain_ms = step.plain_ms
+        self._plain_ms, self._plain_rate = step.plain_ms, step.plain_rate
         able = [index for index, room in enumerate(most) if room]
         middle = options[len(options) // 2] if options else 0
         able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
@@ -230,6 +240,11 @@ class Policy:
             own = view.policy
             own.slots, own.trial = slots[index], slots[index] > 0 and index not in paying
             own.note = "" if slots[index] else _why_plain(view, speed)
+        # Without drafts nothing changes but the budget, so the same is decided until it has grown enough for a trial.
+        saved_ms = self._explored * step.plain_ms
+        resting = not any(slots) and saved_ms > 0
+        self._resting = present
+        self._resting_steps = int(min(_MOST_RESTING, self._missing_ms / saved_ms)) if resting else 0
         return slots
 
     def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
@@ -243,7 +258,7 @@ class Policy:
     def _trials(self, step: StepTimes, views: Sequence[View], losing: Sequence[int], slots: int) -> list[int]:
         """The sequences that draft although it does not seem to pay, as far as the budget covers what that loses."""
         trials: list[int] = []
-        before_ms = 0.0
+        before_ms = self._missing_ms = 0.0
         for index in losing:
             own = views[index].policy
             if not own.explore:
@@ -257,6 +272,7 @@ class Policy:
             if step.batch > 1 and not step.fair(step.plain_ms + cost_ms, 1.0):
                 loss_ms = cost_ms  # its tokens do not make up for what other sequences lose
             if loss_ms > self._budget_ms:
+                self._missing_ms = loss_ms - self._budget_ms
                 break
             self._budget_ms -= max(0.0, loss_ms)
             before_ms = draft_ms

@@ -70,6 +70,11 @@ class SuffixIndex:
     def length(self) -> int:
         return len(self._text)
 
+    @property
+    def last(self) -> int:
+        """The last token of the text."""
+        return self._text[-1]
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the text, each in constant time."""
         self._text.extend(tokens)
@@ -108,6 +113,15 @@ class SuffixIndex:
         The tree has no node if the last token is new. The text must not be empty.
         """
         return _grow(self._text, self.occurrences(), most_nodes, depth)
+
+    def longest_match(self) -> int:
+        """Returns how many tokens of the text's end occurred together before, or a few more; it takes no time."""
+        last, bound = len(self._text) - 1, 0
+        for level in self._levels:
+            if level.older[last] < 0:
+                return bound
+            bound = 2 * level.span - 1
+        return LONGEST_MATCH
 
     def occurrences(self) -> list[Occurrence]:
         """Returns earlier occurrences of the text's end: the longest match first, and the most recent of equal ones.
@@ -180,6 +194,11 @@ class _Grams:
         return copied
 
 
+def claim_of(share: float, known: int) -> float:
+    """Returns the probability of a token that so large a share of occurrences has behind so many matching tokens."""
+    return share * known / (known + 1)
+
+
 def _grow(text: array[int], occurrences: list[Occurrence], most_nodes: int, depth: int) -> TextDrafts:
     """Adds the continuation with the largest product of claims again and again."""
     drafts = TextDrafts([text[-1]])
@@ -191,7 +210,7 @@ def _grow(text: array[int], occurrences: list[Occurrence], most_nodes: int, dept
         if step < depth:
             for token, share, group in _continuations(text, here, step):
                 known = group[0][0] + step  # tokens before this one that the best occurrence shares
-                claim = share * known / (known + 1)
+                claim = claim_of(share, known)
                 order += 1
                 heapq.heappush(heap, (-product * claim, order, row, token, claim, share, group))
         if not heap:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.speculative.estimate import Estimate
-from slipstream.speculative.suffix_index import SuffixIndex
+from slipstream.speculative.suffix_index import SuffixIndex, claim_of
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
@@ -13,6 +13,9 @@ MOST_TEXT_NODES = 15
 
 def text_growth(index: SuffixIndex, depth: int, estimate: Estimate, floor: float) -> Growth:
     """The continuations of a text that are at least as likely as `floor`, the likeliest first."""
+    longest = index.longest_match()
+    if not longest or estimate.chance(claim_of(1.0, longest), 1, Source.TEXT) < floor:
+        return Growth([index.last])
     drafts = index.matches(MOST_TEXT_NODES, depth)
     growth = Growth(drafts.tokens[:1], sources=[Source.TEXT])
     rows = {0: 0}
