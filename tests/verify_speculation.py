@@ -18,7 +18,7 @@ from tests.verify_report import Report
 SET_PROMPTS = 6
 CONTEXT_QUESTIONS = 12
 TIMED_PROMPTS, TIMED_TOKENS = 16, 192
-BENCH_MODES = "plain,chain:4,chain:8,tree:6,tree:8,tree:16,auto"
+BENCH_MODES = "plain,chain:4,tree:6,tree:8,auto"
 WIDER = ("chain", "tree:32", "tree:64")
 Section = Callable[[Report], None]
 

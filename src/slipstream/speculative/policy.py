@@ -40,8 +40,6 @@ _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it w
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
 _KIND_DRAFTS = 6  # as many own drafts as the kind's record counts for at the start of a request
 _MOST_RESTING = 64.0  # plain steps that one plan serves at most; planning each one takes 2 % of a small step
-    64.0  # plain steps that one plan serves at most; planning each of them takes 2 % of a small model's time
-)
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
