@@ -92,7 +92,7 @@ def test_the_chosen_nodes_are_the_best_fair_prefix(count: int, others: int, bran
         assert value(step, offers, chosen, price) == pytest.approx(best, abs=1e-9)
         widths.add(sum(chosen))
         refused += max(value(step, offers, counts, price) for counts in prefixes(offers)) > best + 1e-9
-    assert len(widths) > 8 and (refused > 5) is (count + others > 1), "the cases ask for something"
+    assert len(widths) > 6 and (refused > 5) is (count + others > 1), "the cases ask for something"
 
 
 @pytest.mark.parametrize("speed", [1.0, 1.8])

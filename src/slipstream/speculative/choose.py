@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # One sequence's drafts make the step longer for all sequences. No sequence may expect less than this share of the
 # tokens per millisecond that plain steps would give it. Without the limit, one text that is easy to draft makes the
-# other sequences of its batch 2.8 times as slow; with 0.5 it makes them 2.1 times as slow, because steps take longer than
-# their estimate.
+# other sequences of its batch 2.8 times as slow; with 0.5 it made them 2.1 times as slow, because steps take a little
+# longer than their estimate.
 LEAST_SHARE = 0.6
 # Numbers of drafted slots that are compared, besides the full block. Fewer make drafts too shallow or too deep.
 SLOT_OPTIONS = (3, 7, 15)
