@@ -54,7 +54,7 @@ class Piece:
         return failure
 
 
-def tests_of(name: str, files: Sequence[str], options: Sequence[str]) -> Piece:
+def pytest_piece(name: str, files: Sequence[str], options: Sequence[str]) -> Piece:
     # The pieces would write one cache of results at the same time.
     pytest = (sys.executable, "-m", "pytest", "-q", "--durations=10", "-p", "no:cacheprovider")
     return Piece(name, ((*pytest, *options, *files),))
@@ -62,7 +62,9 @@ def tests_of(name: str, files: Sequence[str], options: Sequence[str]) -> Piece:
 
 def unit_tests(options: Sequence[str]) -> list[Piece]:
     files = sorted(map(str, (ROOT / "tests" / "unit").glob("test_*.py")))
-    return [tests_of(f"unit tests, part {part + 1}", files[part::UNIT_PIECES], options) for part in range(UNIT_PIECES)]
+    return [
+        pytest_piece(f"unit tests, part {part + 1}", files[part::UNIT_PIECES], options) for part in range(UNIT_PIECES)
+    ]
 
 
 def lint() -> Piece:
@@ -75,23 +77,23 @@ def check_lane(options: Sequence[str]) -> list[Piece]:
     return [lint(), *unit_tests(("-m", "not slow and not e2e", *options))]
 
 
-def test_lane(options: Sequence[str]) -> list[Piece]:
+def newcomer_lane(options: Sequence[str]) -> list[Piece]:
     """Everything that a newcomer must see pass, the longest pieces first."""
     whole = sorted((ROOT / "tests" / "e2e").glob("test_*.py"))
     servers = [str(path) for path in whole if path.stem.removeprefix("test_").startswith(SERVER_FILES)]
     programs = [str(path) for path in whole if str(path) not in servers]
     return [
-        tests_of("servers", servers, options),
-        tests_of("whole programs", programs, options),
-        tests_of("GPU kernels under the interpreter", ["tests/kernels"], options),
-        tests_of("hostile input", ["tests/hostile"], options),
+        pytest_piece("servers", servers, options),
+        pytest_piece("whole programs", programs, options),
+        pytest_piece("GPU kernels under the interpreter", ["tests/kernels"], options),
+        pytest_piece("hostile input", ["tests/hostile"], options),
         *unit_tests(options),
-        tests_of("models", ["tests/models"], options),
+        pytest_piece("models", ["tests/models"], options),
         lint(),
     ]
 
 
-LANES = {"check": check_lane, "test": test_lane}
+LANES = {"check": check_lane, "test": newcomer_lane}
 
 
 def main() -> int:

@@ -83,10 +83,9 @@ class RequestStats:
     novel_committed: int = 0
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    text_verified_at: list[int] = field(
-        default_factory=list
-    )  # the part of verified_at where only the text drafted so deep
-    text_accepted_at: list[int] = field(default_factory=list)  # the part of accepted_at that only the text had drafted
+    # the parts of the two lists above where only the text drafted so deep
+    text_verified_at: list[int] = field(default_factory=list)
+    text_accepted_at: list[int] = field(default_factory=list)
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     draft_ms: float = 0.0
@@ -132,7 +131,7 @@ class RequestStats:
         """Adds the counts and times of another request; rates of the sum are therefore averages."""
         for name in ("verified_at", "accepted_at", "text_verified_at", "text_accepted_at"):
             pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(self, name, [mine + theirs for mine, theirs in pairs])
+            setattr(self, name, [one + another for one, another in pairs])
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.policy.add(other.policy)

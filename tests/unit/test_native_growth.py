@@ -121,20 +121,20 @@ def natively(grower: Grower, drafts: BlockDrafts, estimate: Estimate | None, **a
     return [Growth(*chain.lists()), Growth(*tree.lists())]
 
 
-def assert_alike(mine: Growth, theirs: Growth) -> None:
+def assert_alike(compiled_growth: Growth, plain_growth: Growth) -> None:
     """Asserts that two growths are equal; of two nodes whose survivals differ by rounding, either may come first."""
     close = [
         row
-        for row in range(2, len(theirs.tokens))
-        if theirs.survivals[row - 1] - theirs.survivals[row] < 1e-5 * theirs.survivals[row - 1]
+        for row in range(2, len(plain_growth.tokens))
+        if plain_growth.survivals[row - 1] - plain_growth.survivals[row] < 1e-5 * plain_growth.survivals[row - 1]
     ]
-    rows = close[0] - 1 if close else len(theirs.tokens)
-    assert len(mine.tokens) == len(theirs.tokens)
-    assert mine.tokens[:rows] == theirs.tokens[:rows]
-    assert mine.parents[:rows] == theirs.parents[:rows]
-    assert mine.depths[:rows] == theirs.depths[:rows]
-    np.testing.assert_allclose(mine.chances[:rows], theirs.chances[:rows], rtol=2e-5)
-    np.testing.assert_allclose(mine.survivals, theirs.survivals, rtol=2e-4)
+    rows = close[0] - 1 if close else len(plain_growth.tokens)
+    assert len(compiled_growth.tokens) == len(plain_growth.tokens)
+    assert compiled_growth.tokens[:rows] == plain_growth.tokens[:rows]
+    assert compiled_growth.parents[:rows] == plain_growth.parents[:rows]
+    assert compiled_growth.depths[:rows] == plain_growth.depths[:rows]
+    np.testing.assert_allclose(compiled_growth.chances[:rows], plain_growth.chances[:rows], rtol=2e-5)
+    np.testing.assert_allclose(compiled_growth.survivals, plain_growth.survivals, rtol=2e-4)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -155,8 +155,8 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
     plain = bound(block, head, **settings)
     expected = plain.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
     compiled = bound(block, head, **settings)
-    for mine, theirs in zip(natively(grower, compiled, estimate, **asked), expected, strict=True):
-        assert_alike(mine, theirs)
+    for compiled_growth, plain_growth in zip(natively(grower, compiled, estimate, **asked), expected, strict=True):
+        assert_alike(compiled_growth, plain_growth)
     assert compiled.broken == plain.broken
 
 
@@ -182,9 +182,9 @@ def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibra
     drafts = bound(random_block(source, 15), None)
     asked = {"anchor": 1, "length": 15, "nodes": 200, "depth": 15, "seeded": False, "floor": 0.0}
     expected = drafts.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
-    for mine, theirs in zip(natively(grower, drafts, estimate, **asked), expected, strict=True):
-        np.testing.assert_allclose(mine.survivals, theirs.survivals, rtol=1e-12)
-        np.testing.assert_allclose(mine.chances, theirs.chances, rtol=1e-12)
+    for compiled_growth, plain_growth in zip(natively(grower, drafts, estimate, **asked), expected, strict=True):
+        np.testing.assert_allclose(compiled_growth.survivals, plain_growth.survivals, rtol=1e-12)
+        np.testing.assert_allclose(compiled_growth.chances, plain_growth.chances, rtol=1e-12)
 
 
 def test_equals_keep_their_order(grower: Grower) -> None:
@@ -192,8 +192,8 @@ def test_equals_keep_their_order(grower: Grower) -> None:
     drafts = bound((tokens, np.full((4, 10), np.log(0.1), np.float32)), None)
     asked = {"anchor": 1, "length": 4, "nodes": 60, "depth": 4, "seeded": False, "floor": 0.0}
     expected = drafts.grow_plainly(**asked)  # type: ignore[arg-type]
-    for mine, theirs in zip(natively(grower, drafts, None, **asked), expected, strict=True):
-        assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
+    for compiled_growth, plain_growth in zip(natively(grower, drafts, None, **asked), expected, strict=True):
+        assert (compiled_growth.tokens, compiled_growth.parents) == (plain_growth.tokens, plain_growth.parents)
 
 
 @pytest.mark.parametrize("size", [200.0, -200.0, 2000.0, -2000.0])
@@ -202,9 +202,9 @@ def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(grower:
     block = random_block(source, 1)
     head = Head(torch.ones(VOCAB, 1), torch.full((VOCAB, 1), size), FLOAT)
     asked = {"anchor": 1, "length": 1, "nodes": 20, "depth": 1, "seeded": False, "floor": 0.0}
-    for mine in natively(grower, bound(block, head), None, **asked):
-        assert all(0.0 <= chance <= 1.0 for chance in mine.chances)
-        assert (mine.nodes > 0) == (size > -2000)
+    for compiled_growth in natively(grower, bound(block, head), None, **asked):
+        assert all(0.0 <= chance <= 1.0 for chance in compiled_growth.chances)
+        assert (compiled_growth.nodes > 0) == (size > -2000)
 
 
 def test_nobody_overtakes_a_first_candidate_that_is_doubted(grower: Grower) -> None:
@@ -275,5 +275,5 @@ def test_the_block_grows_natively_where_it_can(grower: Grower, monkeypatch: pyte
     drafts.bind(head.walk(drafts))
     plain = drafts.grow(1, 5, 20, 5)
     assert calls
-    for mine, theirs in zip(native, plain, strict=True):
-        assert_alike(mine, theirs)
+    for compiled_growth, plain_growth in zip(native, plain, strict=True):
+        assert_alike(compiled_growth, plain_growth)

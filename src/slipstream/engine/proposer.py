@@ -183,6 +183,8 @@ class Proposer:
             # The masks of its drafts would take a slow constraint as long as its own masks.
             if sequence.take_plain_step() or (slots[index] and sequence.sampler.slow):
                 slots[index] = 0
+                if sequence.policy is not None:
+                    sequence.policy.slots = 0  # otherwise a draft that was not made would count as a useless one
         return slots
 
     def most_slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:

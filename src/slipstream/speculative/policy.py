@@ -130,7 +130,6 @@ class SequencePolicy:
     def __init__(self, mode: Mode, gate: Gate, proposals: int, kind: _Kind) -> None:
         self.margin = gate.margin
         self.explore = gate.explore
-        self.proposals = proposals
         self.chains_only = mode.kind == "chain"
         self.max_nodes = _most_nodes(mode, proposals)
         self.deepest = min(proposals, self.max_nodes)

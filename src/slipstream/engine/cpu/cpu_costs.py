@@ -42,7 +42,7 @@ Action = tuple[str, int]
 Progress = Callable[[str, int, int], None]
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """One run of an action; it is clean if no thread of this process had to leave its core for another process."""
 
     wall_ms: float
@@ -99,7 +99,7 @@ def _take_turns(actions: Mapping[Action, Callable[[], object]], progress: Progre
     The actions take turns, so that a busy spell of the machine does not fall on one of them alone. The widest step runs
     once before the clock starts, because the first access to new memory is slow.
     """
-    runs: dict[Action, list[Run]] = {name: [] for name in actions}
+    runs: dict[Action, list[TimedRun]] = {name: [] for name in actions}
     actions["step", max(_ROWS)]()
     started, rounds, clean = time.perf_counter(), 0, 0
     while rounds < _LEAST_ROUNDS or (clean < _CLEAN_RUNS and time.perf_counter() - started < _MOST_SECONDS):
@@ -113,14 +113,14 @@ def _take_turns(actions: Mapping[Action, Callable[[], object]], progress: Progre
     return {name: undisturbed_ms(own, threads()) for name, own in runs.items()}
 
 
-def _timed(action: Callable[[], object]) -> Run:
+def _timed(action: Callable[[], object]) -> TimedRun:
     switches, cpu, wall = getrusage(RUSAGE_SELF).ru_nivcsw, time.process_time(), time.perf_counter()
     action()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Run(wall * 1e3, cpu * 1e3, getrusage(RUSAGE_SELF).ru_nivcsw == switches)
+    return TimedRun(wall * 1e3, cpu * 1e3, getrusage(RUSAGE_SELF).ru_nivcsw == switches)
 
 
-def undisturbed_ms(runs: Sequence[Run], cores: int) -> float:
+def undisturbed_ms(runs: Sequence[TimedRun], cores: int) -> float:
     """Returns the fastest clean run or, without any, the processor time that the runs needed on each core.
 
     Beside a busy process, a step that lasts longer than the system's time slice is never clean, and takes up to twice

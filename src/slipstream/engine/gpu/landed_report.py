@@ -29,7 +29,6 @@ class ReportCopy:
         self.tokens: _Whole = report.tokens[: sequences * each].view(shape).numpy()
         self.parents: _Whole = report.parents.view(shape).numpy()
         self.chances: NDArray[np.float32] = report.chances.view(shape).numpy()
-        self.survivals: NDArray[np.float32] = report.survivals.view(shape).numpy()
         self.chosen: _Whole = report.chosen.view(shape).numpy()
         self.counts: _Whole = report.counts.numpy()
         self.broken: _Whole = report.broken.numpy()
@@ -101,14 +100,6 @@ class Landing:
         verdict = Verdict(tuple(self._path[column][:end]), tuple(own[:end]))
         last = max(0, end - 1)
         return verdict, [*map(_drafted, own[:last]), *map(_own, own[last:end])]
-
-    def parents(self, column: int) -> list[int]:
-        return self._parents[column][: self.nodes[column] + 1]
-
-    def survivals(self, column: int) -> list[float]:
-        """Returns the calibrated probability, known before the verification, that each row is kept."""
-        survivals: list[float] = self._copy.survivals[column, : self.nodes[column] + 1].tolist()
-        return survivals
 
     def chosen(self, column: int) -> list[int]:
         """Returns the target's choice after every row of a failed sequence, whose verdict here means nothing."""
