@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from slipstream import LLM
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.errors import SlipstreamError
-from slipstream.speculative.suffix_index import LONGEST_MATCH, SuffixIndex, TextDrafts
+from slipstream.speculative.suffix_index import LONGEST_MATCH, SuffixIndex
+from slipstream.speculative.tree import Growth
 
 # The shortest match of each line of the tables; the last line holds the matches that are not measured further.
 MATCHES = (0, 1, 2, 3, 4, 6, 8, 16, LONGEST_MATCH)
@@ -26,13 +27,10 @@ MATCHES = (0, 1, 2, 3, 4, 6, 8, 16, LONGEST_MATCH)
 class ReplayedStep:
     """What one step proposed and how many tokens it committed."""
 
-    drafts: TextDrafts
+    drafts: Growth
     path: list[int]  # the accepted rows
     committed: int
-
-    @property
-    def match(self) -> int:
-        return max(self.drafts.matches)
+    match: int  # how many tokens of the text's end the best occurrence shares
 
 
 def replay(prompt: Sequence[int], answer: Sequence[int], nodes: int, depth: int) -> Iterator[ReplayedStep]:
@@ -40,7 +38,7 @@ def replay(prompt: Sequence[int], answer: Sequence[int], nodes: int, depth: int)
     index = SuffixIndex()
     index.extend([*prompt, *answer[:1]])
     while (done := index.length - len(prompt)) < len(answer):
-        drafts = index.matches(nodes, depth)
+        drafts = index.grow(nodes, depth)
         children = dict(zip(zip(drafts.parents, drafts.tokens, strict=True), range(drafts.nodes + 1), strict=True))
         path, row = list[int](), 0
         for token in answer[done:-1]:
@@ -48,7 +46,7 @@ def replay(prompt: Sequence[int], answer: Sequence[int], nodes: int, depth: int)
                 break
             path.append(row)
         committed = len(path) + 1
-        yield ReplayedStep(drafts, path, committed)
+        yield ReplayedStep(drafts, path, committed, max((match for match, _ in index.occurrences()), default=0))
         index.extend(answer[done : done + committed])
 
 
@@ -89,26 +87,12 @@ def judged(step: ReplayedStep) -> Iterator[tuple[int, bool]]:
             yield row, row in reached
 
 
-def by_share(steps: Sequence[ReplayedStep], edges: Sequence[float] = (0.25, 0.5, 0.75, 1.0)) -> list[str]:
-    """A table: how many of the nodes behind an accepted parent were accepted, by match and by the node's own share."""
-    counts: dict[tuple[int, float], list[bool]] = {}
-    for step in steps:
-        for row, accepted in judged(step):
-            edge = next(edge for edge in edges if step.drafts.shares[row] <= edge + 1e-9)
-            counts.setdefault((line_of(step.drafts.matches[row]), edge), []).append(accepted)
-    lines = [f"| match | {' | '.join(f'share up to {edge}' for edge in edges)} |", "| --- " * (len(edges) + 1) + "|"]
-    for least in MATCHES[1:]:
-        cells = [counts.get((least, edge), []) for edge in edges]
-        lines.append(f"| {least} | {' | '.join(f'{sum(c) / len(c):.2f} of {len(c)}' if c else '' for c in cells)} |")
-    return lines
-
-
 def by_claim(steps: Sequence[ReplayedStep]) -> list[str]:
     """A table: what nodes behind an accepted parent claimed, and how many were accepted."""
     bins: dict[int, list[tuple[float, bool]]] = {}
     for step in steps:
         for row, accepted in judged(step):
-            claim = step.drafts.claims[row]
+            claim = step.drafts.chances[row]
             bins.setdefault(int(10 * claim), []).append((claim, accepted))
     lines = ["| nodes | claimed | accepted |", "| --- | --- | --- |"]
     for _, here in sorted(bins.items()):
@@ -133,7 +117,6 @@ def main() -> None:
             tau = sum(step.committed for step in steps) / len(steps)
             print(f"\n{name}: {len(steps)} steps, {tau:.2f} tokens a step\n", *by_match(steps), sep="\n")
             everything += steps
-        print("\nall sets, by share\n", *by_share(everything), sep="\n")
         print("\nall sets, by claim\n", *by_claim(everything), sep="\n")
     except SlipstreamError as error:
         sys.exit(f"suffix_replay: {error}")

@@ -13,7 +13,8 @@ import pytest
 
 from scripts.suffix_replay import replay
 from slipstream.speculative import suffix_index
-from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex, TextDrafts
+from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex
+from slipstream.speculative.tree import Growth
 from tests.unit.test_sequence import make
 
 SPANS = (16, 8, 4, 2, 1)  # a match of at least as many tokens is preferred to any shorter one
@@ -45,8 +46,6 @@ class Path(NamedTuple):
 
     product: float  # of the claims up to this token
     claim: float
-    match: int
-    share: float
 
 
 def naive_paths(text: list[int], depth: int) -> dict[tuple[int, ...], Path]:
@@ -57,14 +56,14 @@ def naive_paths(text: list[int], depth: int) -> dict[tuple[int, ...], Path]:
         for step in range(depth):
             written.append(written[end + 1 + step])
         followed.append((length, tuple(written[len(text) :])))
-    paths: dict[tuple[int, ...], Path] = {(): Path(1.0, 1.0, 0, 1.0)}
+    paths: dict[tuple[int, ...], Path] = {(): Path(1.0, 1.0)}
     for size in range(1, depth + 1):
         for path in {continuation[:size] for _, continuation in followed}:
             above = sum(length for length, continuation in followed if continuation[: size - 1] == path[:-1])
             here = [length for length, continuation in followed if continuation[:size] == path]
             share, known = sum(here) / above, max(here) + size - 1
             claim = share * known / (known + 1)
-            paths[path] = Path(paths[path[:-1]].product * claim, claim, max(here), share)
+            paths[path] = Path(paths[path[:-1]].product * claim, claim)
     del paths[()]
     return paths
 
@@ -74,7 +73,7 @@ def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> N
     assert index.occurrences() == naive_occurrences(text)
     if not text:
         return
-    drafts, expected = index.matches(most_nodes, depth), naive_paths(text, depth)
+    drafts, expected = index.grow(most_nodes, depth), naive_paths(text, depth)
     assert (drafts.tokens[0], drafts.parents[0], drafts.depths[0]) == (text[-1], -1, 0)
     assert drafts.nodes == min(most_nodes, len(expected))
     paths: list[tuple[int, ...]] = [()]
@@ -82,8 +81,8 @@ def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> N
         assert drafts.parents[row] < row
         paths.append((*paths[drafts.parents[row]], drafts.tokens[row]))
         known = expected[paths[row]]
-        assert (drafts.depths[row], drafts.matches[row]) == (len(paths[row]), known.match)
-        assert (drafts.shares[row], drafts.claims[row]) == pytest.approx((known.share, known.claim))
+        assert drafts.depths[row] == len(paths[row])
+        assert (drafts.chances[row], drafts.survivals[row]) == pytest.approx((known.claim, known.product))
     assert len(set(paths)) == len(paths)
     products = [expected[path].product for path in paths[1:]]
     assert products == pytest.approx(sorted((path.product for path in expected.values()), reverse=True)[: drafts.nodes])
@@ -120,30 +119,30 @@ def test_any_order_of_operations_finds_what_a_naive_search_finds(seed: int) -> N
         check(index, text, 32, 15)
 
 
-def rows(drafts: TextDrafts) -> list[tuple[int, int]]:
+def rows(drafts: Growth) -> list[tuple[int, int]]:
     return list(zip(drafts.tokens, drafts.parents, strict=True))[1:]
 
 
 def test_the_longest_match_goes_first_and_shorter_ones_add_branches() -> None:
     # 7 8 9 was followed by 1; 9 alone was followed by 2 later.
-    drafts = index_of([7, 8, 9, 1, 5, 6, 9, 2, 4, 3, 7, 8, 9]).matches(3, 2)
+    drafts = index_of([7, 8, 9, 1, 5, 6, 9, 2, 4, 3, 7, 8, 9]).grow(3, 2)
     assert rows(drafts) == [(1, 0), (5, 1), (2, 0)]
-    assert drafts.matches[1:] == [3, 3, 1]
-    assert drafts.shares[1:] == [0.75, 1.0, 0.25]
+    # The occurrences weigh 3 and 1; 3 tokens match before the 1, 4 before the 5, and 1 before the 2.
+    assert drafts.chances[1:] == pytest.approx([3 / 4 * 3 / 4, 4 / 5, 1 / 4 * 1 / 2])
 
 
 def test_the_most_recent_of_equal_matches_goes_first() -> None:
-    drafts = index_of([8, 9, 1, 5, 8, 9, 2, 5, 4, 8, 9]).matches(2, 1)
+    drafts = index_of([8, 9, 1, 5, 8, 9, 2, 5, 4, 8, 9]).grow(2, 1)
     assert rows(drafts) == [(2, 0), (1, 0)]
 
 
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
-    assert index_of([1, 2, 3, 1, 2, 3, 1, 2]).matches(5, 5).tokens == [2, 3, 1, 2, 3, 1]
-    assert index_of([4, 4]).matches(3, 3).tokens == [4, 4, 4, 4]
+    assert index_of([1, 2, 3, 1, 2, 3, 1, 2]).grow(5, 5).tokens == [2, 3, 1, 2, 3, 1]
+    assert index_of([4, 4]).grow(3, 3).tokens == [4, 4, 4, 4]
 
 
 def test_a_new_token_has_no_continuation() -> None:
-    assert index_of([1, 2, 3, 1, 2, 9]).matches(8, 8).nodes == 0
+    assert index_of([1, 2, 3, 1, 2, 9]).grow(8, 8).nodes == 0
 
 
 def test_a_fork_and_its_origin_change_on_their_own() -> None:
@@ -194,7 +193,7 @@ def test_work_does_not_grow_with_the_text(name: str) -> None:
     index = index_of(text[:-300])
     for start in range(len(text) - 300, len(text), 10):
         assert lines_of(lambda start=start: index.extend(text[start : start + 10])) <= 10 * TOKEN_LINES  # type: ignore[misc]
-        assert lines_of(lambda: index.matches(32, 15)) <= QUERY_LINES
+        assert lines_of(lambda: index.grow(32, 15)) <= QUERY_LINES
     assert lines_of(lambda: index.truncate(len(text) - 10)) <= 10 * TOKEN_LINES
     check(index, text[:-10], 16, 15)
 

@@ -6,6 +6,7 @@ level without outcomes follows the level above it, and the engine's level follow
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,8 +48,9 @@ class Record:
 
     def __init__(self, above: Record | None = None) -> None:
         self._above = above
-        self._hits = np.zeros(_BINS)
-        self._claimed = np.zeros(_BINS)
+        # Single values are read and written far more often than all of them, which is slow in a numpy array.
+        self._hits, self._claimed = (array("d", bytes(8 * _BINS)) for _ in range(2))
+        self._all_hits, self._all_claimed = np.frombuffer(self._hits), np.frombuffer(self._claimed)
 
     def add(self, place: int, claimed: float, hit: bool) -> None:
         self._hits[place] = _BIN_KEEP * self._hits[place] + hit
@@ -59,7 +61,7 @@ class Record:
     def factors(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """For each bin, how many tokens were accepted for one that was claimed."""
         above = self._above.factors() if self._above is not None else 1.0
-        return (self._hits + _BIN_WEIGHT * above) / (self._claimed + _BIN_WEIGHT)
+        return (self._all_hits + _BIN_WEIGHT * above) / (self._all_claimed + _BIN_WEIGHT)
 
 
 class Estimate:

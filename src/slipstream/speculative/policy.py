@@ -226,7 +226,7 @@ class Policy:
             speed = best.speed
             paying = able[: best.drafting] if speed > max(views[index].policy.margin for index in able) else []
             # Where the text itself promises as much, the time of a draft pass is saved.
-            paying = [index for index in paying if text_speed(step, views[index]) < speed]
+            paying = [i for i in paying if not views[i].text or text_speed(step, views[i]) < speed]
             depth = self._looked_deeper(step, best.slots, options[-1], len(paying)) if paying else 0
             for index in paying:
                 slots[index] = min(depth, most[index])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from slipstream.speculative.tree import Calibrate, Growth, as_claimed
+from slipstream.types import Source
 
 # The lengths, in tokens, of the grams whose occurrences are remembered. Each is twice the one before it, because a gram
 # is named by its two halves. Every length costs up to 100 bytes and 0.5 us per token (docs/log.md). Without the long
@@ -25,38 +27,6 @@ MOST_FOLLOWED = 2048  # tokens of a prompt that one step takes over: about 6 ms
 _NAME_BITS = 32  # A gram's key holds the names of both halves; tokens and positions are below 2**31.
 
 Occurrence = tuple[int, int]  # how many tokens match, and the position of the last of them
-
-
-@dataclass(slots=True)
-class TextDrafts:
-    """Continuations of a text as a tree; row 0 is the anchor, which is the last token of the text.
-
-    The rows with the largest products of claims come first and parents come before children, so that any first rows are
-    a tree. A row stands for the earlier occurrences that went on from the anchor as the path to that row does. A claim
-    is the row's share times n / (n + 1), where n tokens before the row match; docs/log.md compares claims with what was
-    accepted. `matches`, `shares` and `depths` allow a finer calibration.
-    """
-
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
-    matches: list[int] = field(default_factory=lambda: [0])  # tokens up to the anchor that the best occurrence shares
-    shares: list[float] = field(default_factory=lambda: [1.0])  # of the parent's occurrences, weighted by their matches
-    claims: list[float] = field(default_factory=lambda: [1.0])  # the probability of the row behind its parent
-
-    @property
-    def nodes(self) -> int:
-        return len(self.tokens) - 1
-
-    def add(self, parent: int, token: int, match: int, share: float, claim: float) -> int:
-        """Adds a row and returns its number."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.matches.append(match)
-        self.shares.append(share)
-        self.claims.append(claim)
-        return len(self.tokens) - 1
 
 
 class SuffixIndex:
@@ -107,14 +77,18 @@ class SuffixIndex:
         copied._levels = [level.copy() for level in self._levels]
         return copied
 
-    def matches(self, most_nodes: int, depth: int) -> TextDrafts:
-        """Returns the most promising continuations: at most `most_nodes` nodes, none deeper than `depth`.
+    def grow(self, most_nodes: int, depth: int, calibrate: Calibrate = as_claimed, floor: float = 0.0) -> Growth:
+        """Returns the likeliest continuations as a tree: no node deeper than `depth` or less likely than `floor`.
 
-        The tree has no node if the last token is new. The text must not be empty.
+        A row stands for the earlier occurrences that went on as the path to that row does; docs/log.md compares what
+        rows claim with what was accepted. The tree has no node if the last token is new. The text must not be empty.
         """
-        return _grow(self._text, self.occurrences(), most_nodes, depth)
+        longest = self._longest_match()
+        if not longest or calibrate(claim_of(1.0, longest), 1) < floor:
+            return Growth([self.last])
+        return _grow(self._text, self.occurrences(), most_nodes, depth, calibrate, floor)
 
-    def longest_match(self) -> int:
+    def _longest_match(self) -> int:
         """Returns how many tokens of the text's end occurred together before, or a few more; it takes no time."""
         last, bound = len(self._text) - 1, 0
         for level in self._levels:
@@ -199,25 +173,30 @@ def claim_of(share: float, known: int) -> float:
     return share * known / (known + 1)
 
 
-def _grow(text: array[int], occurrences: list[Occurrence], most_nodes: int, depth: int) -> TextDrafts:
-    """Adds the continuation with the largest product of claims again and again."""
-    drafts = TextDrafts([text[-1]])
-    # (-product of claims, order, parent, token, claim, share, occurrences); the order decides between equal products
-    heap: list[tuple[float, int, int, int, float, float, list[Occurrence]]] = []
-    order, row, product, here = 0, 0, 1.0, occurrences
-    while drafts.nodes < most_nodes:
-        step = drafts.depths[row]
+def _grow(
+    text: array[int], occurrences: list[Occurrence], most_nodes: int, depth: int, calibrate: Calibrate, floor: float
+) -> Growth:
+    """Adds the likeliest continuation again and again."""
+    growth = Growth([text[-1]], sources=[Source.TEXT])
+    # (-survival, order, parent, token, claim, occurrences); the order decides between equally likely ones
+    heap: list[tuple[float, int, int, int, float, list[Occurrence]]] = []
+    order, row, here = 0, 0, occurrences
+    while growth.nodes < most_nodes:
+        step = growth.depths[row]
         if step < depth:
             for token, share, group in _continuations(text, here, step):
-                known = group[0][0] + step  # tokens before this one that the best occurrence shares
-                claim = claim_of(share, known)
-                order += 1
-                heapq.heappush(heap, (-product * claim, order, row, token, claim, share, group))
+                # The best occurrence shares as many tokens before this one.
+                claim = claim_of(share, group[0][0] + step)
+                survival = growth.survivals[row] * calibrate(claim, step + 1)
+                if survival >= floor:
+                    order += 1
+                    heapq.heappush(heap, (-survival, order, row, token, claim, group))
         if not heap:
             break
-        negative, _, parent, token, claim, share, here = heapq.heappop(heap)
-        row, product = drafts.add(parent, token, here[0][0], share, claim), -negative
-    return drafts
+        negative, _, parent, token, claim, here = heapq.heappop(heap)
+        row = growth.add(parent, token, claim, -negative)
+        growth.sources.append(Source.TEXT)
+    return growth
 
 
 def _continuations(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from slipstream.speculative.estimate import Estimate
-from slipstream.speculative.suffix_index import SuffixIndex, claim_of
+from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
@@ -13,22 +15,7 @@ MOST_TEXT_NODES = 15
 
 def text_growth(index: SuffixIndex, depth: int, estimate: Estimate, floor: float) -> Growth:
     """The continuations of a text that are at least as likely as `floor`, the likeliest first."""
-    longest = index.longest_match()
-    if not longest or estimate.chance(claim_of(1.0, longest), 1, Source.TEXT) < floor:
-        return Growth([index.last])
-    drafts = index.matches(MOST_TEXT_NODES, depth)
-    growth = Growth(drafts.tokens[:1], sources=[Source.TEXT])
-    rows = {0: 0}
-    for row in range(1, len(drafts.tokens)):
-        above = rows.get(drafts.parents[row])
-        if above is None:
-            continue
-        claim = drafts.claims[row]
-        survival = growth.survivals[above] * estimate.chance(claim, drafts.depths[row], Source.TEXT)
-        if survival >= floor:
-            rows[row] = growth.add(above, drafts.tokens[row], claim, survival)
-            growth.sources.append(Source.TEXT)
-    return ordered(growth)
+    return index.grow(MOST_TEXT_NODES, depth, partial(estimate.chance, source=Source.TEXT), floor)
 
 
 def merged(drafter: Growth, text: Growth, estimate: Estimate, nodes: int) -> Growth:
