@@ -41,9 +41,18 @@ def merged(drafter: Growth, text: Growth, estimate: Estimate, nodes: int) -> Gro
             whole.chances[row] = 1.0 - (1.0 - whole.chances[row]) * (1.0 - claim)
             whole.sources[row] = Source.BOTH
         rows.append(row)
+    # Rows of the drafter alone are priced already; they change only as much as the row above them did.
+    changes = [1.0] * len(drafter.tokens)
     for row in range(1, len(whole.tokens)):
-        chance = estimate.chance(whole.chances[row], whole.depths[row], whole.sources[row])
-        whole.survivals[row] = whole.survivals[whole.parents[row]] * chance
+        parent, source = whole.parents[row], whole.sources[row]
+        if source == Source.DRAFTER:
+            changes[row] = changes[parent]
+            whole.survivals[row] *= changes[parent]
+            continue
+        survival = whole.survivals[parent] * estimate.chance(whole.chances[row], whole.depths[row], source)
+        if source == Source.BOTH:
+            changes[row] = survival / whole.survivals[row]
+        whole.survivals[row] = survival
     return ordered(whole, nodes)
 
 
