@@ -30,8 +30,10 @@ class DraftContexts:
         self._variants = variants
 
     def draft(self, jobs: Sequence[DraftJob]) -> list[BlockDrafts | None]:
-        """What the block of each job offers; None where the drafter's logits are not finite."""
-        self.write_waiting([job.state for job in jobs])
+        """What the block of each job offers; None where the drafter's logits are not finite.
+
+        Taps that wait must be written first, or the drafter does not see their positions.
+        """
         drafts: list[BlockDrafts | None] = [None] * len(jobs)
         for name, places in _by_variant([job.state for job in jobs]).items():
             found = self._variants[name].blocks.draft([jobs[place] for place in places])

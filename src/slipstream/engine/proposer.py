@@ -105,27 +105,39 @@ class Proposer:
         slots = self.slots(sequences, texts)
         if not (any(slots) or any(texts)):
             return [_undrafted(sequence) for sequence in sequences], time.perf_counter() - began
-        drafts = self._draft(sequences, slots)
+        drafts, caught_up = self._draft(sequences, slots)
         proposed = self._proposed(sequences, drafts, texts)
         for sequence, block in zip(sequences, drafts, strict=True):
             if block is not None and block.broken:
                 sequence.note_bad_draft("the drafter's head gives numbers that are not finite; nothing follows there")
         spent, drafting = time.perf_counter() - began, sum(map(bool, slots))
         self._drafted_steps += 1
-        if self._policy is not None and not self._drafted_steps % _TIMED_DRAFTED_STEPS:
-            # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
-            self._policy.costs.observe_draft(drafting, max(slots), longest_context(sequences), spent * 1e3)
+        if self._policy is not None:
+            self._policy.charge(caught_up * 1e3)
+            if not self._drafted_steps % _TIMED_DRAFTED_STEPS:
+                # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
+                own_ms = (spent - caught_up) * 1e3
+                self._policy.costs.observe_draft(drafting, max(slots), longest_context(sequences), own_ms)
         return proposed, spent
 
-    def _draft(self, sequences: Sequence[ActiveSequence], slots: Sequence[int]) -> list[BlockDrafts | None]:
+    def _draft(
+        self, sequences: Sequence[ActiveSequence], slots: Sequence[int]
+    ) -> tuple[list[BlockDrafts | None], float]:
+        """The blocks, and the seconds that went into draft context which earlier plain steps had left to write.
+
+        These seconds are no part of a draft's cost: drafts would look dearer the more rarely they are made.
+        """
         wanting = [index for index, count in enumerate(slots) if count]
+        began = time.perf_counter()
+        self._contexts.write_waiting([sequences[index].state for index in wanting])
+        caught_up = time.perf_counter() - began
         jobs = [self._job(sequences[index], slots[index]) for index in wanting]
         drafts: list[BlockDrafts | None] = [None] * len(sequences)
         for index, block in zip(wanting, self._contexts.draft(jobs), strict=True):
             drafts[index] = block
             if block is None:
                 sequences[index].note_bad_draft("the drafter's numbers are not finite; such steps run plain")
-        return drafts
+        return drafts, caught_up
 
     def _proposed(
         self, sequences: Sequence[ActiveSequence], drafts: Sequence[BlockDrafts | None], texts: Sequence[Growth | None]

@@ -306,6 +306,10 @@ class Policy:
             made, plain = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
             self._speed = (min(made, _FASTEST * plain), plain)
 
+    def charge(self, ms: float) -> None:
+        """Takes time off the budget of trials: a draft behind plain steps first writes the draft context they left."""
+        self._budget_ms -= ms
+
     def row_price(self, context: int, sampled: bool) -> float:
         """The tokens that the time of one more row yields elsewhere; a node that is less likely is not worth a row."""
         plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
