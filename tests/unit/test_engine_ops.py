@@ -22,6 +22,7 @@ from slipstream.errors import IntegrityError, RequestError
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.policy import Policy
 from slipstream.types import Gate, Mode, Request, SamplingParams
 from tests.tiny import BLOCK, VOCAB, ask, assert_idle, mixed_requests, page_table, prompt, random_operations, tiny_llm
 
@@ -232,26 +233,29 @@ def test_every_step_of_a_policy_s_sequences_counts_as_time(llm: LLM, monkeypatch
     assert sum(tokens for tokens, _ in steps) >= len(done.token_ids) - 1 and all(ms > 0 for _, ms in steps)
 
 
+@pytest.mark.parametrize(("draft_ms", "trial"), [(0.5, False), (140.0, True)])
 def test_draft_context_that_plain_steps_left_is_no_part_of_a_draft_s_cost(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, draft_ms: float, trial: bool
 ) -> None:
-    """Drafts would otherwise look dearer the more rarely they are made; the budget of trials pays instead."""
+    """Drafts would otherwise look dearer the more rarely they are made; for a trial, the budget of trials pays."""
     write, slow_ms = llm.engine.contexts.write_waiting, 150.0
 
     def slow(states: Sequence[SequenceState]) -> None:
         time.sleep(slow_ms / 1e3)
         write(states)
 
-    costs = CostTable({1: 50.0, 64: 51.0}, {15: 0.5})  # drafting pays at once
-    observe, charge = Mock(), Mock()
+    costs = CostTable({1: 50.0, 64: 51.0}, {15: draft_ms})
+    policy, observe, charge = Policy(costs), Mock(), Mock()
     monkeypatch.setattr(costs, "observe_draft", observe)
-    monkeypatch.setattr(llm.engine.proposer.policy, "costs", costs)
-    monkeypatch.setattr(llm.engine.proposer.policy, "charge", charge)
+    monkeypatch.setattr(policy, "charge", charge)
+    monkeypatch.setattr(llm.engine.proposer, "policy", policy)
+    monkeypatch.setattr(llm.engine.proposer, "text_drafts", False)  # a sequence with drafts from its text tries none
     monkeypatch.setattr(llm.engine.contexts, "write_waiting", slow)
     llm.run([ask("r", prompt(9), mode="auto", max_tokens=12)])
     drafts, charged = ([call.args[-1] for call in mock.call_args_list] for mock in (observe, charge))
-    assert drafts and min(drafts) < slow_ms
-    assert charged and min(charged) >= slow_ms
+    assert min(drafts, default=0.0) < slow_ms
+    assert bool(drafts) or trial  # every second draft is timed, and trials are few
+    assert bool(charged) == trial and min(charged, default=slow_ms) >= slow_ms
 
 
 def test_an_answer_ends_where_the_context_ends(llm: LLM) -> None:

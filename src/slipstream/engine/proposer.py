@@ -113,7 +113,8 @@ class Proposer:
         spent, drafting = time.perf_counter() - began, sum(map(bool, slots))
         self._drafted_steps += 1
         if self._policy is not None:
-            self._policy.charge(caught_up * 1e3)
+            if any(sequence.policy is not None and sequence.policy.trial for sequence in sequences):
+                self._policy.charge(caught_up * 1e3)
             if not self._drafted_steps % _TIMED_DRAFTED_STEPS:
                 # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
                 own_ms = (spent - caught_up) * 1e3

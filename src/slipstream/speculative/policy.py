@@ -307,7 +307,7 @@ class Policy:
             self._speed = (min(made, _FASTEST * plain), plain)
 
     def charge(self, ms: float) -> None:
-        """Takes time off the budget of trials: a draft behind plain steps first writes the draft context they left."""
+        """Takes time off the budget of trials: a trial behind plain steps first writes the draft context they left."""
         self._budget_ms -= ms
 
     def row_price(self, context: int, sampled: bool) -> float:
