@@ -17,12 +17,11 @@ from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.pair import check_pair
-from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import SamplingParams
 
 _CHUNK = 256  # tokens of the text that one target forward reads
-_HEAD_CANDIDATES = 64  # tokens per slot among which a head chooses, as in the engine's chains
 
 
 class OurBlocks:
@@ -90,7 +89,7 @@ class OurBlocks:
         heads = self.drafter.heads
         if heads is None or not heads.corrects:
             return [int(token) for token in logits.argmax(-1)]
-        best = logits.topk(min(heads.candidate_limit or _HEAD_CANDIDATES, logits.shape[-1]))
+        best = logits.topk(min(heads.candidate_limit or CANDIDATES, logits.shape[-1]))
         walk = heads.begin(hidden, best.indices)
         state, chosen = walk.first_state(), []
         for slot in range(len(logits)):

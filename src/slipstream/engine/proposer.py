@@ -16,7 +16,7 @@ from slipstream.engine.variants import DraftVariants
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.constrained_drafts import allowed_part
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import SuffixIndex
@@ -25,10 +25,6 @@ from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
 
-# Candidates of a slot among which a head chooses; the token that a head prefers hardly ever ranks lower without it.
-_HEAD_CANDIDATES = 64
-# Candidates of a slot that the policy weighs; deeper ranks hardly ever survive a comparison with the cost of a row.
-AUTO_CANDIDATES = 8
 # A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
 _FLOOR_SHARE = 0.7
 # One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
@@ -221,12 +217,8 @@ class Proposer:
         return drafter.proposals if drafter is not None else 0
 
     def _job(self, sequence: ActiveSequence, slots: int) -> DraftJob:
-        request, drafter = sequence.request, self._variants.drafter
-        candidates = sequence.row_limit - 1 if request.mode.kind == "tree" else 1
-        if sequence.policy is not None:
-            candidates = AUTO_CANDIDATES
-        elif drafter is not None and drafter.drafter.heads is not None:
-            candidates = max(candidates, _HEAD_CANDIDATES)
+        request = sequence.request
+        candidates = max(CANDIDATES, sequence.row_limit - 1) if request.mode.kind == "tree" else CANDIDATES
         return DraftJob(sequence.state, sequence.sampler, slots, candidates, request.min_confidence)
 
     def _choose(self, sequences: Sequence[ActiveSequence], grown: Sequence[Growth], rest: Rest) -> list[Proposed]:

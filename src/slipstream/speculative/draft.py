@@ -14,6 +14,10 @@ from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.sampling import RowSampler
 
+# Candidates of a slot. A head may prefer a token that ranks low without it: among 8 candidates it finds up to 6 % fewer
+# accepted tokens a step, among 64 no more (docs/log.md).
+CANDIDATES = 32
+
 
 class DraftJob(NamedTuple):
     """A sequence for which `slots` positions are drafted behind its anchor, with `candidates` tokens at each."""

@@ -18,13 +18,12 @@ from slipstream.config import PAGE_TOKENS
 from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
 from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.executor import RowWork
-from slipstream.engine.proposer import AUTO_CANDIDATES
 from slipstream.kernels.cpu.native_library import threads
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.draft import DraftJob
+from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
 
@@ -81,7 +80,7 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
         actions["tree", rows] = partial(step, rows, Proposal((1,) * rows, (-1, *(row // 2 for row in range(rows - 1)))))
     for count in slots:
         assert blocks is not None
-        actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, AUTO_CANDIDATES)])
+        actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, CANDIDATES)])
     times = _take_turns(actions, progress)
     table = CostTable({rows: times["step", rows] for rows in _ROWS}, {count: times["draft", count] for count in slots})
     for rows in _TREE_ROWS:

@@ -1,4 +1,4 @@
-// Rankings of logits: the best token, the K best with the row's logsumexp, and both with seeded Gumbel noise.
+// Rankings of logits: the best token and the K best, without noise (then with the row's logsumexp) and with Gumbel noise.
 //
 // Rows are cut into stretches that fit into the first cache. The team takes stretches in any order, and their findings
 // are combined in the order of tokens, so an answer depends on its row only. Noise is drawn only where it can matter: a
@@ -16,10 +16,6 @@ namespace SLIP_ISA {
 namespace {
 
 constexpr float kBinary = 1.44269504f;    // log2 e, which turns powers of e into powers of two
-// the smallest noise, which the largest words give: -ln(24 ln 2), rounded down
-constexpr float kLeastNoise = -2.82f;   
-// Terms of a noisy logsumexp this far below the largest are left out; together they are less than one in a million.
-constexpr float kNegligible = 25.0f;
 
 // A search for the K best of every row, and where the answers are written.
 struct Search {
@@ -56,8 +52,8 @@ struct Search {
         return size;
     }
 
-    // Writes a row's answer; `sum` is the sum of e^(score - shift), and the scores are divided by `divisor`.
-    void answer(int row, bool usable, double shift, double sum, float divisor) const {
+    // Writes a row's best, divided by `divisor`; returns how many there are.
+    int answer(int row, bool usable, float divisor) const {
         const Ranked* found = places_of(row * rows.stretches);
         const int size = usable ? merge(row) : 0;
         for (int i = 0; i < count; ++i) {
@@ -65,7 +61,7 @@ struct Search {
             values[at] = i < size ? found[i].value / divisor : usable ? kHidden : NAN;
             ids[at] = i < size ? found[i].id : 0;
         }
-        total[row] = usable ? static_cast<float>(shift + std::log(sum)) : NAN;
+        return size;
     }
 };
 
@@ -129,7 +125,9 @@ void finish_ranking(const Search& search, int row, float temperature) {
         const double below = (static_cast<double>(rows.looks[piece].largest) - whole.largest) / temperature;
         terms += search.findings[piece].sum * std::exp(below);
     }
-    search.answer(row, whole.usable(), static_cast<double>(whole.largest) / temperature, terms, temperature);
+    search.answer(row, whole.usable(), temperature);
+    const double largest = static_cast<double>(whole.largest) / temperature;
+    search.total[row] = whole.usable() ? static_cast<float>(largest + std::log(terms)) : NAN;
 }
 
 // What the noise depends on beside the token, and which tokens it may choose.
@@ -162,24 +160,17 @@ struct NoisyRow {
     const float* scores;
     Finding* finding;
     Leaders leaders;
-    Floats terms;
-    float largest;  // the row's largest score divided by the temperature
-    float slack;    // an upper bound of the rounding error of score * inverse + bound
+    float slack;  // an upper bound of the rounding error of score * inverse + bound
     float floor;
-    bool summing;
 
-    float ranked_reach() const { return leaders.bar() - slack; }
     // Returns what score * inverse + noise must reach for the token to matter.
-    float reach() const {
-        return summing ? std::min(ranked_reach(), largest + kLeastNoise - kNegligible) : ranked_reach();
-    }
+    float reach() const { return leaders.bar() - slack; }
 };
 
-// The search among scores with noise; `summing` also computes the logsumexp.
+// The search among scores with noise.
 struct NoisySearch {
     const Search& search;
     const Noise& noise;
-    bool summing;
 
     // Prepares a row for one stretch; returns false if the row has no token to choose.
     bool begin(NoisyRow& it, const NoiseSource& source, int row, int stretch) const {
@@ -190,11 +181,8 @@ struct NoisySearch {
         if (!noise.usable(whole)) return false;
         it.scores = rows.row(row);
         it.finding = search.findings + piece;
-        it.terms = set1(0.0f);
-        it.largest = whole.largest / noise.temperature;
-        it.slack = 0x1p-20f * (2.0f * std::fabs(it.largest) + 64.0f);
+        it.slack = 0x1p-20f * (2.0f * std::fabs(whole.largest / noise.temperature) + 64.0f);
         it.floor = noise.floors ? noise.floors[row] : kHidden;
-        it.summing = summing;
         if (search.count == 1) search.bars[row].raise(score_of(source, it.scores, whole.where));
         it.leaders = Leaders(search.places_of(piece), search.count, search.bars + row);
         return true;
@@ -220,24 +208,10 @@ struct NoisySearch {
             most[i] = fma(score[i], set1(noise.inverse), noise_bound(words[i]));
         const Floats best = largest_of(most);
         if (greater(set1(it.reach()), best) == 0xFFFF) return;
-        if (it.summing) add_terms(it, score, words);
-        if (greater(set1(it.ranked_reach()), best) == 0xFFFF) return;
         for (int i = 0; i < kVectors; ++i) {
-            const uint32_t kept = ~greater(set1(it.ranked_reach()), most[i]) & 0xFFFF;
+            const uint32_t kept = ~greater(set1(it.reach()), most[i]) & 0xFFFF;
             if (kept) offer(it, score[i], words[i], first + i * kLanes, kept);
         }
-    }
-
-    // Adds e^(score / temperature - largest + noise), where e^noise is the inverse of the exponentially distributed
-    // number.
-    void add_terms(NoisyRow& it, const Floats score[kVectors], const Ints words[kVectors]) const {
-        Floats tile = set1(0.0f);
-        SLIP_UNROLL for (int i = 0; i < kVectors; ++i) {
-            Floats below = fma(score[i], set1(noise.inverse), set1(-it.largest)) * set1(kBinary);
-            if (noise.floors) below = choose(score[i] / set1(noise.temperature), set1(it.floor), set1(kHidden), below);
-            tile = tile + power(below) / exponential(words[i]);
-        }
-        it.terms = it.terms + tile;
     }
 
     void offer(NoisyRow& it, Floats score, Ints words, int first, uint32_t kept) const {
@@ -272,7 +246,7 @@ struct NoisySearch {
                 meet(*it, score, words, at);
             }
         }
-        for (NoisyRow* it = live; it < end; ++it) *it->finding = {it->leaders.finish(), sum(it->terms)};
+        for (NoisyRow* it = live; it < end; ++it) *it->finding = {it->leaders.finish(), 0.0f};
     }
 
     void run_all() const {
@@ -320,7 +294,7 @@ SLIP_EXPORT(void, slip_noisy_best)
     const Rows rows(logits, count, vocab);
     const Search search(rows, 1, nullptr, nullptr, nullptr);
     const Noise noise(positions, count, seed, temperature, floors);
-    const NoisySearch noisy{search, noise, false};
+    const NoisySearch noisy{search, noise};
     Team::shared().run(rows.threads(threads), [&noisy] { noisy.run_all(); }, /*brief=*/true);
     for (int row = 0; row < count; ++row) {
         usable[row] = noise.usable(rows.whole(row));
@@ -334,19 +308,15 @@ SLIP_EXPORT(void, slip_noisy_top)
     const Rows rows(logits, count, vocab);
     const Search search(rows, wanted, values, ids, total);
     const Noise noise(positions, count, seed, temperature, floors);
-    const NoisySearch noisy{search, noise, true};
-    const auto body = [&noisy] {
-        const Search& search = noisy.search;
-        noisy.run_all();
-        Team::shared().share(search.rows.count, [&](int row) {
-            const Look whole = search.rows.whole(row);
-            double terms = 0.0;
-            const Finding* findings = search.findings + row * search.rows.stretches;
-            for (int i = 0; i < search.rows.stretches; ++i) terms += findings[i].sum;
-            search.answer(row, noisy.noise.usable(whole), whole.largest / noisy.noise.temperature, terms, 1.0f);
-        });
-    };
-    Team::shared().run(rows.threads(threads), body, /*brief=*/true);
+    const NoisySearch noisy{search, noise};
+    Team::shared().run(rows.threads(threads), [&noisy] { noisy.run_all(); }, /*brief=*/true);
+    for (int row = 0; row < count; ++row) {
+        const int size = search.answer(row, noise.usable(rows.whole(row)), 1.0f);
+        const float* best = values + static_cast<size_t>(row) * wanted;
+        double terms = 0.0;
+        for (int i = 0; i < size; ++i) terms += std::exp(static_cast<double>(best[i]) - best[0]);
+        total[row] = size ? static_cast<float>(best[0] + std::log(terms)) : NAN;
+    }
 }
 
 SLIP_EXPORT(void, slip_gumbel_row)(uint64_t seed, int64_t position, int vocab, float* out) {

@@ -104,7 +104,7 @@ struct Look {
 // What the ranking of a stretch found, in addition to the leaders.
 struct Finding {
     int size = 0;
-    float sum = 0.0f;  // the sum of e^(score - shift)
+    float sum = 0.0f;  // the sum of e^((score - largest) / temperature); rankings with noise need none
 };
 
 struct Memory {
