@@ -22,14 +22,14 @@ from statistics import fmean
 
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.engine.llm import LLM
-from slipstream.speculative import choose, estimate, policy, text_drafts
+from slipstream.speculative import choose, estimate, policy, suffix_index, text_drafts
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
-from slipstream.types import Gate, Mode, Proposal, Verdict
+from slipstream.types import Gate, Mode, Proposal, Source, Verdict
 
 # Milliseconds of the default pair on two cores of an AMD EPYC, when nothing else ran; drafts by slots.
 STEPS = {
@@ -158,8 +158,7 @@ def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: b
     while position + 1 < len(answer.tokens):
         room = len(answer.tokens) - position - 1
         index.extend(answer.tokens[index.length - len(answer.prompt) : position + 1])
-        floor = 0.7 * deciding.row_price(0, answer.sampled)
-        found = text_drafts.text_growth(index, room - 1, own.estimate, floor) if text and room > 1 else None
+        found = text_drafts.text_growth(index, room - 1, own.estimate, own.floor) if text and room > 1 else None
         offered = found.survivals[1:] if found is not None else ()
         view = choose.View(own, index.length, answer.sampled, room, offered)
         slots, draft = deciding.plan_drafts([view])[0], answer.draft(position)
@@ -167,7 +166,7 @@ def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: b
             slots = own.slots = 0
         growth = found or Growth([answer.tokens[position]])
         if slots and draft is not None:
-            growth = _regrown(draft, own, slots, 0.0 if own.trial else floor)
+            growth = _regrown(draft, own, slots, 0.0 if own.trial else own.floor)
             growth = text_drafts.merged(growth, found, own.estimate, MOST_NODES) if found is not None else growth
         offer = choose.Offer(own, view.context, answer.sampled, growth.survivals[1:], growth.straight)
         proposal = growth.proposal(deciding.choose([offer])[0].nodes)
@@ -206,6 +205,7 @@ def _regrown(draft: Growth, own: policy.SequencePolicy, slots: int, floor: float
         survival = last[above] = min(survival, last.get(above, 1.0))
         if survival >= floor:
             rows[row] = grown.add(above, draft.tokens[row], draft.chances[row], survival)
+    grown.sources = [Source.DRAFTER] * len(grown.tokens)
     return text_drafts.ordered(grown)
 
 
@@ -236,7 +236,7 @@ def replay(answers: Sequence[Answer], text: bool, quiet: bool) -> float:
 def change(setting: str) -> None:
     """Sets a constant of the policy, given as NAME=VALUE, where VALUE is JSON."""
     name, _, value = setting.partition("=")
-    owner = next((module for module in (policy, estimate, choose, text_drafts) if hasattr(module, name)), None)
+    owner = next((module for module in (policy, estimate, choose, text_drafts, suffix_index) if hasattr(module, name)), None)
     if owner is None:
         raise SystemExit(f"error: the policy has no constant '{name}'")
     found = json.loads(value)

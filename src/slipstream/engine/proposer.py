@@ -25,8 +25,6 @@ from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Proposal
 
-# A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
-_FLOOR_SHARE = 0.7
 # One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
 _TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
 
@@ -160,14 +158,10 @@ class Proposer:
             return None
         if not index.follow(sequence.state.tokens):
             return None
-        growth = text_growth(index, sequence.room - 1, policy.estimate, self._floor(sequence))
+        growth = text_growth(index, sequence.room - 1, policy.estimate, policy.floor)
         if growth.nodes and sequence.sampler.guide is not None:
             growth = allowed_part(sequence.sampler.guide, growth)
         return growth if growth.nodes else None
-
-    def _floor(self, sequence: ActiveSequence) -> float:
-        """The least survival with which a node may be worth a row."""
-        return _FLOOR_SHARE * self.policy.row_price(sequence.state.length, not sequence.greedy)
 
     def slots(self, sequences: Sequence[ActiveSequence], texts: Sequence[Growth | None] = ()) -> list[int]:
         """How many positions to draft for each sequence, whose own texts may offer nodes as well; 0 is none."""
@@ -239,7 +233,7 @@ class Proposer:
         depth, nodes = min(block.slots, sequence.room - 1), sequence.row_limit - 1
         if policy.chains_only:
             return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
-        floor = 0.0 if policy.trial else self._floor(sequence)
+        floor = 0.0 if policy.trial else policy.floor
         growth = block.grow(anchor, 0, nodes, depth, policy.estimate, floor=floor)[1]
         return growth if text is None else merged(growth, text, policy.estimate, nodes)
 

@@ -7,7 +7,9 @@ for drafts that are made only to learn.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -24,6 +26,7 @@ from slipstream.speculative.choose import (
 )
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.stats import Decision
 from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Source, Verdict
 
@@ -39,7 +42,11 @@ _TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it w
 # follows luck, a smaller one follows a change of the text too slowly.
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
 _KIND_DRAFTS = 6  # as many own drafts as the kind's record counts for at the start of a request
-_MOST_RESTING = 64.0  # plain steps that one plan serves at most; planning each one takes 2 % of a small step
+# Steps that one plan serves at most: with drafts, whose prospects change slowly, and without, where only the budget for
+# trials grows. Planning every step takes 1 to 2 % of a small step.
+_HELD_DRAFTING, _HELD_PLAIN = 4, 64
+# A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
+_FLOOR_SHARE = 0.7
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
@@ -94,7 +101,7 @@ class Gains:
             self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
         for place, size in enumerate(_SIZES):
             if size < nodes or not nodes or self._drafts == 1:
-                right = sum(row <= size for row in path) - 1.0
+                right = bisect_right(path, size) - 1.0
             else:  # more nodes than were verified bring more by as much as they did before
                 right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
             self._by_nodes[place] += share * (right - self._by_nodes[place])
@@ -138,6 +145,7 @@ class SequencePolicy:
         self.note = ""  # why the last plan drafted nothing for this sequence
         self.trial = False  # whether the last plan drafted for this sequence only to learn
         self.slots = 0  # slots of the last plan
+        self.floor = 0.0  # the least survival with which a node may be worth a row
         self.rows_ms = 0.0  # the time of the last verified rows beyond the anchor
         self._kind = kind
 
@@ -145,9 +153,7 @@ class SequencePolicy:
         """Takes in what the target chose where a proposal was verified."""
         if verdict.failed:
             return
-        depths = [0]
-        for parent in proposal.parents[1:]:
-            depths.append(depths[parent] + 1)
+        depths = proposal.depths
         if self.slots:
             self._add(depths, verdict.path)
         if proposal.chances:
@@ -176,6 +182,17 @@ class SequencePolicy:
         return Prospect(sum(chain), step.straight[slots] - step.plain_ms)
 
 
+@dataclass(slots=True)
+class _HeldPlan:
+    """How many slots the sequences draft in the next steps, unless the text of one of them promises more."""
+
+    planned_for: list[object]  # the costs, the rest of the step and the sequences
+    slots: list[int]
+    step: StepTimes
+    speed: float  # the speed over plain decoding that the drafts promise
+    steps: int  # steps that the plan still serves
+
+
 class Policy:
     """Chooses for all sequences of a step together; `costs` may be replaced by another table at any time."""
 
@@ -187,8 +204,7 @@ class Policy:
         self._budget_ms = _FREE_STEPS * self._plain_ms
         self._explored = 0.0  # the share of the current step's time that trials may lose later
         self._missing_ms = 0.0  # what the budget lacks for the next trial
-        self._resting: list[object] = []  # the costs and the sequences that decode plainly for so many further steps
-        self._resting_steps = 0
+        self._held: _HeldPlan | None = None
         self._plain_rate = 0.0  # of the last step, in tokens per millisecond
         self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
 
@@ -206,43 +222,52 @@ class Policy:
 
     def plan_drafts(self, views: Sequence[View], rest: Rest = ALONE) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
-        present = [self.costs, *(view.policy for view in views)]
-        if self._resting_steps and self._resting == present and not any(view.text for view in views):
-            self._resting_steps -= 1
-            return [0] * len(views)
+        planned_for = [self.costs, rest, *(view.policy for view in views)]
+        plan = self._held
+        if plan is None or not plan.steps or plan.planned_for != planned_for:
+            plan = self._held = self._plan(views, rest, planned_for)
+        plan.steps -= 1
+        for view, slots in zip(views, plan.slots, strict=True):
+            # Where the text itself promises as much, the time of a draft pass is saved.
+            outbid = slots and view.text and text_speed(plan.step, view) >= plan.speed
+            view.policy.slots = 0 if outbid else max(0, min(slots, view.room - 1))
+        return [view.policy.slots for view in views]
+
+    def _plan(self, views: Sequence[View], rest: Rest, planned_for: list[object]) -> _HeldPlan:
         self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
-        step = self._step(views, rest, max([*most, *(len(view.text) for view in views)], default=0))
+        step = self._step(views, rest, max([*most, MOST_TEXT_NODES]))
         self._plain_ms, self._plain_rate = step.plain_ms, step.plain_rate
         able = [index for index, room in enumerate(most) if room]
-        middle = options[len(options) // 2] if options else 0
-        able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
-        speed, paying = 0.0, list[int]()
+        speed, trials, steps = 0.0, list[int](), _HELD_PLAIN
         if able:
+            middle = options[len(options) // 2]
+            able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
             prospects = [[views[index].policy.prospect(option, step) for option in options] for index in able]
             best = best_draft(self.costs, step, options, prospects)
             speed = best.speed
             paying = able[: best.drafting] if speed > max(views[index].policy.margin for index in able) else []
-            # Where the text itself promises as much, the time of a draft pass is saved.
-            paying = [i for i in paying if not views[i].text or text_speed(step, views[i]) < speed]
             depth = self._looked_deeper(step, best.slots, options[-1], len(paying)) if paying else 0
             for index in paying:
-                slots[index] = min(depth, most[index])
+                slots[index] = depth
             losing = [index for index in able if index not in paying and not views[index].text]
-            for index in self._trials(step, views, losing, options[0]):
-                slots[index] = min(options[0], most[index])
+            trials = self._trials(step, views, losing, options[0])
+            for index in trials:
+                slots[index] = options[0]
+            if trials or depth > best.slots:
+                steps = 1  # the budget has paid for a single step
+            elif paying:
+                steps = _HELD_DRAFTING
+            elif self._explored:  # until the budget has grown enough for a trial, nothing changes
+                steps = 1 + int(min(_HELD_PLAIN, self._missing_ms / (self._explored * step.plain_ms)))
         for index, view in enumerate(views):
             own = view.policy
-            own.slots, own.trial = slots[index], slots[index] > 0 and index not in paying
+            own.trial = index in trials
             own.note = "" if slots[index] else _why_plain(view, speed)
-        # Without drafts nothing changes but the budget, so the same is decided until it has grown enough for a trial.
-        saved_ms = self._explored * step.plain_ms
-        resting = not any(slots) and saved_ms > 0
-        self._resting = present
-        self._resting_steps = int(min(_MOST_RESTING, self._missing_ms / saved_ms)) if resting else 0
-        return slots
+            own.floor = _FLOOR_SHARE * self.row_price(view.context, view.sampled)
+        return _HeldPlan(planned_for, slots, step, speed, steps)
 
     def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
         """The slots to draft: those that pay or, when the budget covers it, all of them to learn what they bring."""
