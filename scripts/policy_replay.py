@@ -158,7 +158,7 @@ def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: b
     while position + 1 < len(answer.tokens):
         room = len(answer.tokens) - position - 1
         index.extend(answer.tokens[index.length - len(answer.prompt) : position + 1])
-        found = text_drafts.text_growth(index, room - 1, own.estimate, own.floor) if text and room > 1 else None
+        found = text_drafts.text_growth(index, room - 1, own.estimate.chance, own.floor) if text and room > 1 else None
         offered = found.survivals[1:] if found is not None else ()
         view = choose.View(own, index.length, answer.sampled, room, offered)
         slots, draft = deciding.plan_drafts([view])[0], answer.draft(position)
@@ -167,7 +167,7 @@ def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: b
         growth = found or Growth([answer.tokens[position]])
         if slots and draft is not None:
             growth = _regrown(draft, own, slots, 0.0 if own.trial else own.floor)
-            growth = text_drafts.merged(growth, found, own.estimate, MOST_NODES) if found is not None else growth
+            growth = text_drafts.merged(growth, found, own.estimate.chance, MOST_NODES) if found is not None else growth
         offer = choose.Offer(own, view.context, answer.sampled, growth.survivals[1:], growth.straight)
         proposal = growth.proposal(deciding.choose([offer])[0].nodes)
         path = accepted(proposal, answer, position)
@@ -236,7 +236,9 @@ def replay(answers: Sequence[Answer], text: bool, quiet: bool) -> float:
 def change(setting: str) -> None:
     """Sets a constant of the policy, given as NAME=VALUE, where VALUE is JSON."""
     name, _, value = setting.partition("=")
-    owner = next((module for module in (policy, estimate, choose, text_drafts, suffix_index) if hasattr(module, name)), None)
+    owner = next(
+        (module for module in (policy, estimate, choose, text_drafts, suffix_index) if hasattr(module, name)), None
+    )
     if owner is None:
         raise SystemExit(f"error: the policy has no constant '{name}'")
     found = json.loads(value)

@@ -41,8 +41,9 @@ from tests.families import Replay
 from tests.tiny import assert_engine_idle, keep_threads
 
 ASKED = 3  # how often each question is asked
-TEXT_MODES = ("plain", "auto", "auto", "auto")  # where only the text drafts
-MODES = ("plain", "chain", "chain:2", "chain:4", "tree:2", "tree:9", "tree:30", "tree:5:seed", "tree:24:seed", "auto")
+TEXT_MODES = ("plain", "tree:9:text", "auto", "auto")  # where only the text drafts
+CHAINS = ("chain", "chain:2", "chain:4")
+MODES = ("plain", *CHAINS, "tree:2", "tree:9", "tree:30", "tree:12:text", "tree:5:seed", "tree:24:seed", "auto")
 GATES = ("off", "off", "auto", "ema", "ema:margin=0.2,warmup=0", "entropy", "entropy:floor=0.2,hard=0.1")
 DRAFTS_CHECKED = 4  # requests of an episode whose drafts are compared as well
 MOST_OPEN = 9  # requests at the same time, which are more than the engine has slots

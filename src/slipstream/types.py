@@ -72,16 +72,17 @@ class Mode:
     """What the steps of a request verify: nothing (plain), a chain, a tree, or whatever pays most (auto).
 
     `width` counts rows including the anchor; 0 means the drafter's full block. A seeded tree contains the likeliest
-    chain before other nodes are added.
+    chain before other nodes are added. A tree with `text` also takes nodes from the sequence's own text, as auto does.
     """
 
     kind: Literal["plain", "chain", "tree", "auto"] = "auto"
     width: int = 0
     seeded: bool = False
+    text: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Reads `plain`, `chain`, `chain:ROWS`, `tree:ROWS`, `tree:ROWS:seed` or `auto`."""
+        """Reads `plain`, `chain`, `chain:ROWS`, `tree:ROWS`, `tree:ROWS:seed`, `tree:ROWS:text` or `auto`."""
         kind, *rest = name.split(":")
         if kind in ("plain", "chain", "auto") and not rest:
             return cls(kind)  # type: ignore[arg-type]
@@ -89,15 +90,22 @@ class Mode:
         if kind in ("chain", "tree") and rows.isascii() and rows.isdecimal() and 2 <= int(rows) <= MAX_TREE_ROWS:
             if len(rest) == 1:
                 return cls(kind, int(rows))  # type: ignore[arg-type]
-            if kind == "tree" and rest[1:] == ["seed"]:
-                return cls("tree", int(rows), seeded=True)
+            if kind == "tree" and rest[1:] in (["seed"], ["text"]):
+                return cls("tree", int(rows), seeded=rest[1] == "seed", text=rest[1] == "text")
         raise RequestError(
             f"unknown mode '{name}'",
-            f"use plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto, with 2 to {MAX_TREE_ROWS} rows",
+            "use plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed, tree:ROWS:text or auto, "
+            f"with 2 to {MAX_TREE_ROWS} rows",
         )
 
     def __str__(self) -> str:
-        return ":".join([self.kind, *([str(self.width)] if self.width else []), *(["seed"] if self.seeded else [])])
+        parts = self.kind, str(self.width or ""), "seed" if self.seeded else "text" if self.text else ""
+        return ":".join(part for part in parts if part)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a sequence's own text may be a source of its drafts."""
+        return self.text or self.kind == "auto"
 
 
 @dataclass(frozen=True, slots=True)

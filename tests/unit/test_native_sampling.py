@@ -192,7 +192,9 @@ def test_the_best_noisy_scores_and_their_logsumexp(native: NativeRanking, vocab:
             expected = scores[row].numpy()[order]
             assert np.array_equal(values[row], expected), name
             assert ids[row].tolist() == np.where(np.isneginf(expected), 0, order).tolist(), name
-            assert total[row] == pytest.approx(np.logaddexp.reduce(expected.astype(np.float64)), abs=1e-5, rel=2e-7), name
+            assert total[row] == pytest.approx(np.logaddexp.reduce(expected.astype(np.float64)), abs=1e-5, rel=2e-7), (
+                name
+            )
         twin = torch_noisy_top(logits, [8, 9], 4, 0.8, count)
         assert total == pytest.approx(twin[2], abs=3e-5, rel=1e-6, nan_ok=True)
 

@@ -91,7 +91,7 @@ def test_one_tree_of_both_holds_the_likeliest_nodes_of_both(seed: int) -> None:
     drafter = some_growth(chance, chance.choice([0, 1, 8, 40]), Source.DRAFTER, estimate)
     text = some_growth(chance, chance.choice([1, 8, 40]), Source.TEXT, estimate)
     nodes = chance.choice([1, 5, 63])
-    growth, union = merged(drafter, text, estimate, nodes), naive_union(drafter, text, estimate)
+    growth, union = merged(drafter, text, estimate.chance, nodes), naive_union(drafter, text, estimate)
     check_tree(growth)
     assert growth.nodes == min(nodes, len(union) - 1)
     for row, path in enumerate(paths_of(growth)):
@@ -105,7 +105,7 @@ def test_one_tree_of_both_holds_the_likeliest_nodes_of_both(seed: int) -> None:
 def test_a_text_that_offers_nothing_leaves_the_drafters_tree_alone() -> None:
     estimate = Estimate(Record())
     drafter = some_growth(random.Random(3), 9, Source.DRAFTER, estimate)
-    assert merged(drafter, Growth([7], sources=[Source.TEXT]), estimate, 63) is drafter
+    assert merged(drafter, Growth([7], sources=[Source.TEXT]), estimate.chance, 63) is drafter
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,7 +114,7 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
     estimate, index = some_estimate(chance), SuffixIndex()
     index.extend([chance.randrange(3) for _ in range(200)])
     depth, floor = chance.choice([1, 6, 30]), chance.choice([0.0, 0.05, 0.5])
-    growth = text_growth(index, depth, estimate, floor)
+    growth = text_growth(index, depth, estimate.chance, floor)
     check_tree(growth)
     assert max(growth.depths) <= depth and growth.nodes <= MOST_TEXT_NODES
     assert min(growth.survivals) >= floor and set(growth.sources) == {Source.TEXT}

@@ -186,6 +186,24 @@ def test_a_target_without_a_drafter_speculates_from_its_text_unless_none_is_aske
     assert (pair.draft_source, pair.draft_label) == ("drafter", "draft")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("mode", ["tree:2:text", "tree:12:text"])
+def test_a_tree_takes_nodes_from_the_text_if_it_is_asked_to(speculating: LLM, mode: str, temperature: float) -> None:
+    ids, rows = prompt(30, 1) * 3, int(mode.split(":")[1])
+    settings: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": 40, "ignore_eos": True}
+    tree, plain = (speculating.run([speculating.request(ids, mode=each, **settings)])[0] for each in (mode, "plain"))
+    assert_same(tree, plain)
+    assert from_text(tree) > 0 and tree.stats.drafted <= tree.stats.steps * (rows - 1)
+    if speculating.has_draft:
+        without = speculating.run([speculating.request(ids, mode=f"tree:{rows}", **settings)])[0]
+        assert without.token_ids == plain.token_ids and from_text(without) == 0
+
+
+def test_a_tree_from_the_text_is_refused_where_the_text_is_no_source(folder: Path) -> None:
+    with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts out"):
+        tiny_llm(folder, text_drafts=False).generate("abc", mode="tree:8:text")
+
+
 @pytest.mark.parametrize("mode", ["chain", "chain:4", "tree:8"])
 def test_a_fixed_shape_needs_a_drafter_and_the_error_says_what_to_do(folder: Path, mode: str) -> None:
     with pytest.raises(RequestError, match=f"mode '{mode}' needs a drafter .*--draft, or use mode auto"):

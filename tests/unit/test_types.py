@@ -79,6 +79,7 @@ def test_greedy_and_penalised_say_what_they_mean() -> None:
         ("tree:2", Mode("tree", 2)),
         (f"tree:{MAX_TREE_ROWS}", Mode("tree", MAX_TREE_ROWS)),
         ("tree:64:seed", Mode("tree", 64, seeded=True)),
+        ("tree:16:text", Mode("tree", 16, text=True)),
     ],
 )
 def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
@@ -106,6 +107,8 @@ def test_modes_are_read_and_written_the_same_way(name: str, mode: Mode) -> None:
         "tree:8:seed:seed",
         "tree:seed",
         "chain:8:seed",
+        "chain:8:text",
+        "tree:8:seed:text",
         "auto:8",
         "tree:\u0664",
         "tree: 8",

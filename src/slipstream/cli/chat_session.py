@@ -179,7 +179,7 @@ COMMANDS: dict[str, ChatCommand] = {
     "reset": ChatCommand("/reset", "forget the conversation", ChatSession._reset),
     "undo": ChatCommand("/undo", "forget the last question and answer", ChatSession._undo),
     "mode": ChatCommand(
-        "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed or auto", ChatSession._mode
+        "/mode [NAME]", "plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed, tree:ROWS:text or auto", ChatSession._mode
     ),
     "gate": ChatCommand(
         "/gate [NAME]", "entropy, ema, auto or off; ema:margin=1.1 sets a threshold", ChatSession._gate

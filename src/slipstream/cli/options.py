@@ -100,7 +100,8 @@ ModeName = Annotated[
         metavar="NAME",
         rich_help_panel=_SPECULATION,
         show_default="auto if anything drafts, else plain",
-        help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (begins with the likeliest chain) or auto.",
+        help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (begins with the likeliest chain), "
+        "tree:ROWS:text (with drafts from the text itself) or auto.",
     ),
 ]
 GateName = Annotated[

@@ -324,13 +324,15 @@ class Engine:
         """Whether the drafter drafts for a request, which then needs draft context; refuses a mode without a source."""
         if request.mode.kind == "plain":
             return False
-        if self.executor.variants.drafter is not None:
-            return True
-        if not self.proposer.text_drafts:
-            raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode plain")
-        if request.mode.kind != "auto":
-            raise RequestError(f"mode '{request.mode}' needs a drafter", "load one with --draft, or use mode auto")
-        return False
+        text_drafts = self.proposer.text_drafts
+        if request.mode.text and not text_drafts:
+            raise RequestError(
+                f"mode '{request.mode}' needs drafts from the text", "use a CPU, and leave --no-text-drafts out"
+            )
+        if self.executor.variants.drafter is None and not (text_drafts and request.mode.reads_text):
+            other = "auto" if text_drafts else "plain"
+            raise RequestError(f"mode '{request.mode}' needs a drafter", f"load one with --draft, or use mode {other}")
+        return self.executor.variants.drafter is not None
 
     def _context_key(self, variant: DraftVariant) -> str:
         return f"{self._draft_key}{variant.context_key}"

@@ -21,7 +21,7 @@ from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.text_drafts import merged, text_growth
-from slipstream.speculative.tree import Growth
+from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
 
@@ -76,16 +76,15 @@ class Proposer:
     def prepare(self, sequence: ActiveSequence) -> None:
         """Decides how a new sequence speculates; without any source of drafts it decodes plainly."""
         request = sequence.request
-        automatic = request.mode.kind == "auto"
-        if request.mode.kind == "plain" or not (self.proposals or (automatic and self.text_drafts)):
+        reads_text = self.text_drafts and request.mode.reads_text
+        if request.mode.kind == "plain" or not (self.proposals or reads_text):
             return
-        sequence.row_limit = MAX_AUTO_ROWS if automatic else request.mode.width or self.proposals + 1
+        sequence.row_limit = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or self.proposals + 1
+        sequence.index = SuffixIndex() if reads_text else None
         if request.gate.kind == "auto":
             sequence.policy = self.policy.sequence(
                 request.mode, request.gate, self.proposals, not sequence.greedy, sequence.state.variant
             )
-            if automatic and self.text_drafts:
-                sequence.index = SuffixIndex()
         elif request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
             sequence.gate = EmaGate(request.gate)
@@ -139,7 +138,7 @@ class Proposer:
     ) -> list[Proposed]:
         """Fixed shapes as requests ask for them; the policy then chooses for all other sequences at once."""
         found = {
-            index: _fixed(sequence, drafts[index])
+            index: _fixed(sequence, drafts[index], texts[index])
             for index, sequence in enumerate(sequences)
             if sequence.policy is None
         }
@@ -154,11 +153,12 @@ class Proposer:
     def _text_growth(self, sequence: ActiveSequence) -> Growth | None:
         """What a sequence's own text offers; None if it offers nothing."""
         policy, index = sequence.policy, sequence.index
-        if index is None or policy is None or sequence.room < 2 or sequence.next_step_plain or sequence.sampler.slow:
+        if index is None or sequence.room < 2 or sequence.next_step_plain or sequence.sampler.slow:
             return None
-        if not index.follow(sequence.state.tokens):
+        if not index.follow(sequence.state.tokens) or not (policy or sequence.drafts_fixed):
             return None
-        growth = text_growth(index, sequence.room - 1, policy.estimate, policy.floor)
+        chance, floor = (policy.estimate.chance, policy.floor) if policy is not None else (as_claimed, 0.0)
+        growth = text_growth(index, sequence.room - 1, chance, floor)
         if growth.nodes and sequence.sampler.guide is not None:
             growth = allowed_part(sequence.sampler.guide, growth)
         return growth if growth.nodes else None
@@ -235,7 +235,7 @@ class Proposer:
             return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
         floor = 0.0 if policy.trial else policy.floor
         growth = block.grow(anchor, 0, nodes, depth, policy.estimate, floor=floor)[1]
-        return growth if text is None else merged(growth, text, policy.estimate, nodes)
+        return growth if text is None else merged(growth, text, policy.estimate.chance, nodes)
 
     @staticmethod
     def learn(outcome: SequenceOutcome) -> None:
@@ -306,17 +306,20 @@ def longest_context(sequences: Sequence[ActiveSequence]) -> int:
     return max((sequence.state.length for sequence in sequences), default=0)
 
 
-def _fixed(sequence: ActiveSequence, block: BlockDrafts | None) -> Proposed:
+def _fixed(sequence: ActiveSequence, block: BlockDrafts | None, text: Growth | None) -> Proposed:
     """The shape the request asked for, or the anchor alone."""
-    if block is None:
+    mode, nodes = sequence.request.mode, sequence.row_limit - 1
+    growth = Growth([sequence.anchor])
+    if block is not None:
+        depth = min(block.slots, sequence.room - 1)
+        length, most = (0, nodes) if mode.kind == "tree" else (min(depth, nodes), 0)
+        chain, tree = block.grow(sequence.anchor, length, most, depth, seeded=mode.seeded)
+        growth = tree if mode.kind == "tree" else chain
+    if text is not None:
+        growth = merged(growth, text, as_claimed, nodes)
+    if not growth.nodes:
         return _undrafted(sequence)
-    mode, depth, nodes = sequence.request.mode, min(block.slots, sequence.room - 1), sequence.row_limit - 1
-    if mode.kind == "tree":
-        growth = block.grow(sequence.anchor, 0, nodes, depth, seeded=mode.seeded)[1]
-    else:
-        growth = block.grow(sequence.anchor, min(depth, nodes), 0, 0)[0]
-    choice = f"{mode.kind}:{growth.nodes + 1}" if growth.nodes else "plain"
-    return Proposed(growth.proposal(), Decision(choice, gate_reading(sequence)))
+    return Proposed(growth.proposal(), Decision(f"{mode.kind}:{growth.nodes + 1}", gate_reading(sequence)))
 
 
 def gate_reading(sequence: ActiveSequence) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
-from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
@@ -13,12 +13,18 @@ from slipstream.types import Source
 MOST_TEXT_NODES = 15
 
 
-def text_growth(index: SuffixIndex, depth: int, estimate: Estimate, floor: float) -> Growth:
+class Chance(Protocol):
+    """The acceptance probability of a token with some claim, at some depth (from 1), from some source."""
+
+    def __call__(self, claimed: float, depth: int, source: Source) -> float: ...
+
+
+def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float) -> Growth:
     """The continuations of a text that are at least as likely as `floor`, the likeliest first."""
-    return index.grow(MOST_TEXT_NODES, depth, partial(estimate.chance, source=Source.TEXT), floor)
+    return index.grow(MOST_TEXT_NODES, depth, partial(chance, source=Source.TEXT), floor)
 
 
-def merged(drafter: Growth, text: Growth, estimate: Estimate, nodes: int) -> Growth:
+def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
     """One tree of both; a node that both have is claimed as if each were right on its own."""
     if not text.nodes:
         return drafter
@@ -49,7 +55,7 @@ def merged(drafter: Growth, text: Growth, estimate: Estimate, nodes: int) -> Gro
             changes[row] = changes[parent]
             whole.survivals[row] *= changes[parent]
             continue
-        survival = whole.survivals[parent] * estimate.chance(whole.chances[row], whole.depths[row], source)
+        survival = whole.survivals[parent] * chance(whole.chances[row], whole.depths[row], source)
         if source == Source.BOTH:
             changes[row] = survival / whole.survivals[row]
         whole.survivals[row] = survival

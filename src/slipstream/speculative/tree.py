@@ -73,7 +73,7 @@ class Growth:
         return Proposal(tokens, parents, tuple(self.chances[:rows]), tuple(self.sources[:rows]))
 
 
-def as_claimed(claimed: float, depth: int) -> float:
+def as_claimed(claimed: float, depth: int, source: Source = Source.DRAFTER) -> float:
     return claimed
 
 

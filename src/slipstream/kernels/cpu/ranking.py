@@ -81,9 +81,9 @@ def noisy_best(
 def noisy_top(
     logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
 ) -> tuple[Floats, Ids, Floats]:
-    """Does what `top_scores` does for the sums that `noisy_best` compares; the logsumexp is that of the returned scores.
+    """Does what `top_scores` does for the sums that `noisy_best` compares; the logsumexp is over the returned scores.
 
-    The noise of the other tokens is left out of it, because drawing all of it takes three times as long as the ranking.
+    Other tokens are left out of it, because drawing all of their noise takes three times as long as the ranking.
     """
     native = _native(logits)
     count, temperature = _bounded(logits, count), max(temperature, LEAST_TEMPERATURE)
