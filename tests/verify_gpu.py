@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from run_all import NUMBERS, command_of  # noqa: E402  (scripts/gpu is on the pa
 MOST_MS = {"bf16": (5.2, 6.5), "Q8_0": (3.6, None), "Q4_K": (3.2, None)}
 NARROW = "draft + verify 16"
 MOST_WIDE = 1.1  # the most that the verify of a tree of 64 rows may take, in times the verify of 16 rows
+LEAST_OF_BEST = 0.98  # the least speed of `auto`, in times that of the best fixed mode
 MOST_RATIO = 1.5  # the most that a step of a hybrid or mixture target may take, in times its floor
 Line = dict[str, Any]
 
@@ -111,15 +113,18 @@ def gpu_pair(report: Report) -> None:
     """Times the shipped target with one of its drafters."""
     command = f"`{command_of('real_pair')}`"
     found: dict[str, list[Line]] = measured(report, "real_pair") or {}
-    for line in [*found.get("modes", ()), *found.get("native", ())]:
+    lines = [*found.get("modes", ()), *found.get("native", ()), *found.get("text", ())]
+    for line in lines:
         same, of = map(int, line["same_texts"].split("/"))
         text = (
             f"{line['tokens_per_s']} tok/s, {line['over_plain']} of our plain, tau {line['tau']}, "
             f"{line['ms_per_step']} ms a step, {same}/{of} texts as plain, {line['tokens']} tokens"
         )
         values = {"tok_s": line["tokens_per_s"], "over_plain": line["over_plain"], "tau": line["tau"]}
-        promise = f"{line['weights']}, {line['set']}, {line['mode']}: {command}"
+        drafts = "" if line["draft"] == "drafter" else "the text alone, "
+        promise = f"{drafts}{line['weights']}, {line['set']}, T {line['temperature']:g}, {line['mode']}: {command}"
         report.add(promise, text, same == of, **values, same=same, of=of)
+    _compare_auto(report, found.get("modes", ()))
     for line in found.get("theirs", ()):
         text = f"{line['tokens_per_s']} tok/s, {line['ms_per_step']} ms a step, tau {line['tau']}"
         report.add(f"the same weights, {line['set']}, {line['who']}", text, True, tok_s=line["tokens_per_s"])
@@ -135,6 +140,19 @@ def gpu_pair(report: Report) -> None:
         waits, others, steps = line["events_waited_for"], line["other_syncs"], line["steps"]
         text = f"{waits} waits for results and {others} others in {steps} steps"
         report.add(f"waits of the host, {line['mode']}", text, waits + others <= steps, waits=waits, steps=steps)
+
+
+def _compare_auto(report: Report, lines: Sequence[Line]) -> None:
+    """Judges `auto` beside the best other mode of every set and temperature."""
+    alike: dict[tuple[str, float], dict[str, float]] = {}
+    for line in lines:
+        alike.setdefault((line["set"], line["temperature"]), {})[line["mode"]] = line["tokens_per_s"]
+    for (name, temperature), speeds in alike.items():
+        best = max((mode for mode in speeds if mode != "auto"), key=speeds.__getitem__)
+        ratio = speeds["auto"] / speeds[best]
+        text = f"auto is {ratio:.3f} of {best} (at least {LEAST_OF_BEST})"
+        promise = f"{name}, T {temperature:g}, one sequence, auto beside the best fixed mode"
+        report.add(promise, text, ratio >= LEAST_OF_BEST, ratio=round(ratio, 3))
 
 
 def measured(report: Report, name: str) -> Any:

@@ -139,6 +139,18 @@ GPU_SPEED = (
         "{same:sum}/{of:sum} texts, {tok_s:,.0f} tok/s, {over_plain:.2f} times plain",
         "^bf16.*, (chain|tree:16|tree:64|auto):",
     ),
+    Line(
+        "SmolLM2, `auto` at one sequence (at least 0.98 of the best fixed mode)",
+        "gpu_pair",
+        "{ratio:.3f} of it",
+        "auto beside the best fixed mode",
+    ),
+    Line(
+        "SmolLM2, drafts from the text alone: text as plain",
+        "gpu_pair",
+        "{same:sum}/{of:sum} texts, {over_plain:.2f} times plain",
+        "^the text alone.*, (auto|tree:16:text):",
+    ),
     Line("SmolLM2, transformers and the authors' loop", "gpu_pair", "{tok_s:.0f} tok/s", "^the same weights"),
     Line(
         "SmolLM2, `auto` over plain, 1 to 64 sequences (at least 0.98)", "gpu_pair", "{ratio:.2f} times", "^throughput"

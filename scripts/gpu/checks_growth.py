@@ -24,9 +24,14 @@ from slipstream.kernels.gpu import commit
 from slipstream.kernels.gpu.commit import CommitOutcome, ContextRows, HeldTaps
 from slipstream.kernels.gpu.device_rows import DeviceRows
 from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust, score_heads, score_heads_reference
-from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes, calibration_line, grow
+from slipstream.kernels.gpu.text_match import match_text, match_text_reference
+from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, TextDraft, Wishes, calibration_line, grow
 from slipstream.kernels.gpu.tree_growth_reference import grow_reference
+from slipstream.kernels.rows import TREE
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
+from slipstream.speculative.suffix_index import LONGEST_MATCH
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
+from slipstream.types import Source
 
 PAGE, SCRATCH, MOST_PAGES = 64, 7, 24
 SHAPES = ("chain", "tree", "seeded")
@@ -44,13 +49,20 @@ class Step:
     rows: DeviceRows
     grown: Grown
     branches: Branches
+    text: TextDraft
+    stored: Tensor  # the token of every place
 
     def grow(self) -> None:
-        grow(self.tokens, self.scores, self.wishes, self.heads, self.rows, SCRATCH, PAGE, self.grown, self.branches)
+        match_text(self.stored, self.rows, self.wishes, PAGE, LONGEST_MATCH, self.text)
+        grow(self.tokens, self.scores, *self._rest)
 
     def grow_on_host(self) -> None:
-        arguments = self.wishes, self.heads, self.rows, SCRATCH, PAGE, self.grown, self.branches
-        grow_reference(self.tokens, self.scores, *arguments)
+        match_text_reference(self.stored, self.rows, self.wishes, PAGE, LONGEST_MATCH, self.text)
+        grow_reference(self.tokens, self.scores, *self._rest)
+
+    @property
+    def _rest(self) -> tuple[object, ...]:
+        return self.wishes, self.heads, self.rows, SCRATCH, PAGE, self.grown, self.branches, self.text
 
     def outputs(self) -> dict[str, Tensor]:
         rows, grown, used = self.rows, self.grown, slice(0, self.rows.rows)
@@ -62,6 +74,8 @@ class Step:
             "parents": grown.parents,
             "counts": grown.counts,
             "broken": grown.broken,
+            "texts": grown.texts,
+            "matches": self.text.counts,
         }
 
     def poison(self) -> None:
@@ -85,6 +99,7 @@ def random_step(
         wishes.depth.copy_(torch.randint(1, slots + 2, (sequences,)))
         wishes.shape.copy_(torch.randint(0, 3, (sequences,)))
         wishes.floor.copy_((torch.rand(sequences) < 0.3) * 0.01)
+        wishes.text.copy_((wishes.shape == TREE) & (torch.rand(sequences, device=device) < 0.7))
     else:
         for part, value in ((wishes.nodes, each - 1), (wishes.depth, slots), (wishes.shape, shape)):
             part.fill_(value)
@@ -93,7 +108,8 @@ def random_step(
         if estimate is not None:
             for _ in range(80):
                 claim, depth, luck = torch.rand(3).tolist()
-                estimate.learn([DraftOutcome(claim, 1 + int(depth * slots), luck < claim)])
+                source = Source.TEXT if luck < 0.5 else Source.DRAFTER
+                estimate.learn([DraftOutcome(claim, 1 + int(depth * slots), luck < claim, source)])
         wishes.calibration[sequence] = calibration_line(None if estimate is None else estimate.table()).to(device)
     heads = None
     if with_heads:
@@ -105,7 +121,12 @@ def random_step(
     rows.pages.copy_((torch.randperm(MOST_PAGES * sequences) + 1).view(sequences, MOST_PAGES))
     rows.base.copy_(torch.randint(0, (MOST_PAGES - 2) * PAGE, (sequences,)))
     branches = Branches.empty(sequences, slots, candidates, with_heads, device)
-    return Step(tokens, scores, wishes, heads, rows, Grown.empty(rows), branches)
+    # Texts of few different tokens, so that most of them repeat themselves, and trees hold parts of what they offer.
+    wishes.anchors.copy_(tokens[:, 0, 0])
+    places = MOST_PAGES * sequences + 1, PAGE
+    stored = tokens[:, :, :2].flatten()[torch.randint(0, tokens[:, :, :2].numel(), places, device=device)]
+    text = TextDraft.empty(sequences, MOST_TEXT_NODES, device)
+    return Step(tokens, scores, wishes, heads, rows, Grown.empty(rows), branches, text, stored.flatten())
 
 
 def check_growth(step: Step, name: str) -> list[str]:
@@ -152,7 +173,8 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
         moved, moved_values = keys.clone(), -keys
         for part in (outcome.path, outcome.tokens, outcome.taken, outcome.failed, context.gather, context.places):
             part.fill_(-99)
-        accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
+        stored = torch.full((keys.shape[1] * PAGE,), -5, dtype=torch.int32, device=device)
+        accept(chosen, step.rows, step.grown, anchors, outcome, context, stored, SCRATCH)
         compact(moved, moved_values, step.rows, outcome)
         results.append(
             (
@@ -165,12 +187,14 @@ def check_commit(step: Step, name: str, layers: int, heads: int, dim: int) -> li
                 context.places,
                 step.rows.base.clone(),
                 anchors,
+                stored,
                 moved,
                 -moved_values,
             )
         )
         step.rows.base.copy_(base)
-    names = ["path", "tokens", "taken", "failed", "gather", "positions", "places", "base", "anchors", "keys", "values"]
+    names = ["path", "tokens", "taken", "failed", "gather", "positions", "places", "base", "anchors", "stored"]
+    names += ["keys", "values"]
     return [
         f"commit {name}: {part} differ"
         for part, one, other in zip(names, *results, strict=True)
@@ -312,6 +336,7 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
         chosen = verified(step)
         outcome, context = CommitOutcome.empty(sequences, device), ContextRows.empty(sequences, each, device)
         anchors, base = step.wishes.anchors.clone(), step.rows.base.clone()
+        stored = torch.zeros((MOST_PAGES * sequences + 1) * PAGE, dtype=torch.int32, device=device)
 
         def accept(
             outcome: CommitOutcome = outcome,
@@ -320,9 +345,10 @@ def time_table(device: torch.device, sizes: Sequence[tuple[int, int, int, int, b
             step: Step = step,
             anchors: Tensor = anchors,
             base: Tensor = base,
+            stored: Tensor = stored,
         ) -> None:
             step.rows.base.copy_(base)  # makes the next run start from the same step
-            commit.accept(chosen, step.rows, step.grown, anchors, outcome, context, SCRATCH)
+            commit.accept(chosen, step.rows, step.grown, anchors, outcome, context, stored, SCRATCH)
 
         lines.append(f"{'accept + a copy':<16} {size} {median_us([accept] * 10):>8.2f}")
         pool = torch.zeros(2, layers, MOST_PAGES * sequences + 1, 8, PAGE, 128, dtype=torch.bfloat16, device=device)

@@ -5,8 +5,8 @@ the same weights in `transformers` and in the authors' loop.
     python scripts/gpu/real_pair.py TARGET.gguf DRAFTER.gguf --parts modes --limit 4 --tokens 64
 
 The parts are: modes (every mode on every evaluation set, texts compared), native (weights as the file stores them),
-batches (throughput at 1, 4, 16 and 64 sequences), hosts (the host's share of each step at these sizes), syncs (how
-often the host waits for the device), `theirs` (transformers and the authors' loop).
+text (the target without a drafter), batches (throughput at 1, 4, 16 and 64 sequences), hosts (the host's share of each
+step at these sizes), syncs (how often the host waits for the device), `theirs` (transformers and the authors' loop).
 """
 
 # mypy: disable-error-code="arg-type, unused-ignore"
@@ -14,6 +14,7 @@ often the host waits for the device), `theirs` (transformers and the authors' lo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import warnings
@@ -30,14 +31,16 @@ from slipstream.config import EngineConfig
 from slipstream.engine.gpu.landed_report import ReportCopy
 from slipstream.engine.llm import LLM, Completion
 
-SETS = ("humaneval", "gsm8k", "mt-bench")
+SETS = ("humaneval", "gsm8k", "mt-bench", "editing", "prose")
+BATCH_SETS = SETS[:3]  # for batches, and for the programs of others
+TEMPERATURES = (0.0, 0.8)
 MODES = ("plain", "chain", "tree:16", "tree:64", "auto")
 ROUNDS = 7  # runs of a batch in each mode; single runs differ by several percent
 THEIR_PROMPTS, THEIR_TOKENS = 2, 96  # few of each set, because these programs are slow and their steps are all alike
 Row = dict[str, object]
 
 
-def load(options: argparse.Namespace, dtype: str, sequences: int = 4) -> LLM:
+def load(options: argparse.Namespace, dtype: str, sequences: int = 4, draft: str = "") -> LLM:
     config = EngineConfig(
         weight_format=dtype,
         device=options.device,
@@ -46,7 +49,7 @@ def load(options: argparse.Namespace, dtype: str, sequences: int = 4) -> LLM:
         max_sequences=sequences,
         max_context=2048,
     )
-    return LLM(str(options.target), str(options.draft), config=config)
+    return LLM(str(options.target), draft or str(options.draft), config=config)
 
 
 def prompts_of(llm: LLM, name: str, limit: int) -> list[list[int]]:
@@ -56,17 +59,19 @@ def prompts_of(llm: LLM, name: str, limit: int) -> list[list[int]]:
 
 def prompts_by_batch(llm: LLM, options: argparse.Namespace) -> Iterator[tuple[int, list[list[int]]]]:
     """As many prompts as every size of batch takes; prompts are repeated if there are not enough."""
-    everything = [ids for name in SETS for ids in prompts_of(llm, name, options.limit)]
+    everything = [ids for name in BATCH_SETS for ids in prompts_of(llm, name, options.limit)]
     for batch in options.batches:
         yield batch, (everything * (batch // len(everything) + 1))[:batch]
 
 
-def settings(mode: str, tokens: int) -> dict[str, object]:
-    return {"mode": mode, "max_tokens": tokens, "ignore_eos": False, **({} if mode == "auto" else {"gate": "off"})}
+def settings(mode: str, tokens: int, temperature: float = 0.0) -> dict[str, object]:
+    sampling: dict[str, object] = {"temperature": temperature, "seed": 1}
+    rest = {} if mode == "auto" else {"gate": "off"}
+    return {"mode": mode, "max_tokens": tokens, "ignore_eos": False, **sampling, **rest}
 
 
-def one_by_one(llm: LLM, prompts: Sequence[list[int]], mode: str, tokens: int) -> list[Completion]:
-    return [llm.run([llm.request(ids, **settings(mode, tokens))])[0] for ids in prompts]
+def one_by_one(llm: LLM, prompts: Sequence[list[int]], asked: dict[str, object]) -> list[Completion]:
+    return [llm.run([llm.request(ids, **asked)])[0] for ids in prompts]
 
 
 def speed(answers: Sequence[Completion]) -> float:
@@ -75,16 +80,18 @@ def speed(answers: Sequence[Completion]) -> float:
     return tokens / max(1e-9, sum(answer.stats.decode_ms for answer in answers) * 1e-3)
 
 
-def modes(options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES) -> list[Row]:
-    llm = load(options, dtype)
+def modes(
+    options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES, sets: Sequence[str] = SETS, draft: str = ""
+) -> list[Row]:
+    llm = load(options, dtype, draft=draft)
     print(llm.kernels, "| weights", llm.describe()["weight_bytes"], flush=True)
     warm_up(llm, names)
     rows: list[Row] = []
-    for name in SETS:
+    for name, temperature in itertools.product(sets, TEMPERATURES):
         prompts = prompts_of(llm, name, options.limit)
         plain: list[Completion] = []
         for mode in names:
-            answers = one_by_one(llm, prompts, mode, options.tokens)
+            answers = one_by_one(llm, prompts, settings(mode, options.tokens, temperature))
             plain = plain or answers
             same = sum(a.token_ids == b.token_ids for a, b in zip(plain, answers, strict=True))
             steps = sum(answer.stats.steps for answer in answers)
@@ -92,7 +99,9 @@ def modes(options: argparse.Namespace, dtype: str, names: Sequence[str] = MODES)
             rows.append(
                 {
                     "weights": dtype,
+                    "draft": llm.draft_source,
                     "set": name,
+                    "temperature": temperature,
                     "mode": mode,
                     "tokens_per_s": round(speed(answers), 1),
                     "over_plain": round(speed(answers) / speed(plain), 3),
@@ -268,7 +277,7 @@ def theirs(options: argparse.Namespace) -> list[Row]:
     drafter = build_drafter(options.draft, device)
     stops = sorted(llm.tokenizer.eos_ids)
     rows: list[Row] = []
-    for name in SETS:
+    for name in BATCH_SETS:
         few = prompts_of(llm, name, min(options.limit, THEIR_PROMPTS))
         prompts = [torch.tensor([ids], device=device) for ids in few]
         tokens_each = min(options.tokens, THEIR_TOKENS)
@@ -314,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("draft", type=Path)
-    parser.add_argument("--parts", default="modes,native,batches,hosts,syncs,theirs")
+    parser.add_argument("--parts", default="modes,native,text,batches,hosts,syncs,theirs")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
@@ -331,7 +340,9 @@ def main() -> None:
         if part == "modes":
             found[part] = modes(options, "bf16")
         elif part == "native":
-            found[part] = modes(options, "auto", ("plain", "auto"))
+            found[part] = modes(options, "auto", ("plain", "auto"), BATCH_SETS)
+        elif part == "text":
+            found[part] = modes(options, "bf16", ("plain", "tree:16:text", "auto"), ("editing", "prose"), "suffix")
         elif part == "batches":
             found[part] = batches(options, "bf16")
         elif part == "hosts":

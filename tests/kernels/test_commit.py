@@ -92,7 +92,9 @@ def test_the_hosts_path_is_kept(seed: int, each: int, kernel: bool) -> None:
         part.fill_(-99)
     anchors = torch.full((sequences,), 77, dtype=torch.int32, device=DEVICE)
     call = accept if kernel else accept_reference
-    call(chosen.to(DEVICE), device_rows, moved(grown), anchors, outcome, context, SCRATCH)  # type: ignore[arg-type]
+    stored = torch.full((int(rows.pages.max() + 1) * PAGE,), -5, dtype=torch.int32, device=DEVICE)
+    call(chosen.to(DEVICE), device_rows, moved(grown), anchors, outcome, context, stored, SCRATCH)  # type: ignore[arg-type]
+    written = 0
     for sequence in range(sequences):
         first, count, base = sequence * each, int(grown.counts[sequence]), int(rows.base[sequence])
         own, path, tokens = chosen[first : first + each].tolist(), (), ()
@@ -113,6 +115,9 @@ def test_the_hosts_path_is_kept(seed: int, each: int, kernel: bool) -> None:
         assert context.positions[own_context].tolist() == [base + at for at in range(taken)] + [base] * unused
         places = rows.places[first : first + taken].tolist()
         assert context.places[own_context].tolist() == places + [SCRATCH] * unused
+        assert stored[places].tolist() == [int(rows.tokens[first + row]) for row in path]
+        written += taken
+    assert int((stored != -5).sum()) == written, "a token was written to a place that no kept row has"
 
 
 @KERNELS
@@ -155,7 +160,8 @@ def test_kept_rows_move_to_consecutive_slots(seed: int, each: int, dim: int, ker
     outcome = poisoned_outcome(sequences)
     device_rows, context = moved(rows), ContextRows.empty(sequences, each, DEVICE)
     anchors = torch.zeros(sequences, dtype=torch.int32, device=DEVICE)
-    accept_reference(chosen.to(DEVICE), device_rows, moved(grown), anchors, outcome, context, SCRATCH)  # type: ignore[arg-type]
+    stored = torch.zeros((int(rows.pages.max() + 1) * PAGE,), dtype=torch.int32, device=DEVICE)
+    accept_reference(chosen.to(DEVICE), device_rows, moved(grown), anchors, outcome, context, stored, SCRATCH)  # type: ignore[arg-type]
     assert int(outcome.taken.max()) > (16 if each == 64 else 2)  # the longest takes more than one piece
     keys = torch.randn((layers, pages, heads, PAGE, dim), generator=torch.Generator().manual_seed(seed)).bfloat16()
     values = -keys

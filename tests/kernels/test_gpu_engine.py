@@ -36,6 +36,7 @@ from slipstream.models.gpu.device_stack import GpuContext
 from slipstream.speculative.accept import accept
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.policy import SequencePolicy
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.types import BASE_VARIANT, Decision, Proposal, SamplingParams, Verdict
 from tests.adapters import write_random_adapter
 from tests.tiny import Driver, assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
@@ -234,9 +235,9 @@ def test_draft_context_has_room_for_the_longest_path_and_no_more(
     with keep_threads(), torch.inference_mode():
         llm = gpu_llm(tmp_path, max_sequences=128)
         drafter = drafter_of(llm)
-        assert drafter is not None and drafter.proposals < 15
-        whole = bucket(drafter.proposals + 1)
-        for sequences, each, rows in ((1, 16, 16), (32, 2, 64), (4, 16, 4 * whole)):
+        assert drafter is not None and drafter.proposals < MOST_TEXT_NODES
+        whole = bucket(MOST_TEXT_NODES + 1)
+        for sequences, each, rows in ((1, 16, 16), (32, 2, 64), (4, 16, 4 * whole), (2, 32, 2 * whole)):
             step, run = loop_of(llm).step(sequences, each, drafter, True)
             del written[:]
             run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,6 @@ def test_what_is_in_effect(tmp_path: Path) -> None:
         "auto",
         "plain",
     )
-    on_a_gpu = replace(alone, engine=EngineConfig(device="cuda"))
-    assert (on_a_gpu.draft_in_effect, on_a_gpu.mode_in_effect) == (None, "plain")
     text = ModelSpec("text", "smollm2", "suffix")
     assert (text.draft_in_effect, text.mode_in_effect) == ("suffix", "auto")
 

@@ -75,8 +75,8 @@ class ChatSession:
         return COMMANDS[name].action(self, rest.strip())
 
     def _check_mode(self, mode: Mode) -> None:
-        usable = {"drafter": ("plain", "chain", "tree", "auto"), "suffix": ("plain", "auto"), None: ("plain",)}
-        if mode.kind not in usable[self.draft_source]:
+        drafts = self.draft_source == "drafter" or self.draft_source == "suffix" and mode.reads_text
+        if mode.kind != "plain" and not drafts:
             raise RequestError(f"mode {mode} needs a drafter", "start chat with --draft")
 
     def _check_gate(self, gate: Gate | None) -> None:

@@ -186,7 +186,8 @@ class BatchPlanner:
 
     def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
         sequences = batch.sequences
-        few = len(sequences) <= _FEW_SEQUENCES
+        # Without a drafter a draft takes no time, so there is no sequence for which it does not pay.
+        few = len(sequences) <= _FEW_SEQUENCES and self._proposer.proposals > 0
         slots = self._proposer.slots(sequences) if few else self._proposer.most_slots(sequences)
         if not free:
             slots = [0 if own.policy else depth for own, depth in zip(sequences, slots, strict=True)]
@@ -305,16 +306,16 @@ def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: i
 
     A fixed shape stays the same up to the last token: unused rows cost nothing, a graph of another shape does.
     """
-    policy, mode = sequence.policy, sequence.request.mode
+    policy, mode, text = sequence.policy, sequence.request.mode, sequence.index is not None
     if not depth or not most_nodes:
         return Wish()
     if policy is not None:
         nodes = min(governed_rows - 1, policy.max_nodes, most_nodes)
         shape = CHAIN if policy.chains_only else TREE
-        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.estimate)
+        return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.estimate, text)
     if mode.kind == "tree":
         nodes = min(sequence.row_limit - 1, most_nodes)
-        return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE)
+        return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE, text=text)
     return Wish(min(proposals, sequence.row_limit - 1, most_nodes), proposals, CHAIN)
 
 

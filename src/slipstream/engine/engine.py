@@ -48,7 +48,7 @@ class Engine:
         draft_key: str | None,
         text_drafts: bool,
     ) -> None:
-        """With `text_drafts`, the text of a sequence is a source of drafts where the executor leaves room for it."""
+        """With `text_drafts`, the text of a sequence is a source of drafts."""
         self.executor = executor
         self._tokenizer = tokenizer
         self._config = config
@@ -66,7 +66,6 @@ class Engine:
         )
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
-        text_drafts &= executor.device_steps is None  # a device step grows its trees before the host could add nodes
         self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text_drafts)
         self.ahead: LaunchAhead | None = None  # a CPU has no device steps
         if executor.device_steps is not None:
@@ -326,9 +325,7 @@ class Engine:
             return False
         text_drafts = self.proposer.text_drafts
         if request.mode.text and not text_drafts:
-            raise RequestError(
-                f"mode '{request.mode}' needs drafts from the text", "use a CPU, and leave --no-text-drafts out"
-            )
+            raise RequestError(f"mode '{request.mode}' needs drafts from the text", "leave --no-text-drafts out")
         if self.executor.variants.drafter is None and not (text_drafts and request.mode.reads_text):
             other = "auto" if text_drafts else "plain"
             raise RequestError(f"mode '{request.mode}' needs a drafter", f"load one with --draft, or use mode {other}")

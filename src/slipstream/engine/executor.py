@@ -77,12 +77,16 @@ class BatchColumn:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one sequence proposes in a device step: at most `nodes` drafted tokens no deeper than `depth`."""
+    """What one sequence proposes in a device step: at most `nodes` drafted tokens.
+
+    Those of the drafter are no deeper than `depth`. With `text`, a tree also takes nodes from the sequence's own text.
+    """
 
     nodes: int = 0
     depth: int = 0
     shape: int = 0  # CHAIN, TREE or SEEDED_TREE
     estimate: Estimate | None = None
+    text: bool = False
 
 
 EMPTY_COLUMN = BatchColumn(0, 0, (), SamplingParams(), share_noise=False)

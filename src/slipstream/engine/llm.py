@@ -19,7 +19,7 @@ from slipstream.engine.profiler import Profiler, make_profiler
 from slipstream.engine.profiler import StepProfile as StepProfile
 from slipstream.engine.request_settings import make_request
 from slipstream.engine.variants import DrafterFile, DraftVariant
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import RequestError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import NO_DRAFT, SUFFIX, drafter_source, resolve
 from slipstream.kernels.cpu.native_library import availability, library, set_threads
@@ -35,7 +35,7 @@ from slipstream.types import FinishReason, GenEvent, Request, TokenOut
 
 Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
-DraftSource = Literal["drafter", "suffix"]  # a drafter (and beside it the text, on a CPU), or the text alone
+DraftSource = Literal["drafter", "suffix"]  # a drafter (and beside it the text), or the text alone
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class LLM:
     >>> llm.generate("The capital of France is", max_tokens=8).text
 
     `draft` names the drafter. `auto` is the drafter that was made for a named target; for any other target it means
-    `suffix`, which drafts from the text alone, or on a GPU no drafts. `none`, or None, drafts nothing. A folder whose
-    name is one of these words is given as a path, such as ./suffix.
+    `suffix`, which drafts from the text alone. `none`, or None, drafts nothing. A folder whose name is one of these
+    words is given as a path, such as ./suffix.
 
     Each `draft_lora` is an adapter for the drafter, [NAME=]PATH[@SCALE]; a request names the one that drafts for it.
     """
@@ -77,8 +77,6 @@ class LLM:
         self.config = config or EngineConfig()
         self.threads = prepare_torch(self.config.threads)
         self._gpu = chosen_gpu(self.config)
-        if draft == SUFFIX and self._gpu is not None:
-            raise ConfigError("--draft suffix needs the CPU, and this would run on a GPU", "add --device cpu")
         self.config = replace(self.config, prefill_chunk=self.config.chunk_rows(self._gpu is not None))
         self.target_source = resolve(target, progress=progress)
         elsewhere = self._gpu.weights if self._gpu is not None else None

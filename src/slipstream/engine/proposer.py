@@ -20,7 +20,7 @@ from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import SuffixIndex
-from slipstream.speculative.text_drafts import merged, text_growth
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, text_growth
 from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -191,11 +191,17 @@ class Proposer:
         return slots
 
     def most_slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
-        """As many positions for each sequence as it may draft, whatever its policy expects of them."""
+        """As many positions for each sequence as it may draft, whatever its policy expects of them.
+
+        Without a drafter these are the positions that the text may offer.
+        """
         slots = []
         for sequence in sequences:
             policy = sequence.policy
-            most = min(sequence.row_limit - 1, self.proposals) if policy is None else policy.deepest
+            if not self.proposals:
+                most = MOST_TEXT_NODES if sequence.index is not None else 0
+            else:
+                most = min(sequence.row_limit - 1, self.proposals) if policy is None else policy.deepest
             depth = max(0, min(most, sequence.room - 1)) if policy is not None or sequence.drafts_fixed else 0
             if sequence.take_plain_step():
                 depth = 0

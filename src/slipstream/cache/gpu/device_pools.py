@@ -51,6 +51,8 @@ class GpuPools:
         layers = draft.layers if draft is not None else ()
         draft_size = (len(layers), *(layers[0] if layers else (0, 0)))
         self.draft_keys, self.draft_values = zeros(*draft_size), zeros(*draft_size)
+        # The token of every place (page * page tokens + offset), which drafts from the text read.
+        self.tokens = torch.zeros((pages + 1) * page_tokens, dtype=torch.int32, device=device)
 
     @property
     def _target_tensors(self) -> list[Tensor]:
@@ -65,12 +67,19 @@ class GpuPools:
         self.settle()
         for pool in self._all:
             pool[:, destination] = pool[:, source]
+        tokens = self.tokens.view(-1, self.page_tokens)
+        tokens[destination] = tokens[source]
 
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
         (from_pages, from_offsets), (to_pages, to_offsets) = self._indices(sources), self._indices(destinations)
         for pool in self._target_tensors:
             pool[:, to_pages, :, to_offsets] = pool[:, from_pages, :, from_offsets]
+        tokens = self.tokens.view(-1, self.page_tokens)
+        tokens[to_pages, to_offsets] = tokens[from_pages, from_offsets]
+
+    def store_tokens(self, places: Tensor, tokens: Tensor) -> None:
+        self.tokens.index_copy_(0, places.long(), tokens)
 
     def clear_rows(self, places: Sequence[Place]) -> None:
         """Zeroes target keys and values at (page, offset) places."""

@@ -31,16 +31,16 @@ class DecodeState:
         self.pages = torch.full((most_sequences, most_pages), scratch_page, dtype=torch.int32, device=device)
         self.slots = torch.full((2, most_sequences), scratch_slot, dtype=torch.int32, device=device)
         self.settings = SamplingSettings.empty(most_sequences, device)
-        # The three rows lie side by side, so that one copy sends all of them.
-        self._wanted = torch.zeros(3, most_sequences, dtype=torch.int32, device=device)
-        nodes, depth, shape = self._wanted
-        self.wishes = replace(Wishes.empty(most_sequences, device), nodes=nodes, depth=depth, shape=shape)
+        # These rows lie side by side, so that one copy sends all of them.
+        self._wanted = torch.zeros(4, most_sequences, dtype=torch.int32, device=device)
+        nodes, depth, shape, text = self._wanted
+        self.wishes = replace(Wishes.empty(most_sequences, device), nodes=nodes, depth=depth, shape=shape, text=text)
         self._stages = cycle([self._stage() for _ in range(_STAGES)])
         self._loads = cycle([list(map(self._pinned_twin, self._sequence_tensors())) for _ in range(_STAGES)])
         self._wished: Sequence[Wish] | None = None
 
     def _stage(self) -> tuple[Tensor, Tensor]:
-        numbers = torch.zeros(3, self._most, dtype=torch.int32, pin_memory=self._pinned)
+        numbers = torch.zeros(4, self._most, dtype=torch.int32, pin_memory=self._pinned)
         lines = torch.zeros(self._most, CALIBRATION_WORDS, dtype=torch.float64, pin_memory=self._pinned)
         return numbers, lines
 
@@ -92,6 +92,7 @@ class DecodeState:
             [wish.nodes for wish in wishes],
             [wish.depth for wish in wishes],
             [wish.shape for wish in wishes],
+            [wish.text for wish in wishes],
         )
         self._wanted.copy_(numbers, non_blocking=True)
         if all(wish is NO_SEQUENCE for wish in changed):

@@ -20,8 +20,10 @@ from slipstream.kernels.gpu.delta_net_launch import DeviceStates, Replay
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.token_choice import RankingScratch, SamplingSettings
-from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, Wishes
+from slipstream.kernels.gpu.tree_growth import Branches, HeadScores, TextDraft, Wishes
 from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
+from slipstream.speculative.suffix_index import LONGEST_MATCH
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 
 _WIDTHS = (2, 4, 8, 16, 32, 64)  # rows per sequence of a drafting step; each width that is used is a graph of its own
 # Steps without drafts whose taps are held, and rows in all, before their draft context is written in one launch. With
@@ -38,9 +40,9 @@ def drafted_widths(sequences: int, most_rows: int) -> list[int]:
 class DecodeStep:
     """The launches for `sequences` sequences with `each` rows.
 
-    With a drafter, kept rows become draft context; `drafting` says whether the drafter proposes anything in this step.
-    If it does not, the context is not read soon. The taps of several such steps are `held` and written together, so
-    that the drafter's weights are read once for all of them.
+    With a drafter, kept rows become draft context; `drafting` says whether anything is proposed in this step, by the
+    drafter if there is one and by the texts of the sequences. If nothing is, the context is not read soon. The taps of
+    several such steps are `held` and written together, so that the drafter's weights are read once for all of them.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class DecodeStep:
         self._grown, self._chosen, self._outcome = self.report.grown, self.report.chosen, self.report.outcome
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
         self.held = self._make_held() if drafter is not None and not drafting and each == 1 else None
-        longest = min(drafter.proposals + 1, each) if drafter is not None else 1  # rows of an accepted path
+        self._text = TextDraft.empty(sequences, MOST_TEXT_NODES, device) if drafting else None
+        # Rows of an accepted path.
+        longest = min(max(drafter.proposals, MOST_TEXT_NODES) + 1, each) if drafter is not None else 1
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)
         self.draft: BlockDraft | None = None  # None if the step drafts nothing
@@ -130,16 +134,20 @@ class DecodeStep:
 
     def _grow(self) -> None:
         """Turns the chain or tree that each sequence wishes for into rows."""
+        pools, wishes, text = self._pools, self._wishes, self._text
+        if text is not None:
+            self._kernels.match_text(pools.tokens, self._rows, wishes, pools.page_tokens, LONGEST_MATCH, text)
         self._kernels.grow(
             self._candidates.tokens,
             self._candidates.scores,
-            self._wishes,
+            wishes,
             self._head_scores,
             self._rows,
-            self._pools.scratch_place,
-            self._pools.page_tokens,
+            pools.scratch_place,
+            pools.page_tokens,
             self._grown,
             self._branches,
+            text,
         )
 
     def _verify(self) -> None:
@@ -166,9 +174,10 @@ class DecodeStep:
             self._wishes.anchors,
             self._outcome,
             self._context,
+            pools.tokens,
             pools.scratch_place,
         )
-        if self.draft is not None:
+        if self._text is not None:
             for keys, values in pools.groups:
                 self._kernels.compact(keys, values, self._rows, self._outcome)
         if self._states is not None:

@@ -16,18 +16,20 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.gpu.device_models import GpuDrafter
 from slipstream.models.moe import routed_experts
 from slipstream.speculative.costs import CostTable, StepShape
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 
 _ROWS = (16, 32, 64, 128, 256)  # rows of the steps that are timed; the cost table interpolates between them
 _FEW = (4, 8)  # rows of steps that are padded to 16 and take as long, except that they read fewer experts
 _ROUNDS = 8  # runs of each step, of which the fastest counts; with fewer, a disturbed run may be taken for the cost
 Progress = Callable[[str, int, int], None]
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
+_TEXT_DRAFT_MS = 0.01  # the time of a draft without a drafter; a draft must take some time
 
 
 @torch.inference_mode()
 def measure_costs(
     step_of: StepMaker,
-    drafter: GpuDrafter,
+    drafter: GpuDrafter | None,
     most_rows: int,
     most_sequences: int,
     device: torch.device,
@@ -48,11 +50,12 @@ def measure_costs(
             progress("measuring step costs", done + 1, len(widths) + 1)
     # Timing captures the widths that one sequence is likely to use, so that no answer has to wait for a capture.
     drafted = {rows: _milliseconds(step_of(1, rows, drafter, True)[1], device) for rows in drafted_widths(1, most_rows)}
-    draft_ms = max(0.01, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
+    draft_ms = max(_TEXT_DRAFT_MS, drafted[LEAST_ROWS] - timed[LEAST_ROWS])
+    slots = drafter.proposals if drafter is not None else MOST_TEXT_NODES
     if progress is not None:
         progress("measuring step costs", 1, 1)
     timed = {rows: timed[max(rows, LEAST_ROWS)] + experts_ms(rows) for rows in (1, *_FEW, *timed)}
-    table = CostTable(timed, {1: draft_ms, drafter.proposals: draft_ms})
+    table = CostTable(timed, {1: draft_ms, slots: draft_ms})
     for rows in widths:
         table.teach(StepShape(1, rows, 0, sampled=False, branching=True), timed[rows])
     return table

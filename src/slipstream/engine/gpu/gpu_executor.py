@@ -98,8 +98,6 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def measure_costs(self) -> CostTable:
-        drafter = self._base_drafter()
-        assert drafter is not None, "only speculation asks for costs"
         # Steps advance the loaded sequences, so none are loaded while steps are timed.
         state = self.device_steps.state
         self.memory.settle()
@@ -109,7 +107,7 @@ class GpuExecutor:
         bandwidth = self.device.read_bandwidth() if read(1) else 1.0
         costs = measure_costs(
             self.device_steps.step,
-            drafter,
+            self._base_drafter(),
             self.device.most_rows,
             bucket(self.device.config.max_sequences),
             self.device.device,

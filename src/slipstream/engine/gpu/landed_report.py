@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.engine.gpu.step_report import Report
-from slipstream.types import Proposal, TokenOut, Verdict
+from slipstream.types import Proposal, Source, TokenOut, Verdict
 
 _Whole = NDArray[np.int32]
 
@@ -32,6 +32,7 @@ class ReportCopy:
         self.chosen: _Whole = report.chosen.view(shape).numpy()
         self.counts: _Whole = report.counts.numpy()
         self.broken: _Whole = report.broken.numpy()
+        self.texts: _Whole = report.texts.numpy()
         self.taken: _Whole = report.taken.numpy()
         self.failed: _Whole = report.failed.numpy()
         self.path: _Whole = report.path.numpy()
@@ -74,6 +75,7 @@ class Landing:
             self._next: list[int] = copy.kept[here, 0].tolist()
             return
         self._tokens: list[list[int]] = copy.tokens[here, :each].tolist()
+        self._texts: list[int] = copy.texts[here].tolist()
         self._parents: list[list[int]] = copy.parents[here, :each].tolist()
         self._path: list[list[int]] = copy.path[here, :each].tolist()
         self._kept: list[list[int]] = copy.kept[here, :each].tolist()
@@ -87,7 +89,9 @@ class Landing:
         if used <= 1:
             return _alone(tokens[0])
         own = tuple(self._copy.chances[column, :used].tolist()) if chances else ()
-        return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own)
+        texts = self._texts[column]
+        sources = (Source.DRAFTER,) * (used - texts) + (Source.TEXT,) * texts if texts else ()
+        return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own, sources)
 
     def outcome(self, column: int) -> tuple[Verdict, list[TokenOut]]:
         """Returns the path that is kept and the tokens that it yields."""

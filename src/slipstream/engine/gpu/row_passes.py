@@ -120,6 +120,7 @@ class Passes:
 
         def launches() -> None:
             rows, tapped = found.rows, drafter.taps if drafter is not None else ()
+            pools.store_tokens(rows.places, rows.tokens)
             found.hidden, taps = self.target.run(rows, pools, tapped, found.states)
             if drafter is not None:
                 assert taps is not None
@@ -137,6 +138,7 @@ class Passes:
         self._lay_out(found, works)
 
         def launches() -> None:
+            self.pools.store_tokens(found.rows.places, found.rows.tokens)
             found.hidden, found.other = self.target.run(found.rows, self.pools, tap_layers, found.states)
 
         self.graphs.runner(key, launches)()

@@ -47,6 +47,7 @@ class Report:
             (sequences,),
             (sequences,),
             (sequences,),
+            (sequences,),
             (sequences, MAX_DEPTH),
             (sequences, MAX_DEPTH),
         )
@@ -60,6 +61,7 @@ class Report:
             self.chosen,
             self.counts,
             self.broken,
+            self.texts,
             self.taken,
             self.failed,
             self.path,
@@ -70,7 +72,7 @@ class Report:
 
     @property
     def grown(self) -> Grown:
-        return Grown(self.parents, self.chances, self.survivals, self.counts, self.broken)
+        return Grown(self.parents, self.chances, self.survivals, self.counts, self.broken, self.texts)
 
     @property
     def outcome(self) -> CommitOutcome:

@@ -42,7 +42,7 @@ class CommitOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """The kept rows as draft context: `block` places per sequence, which is the longest possible path."""
+    """The kept rows as draft context: `block` places per sequence, which is the longest possible path of a pair."""
 
     block: int
     gather: Tensor  # int32 [sequences * block]: the row of the step whose taps these are; row 0 if there is none
@@ -77,7 +77,7 @@ class HeldTaps:
 @triton.jit
 def _accept_kernel(  # type: ignore[no-untyped-def]
     chosen, row_tokens, row_places, parents, counts, base, anchors, paths, new_tokens, takens, faileds,
-    gather, positions, places, block, scratch_place, ROWS: tl.constexpr,
+    gather, positions, places, stored, block, scratch_place, ROWS: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     first = sequence * ROWS
@@ -107,6 +107,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(new_tokens + sequence * _DEEP + depth, tokens)
     # the path's row i moves to slot base + i, which is the slot of the step's row i
     place = tl.load(row_places + first + depth, mask=kept, other=0)
+    tl.store(stored + place, tl.load(row_tokens + first + path, mask=kept, other=0), mask=kept)
     context, inside = sequence * block + depth, depth < block
     tl.store(gather + context, first + tl.where(kept, path, 0), mask=inside)
     tl.store(positions + context, start + tl.where(kept, depth, 0), mask=inside)
@@ -186,17 +187,18 @@ def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_p
 
 def accept(
     chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
-    scratch_place: int,
+    stored: Tensor, scratch_place: int,
 ) -> None:
     """Keeps the path along which the target's tokens (int32 [rows]) agree with the drafted ones.
 
-    It fills `outcome` and `context`, and advances `rows.base` and `anchors` (int32 [sequences]) behind the kept rows.
+    It fills `outcome` and `context`, writes the kept rows' tokens to their places in `stored`, and advances
+    `rows.base` and `anchors` (int32 [sequences]) behind the kept rows.
     The rows are those of a grown tree with `grown.counts` nodes; a count of -1 marks a padding sequence.
     """
     assert rows.each <= MAX_DEPTH and context.block <= MAX_DEPTH
     _accept_kernel[(rows.sequences,)](
         chosen, rows.tokens, rows.places, grown.parents, grown.counts, rows.base, anchors, outcome.path,
-        outcome.tokens, outcome.taken, outcome.failed, context.gather, context.positions, context.places,
+        outcome.tokens, outcome.taken, outcome.failed, context.gather, context.positions, context.places, stored,
         context.block, scratch_place, rows.each, num_warps=1,
     )
 
@@ -213,7 +215,7 @@ def compact(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutco
 
 def accept_reference(
     chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
-    scratch_place: int,
+    stored: Tensor, scratch_place: int,
 ) -> None:
     """`accept` in plain Python."""
     outcome.path.fill_(-1)
@@ -235,8 +237,10 @@ def accept_reference(
         context.gather[at : at + context.block], context.positions[at : at + context.block] = first, base
         for depth, row in enumerate(path):
             outcome.path[sequence, depth], outcome.tokens[sequence, depth] = row, own[row]
-            context.gather[at + depth], context.positions[at + depth] = first + row, base + depth
-            context.places[at + depth] = rows.places[first + depth]
+            stored[int(rows.places[first + depth])] = rows.tokens[first + row]
+            if depth < context.block:
+                context.gather[at + depth], context.positions[at + depth] = first + row, base + depth
+                context.places[at + depth] = rows.places[first + depth]
         outcome.taken[sequence], outcome.failed[sequence] = taken, int(failed)
         rows.base[sequence] += taken
         if path:

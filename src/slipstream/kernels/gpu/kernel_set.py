@@ -24,6 +24,7 @@ from slipstream.kernels.gpu import (
     head_tables,
     layer_extras,
     paged_attention,
+    text_match,
     token_choice,
     tree_growth,
     tree_growth_reference,
@@ -51,6 +52,7 @@ class GpuKernels:
     choose: Launch
     top_candidates: Launch
     score_heads: Launch
+    match_text: Launch
     grow: Launch
     accept: Launch
     compact: Launch
@@ -82,6 +84,7 @@ _MODULES: dict[str, ModuleType] = {
     "block_rows": block_layout,
     "paged_attention": paged_attention,
     "score_heads": head_tables,
+    "match_text": text_match,
     "grow": tree_growth,
 }
 

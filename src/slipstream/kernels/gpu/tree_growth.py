@@ -3,7 +3,8 @@
 There are two launches: one ranks and calibrates what may follow each token of each slot, the other adds nodes best
 first. Every row of a tree has at most one open candidate, its next child, so the open candidates are a vector, and the
 next node is its maximum. Nodes come in the same order as in speculative/tree.py: chances are doubles, and among equals
-the candidate that was offered first wins.
+the candidate that was offered first wins. Where a sequence's own text offers a continuation, its tokens then take free
+rows and those of less likely nodes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from slipstream.kernels.gpu.device_rows import MAX_DEPTH, DeviceRows
 MOST_ROWS = 64  # rows of a tree, and candidates of a slot; open candidates are packed with six bits for each
 
 # A calibration is one line of doubles: whether there is one, its bounds, its number of depths, and from these indices
-# on its edges and factors.
+# on its edges and factors: first those of the drafter's tokens, then those of tokens from the text.
 _CLAIMS, _DEPTHS, _FACTORS = 4, 20, 28
-_CLAIMS_AT, _DEPTHS_AT, _FACTORS_AT = (tl.constexpr(at) for at in (_CLAIMS, _DEPTHS, _FACTORS))
+_MOST_CLAIMS, _MOST_DEPTHS, _MOST_BINS = 16, 8, 48
+_CLAIMS_AT, _DEPTHS_AT = tl.constexpr(_CLAIMS), tl.constexpr(_DEPTHS)
+DRAFTER_FACTORS, TEXT_FACTORS = tl.constexpr(_FACTORS), tl.constexpr(_FACTORS + _MOST_BINS)
 CALIBRATION_WORDS = 128
 _WORDS = tl.constexpr(CALIBRATION_WORDS)
 _TAKEN_AS_THEY_ARE = bytes(8)  # the beginning of a line that leaves claims as they are
-_MOST_CLAIMS, _MOST_DEPTHS, _MOST_BINS = 16, 8, 96
 
 # These stand in place of the number of a branch's candidates.
 _NOT_NUMBERS, _LOST_HEAD = -2, -1
@@ -47,6 +49,7 @@ class Wishes:
     nodes: Tensor  # int32: the most nodes behind the anchor; -1 marks a padding sequence, which uses no rows
     depth: Tensor  # int32: the largest depth of a node
     shape: Tensor  # int32: CHAIN, TREE or SEEDED_TREE
+    text: Tensor  # int32: 1 if the sequence's own text may add nodes to its tree
     floor: Tensor  # fp32: nodes that are less likely to survive are not added to a tree
     calibration: Tensor  # fp64 [sequences, CALIBRATION_WORDS], see `calibration_line`
 
@@ -57,8 +60,26 @@ class Wishes:
             return torch.zeros((sequences, *shape), dtype=dtype, device=device)
 
         whole = torch.int32
-        return cls(numbers(whole), numbers(whole), numbers(whole), numbers(whole), numbers(torch.float32),
-                   numbers(torch.float64, CALIBRATION_WORDS))
+        return cls(numbers(whole), numbers(whole), numbers(whole), numbers(whole), numbers(whole),
+                   numbers(torch.float32), numbers(torch.float64, CALIBRATION_WORDS))
+
+
+@dataclass(frozen=True, slots=True)
+class TextDraft:
+    """How each sequence's own text went on after an earlier occurrence of its last tokens."""
+
+    tokens: Tensor  # int32 [sequences, depth]
+    claims: Tensor  # fp64 [sequences, depth]: the claimed probability of each token given the one before it
+    worths: Tensor  # fp64: the calibrated claims
+    counts: Tensor  # int32 [sequences]: how many tokens are offered; 0 if the last token is new to the text
+
+    @classmethod
+    def empty(cls, sequences: int, depth: int, device: torch.device) -> TextDraft:
+        def numbers(dtype: torch.dtype) -> Tensor:
+            return torch.zeros((sequences, depth), dtype=dtype, device=device)
+
+        counts = torch.zeros(sequences, dtype=torch.int32, device=device)
+        return cls(numbers(torch.int32), numbers(torch.float64), numbers(torch.float64), counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +112,7 @@ class Grown:
     survivals: Tensor  # fp32 [rows]: the calibrated probability that a node is kept; 1 for the anchor
     counts: Tensor  # int32 [sequences]: nodes behind the anchor; -1 marks a padding sequence
     broken: Tensor  # int32 [sequences]: 1 if the drafter's numbers are not finite; such a sequence has no nodes
+    texts: Tensor  # int32 [sequences]: how many nodes, the last ones, come from the text and not from the drafter
 
     @classmethod
     def empty(cls, rows: DeviceRows) -> Grown:
@@ -101,7 +123,7 @@ class Grown:
             return torch.zeros(count, device=rows.tokens.device)
 
         count, sequences = rows.rows, rows.sequences
-        return cls(whole(count), real(count), real(count), whole(sequences), whole(sequences))
+        return cls(whole(count), real(count), real(count), whole(sequences), whole(sequences), whole(sequences))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +166,7 @@ def write_calibration(start: int, table: CalibrationTable | None) -> None:
     move(start + 8 * _CLAIMS, table.claim_edges, 8 * claims)
     move(start + 8 * _DEPTHS, table.depth_edges, 8 * depths)
     move(start + 8 * _FACTORS, table.factors, 8 * bins)
+    move(start + 8 * (_FACTORS + _MOST_BINS), table.factors + 8 * bins, 8 * bins)
 
 
 @cache
@@ -156,16 +179,16 @@ def _line_head(*numbers: float) -> bytes:
 
 
 @triton.jit
-def _calibrated(line, claimed, depth):  # type: ignore[no-untyped-def]
-    """Returns what claims (a vector) are worth at a depth; see Estimate.chance of speculative/estimate.py."""
+def calibrated(line, claimed, depth, factors):  # type: ignore[no-untyped-def]
+    """Returns what claims are worth at their depths (two vectors); see Estimate.chance of speculative/estimate.py."""
     worth = claimed
     if tl.load(line) > 0.0:
         least, most, depths = tl.load(line + 1), tl.load(line + 2), tl.load(line + 3).to(tl.int32)
         edges = tl.load(line + _CLAIMS_AT + tl.arange(0, 16))
         levels = tl.load(line + _DEPTHS_AT + tl.arange(0, 8))
         claim = tl.sum((edges[None, :] <= claimed[:, None]).to(tl.int32), axis=1)
-        place = claim * (depths + 1) + tl.sum((levels <= depth.to(tl.float64)).to(tl.int32))
-        worth = tl.minimum(most, tl.maximum(least, claimed * tl.load(line + _FACTORS_AT + place)))
+        place = claim * (depths + 1) + tl.sum((levels[None, :] <= depth.to(tl.float64)[:, None]).to(tl.int32), axis=1)
+        worth = tl.minimum(most, tl.maximum(least, claimed * tl.load(line + factors + place)))
     return worth
 
 
@@ -214,7 +237,8 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
         chance = tl.where(rank == 0, sure, tl.minimum(sure, chance * share))
     to = branch.to(tl.int64) * candidates + rank
     tl.store(chances + to, chance, mask=possible)
-    tl.store(worths + to, _calibrated(calibration + sequence * _WORDS, chance, slot + 1), mask=possible)
+    depth = tl.full(place.shape, 1, tl.int32) + slot
+    tl.store(worths + to, calibrated(calibration + sequence * _WORDS, chance, depth, DRAFTER_FACTORS), mask=possible)
     tl.store(origins + to, place, mask=possible)
     count = tl.sum(possible.to(tl.int32))
     count = tl.where(silent, 0, tl.where(lost, _HEAD_LOST, count))
@@ -281,11 +305,56 @@ def _grow(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _with_text(  # type: ignore[no-untyped-def]
+    row, parent, level, token, chance, survival, count, limit, floor, tokens, claims, worths, depth
+):
+    """Adds what the text offers behind the part of it that the tree has already.
+
+    Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
+    if the token is more likely. Returns the changed rows, and how many of them came from the text.
+    """
+    known, here, reached = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float64)
+    offered = tl.load(tokens, mask=depth > 0, other=-1)
+    child = tl.max(tl.where((row > 0) & (row <= count) & (parent == 0) & (token == offered), row, 0))
+    while child > 0:
+        reached *= tl.load(worths + known)
+        reached = tl.maximum(reached, tl.sum(tl.where(row == child, survival, 0.0)))
+        known += 1
+        here = child
+        offered = tl.load(tokens + known, mask=known < depth, other=-1)
+        child = tl.max(tl.where((row <= count) & (parent == here) & (token == offered), row, 0))
+    added, left, least = tl.full((), 0, tl.int32), count, reached
+    least *= tl.load(worths + known, mask=known < depth, other=-1.0)
+    free = left < limit
+    going = (least >= floor) & (free | ((left > here) & (least > tl.sum(tl.where(row == left, survival, 0.0)))))
+    while going:
+        left = tl.where(free, left, left - 1)
+        added += 1
+        least *= tl.load(worths + known + added, mask=known + added < depth, other=-1.0)
+        free = left + added < limit
+        last = tl.sum(tl.where(row == left, survival, 0.0))
+        going = (least >= floor) & (free | ((left > here) & (least > last)))
+    place = row - left - 1
+    new = (place >= 0) & (place < added)
+    parent = tl.where(new, tl.where(place == 0, here, row - 1), parent)
+    level = tl.where(new, known + place + 1, level)
+    token = tl.where(new, tl.load(tokens + known + place, mask=new, other=0), token)
+    chance = tl.where(new, tl.load(claims + known + place, mask=new, other=0.0), chance)
+    step = tl.full((), 0, tl.int32)
+    while step < added:
+        reached *= tl.load(worths + known + step)
+        survival = tl.where(place == step, reached, survival)
+        step += 1
+    return parent, level, token, chance, survival, left + added, added
+
+
+@triton.jit
 def _grow_kernel(  # type: ignore[no-untyped-def]
     tokens, sequence_stride, slot_stride, anchors, nodes, depth, shape, floor,
     branch_chances, worths, origins, counts, base, pages, most_pages, scratch_place, page_tokens,
-    row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags,
-    slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags, texts,
+    text_tokens, text_claims, text_worths, text_counts,
+    slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, TEXT: tl.constexpr,
 ):
     """Handles one sequence: first its nodes, then its rows; unused rows are like row 0."""
     sequence = tl.program_id(0)
@@ -310,16 +379,27 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     level = tl.where(used, place // (candidates * BEFORE) + 1, 0)
     origin = tl.load(origins + own_branches + place, mask=used, other=0)
     mine = tokens + sequence.to(tl.int64) * sequence_stride + (level - 1) * slot_stride + origin
+    token = tl.load(mine, mask=used, other=0)
+    chance = tl.load(branch_chances + own_branches + place, mask=used, other=0.0)
+    added = tl.full((), 0, tl.int32)
+    if TEXT > 0:
+        offered, at = tl.load(text_counts + sequence), sequence * TEXT
+        if (offered > 0) & (wanted > 0) & (broken == 0):
+            parent, level, token, chance, survival, count, added = _with_text(
+                row, parent, level, token, chance, survival, count, limit, tl.load(floor + sequence).to(tl.float64),
+                text_tokens + at, text_claims + at, text_worths + at, offered,
+            )
+            used = (row > 0) & (row <= count)
+    tl.store(texts + sequence, added)
     out = sequence * ROWS + row
     start = tl.load(base + sequence)
-    tl.store(row_tokens + out, tl.load(mine, mask=used, other=0) + tl.where(used, 0, tl.load(anchors + sequence)))
+    tl.store(row_tokens + out, tl.where(used, token, tl.load(anchors + sequence)))
     tl.store(row_positions + out, start + level)
     stored = row <= count
     page = tl.load(pages + sequence * most_pages + (start + row) // page_tokens, mask=stored, other=0)
     tl.store(row_places + out, tl.where(stored, page * page_tokens + (start + row) % page_tokens, scratch_place))
     tl.store(parents + out, tl.where(used, parent, -1))
-    chance = tl.load(branch_chances + own_branches + place, mask=used, other=0.0).to(tl.float32)
-    tl.store(chances + out, tl.where(row == 0, 1.0, chance))
+    tl.store(chances + out, tl.where(row == 0, 1.0, tl.where(used, chance.to(tl.float32), 0.0)))
     tl.store(survivals + out, tl.where(row == 0, 1.0, tl.where(used, survival.to(tl.float32), 0.0)))
     tl.store(node_counts + sequence, count)
     tl.store(broken_flags + sequence, broken.to(tl.int32))
@@ -333,9 +413,12 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
 
 def grow(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
-    page_tokens: int, grown: Grown, branches: Branches,
+    page_tokens: int, grown: Grown, branches: Branches, text: TextDraft | None = None,
 ) -> None:
-    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores.
+
+    With `text`, a tree also takes what the sequence's own text offers.
+    """
     sequences, slots, candidates = tokens.shape
     before = branches.counts.shape[2]
     assert tokens.stride() == scores.stride() and tokens.stride(2) == 1
@@ -355,6 +438,8 @@ def grow(
         tokens, tokens.stride(0), tokens.stride(1), wishes.anchors, wishes.nodes, wishes.depth, wishes.shape,
         wishes.floor, branches.chances, branches.worths, branches.origins, branches.counts, rows.base, rows.pages,
         rows.pages.shape[1], scratch_place, page_tokens, rows.tokens, rows.positions, rows.places, rows.paths,
-        grown.parents, grown.chances, grown.survivals, grown.counts, grown.broken, slots, candidates, before,
-        rows.each, triton.next_power_of_2(slots), num_warps=1, enable_fp_fusion=False,
+        grown.parents, grown.chances, grown.survivals, grown.counts, grown.broken, grown.texts,
+        *((unused,) * 4 if text is None else (text.tokens, text.claims, text.worths, text.counts)), slots, candidates,
+        before, rows.each, triton.next_power_of_2(slots), 0 if text is None else text.tokens.shape[1], num_warps=1,
+        enable_fp_fusion=False,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gpu.device_rows import DeviceRows
-from slipstream.kernels.gpu.tree_growth import Branches, Grown, HeadScores, Wishes
+from slipstream.kernels.gpu.tree_growth import DRAFTER_FACTORS, Branches, Grown, HeadScores, TextDraft, Wishes
 from slipstream.kernels.rows import CHAIN, TREE
 
 _LOST_HEAD = -1  # a branch has this count of candidates if its head produced NaN or infinity
@@ -17,7 +17,7 @@ _UNKNOWN_SCORE = float("inf")
 
 def grow_reference(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
-    page_tokens: int, grown: Grown, branches: Branches,
+    page_tokens: int, grown: Grown, branches: Branches, text: TextDraft | None = None,
 ) -> None:
     """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
     _rank(scores, wishes.calibration, heads, branches)
@@ -26,15 +26,20 @@ def grow_reference(
     for sequence in range(tokens.shape[0]):
         tree = _Tree(branches, sequence)
         wanted = int(wishes.nodes[sequence])
+        limit, floor = min(wanted, rows.each - 1), float(wishes.floor[sequence])
         if wanted > 0 and not unknown[sequence]:
-            tree.grow(
-                min(wanted, rows.each - 1), min(int(wishes.depth[sequence]), tokens.shape[1]),
-                int(wishes.shape[sequence]), float(wishes.floor[sequence]),
-            )
+            tree.grow(limit, min(int(wishes.depth[sequence]), tokens.shape[1]), int(wishes.shape[sequence]), floor)
+        own_tokens, anchor = tokens[sequence], int(wishes.anchors[sequence])
+        places = zip(tree.depths, tree.origins, strict=True)
+        tree.tokens = [int(own_tokens[depth - 1, origin]) for depth, origin in places]
+        grown.texts[sequence] = 0
+        if text is not None and wanted > 0 and not (unknown[sequence] or tree.broken):
+            offered = slice(0, int(text.counts[sequence]))
+            parts = (part[sequence, offered].tolist() for part in (text.tokens, text.claims, text.worths))
+            grown.texts[sequence] = tree.add_text(list(zip(*parts, strict=True)), limit, floor)
         grown.broken[sequence] = int(wanted >= 0 and (unknown[sequence] or tree.broken))
         rows_used = 0 if wanted < 0 else 1 if grown.broken[sequence] else len(tree.parents)
-        own_tokens, anchor = tokens[sequence], int(wishes.anchors[sequence])
-        _write(tree, rows_used, own_tokens, anchor, rows, sequence, scratch_place, page_tokens, grown)
+        _write(tree, rows_used, anchor, rows, sequence, scratch_place, page_tokens, grown)
 
 
 def _rank(scores: Tensor, calibration: Tensor, heads: HeadScores | None, branches: Branches) -> None:
@@ -61,20 +66,22 @@ def _rank(scores: Tensor, calibration: Tensor, heads: HeadScores | None, branche
     branches.origins.copy_(origins)
     for sequence, line in enumerate(calibration.cpu()):
         for slot in range(ranked.shape[1]):
-            worth = _calibrated(line, ranked[sequence, slot].cpu(), slot + 1)
+            claimed = ranked[sequence, slot].cpu()
+            worth = calibrated_reference(line, claimed, torch.full_like(claimed, slot + 1), int(DRAFTER_FACTORS.value))
             branches.worths[sequence, slot].copy_(worth)
     counts = torch.where(lost, _LOST_HEAD, possible.sum(dim=-1))
     branches.counts.copy_(torch.where(silent, 0, counts))
 
 
-def _calibrated(line: Tensor, claimed: Tensor, depth: int) -> Tensor:
+def calibrated_reference(line: Tensor, claimed: Tensor, depth: Tensor, factors: int) -> Tensor:
+    """Returns what claims are worth at their depths; `factors` is where a calibration line keeps their factors."""
     known, least, most, depths = line[:4].tolist()
     if not known:
         return claimed
-    claims, levels, factors = line[4:124].split((16, 8, 96))
+    claims, levels = line[4:28].split((16, 8))
     claim = (claims <= claimed[..., None]).sum(dim=-1)
-    place = claim * (int(depths) + 1) + int((levels <= depth).sum())
-    return (claimed * factors[place]).clamp(least, most)
+    place = claim * (int(depths) + 1) + (levels <= depth[..., None]).sum(dim=-1)
+    return (claimed * line[factors + place]).clamp(least, most)
 
 
 class _Tree:
@@ -90,6 +97,7 @@ class _Tree:
         self.broken = False
         self.parents, self.depths, self.origins = [-1], [0], [0]
         self.chances, self.survivals = [1.0], [1.0]
+        self.tokens: list[int] = []  # by row, once the drafter's part is grown; row 0 stands for the anchor
 
     def grow(self, nodes: int, depth: int, shape: int, floor: float) -> None:
         lines: list[int] = []
@@ -112,6 +120,38 @@ class _Tree:
             self._add(parent, line, rank, -negative)
             self._offer(parent, line, rank + 1, -negative)
             self._open_below(len(self.parents) - 1, depth)
+
+    def add_text(self, offered: list[tuple[int, float, float]], limit: int, floor: float) -> int:
+        """Adds what the text offers (token, claim, worth) behind what is there of it; returns the number of nodes."""
+        here, reached, known = 0, 1.0, 0
+        while known < len(offered):
+            token, _, worth = offered[known]
+            rows = range(1, len(self.parents))
+            child = next((row for row in rows if self.parents[row] == here and self.tokens[row] == token), 0)
+            if not child:
+                break
+            here, reached, known = child, max(reached * worth, self.survivals[child]), known + 1
+        left = len(self.parents) - 1
+        survivals: list[float] = []
+        for _, _, worth in offered[known:]:
+            value = reached * worth
+            free = left + len(survivals) < limit
+            if value < floor or not (free or (left > here and value > self.survivals[left])):
+                break
+            left -= not free
+            survivals.append(value)
+            reached = value
+        for part in (self.parents, self.depths, self.chances, self.survivals, self.tokens):
+            del part[left + 1 :]
+        parent = here
+        for (token, claim, _), survival in zip(offered[known:], survivals, strict=False):
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            self.chances.append(claim)
+            self.survivals.append(survival)
+            self.tokens.append(token)
+            parent = len(self.parents) - 1
+        return len(survivals)
 
     def _line(self, row: int) -> int:
         return self.origins[row] if self._heads and row else 0
@@ -144,8 +184,8 @@ class _Tree:
 
 
 def _write(
-    tree: _Tree, count: int, tokens: Tensor, anchor: int, rows: DeviceRows, sequence: int, scratch_place: int,
-    page_tokens: int, grown: Grown,
+    tree: _Tree, count: int, anchor: int, rows: DeviceRows, sequence: int, scratch_place: int, page_tokens: int,
+    grown: Grown,
 ) -> None:
     first, base = sequence * rows.each, int(rows.base[sequence])
     own = slice(first, first + rows.each)
@@ -156,7 +196,7 @@ def _write(
     for row in range(count):
         at, depth = first + row, tree.depths[row]
         if row:
-            rows.tokens[at] = tokens[depth - 1, tree.origins[row]]
+            rows.tokens[at] = tree.tokens[row]
             rows.paths[at] = rows.paths[first + tree.parents[row]]
         rows.paths[at, depth] = row
         rows.positions[at] = base + depth

@@ -131,15 +131,9 @@ class ModelSpec:
 
     @property
     def draft_in_effect(self) -> str | None:
-        """The name of what will draft once the model is loaded; None if nothing will.
-
-        With the device `auto` this is a guess for a target without a drafter: such a target drafts from its text on a
-        CPU and does not draft on a GPU, and only the loaded model knows where it runs.
-        """
+        """The name of what will draft once the model is loaded; None if nothing will."""
         if self.draft == "auto":
-            if self.target in PAIRS:
-                return NAMED_DRAFTS[PAIRS[self.target].draft]
-            return None if self.engine.device == "cuda" else SUFFIX
+            return NAMED_DRAFTS[PAIRS[self.target].draft] if self.target in PAIRS else SUFFIX
         if self.draft in (NO_DRAFT, SUFFIX):
             return None if self.draft == NO_DRAFT else SUFFIX
         path = Path(self.draft).expanduser()
@@ -240,8 +234,8 @@ def _check_defaults(spec: ModelSpec) -> None:
     said = dict(spec.defaults)
     mode = Mode.parse(spec.mode_in_effect)
     gate = said.get("gate")
-    usable = {NO_DRAFT: ("plain",), SUFFIX: ("plain", "auto")}
-    if mode.kind not in usable.get(spec.draft, (mode.kind,)):
+    drafts = mode.kind == "plain" or spec.draft != NO_DRAFT and (spec.draft != SUFFIX or mode.reads_text)
+    if not drafts:
         raise ConfigError(f"mode '{mode}' needs a drafter, and draft is '{spec.draft}'", "leave the mode out")
     variants = (BASE_VARIANT, *spec.adapters)
     if said.get("draft_lora", BASE_VARIANT) not in variants:
