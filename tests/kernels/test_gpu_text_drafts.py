@@ -16,6 +16,10 @@ from slipstream.engine import devices
 from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
 from slipstream.grammar import notations as grammars
+from slipstream.kernels.gpu import text_match
+from slipstream.speculative.costs import CostTable
+from slipstream.speculative.policy import Policy
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.types import Source
 from tests.differential import Clock
 from tests.tiny import assert_idle, keep_threads, mixed_requests, prompt, tiny_llm
@@ -162,3 +166,30 @@ def test_the_text_can_be_left_out_beside_a_drafter(tmp_path: Path) -> None:
     assert from_text(done) == done.stats.accepted_by_source["both"] == 0
     with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts out"):
         answer(llm, prompt(30, 1), "tree:8:text")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_that_repeats_itself_is_drafted_from_in_most_steps(tmp_path: Path, temperature: float) -> None:
+    llm = gpu_llm(tmp_path, "suffix")
+    llm.engine.proposer.policy = Policy(CostTable({1: 1.0, 16: 1.04, 64: 1.2}, {1: 0.01, MOST_TEXT_NODES: 0.01}))
+    done = answer(llm, prompt(30, 1) * 3, "auto", max_tokens=150, temperature=temperature)
+    choices = done.stats.policy.choices
+    if temperature == 0.0:  # the tiny model then repeats itself for ever
+        assert choices.get("plain", 0) <= 3 and done.stats.tau > 4
+    plain = answer(llm, prompt(30, 1) * 3, "plain", max_tokens=150, temperature=temperature)
+    assert done.token_ids == plain.token_ids
+
+
+def test_a_text_that_is_never_right_is_given_up_but_for_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(stored: Any, rows: Any, wishes: Any, page_tokens: int, longest: int, draft: Any) -> None:
+        usual(stored, rows, wishes, page_tokens, longest, draft)
+        draft.tokens.fill_(200)  # which the tiny model does not write
+        draft.counts.mul_(found)
+
+    usual = text_match.match_text_reference
+    monkeypatch.setattr(text_match, "match_text_reference", wrong)
+    llm = gpu_llm(tmp_path, "suffix")
+    llm.engine.proposer.policy = Policy(CostTable({1: 1.0, 16: 1.3, 64: 1.5}, {1: 0.01, MOST_TEXT_NODES: 0.01}))
+    done = answer(llm, prompt(30, 1) * 3, "auto", max_tokens=200)
+    drafted = sum(count for choice, count in done.stats.policy.choices.items() if choice != "plain")
+    assert done.stats.accepted == 0 and 0 < drafted < 40, done.stats.policy.choices

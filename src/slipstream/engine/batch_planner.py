@@ -74,6 +74,15 @@ class DeviceBatch:
         """The places of sequences that have a policy."""
         return tuple(place for place in self.places if self.columns[place].policy is not None)
 
+    @property
+    def left_to_policy(self) -> bool:
+        """Whether no measured speed of the whole batch decides if it drafts.
+
+        Without a drafter a draft costs a few percent of a small batch's step, which is less than speeds of different
+        texts differ, so a comparison of speeds would often give up what the text offers.
+        """
+        return not self.governed or (self.variant is None and len(self.columns) <= _FEW_SEQUENCES)
+
     @cached_property
     def speculates(self) -> bool:
         return any(sequence.row_limit > 1 for sequence in self.sequences)
@@ -171,7 +180,7 @@ class BatchPlanner:
         if not batch.speculates:
             return self._plain
         size = len(batch.columns)
-        free = not batch.governed or (self.gate.drafts(size) if alone else self.gate.better(size))
+        free = batch.left_to_policy or (self.gate.drafts(size) if alone else self.gate.better(size))
         if not free and len(batch.governed) == count:
             return self._plain
         self._age += 1
@@ -186,15 +195,14 @@ class BatchPlanner:
 
     def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
         sequences = batch.sequences
-        # Without a drafter a draft takes no time, so there is no sequence for which it does not pay.
-        few = len(sequences) <= _FEW_SEQUENCES and self._proposer.proposals > 0
+        few = len(sequences) <= _FEW_SEQUENCES
         slots = self._proposer.slots(sequences) if few else self._proposer.most_slots(sequences)
         if not free:
             slots = [0 if own.policy else depth for own, depth in zip(sequences, slots, strict=True)]
         rows = self._widest_paying(batch, self._rates(batch, slots))
         most_nodes = max(1, self._steps.most_rows // bucket(len(batch.columns))) - 1
         wishes = [
-            _wish(sequence, depth, self._proposer.proposals, rows, most_nodes)
+            _wish(sequence, depth, self._proposer.positions, rows, most_nodes)
             for sequence, depth in zip(sequences, slots, strict=True)
         ]
         decisions = [_decision(*each) for each in zip(sequences, wishes, strict=True)]
@@ -283,7 +291,7 @@ class BatchPlanner:
             return
         shape, drafting = _shape(batch, landed, plan), _drafting(batch, landed)
         costs = self._proposer.policy.costs
-        draft_ms = costs.draft_ms(drafting, self._proposer.proposals, shape.context) if drafting else 0.0
+        draft_ms = costs.draft_ms(drafting, self._proposer.positions, shape.context) if drafting else 0.0
         step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
         gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
         self._proposer.refresh(MeasuredStep(shape, step_ms, ms), gates)

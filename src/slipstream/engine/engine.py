@@ -66,7 +66,8 @@ class Engine:
         )
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
-        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text_drafts)
+        on_device = executor.device_steps is not None
+        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text_drafts, on_device)
         self.ahead: LaunchAhead | None = None  # a CPU has no device steps
         if executor.device_steps is not None:
             planner = BatchPlanner(self.proposer, executor.device_steps)

@@ -59,8 +59,9 @@ class LandedStep:
             sequence.policy.learn(proposed.proposal, verdict)
         if column in results.broken:
             sequence.note_bad_draft("the drafter's numbers are not finite; such steps run plain")
-            if sequence.policy is not None:
-                sequence.policy.draft_was_useless()
+        without_nodes = self.step.plan.wishes[column].nodes > 0 and not proposed.proposal.nodes
+        if sequence.policy is not None and without_nodes and (learns or column in results.broken):
+            sequence.policy.draft_was_useless()
         # The device has moved the kept rows of a tree together already.
         outcome.rows = range(len(outcome.rows))
         return outcome
@@ -155,7 +156,7 @@ class LaunchAhead:
         # A step launched ahead begins when the one before it ends.
         now = time.perf_counter()
         seconds, self._landed_at = now - max(step.launched_at, self._landed_at), now
-        learning = self.planner.learnt_places(step.batch) if results.drafted else set()
+        learning = self.planner.learnt_places(step.batch) if step.launched.rows > 1 else set()
         return LandedStep(step, results, present, seconds, learning)
 
     def learn(self, landed: LandedStep) -> None:

@@ -49,12 +49,17 @@ class Proposer:
         variants: DraftVariants,
         measure_costs: Callable[[], CostTable],
         text_drafts: bool,
+        device_steps: bool,
     ) -> None:
-        """With `text_drafts`, a sequence's own text is a source of drafts, and the only one without a drafter."""
+        """With `text_drafts`, a sequence's own text is a source of drafts, and the only one without a drafter.
+
+        Device steps look into the text themselves, so that a draft from the text is planned before it is known.
+        """
         self._contexts = contexts
         self._variants = variants
         self._measure_costs = measure_costs
         self.text_drafts = text_drafts
+        self._planned_text = MOST_TEXT_NODES if text_drafts and device_steps else 0
         self._policy: Policy | None = None
         self._plain_steps = 0  # consecutive steps without a draft
         self._drafted_steps = 0
@@ -79,11 +84,11 @@ class Proposer:
         reads_text = self.text_drafts and request.mode.reads_text
         if request.mode.kind == "plain" or not (self.proposals or reads_text):
             return
-        sequence.row_limit = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or self.proposals + 1
+        sequence.row_limit = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or self.positions + 1
         sequence.index = SuffixIndex() if reads_text else None
         if request.gate.kind == "auto":
             sequence.policy = self.policy.sequence(
-                request.mode, request.gate, self.proposals, not sequence.greedy, sequence.state.variant
+                request.mode, request.gate, self.positions, not sequence.greedy, sequence.state.variant
             )
         elif request.gate.kind == "ema":
             self.policy  # noqa: B018  # measures the costs now, not in the middle of a step
@@ -169,7 +174,7 @@ class Proposer:
         fixed, fixed_rows = [], 0
         for index, sequence in enumerate(sequences):
             drafts = sequence.drafts_fixed
-            slots.append(min(sequence.row_limit - 1, sequence.room - 1, self.proposals) if drafts else 0)
+            slots.append(min(sequence.row_limit - 1, sequence.room - 1, self.positions) if drafts else 0)
             if sequence.policy is not None:
                 text = texts[index] if texts else None
                 nodes = text.survivals[1:] if text is not None else ()
@@ -183,25 +188,21 @@ class Proposer:
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
         for index, sequence in enumerate(sequences):
-            # The masks of its drafts would take a slow constraint as long as its own masks.
-            if sequence.take_plain_step() or (slots[index] and sequence.sampler.slow):
+            # The masks of its drafts would take a slow constraint as long as its own masks. In a step of the host the
+            # text is looked at beforehand, and only a drafter fills slots.
+            unfit = sequence.sampler.slow or (texts and not self.proposals)
+            if sequence.take_plain_step() or (slots[index] and unfit):
                 slots[index] = 0
                 if sequence.policy is not None:
                     sequence.policy.slots = 0  # otherwise a draft that was not made would count as a useless one
         return slots
 
     def most_slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:
-        """As many positions for each sequence as it may draft, whatever its policy expects of them.
-
-        Without a drafter these are the positions that the text may offer.
-        """
+        """As many positions for each sequence as it may draft, whatever its policy expects of them."""
         slots = []
         for sequence in sequences:
             policy = sequence.policy
-            if not self.proposals:
-                most = MOST_TEXT_NODES if sequence.index is not None else 0
-            else:
-                most = min(sequence.row_limit - 1, self.proposals) if policy is None else policy.deepest
+            most = min(sequence.row_limit - 1, self.positions) if policy is None else policy.deepest
             depth = max(0, min(most, sequence.room - 1)) if policy is not None or sequence.drafts_fixed else 0
             if sequence.take_plain_step():
                 depth = 0
@@ -215,6 +216,11 @@ class Proposer:
         """Tokens that one block of the drafter proposes."""
         drafter = self._variants.drafter
         return drafter.proposals if drafter is not None else 0
+
+    @property
+    def positions(self) -> int:
+        """Positions that are planned before a draft is made: those of the drafter, or without one those of the text."""
+        return self.proposals or self._planned_text
 
     def _job(self, sequence: ActiveSequence, slots: int) -> DraftJob:
         request = sequence.request
