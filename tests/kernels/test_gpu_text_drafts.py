@@ -180,7 +180,10 @@ def test_a_text_that_repeats_itself_is_drafted_from_in_most_steps(tmp_path: Path
     assert done.token_ids == plain.token_ids
 
 
-def test_a_text_that_is_never_right_is_given_up_but_for_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", [True, False], ids=["wrong tokens", "no tokens"])
+def test_a_text_that_is_never_right_is_given_up_but_for_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
     def wrong(stored: Any, rows: Any, wishes: Any, page_tokens: int, longest: int, draft: Any) -> None:
         usual(stored, rows, wishes, page_tokens, longest, draft)
         draft.tokens.fill_(200)  # which the tiny model does not write
