@@ -181,9 +181,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_in_most_steps(tmp_path: Path
 
 
 @pytest.mark.parametrize("found", [True, False], ids=["wrong tokens", "no tokens"])
-def test_a_text_that_is_never_right_is_given_up_but_for_trials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
-) -> None:
+def test_a_text_that_is_never_right_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
     def wrong(stored: Any, rows: Any, wishes: Any, page_tokens: int, longest: int, draft: Any) -> None:
         usual(stored, rows, wishes, page_tokens, longest, draft)
         draft.tokens.fill_(200)  # which the tiny model does not write
@@ -193,6 +191,6 @@ def test_a_text_that_is_never_right_is_given_up_but_for_trials(
     monkeypatch.setattr(text_match, "match_text_reference", wrong)
     llm = gpu_llm(tmp_path, "suffix")
     llm.engine.proposer.policy = Policy(CostTable({1: 1.0, 16: 1.3, 64: 1.5}, {1: 0.01, MOST_TEXT_NODES: 0.01}))
-    done = answer(llm, prompt(30, 1) * 3, "auto", max_tokens=200)
+    done = answer(llm, prompt(30, 1) * 3, "auto", max_tokens=200, gate="auto:explore=0")
     drafted = sum(count for choice, count in done.stats.policy.choices.items() if choice != "plain")
-    assert done.stats.accepted == 0 and 0 < drafted < 40, done.stats.policy.choices
+    assert done.stats.accepted == 0 and 0 < drafted < 20, done.stats.policy.choices

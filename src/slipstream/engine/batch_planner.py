@@ -257,7 +257,7 @@ class BatchPlanner:
         for place in places:
             policy = batch.columns[place].policy
             if policy is not None:
-                policy.rows_ms = max(0.0, per_node) * landed.nodes[place]
+                policy.rows_ms = max(0.0, per_node) * _nodes(batch, landed, plan, place)
 
     def time(self, batch: DeviceBatch, plan: BatchPlan, step: TimedStep, captured: bool) -> None:
         """Tells the gate of the batch what a step came to, the host's part included."""
@@ -302,10 +302,15 @@ def _drafting(batch: DeviceBatch, landed: Landed) -> int:
     return sum(landed.nodes[place] > 0 for place in batch.places)
 
 
+def _nodes(batch: DeviceBatch, landed: Landed, plan: BatchPlan, place: int) -> int:
+    """Rows that one sequence's draft took; those that its text could not fill took as long as the others."""
+    return landed.nodes[place] if batch.variant is not None else max(0, plan.wishes[place].nodes)
+
+
 def _shape(batch: DeviceBatch, landed: Landed, plan: BatchPlan) -> StepShape:
     """The step as the cost table knows it."""
     count = len(batch.places)
-    rows = count + sum(landed.nodes[place] for place in batch.places)
+    rows = count + sum(_nodes(batch, landed, plan, place) for place in batch.places)
     return StepShape(count, rows, batch.context, batch.sampled, plan.branching and rows > count)
 
 

@@ -61,7 +61,7 @@ class LandedStep:
             sequence.note_bad_draft("the drafter's numbers are not finite; such steps run plain")
         without_nodes = self.step.plan.wishes[column].nodes > 0 and not proposed.proposal.nodes
         if sequence.policy is not None and without_nodes and (learns or column in results.broken):
-            sequence.policy.draft_was_useless()
+            sequence.policy.draft_was_useless(sequence.policy.rows_ms)  # rows without nodes take as long as others
         # The device has moved the kept rows of a tree together already.
         outcome.rows = range(len(outcome.rows))
         return outcome

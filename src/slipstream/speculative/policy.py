@@ -159,9 +159,9 @@ class SequencePolicy:
         if proposal.chances:
             self.estimate.learn(_outcomes(proposal, verdict, depths))
 
-    def draft_was_useless(self) -> None:
-        """Takes in that a draft did not come, or that none of its nodes was worth a row."""
-        self.rows_ms = 0.0
+    def draft_was_useless(self, rows_ms: float = 0.0) -> None:
+        """Takes in that a draft did not come, or that none of its nodes was worth a row, and what its rows took."""
+        self.rows_ms = rows_ms
         self._add([0], [0])
 
     def _add(self, depths: Sequence[int], path: Sequence[int]) -> None:
