@@ -11,7 +11,7 @@ from itertools import zip_longest
 class Decision:
     """What the policy chose for one sequence in one step, and the estimate on which it based the choice."""
 
-    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS, as the step verified it
+    choice: str = "plain"  # plain, chain:ROWS or tree:ROWS; a device step may find fewer nodes than it planned
     reason: str = ""
     expected_tokens: float | None = None  # committed tokens of this sequence
     expected_ms: float | None = None  # duration of the whole step, which all its sequences share

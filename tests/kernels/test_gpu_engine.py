@@ -548,8 +548,8 @@ def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monke
         llm = gpu_llm(tmp_path, max_sequences=8, cache_tokens=64 * PAGE_TOKENS)
         planner, taught = planner_of(llm), list[tuple[float, Proposal, Verdict]]()
         monkeypatch.setattr(planner.gate, "drafts", lambda size: True)
-        timed = Mock(side_effect=planner.learn)
-        monkeypatch.setattr(planner, "learn", timed)
+        timed = Mock(side_effect=planner.learn_times)
+        monkeypatch.setattr(planner, "learn_times", timed)
         usual = SequencePolicy.learn
 
         def learn(own: SequencePolicy, proposal: Proposal, verdict: Verdict) -> None:

@@ -17,6 +17,7 @@ from slipstream.engine.llm import LLM, Completion
 from slipstream.errors import RequestError
 from slipstream.grammar import notations as grammars
 from slipstream.kernels.gpu import text_match
+from slipstream.speculative import estimate
 from slipstream.speculative.costs import CostTable
 from slipstream.speculative.policy import Policy
 from slipstream.speculative.text_drafts import MOST_TEXT_NODES
@@ -194,3 +195,26 @@ def test_a_text_that_is_never_right_is_given_up(tmp_path: Path, monkeypatch: pyt
     done = answer(llm, prompt(30, 1) * 3, "auto", max_tokens=200, gate="auto:explore=0")
     drafted = sum(count for choice, count in done.stats.policy.choices.items() if choice != "plain")
     assert done.stats.accepted == 0 and 0 < drafted < 20, done.stats.policy.choices
+
+
+def test_more_rows_than_a_gpu_verifies_are_refused(tmp_path: Path) -> None:
+    llm = gpu_llm(tmp_path, True)
+    for mode in ("tree:65", "tree:100:text"):
+        with pytest.raises(RequestError, match=f"'{mode}' is wider than the 64 rows that a GPU verifies"):
+            answer(llm, prompt(9), mode)
+    assert answer(llm, prompt(9), "tree:64:text", max_tokens=4).token_ids
+
+
+def test_claims_of_a_text_are_learnt_in_the_bins_that_price_them(tmp_path: Path) -> None:
+    llm, learnt = gpu_llm(tmp_path, "suffix"), list[tuple[float, float]]()
+    usual = estimate.Estimate.learn
+
+    def learn(own: estimate.Estimate, outcomes: Sequence[estimate.DraftOutcome]) -> None:
+        for known in (9, 24):
+            claim = known / (known + 1)
+            learnt.extend((claim, each.claimed) for each in outcomes if abs(each.claimed - claim) < 1e-6)
+        usual(own, outcomes)
+
+    with patch.object(estimate.Estimate, "learn", learn):
+        answer(llm, prompt(30, 1) * 3, "auto", max_tokens=60)
+    assert learnt and all(told >= claim for claim, told in learnt)

@@ -219,7 +219,7 @@ def test_a_model_can_be_sent_away_by_hand(folder: Path) -> None:
         assert (await running)[-1].finish_reason in ("stop", "length")
         lease.release()
         await until(lambda: router.residents() == [])
-        with pytest.raises(EngineFailedError, match="'a' was put away"):
+        with pytest.raises(EngineFailedError, match="'a' was unloaded"):
             await until(lambda: lease.worker is None)
         await until(lambda: engine() is None)  # although the caller still has the lease object
         with pytest.raises(NoResidentModelError):
@@ -239,3 +239,12 @@ def test_a_pool_costs_nothing_until_it_fills_however_many_models_came_before(fol
 
     offered = specs(folder, "a", "b", cache_tokens=medium)
     run(ModelRouter(offered, memory_budget=150 << 20), body)
+
+
+def test_a_tree_from_the_text_may_be_a_default_without_a_drafter(folder: Path) -> None:
+    async def body(router: ModelRouter) -> None:
+        async with await router.lease("a"):
+            assert router.describe()[0].mode == "tree:8:text"
+
+    text = replace(spec(folder, "a"), draft="suffix", defaults={"mode": "tree:8:text"})
+    run(ModelRouter([text]), body)

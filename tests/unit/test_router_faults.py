@@ -7,12 +7,14 @@ import ctypes
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.server.serving.model_entries import Lease, ModelFailedError, RouterClosedError, UnknownModelError
 from slipstream.server.serving.model_files import ModelSpec
+from slipstream.server.serving.residency import Resident
 from slipstream.server.serving.router import ModelRouter
 from slipstream.types import GenEvent
 from tests.routing import ONE, answer, run, spec, specs, start, states, until
@@ -279,3 +281,12 @@ async def outcome(work: Awaitable[object]) -> object:
         return await work
     except SlipstreamError as error:
         return error
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_an_engine_is_closed_only_when_its_thread_is_over(over: bool) -> None:
+    llm, worker = Mock(), Mock()
+    worker.stop.return_value = over
+    resident = Resident(Mock(), llm, worker, (), 0)
+    resident.unload()
+    assert llm.close.called == over and resident.running is None

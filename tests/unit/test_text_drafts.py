@@ -9,7 +9,7 @@ import pytest
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
-from slipstream.speculative.tree import Growth
+from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.types import Source
 
 Path = tuple[int, ...]
@@ -125,3 +125,11 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
     likely = sorted((survival for survival in survivals.values() if survival >= floor), reverse=True)
     assert growth.survivals == pytest.approx(likely[: MOST_TEXT_NODES + 1])
     assert growth.survivals == pytest.approx([survivals[path] for path in paths_of(growth)])
+
+
+def test_a_node_whose_chance_is_zero_is_merged_too() -> None:
+    """Products of many claims become 0, and a text may offer the same token."""
+    drafter = Growth([1, 2, 3], [-1, 0, 1], [1.0, 1e-200, 1e-200], [1.0, 1e-200, 0.0], [0, 1, 2])
+    text = Growth([1, 2, 3], [-1, 0, 1], [1.0, 0.5, 0.5], [1.0, 0.5, 0.25], [0, 1, 2], [Source.TEXT] * 3)
+    whole = merged(drafter, text, as_claimed, 8)
+    assert whole.tokens == [1, 2, 3] and whole.survivals == [1.0, 0.5, 0.25]

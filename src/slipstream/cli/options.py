@@ -78,7 +78,7 @@ NoTextDrafts = Annotated[
     bool,
     typer.Option(
         "--no-text-drafts",
-        help="Draft only with the drafter, not from the text itself, in mode auto on a CPU.",
+        help="Draft only with the drafter, not from the text itself, in mode auto.",
         rich_help_panel=_MODEL,
     ),
 ]

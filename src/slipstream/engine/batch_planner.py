@@ -76,7 +76,7 @@ class DeviceBatch:
 
     @property
     def left_to_policy(self) -> bool:
-        """Whether no measured speed of the whole batch decides if it drafts.
+        """Returns whether the batch drafts without asking its gate: it has no policies, or only small drafts to lose.
 
         Without a drafter a draft costs a few percent of a small batch's step, which is less than speeds of different
         texts differ, so a comparison of speeds would often give up what the text offers.
@@ -187,10 +187,11 @@ class BatchPlanner:
         held = self._held
         longest = min(_LONGEST_HELD_STEPS, max(_SHORTEST_HELD_STEPS, count // 2))
         if held is None or held.free != free or self._age >= longest:
+            once = any(sequence.next_step_plain for sequence in batch.sequences)
             held = self._held = self._made(batch, free)
             self._age = 0
-            if any(sequence.policy is not None and sequence.policy.trial for sequence in batch.sequences):
-                self._held = None  # a trial is paid for once, so that it must not be repeated
+            if once or any(sequence.policy is not None and sequence.policy.trial for sequence in batch.sequences):
+                self._held = None  # for a single step: a trial is paid for once, and a plain step follows bad numbers
         return held
 
     def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
@@ -249,7 +250,7 @@ class BatchPlanner:
         first = lesson * _LEARNT_SEQUENCES
         return {governed[(first + turn) % len(governed)] for turn in range(_LEARNT_SEQUENCES)}
 
-    def learn(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, places: Iterable[int]) -> None:
+    def learn_times(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, places: Iterable[int]) -> None:
         """Tells the policies at these places how long the rows of their drafts took; their outcomes follow."""
         shape, costs = _shape(batch, landed, plan), self._proposer.policy.costs
         plain = shape._replace(rows=shape.batch, branching=False)
@@ -303,7 +304,10 @@ def _drafting(batch: DeviceBatch, landed: Landed) -> int:
 
 
 def _nodes(batch: DeviceBatch, landed: Landed, plan: BatchPlan, place: int) -> int:
-    """Rows that one sequence's draft took; those that its text could not fill took as long as the others."""
+    """Returns how many rows one sequence's draft took.
+
+    A drafter fills nearly all rows that are planned for it. A text may fill none of them, and they take their time.
+    """
     return landed.nodes[place] if batch.variant is not None else max(0, plan.wishes[place].nodes)
 
 

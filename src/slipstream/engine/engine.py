@@ -137,8 +137,8 @@ class Engine:
         """Launches the next step, then waits for the one before it: the host's work runs beside the device's."""
         assert self.ahead is not None
         landed = self.ahead.step(batch, alone)
+        self.ahead.learn_times(landed)
         outcomes = [self._guarded(landed.sequence(column), landed.outcome, column) for column in landed.present]
-        self.ahead.learn(landed)
         events = self._settle(outcomes)
         self.ahead.settled(landed, outcomes, alone, crowded=bool(self.scheduler.waiting))
         return events
@@ -302,6 +302,12 @@ class Engine:
         widest = drafter.proposals + 1 if drafting and drafter is not None else 1
         if request.mode.kind == "chain" and request.mode.width > widest:
             raise RequestError(f"mode '{request.mode}' is wider than the {widest} rows this drafter can fill")
+        steps = self.executor.device_steps
+        if steps is not None and request.mode.width > steps.most_rows_each:
+            most = steps.most_rows_each
+            raise RequestError(
+                f"mode '{request.mode}' is wider than the {most} rows that a GPU verifies of one sequence"
+            )
         heads = drafter.drafter.heads if drafter is not None else None
         if request.min_confidence and (heads is None or not heads.has_confidence):
             raise RequestError("this drafter has no confidence head", "leave min_confidence out")

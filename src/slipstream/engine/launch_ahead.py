@@ -47,7 +47,7 @@ class LandedStep:
         return self.step.batch.columns[column]
 
     def outcome(self, column: int) -> SequenceOutcome:
-        """What one request takes of the step."""
+        """Commits one column's results to its sequence and its policy; returns what the request takes of the step."""
         sequence, results, learns = self.sequence(column), self.results, column in self.learning
         verdict, tokens = results.outcome(column)
         proposed = Proposed(results.proposal(column, learns), self.step.plan.decisions[column])
@@ -109,7 +109,11 @@ class LaunchAhead:
         return same or DeviceBatch.of(whole, served), hosted
 
     def _serves(self, sequence: ActiveSequence) -> bool:
-        """Whether nothing needs the host between draft and token: no constraint, penalty, bias or log-probability."""
+        """Returns whether a device step can serve a sequence.
+
+        It must have few enough rows, and nothing may need the host between draft and token: no constraint, penalty,
+        bias, log-probabilities, least confidence or entropy gate.
+        """
         request, params = sequence.request, sequence.request.sampling
         return (
             sequence.sampler.guide is None
@@ -159,11 +163,13 @@ class LaunchAhead:
         learning = self.planner.learnt_places(step.batch) if step.launched.rows > 1 else set()
         return LandedStep(step, results, present, seconds, learning)
 
-    def learn(self, landed: LandedStep) -> None:
-        """Tells the policy what was drafted, before the step's results are committed."""
+    def learn_times(self, landed: LandedStep) -> None:
+        """Tells the policies how long the rows of their drafts took, before they learn what came of them."""
         if landed.learning:
             step = landed.step
-            self.planner.learn(step.batch, landed.results, step.plan, landed.learning.intersection(landed.present))
+            self.planner.learn_times(
+                step.batch, landed.results, step.plan, landed.learning.intersection(landed.present)
+            )
 
     def settled(self, landed: LandedStep, outcomes: Sequence[SequenceOutcome], alone: bool, crowded: bool) -> None:
         """Compares the device's view with what was committed, and takes in how long the step took."""

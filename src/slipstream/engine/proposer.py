@@ -1,6 +1,6 @@
 """Decides, step by step, what every decoding sequence verifies: asks gates and policy, drafts, grows proposals.
 
-It is the only caller of the adaptive policy, for steps that the host drives and for whole device steps alike.
+It owns the adaptive policy, which `batch_planner` and `launch_ahead` ask about whole device steps and tell of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MeasuredStep(NamedTuple):
 
 
 class Proposer:
-    """One per engine; the policy and its cost table are made when the first request needs them.
+    """Decides what each sequence of one engine verifies; the policy is made when the first request needs it.
 
     Another policy may be set at any time; requests that are running keep their records of the one before.
     """

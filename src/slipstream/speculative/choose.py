@@ -28,7 +28,7 @@ SLOT_OPTIONS = (3, 7, 15)
 
 
 class View(NamedTuple):
-    """A decoding sequence before drafting; `room` is how many tokens it may still commit in this step."""
+    """A decoding sequence before drafting; `room` is how many tokens its request may still emit."""
 
     policy: SequencePolicy
     context: int

@@ -98,7 +98,7 @@ class Gains:
         for option in SLOT_OPTIONS:
             within = sum(depth <= option for depth in depths) - 1 if option < slots else nodes
             self._blend(self._tokens, option, share, min(accepted, option))
-            self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else 0.0)
+            self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else rows_ms)
         for place, size in enumerate(_SIZES):
             if size < nodes or not nodes or self._drafts == 1:
                 right = bisect_right(path, size) - 1.0

@@ -25,7 +25,7 @@ def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float) ->
 
 
 def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
-    """One tree of both; a node that both have is claimed as if each were right on its own."""
+    """Returns one tree of both; a node that both have is claimed as if its two sources were independent."""
     if not text.nodes:
         return drafter
     whole = Growth(
@@ -56,7 +56,7 @@ def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
             whole.survivals[row] *= changes[parent]
             continue
         survival = whole.survivals[parent] * chance(whole.chances[row], whole.depths[row], source)
-        if source == Source.BOTH:
+        if source == Source.BOTH and whole.survivals[row]:  # the product of many small chances may be 0
             changes[row] = survival / whole.survivals[row]
         whole.survivals[row] = survival
     return ordered(whole, nodes)

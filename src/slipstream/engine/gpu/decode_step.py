@@ -80,7 +80,7 @@ class DecodeStep:
         longest = min(max(drafter.proposals, MOST_TEXT_NODES) + 1, each) if drafter is not None else 1
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)
-        self.draft: BlockDraft | None = None  # None if the step drafts nothing
+        self.draft: BlockDraft | None = None  # None if no drafter takes part in the step
         if drafter is not None and drafting:
             block = DeviceRows.empty("block", sequences, drafter.block_size, 1, device, pools.scratch_place)
             self.draft = BlockDraft(
@@ -177,7 +177,7 @@ class DecodeStep:
             pools.tokens,
             pools.scratch_place,
         )
-        if self._text is not None:
+        if self._text is not None:  # without drafts, the only kept row of a sequence is in its place already
             for keys, values in pools.groups:
                 self._kernels.compact(keys, values, self._rows, self._outcome)
         if self._states is not None:

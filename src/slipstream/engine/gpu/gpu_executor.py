@@ -132,7 +132,7 @@ class GpuExecutor:
         captures = [
             partial(self.device_steps.step, sequences, each, drafter if kept else None, each > 1)
             for sequences, each, kept in batch_shapes(most, self.device.most_rows)
-            if drafter is not None or not kept
+            if drafter is not None or not kept or (base is None and each > 1 and self.device.config.text_drafts)
         ]
         self._capture(captures, _LEFT_FREE_BYTES)
 

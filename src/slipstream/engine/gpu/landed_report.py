@@ -88,8 +88,11 @@ class Landing:
         tokens = self._tokens[column]
         if used <= 1:
             return _alone(tokens[0])
-        own = tuple(self._copy.chances[column, :used].tolist()) if chances else ()
-        texts = self._texts[column]
+        texts, claims = self._texts[column], self._copy.chances[column, :used]
+        if chances and texts:
+            # Claims of a text such as 9/10 lie on borders of the estimate's bins, and rounding puts some below them.
+            claims = np.append(claims[:-texts], np.nextafter(claims[-texts:], np.float32(1.0)))
+        own = tuple(claims.tolist()) if chances else ()
         sources = (Source.DRAFTER,) * (used - texts) + (Source.TEXT,) * texts if texts else ()
         return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own, sources)
 

@@ -47,7 +47,7 @@ class Wishes:
 
     anchors: Tensor  # int32
     nodes: Tensor  # int32: the most nodes behind the anchor; -1 marks a padding sequence, which uses no rows
-    depth: Tensor  # int32: the largest depth of a node
+    depth: Tensor  # int32: the largest depth of a drafter's node; those of the text may be deeper
     shape: Tensor  # int32: CHAIN, TREE or SEEDED_TREE
     text: Tensor  # int32: 1 if the sequence's own text may add nodes to its tree
     floor: Tensor  # fp32: nodes that are less likely to survive are not added to a tree
@@ -108,7 +108,7 @@ class Grown:
     """What is known of the grown nodes beyond their rows; row r belongs to sequence r // each."""
 
     parents: Tensor  # int32 [rows]; -1 for the anchor and for unused rows
-    chances: Tensor  # fp32 [rows]: the drafter's own probability of each token given its parent
+    chances: Tensor  # fp32 [rows]: the probability that each token's source claims for it, given its parent
     survivals: Tensor  # fp32 [rows]: the calibrated probability that a node is kept; 1 for the anchor
     counts: Tensor  # int32 [sequences]: nodes behind the anchor; -1 marks a padding sequence
     broken: Tensor  # int32 [sequences]: 1 if the drafter's numbers are not finite; such a sequence has no nodes
@@ -311,7 +311,8 @@ def _with_text(  # type: ignore[no-untyped-def]
     """Adds what the text offers behind the part of it that the tree has already.
 
     Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
-    if the token is more likely. Returns the changed rows, and how many of them came from the text.
+    if the token is more likely. Nodes that both have stay as they are, unlike in `merged` of the host. Returns the
+    changed rows, and how many of them came from the text.
     """
     known, here, reached = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float64)
     offered = tl.load(tokens, mask=depth > 0, other=-1)
@@ -373,7 +374,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
         row, worths + own_branches, origins + own_branches, counts, limit, deepest, tl.load(shape + sequence),
         tl.load(floor + sequence).to(tl.float64), candidates, BEFORE,
     )
-    broken = (broken | unknown) & (wanted >= 0)
+    broken = (broken | unknown) & (wanted > 0)
     count = tl.where(wanted < 0, -1, tl.where(broken, 0, count))
     used = (row > 0) & (row <= count)
     level = tl.where(used, place // (candidates * BEFORE) + 1, 0)

@@ -37,7 +37,7 @@ def grow_reference(
             offered = slice(0, int(text.counts[sequence]))
             parts = (part[sequence, offered].tolist() for part in (text.tokens, text.claims, text.worths))
             grown.texts[sequence] = tree.add_text(list(zip(*parts, strict=True)), limit, floor)
-        grown.broken[sequence] = int(wanted >= 0 and (unknown[sequence] or tree.broken))
+        grown.broken[sequence] = int(wanted > 0 and (unknown[sequence] or tree.broken))
         rows_used = 0 if wanted < 0 else 1 if grown.broken[sequence] else len(tree.parents)
         _write(tree, rows_used, anchor, rows, sequence, scratch_place, page_tokens, grown)
 

@@ -55,7 +55,7 @@ class Resident:
     @property
     def worker(self) -> EngineWorker:
         if self.running is None:
-            raise EngineFailedError(f"model '{self.name}' was put away", "ask for it again")
+            raise EngineFailedError(f"model '{self.name}' was unloaded", "ask for it again")
         return self.running
 
     def missing_file(self) -> Path | None:
@@ -63,12 +63,14 @@ class Resident:
         return next((path for path in self.files if not path.exists()), None)
 
     def unload(self) -> None:
-        """Ends the engine's thread and returns all its memory; it blocks while a step is still running."""
+        """Ends the engine's thread and returns all its memory; it waits up to `_STOP_S` for a step that is running."""
         worker, self.running = self.running, None
         if worker is not None:
-            worker.stop(drain=False, timeout_s=_STOP_S)
+            if worker.stop(drain=False, timeout_s=_STOP_S):
+                self.llm.close()
+            else:  # closing it would take the weights away under the step
+                log.error("model '%s' is still in a step after %.0f s; its memory is not returned", self.name, _STOP_S)
             del worker
-            self.llm.close()
         give_memory_back()
 
 
@@ -114,7 +116,7 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
     llm = LLM(spec.target, spec.draft, draft_lora=spec.draft_lora, config=plan.config, progress=progress)
     try:
         mode = Mode.parse(spec.mode_with(llm.speculates))
-        if not llm.has_draft and mode.kind != "plain" and not (mode.kind == "auto" and llm.speculates):
+        if not llm.has_draft and mode.kind != "plain" and not (mode.reads_text and llm.speculates):
             raise ConfigError(
                 f"mode '{mode}' needs a drafter, and there is none for this target",
                 "name a draft, or leave the mode out",
