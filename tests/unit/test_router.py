@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -304,10 +304,8 @@ class Engine:
             raise RequestError(f"mode '{request.mode}' is wider than the {widest} rows this drafter can fill")
         steps = self.executor.device_steps
         if steps is not None and request.mode.width > steps.most_rows_each:
-            most = steps.most_rows_each
-            raise RequestError(
-                f"mode '{request.mode}' is wider than the {most} rows that a GPU verifies of one sequence"
-            )
+            most = f"the {steps.most_rows_each} rows that a GPU verifies of one sequence"
+            raise RequestError(f"mode '{request.mode}' is wider than {most}", "ask for fewer rows")
         heads = drafter.drafter.heads if drafter is not None else None
         if request.min_confidence and (heads is None or not heads.has_confidence):
             raise RequestError("this drafter has no confidence head", "leave min_confidence out")
