@@ -59,17 +59,19 @@ class _SkipWatch:
 
 def _share(item: pytest.Item) -> int:
     marker = None if os.environ.get(WHOLE_VARIABLE) else item.get_closest_marker("sampled")
-    return max(int(os.environ.get(SHARE_VARIABLE, "1")), int(marker.args[0]) if marker is not None else 1)
+    own = int(marker.args[0]) if marker is not None else 1
+    return max(int(os.environ.get(SHARE_VARIABLE, "1")), own) if own else 0
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first and then every n-th case of each test, counted for each library of kernels by itself."""
+    """The first and then every n-th case of each test (none if n is 0), counted for each library of kernels by itself."""
     cases: Counter[tuple[str, int]] = Counter()
     kept = []
     for item in items:
         chosen = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         test = item.nodeid.partition("[")[0], id(chosen.get("library"))
-        if cases[test] % _share(item) == 0:
+        share = _share(item)
+        if share and cases[test] % share == 0:
             kept.append(item)
         cases[test] += 1
     return kept

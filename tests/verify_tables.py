@@ -132,7 +132,7 @@ GPU_SPEED = (
     Line("Qwen3.6-35B-A3B, bf16 (the same bound)", "gpu_families", STEP, "^Qwen3.6-35B-A3B, bf16"),
     Line("Laguna-XS.2, bf16 (the same bound)", "gpu_families", STEP, "^Laguna-XS.2, bf16"),
     Line("The three in Q4_K", "gpu_families", STEP, "Q4_K"),
-    Line("SmolLM2, bf16, one sequence, plain", "gpu_pair", "{tok_s:,.0f} tok/s", "^bf16.*, plain:"),
+    Line("SmolLM2, bf16, one sequence, plain", "gpu_pair", "{tok_s:,.0f} tok/s", "^(the text alone, )?bf16.*, plain:"),
     Line(
         "SmolLM2, bf16, one sequence, speculative: text as plain",
         "gpu_pair",
