@@ -64,7 +64,7 @@ def _share(item: pytest.Item) -> int:
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The first and then every n-th case of each test (none if n is 0), counted for each library of kernels by itself."""
+    """The first and every n-th case of each test (none if n is 0), counted for each library of kernels by itself."""
     cases: Counter[tuple[str, int]] = Counter()
     kept = []
     for item in items:

@@ -205,7 +205,7 @@ class Replay:
             others = [token for token in self._rng.sample(range(self._vocabulary), ranks + 1) if token != avoided]
             tokens[slot] = others[:ranks]
             if slot < right:
-                tokens[slot, 0 if self._rng.random() < 0.7 else self._rng.randrange(ranks)] = avoided
+                tokens[slot, 0 if self._rng.random() < 0.85 else self._rng.randrange(ranks)] = avoided
         # The scores fall steeply, so that a tree of few nodes reaches its full depth along the first rank.
         scores = np.log(np.full(tokens.shape, 0.8) * 0.25 ** np.arange(ranks))
         return BlockDrafts(tokens, scores.astype(np.float32))
