@@ -2,7 +2,6 @@
 
     python scripts/gpu/compiles.py                     every shape in bf16 and Q4_K
     python scripts/gpu/compiles.py --shapes Qwen3-8B --formats Q8_0,Q6_K
-    python scripts/gpu/compiles.py --shapes Qwen3-8B --steps 1x1,1x16     plain and drafting steps of one sequence
 
 Steps are built on the CPU with a few layers of the real width; every launch is compiled and none runs. Registers and
 shared memory decide how many programs a multiprocessor runs at a time; spilled registers are written and read again.
@@ -42,7 +41,7 @@ from slipstream.kernels.gpu.packing import KINDS
 from slipstream.models.gpu.device_models import GpuDrafter
 
 HOPPER = GPUTarget("cuda", 90, 32)
-STEPS = ((1, 1), (1, 16), (1, 64), (4, 16), (64, 1), (64, 4))  # sequences of a step, and rows of each
+BATCHES = {1: (1, 16, 64), 4: (16,), 64: (1, 4)}  # sequences of a step -> rows of each
 MOST_SHARED = 227 * 1024  # bytes of shared memory that a program may use on an H200
 Usage = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes of shared memory of its program
 
@@ -110,9 +109,7 @@ def _unwritten(matrices: RandomMatrices, outputs: int, inputs: int) -> Tensor:
 
 def dense_pair(kind: str) -> tuple[GpuExecutor, GpuDrafter]:
     shape = replace(QWEN3_8B, layers=2)
-    options = Namespace(
-        contexts=[1024], batches=sorted({sequences for sequences, _ in STEPS}), tiny=False, no_graphs=True, format=kind
-    )
+    options = Namespace(contexts=[1024], batches=list(BATCHES), tiny=False, no_graphs=True, format=kind)
     bench = step_times.Bench(options, shape, torch.device("cpu"))
     return bench.executor, bench.gpu_drafter
 
@@ -123,17 +120,16 @@ def family_pair(name: str, kind: str) -> tuple[GpuExecutor, GpuDrafter]:
 
 
 @torch.inference_mode()
-def compile_steps(
-    executor: GpuExecutor, drafter: GpuDrafter, compiler: Compiler, label: str, steps: list[tuple[int, int]]
-) -> None:
+def compile_steps(executor: GpuExecutor, drafter: GpuDrafter, compiler: Compiler, label: str, most: int) -> None:
     """Plain steps with draft context and without, drafting ones, and a chunk of a prompt."""
-    for sequences, each in steps:
-        for used in (None, drafter) if each == 1 else (drafter,):
-            compiler.step = f"{label}, {sequences} x {each} rows" + (", context kept" if each == 1 and used else "")
-            step = executor.device_steps.make_step(sequences, each, used, each > 1)
-            step.launch()
-            if step.held is not None:
-                step.write_held()
+    for sequences, widths in BATCHES.items():
+        for each in widths if sequences <= most else ():
+            for used in (None, drafter) if each == 1 else (drafter,):
+                compiler.step = f"{label}, {sequences} x {each} rows" + (", context kept" if each == 1 and used else "")
+                step = executor.device_steps.make_step(sequences, each, used, each > 1)
+                step.launch()
+                if step.held is not None:
+                    step.write_held()
     compiler.step = f"{label}, prompt"
     passes = executor.passes
     chunk, run = passes.chunk_pass(drafter)
@@ -158,13 +154,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(("Qwen3-8B", *FAMILIES)))
     parser.add_argument("--formats", default="bf16,Q4_K")
-    parser.add_argument("--steps", help="SEQUENCESxROWS,... (default: all)")
     options = parser.parse_args()
     shapes, formats = options.shapes.split(","), options.formats.split(",")
-    asked = set(options.steps.split(",")) if options.steps else None
-    steps = [step for step in STEPS if asked is None or f"{step[0]}x{step[1]}" in asked]
-    if asked is not None and len(steps) < len(asked):
-        parser.error(f"the steps are {', '.join(f'{sequences}x{each}' for sequences, each in STEPS)}")
     if unknown := {*shapes, *formats} - {"Qwen3-8B", *FAMILIES, "bf16", *KINDS}:
         parser.error(f"there is no {', '.join(sorted(unknown))}")
     began = time.perf_counter()
@@ -174,8 +165,7 @@ def main() -> int:
         for kind in formats:
             dense = shape == "Qwen3-8B"
             executor, drafter = dense_pair(kind) if dense else family_pair(shape, kind)
-            wanted = [step for step in steps if dense or step[0] == 1]
-            compile_steps(executor, drafter, compiler, f"{shape} {kind}", wanted)
+            compile_steps(executor, drafter, compiler, f"{shape} {kind}", max(BATCHES) if dense else 1)
             took = time.perf_counter() - began
             print(f"{shape} {kind}: {len(compiler.found)} kernels after {took:.0f} s", flush=True)
     found = list(compiler.found.values())
