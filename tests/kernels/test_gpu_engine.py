@@ -276,7 +276,8 @@ def test_only_slots_that_a_steps_rows_can_reach_pass_the_output_matrix(gpu: None
         assert (few.shape[1], whole.shape[1]) == (3, drafter.proposals)
         assert torch.equal(few.tokens, whole.tokens[:, :3])
         torch.testing.assert_close(few.scores, whole.scores[:, :3])
-        assert len({tuple(tokens) for tokens in few.tokens.flatten(0, 1).tolist()}) == 12, "every slot has its own"
+        # random draft context may put the same tokens in the same order for two slots, but never with the same scores
+        assert few.scores.flatten(0, 1).unique(dim=0).shape[0] == 12, "every slot has its own"
 
 
 def test_context_that_steps_hold_back_is_there_when_it_is_read(
