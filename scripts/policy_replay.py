@@ -236,13 +236,12 @@ def replay(answers: Sequence[Answer], text: bool, quiet: bool) -> float:
 def change(setting: str) -> None:
     """Sets a constant of the policy, given as NAME=VALUE, where VALUE is JSON."""
     name, _, value = setting.partition("=")
-    owner = next(
-        (module for module in (policy, estimate, choose, text_drafts, suffix_index) if hasattr(module, name)), None
-    )
-    if owner is None:
+    owners = [module for module in (policy, estimate, choose, text_drafts, suffix_index) if hasattr(module, name)]
+    if not owners:
         raise SystemExit(f"error: the policy has no constant '{name}'")
     found = json.loads(value)
-    setattr(owner, name, tuple(found) if isinstance(found, list) else found)
+    for owner in owners:
+        setattr(owner, name, tuple(found) if isinstance(found, list) else found)
 
 
 def main() -> None:

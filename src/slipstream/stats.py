@@ -12,9 +12,19 @@ class Decision:
     """What the policy chose for one sequence in one step, and the estimate on which it based the choice."""
 
     choice: str = "plain"  # plain, chain:ROWS or tree:ROWS; a device step may find fewer nodes than it planned
-    reason: str = ""
+    note: str = ""  # what the choice depended on besides the estimate
     expected_tokens: float | None = None  # committed tokens of this sequence
     expected_ms: float | None = None  # duration of the whole step, which all its sequences share
+    plain_rate: float | None = None  # tokens per millisecond of a step that verifies no draft
+
+    @property
+    def reason(self) -> str:
+        if self.plain_rate is None or (self.note and self.choice == "plain"):
+            return self.note
+        if self.choice == "plain":
+            return f"the draft promises too little for more rows, plain {self.plain_rate:.3f}/ms"
+        why = self.note or f"plain {self.plain_rate:.3f}/ms"
+        return f"{self.choice} expects {self.expected_tokens:.1f} tokens in {self.expected_ms:.0f} ms, {why}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -34,11 +44,16 @@ class PolicyStats:
     expected_ms: float = 0.0
     estimated_steps: int = 0
     estimated_tokens: int = 0  # tokens that the estimated steps committed in fact
-    last_reason: str = ""
+    last: Decision = Decision()  # the last one that has a reason
+
+    @property
+    def last_reason(self) -> str:
+        return self.last.reason
 
     def record(self, decision: Decision, committed: int) -> None:
         self.choices[decision.choice] = self.choices.get(decision.choice, 0) + 1
-        self.last_reason = decision.reason or self.last_reason
+        if decision.note or decision.plain_rate is not None:
+            self.last = decision
         if decision.expected_tokens is not None and decision.expected_ms is not None:
             self.expected_tokens += decision.expected_tokens
             self.expected_ms += decision.expected_ms
@@ -50,7 +65,8 @@ class PolicyStats:
             self.choices[choice] = self.choices.get(choice, 0) + count
         for name in ("expected_tokens", "expected_ms", "estimated_steps", "estimated_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.last_reason = other.last_reason or self.last_reason
+        if other.last_reason:
+            self.last = other.last
 
     def to_json(self) -> dict[str, object]:
         steps = max(1, self.estimated_steps)
@@ -77,7 +93,6 @@ class RequestStats:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    accepted_both: int = 0  # accepted tokens that the drafter and the text had both drafted
     committed: int = 0
     novel_steps: int = 0
     novel_committed: int = 0
@@ -103,17 +118,14 @@ class RequestStats:
         committed: int,
         drafter_depth: int | None = None,
         drafter_accepted: int | None = None,
-        both: int = 0,
     ) -> None:
         """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them.
 
-        If the text has drafted too, `drafter_depth` and `drafter_accepted` are the drafter's own part of that, and
-        `both` of the kept tokens were drafted by both.
+        If the text has drafted too, `drafter_depth` and `drafter_accepted` are the drafter's own part of that.
         """
         self.steps += 1
         self.drafted += proposed
         self.accepted += accepted
-        self.accepted_both += both
         self.committed += committed
         own_depth = depth if drafter_depth is None else drafter_depth
         own_accepted = accepted if drafter_accepted is None else drafter_accepted
@@ -146,9 +158,9 @@ class RequestStats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """The accepted tokens by what had drafted them; the three counts add up to `accepted`."""
-        text, both = sum(self.text_accepted_at), self.accepted_both
-        return {"drafter": self.accepted - text - both, "text": text, "both": both}
+        """The accepted tokens by what had drafted them; a token that both had drafted counts as the drafter's."""
+        text = sum(self.text_accepted_at)
+        return {"drafter": self.accepted - text, "text": text}
 
     @property
     def drafter_verified_at(self) -> list[int]:
@@ -204,7 +216,6 @@ _SUMMED = (
     "steps",
     "drafted",
     "accepted",
-    "accepted_both",
     "committed",
     "novel_steps",
     "novel_committed",

@@ -250,8 +250,7 @@ class Source(IntEnum):
     """Where a drafted token comes from."""
 
     DRAFTER = 0
-    TEXT = 1  # the text of the sequence itself went on in this way before
-    BOTH = 2
+    TEXT = 1  # the text of the sequence itself went on in this way before; the drafter did not offer the token
 
 
 @dataclass(frozen=True, slots=True)

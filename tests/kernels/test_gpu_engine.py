@@ -567,7 +567,7 @@ def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monke
             assert len(verdict.path) == len(verdict.tokens) <= proposal.nodes + 1
         assert any(rows_ms > 0.0 for rows_ms, _, _ in taught)
         new = llm.engine.make_sequence(llm.request(prompt(4), mode="auto"))
-        assert new.policy is not None and new.policy.gains.known, "the next request begins with what these have shown"
+        assert new.policy is not None and new.policy.by_slots.drafts, "a request begins with what these have shown"
 
 
 @pytest.mark.parametrize(("count", "crowded", "heeded"), [(8, False, True), (8, True, False), (4, False, False)])

@@ -232,8 +232,8 @@ def test_the_report_says_where_accepted_tokens_came_from() -> None:
     result = Comparison({"plain": ModeRun(), "auto": ModeRun()})
     result.modes["auto"].stats.record_step(4, 4, 3, 4)
     assert source_sentence(result) == "", "all came from the drafter"
-    result.modes["auto"].stats.record_step(6, 4, 4, 5, drafter_depth=2, drafter_accepted=1, both=1)
-    said = "Mode auto kept 7 drafted tokens: 3 from the drafter, 3 from the text itself, 1 from both."
+    result.modes["auto"].stats.record_step(6, 4, 4, 5, drafter_depth=2, drafter_accepted=1)
+    said = "Mode auto kept 7 drafted tokens: 4 from the drafter, 3 from the text itself."
     assert source_sentence(result) == said
     assert source_sentence(Comparison({"plain": ModeRun(), "chain": ModeRun()})) == ""
 

@@ -85,7 +85,7 @@ def test_a_level_without_outcomes_follows_the_one_above_it() -> None:
     taught(Estimate(kind), 0.9, 0.3, 300)
     for follower in (Estimate(kind), Estimate(other_kind), Estimate(Record(engine))):
         assert follower.chance(0.9, 1) == pytest.approx(0.3, abs=0.1)
-        assert follower.own_factor == 1.0
+        assert follower.own_factor() == 1.0
         assert follower.chance(0.9, 9) == 0.9, "depths without outcomes are left alone"
 
 
@@ -99,7 +99,7 @@ def test_a_kind_departs_from_its_engine_and_a_request_from_its_kind() -> None:
     assert Estimate(sampled).chance(0.9, 1) < 0.45
     bad = Estimate(greedy)
     taught(bad, 0.9, 0.0, 25)
-    assert bad.own_factor < 0.7
+    assert bad.own_factor() < 0.7
     assert bad.chance(0.9, 1) < 0.6 * Estimate(greedy).chance(0.9, 1)
     assert bad.chance(0.5, 1) < 0.8 * Estimate(greedy).chance(0.5, 1), "what a request has shown holds for all claims"
 
@@ -121,7 +121,7 @@ def test_a_request_has_its_own_part_in_what_its_kind_shows() -> None:
     taught(Estimate(kind), 0.9, 0.45, 600)
     usual = Estimate(kind)
     taught(usual, 0.9, 0.45, 200, seed=5)
-    assert usual.own_factor == pytest.approx(1.0, abs=0.15)
+    assert usual.own_factor() == pytest.approx(1.0, abs=0.15)
 
 
 def test_no_outcome_changes_nothing() -> None:

@@ -65,7 +65,7 @@ def answer(reason: FinishReason = "stop", cached: int = 0, draft_lora: str = "ba
 
 def test_accepted_tokens_are_counted_by_their_source() -> None:
     both, alone, plain = (RequestStats(draft_lora=variant) for variant in ("base", None, None))
-    both.record_step(6, 4, 4, 5, drafter_depth=3, drafter_accepted=3, both=1)
+    both.record_step(6, 4, 4, 5, drafter_depth=3, drafter_accepted=3)
     alone.record_step(5, 5, 2, 3, drafter_depth=0, drafter_accepted=0)
     plain.record_step(0, 0, 0, 1)
     metrics = Metrics()
@@ -74,12 +74,10 @@ def test_accepted_tokens_are_counted_by_their_source() -> None:
     seen = numbers(metrics)
     found = {key[1:]: value for key, value in seen.items() if key[0] == "slipstream_accepted_tokens_by_source_total"}
     assert found == {
-        ("model=pair", "source=drafter"): 2,
+        ("model=pair", "source=drafter"): 3,
         ("model=pair", "source=text"): 1,
-        ("model=pair", "source=both"): 1,
         ("model=alone", "source=drafter"): 0,
         ("model=alone", "source=text"): 2,
-        ("model=alone", "source=both"): 0,
     }
     assert seen["slipstream_accepted_tokens_total", "draft_lora=", "model=alone"] == 2
     assert not any("model=plain" in key and "accepted" in key[0] for key in seen)

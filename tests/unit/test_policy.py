@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from slipstream.speculative.choose import StepTimes
 from slipstream.speculative.costs import CostTable, StepShape
-from slipstream.speculative.policy import Gains, Offer, Policy, Rest, SequencePolicy, VerifyChoice, View
+from slipstream.speculative.policy import Offer, Policy, RecentMeans, Rest, SequencePolicy, VerifyChoice, View
 from slipstream.types import Gate, Mode, Proposal, Verdict
 
 STEPS = {1: 14.5, 2: 16.8, 4: 18.7, 8: 25.7, 16: 39.7, 32: 76.0, 64: 160.0}
@@ -81,45 +80,76 @@ def made(owner: Policy, speed: float, steps: int = 200) -> None:
 # What drafts have brought.
 
 
-def test_gains_follow_the_latest_drafts_by_slots_and_by_nodes() -> None:
-    gains = Gains()
-    assert not gains.known
-    gains.add([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], 15, 10.0)
-    assert gains.known
-    assert gains.prospect(3) == (3.0, pytest.approx(6.0)), "three of five nodes are within three slots"
-    assert gains.prospect(7) == gains.prospect(15) == (4.0, pytest.approx(10.0))
-    assert gains.prospect(20) == gains.prospect(15) and gains.prospect(2) == gains.prospect(3)
-    assert [gains.expected(nodes) for nodes in (0, 1, 2, 3, 5, 7, 63)] == [0, 1, 2, 3, 3.5, 4, 4]
-    gains.add([0, 1, 2, 3, 4, 5], [0], 15, 10.0)
-    assert gains.prospect(3).tokens == pytest.approx(1.5) and gains.expected(3) == pytest.approx(1.5)
+def test_means_follow_the_newest_values_and_begin_with_an_assumption() -> None:
+    means = RecentMeans([2.0, 8.0])
+    assert means.values == [2.0, 8.0]
+    means.add([4.0, 10.0])
+    assert means.values == [4.0, 10.0], "the first draft replaces the assumption"
+    means.add([0.0, 10.0])
+    assert means.values == [2.0, 10.0]
     for _ in range(300):
-        gains.add([0, 1, 1, 2], [0, 2, 3], 15, 4.0)
-    assert gains.prospect(3).tokens == pytest.approx(2.0, abs=0.01)
-    assert gains.prospect(15).rows_ms == pytest.approx(4.0, abs=0.01)
-    assert gains.expected(1) == pytest.approx(0.0, abs=0.01), "the first node alone was never right"
+        means.add([3.5, 4.0])
+    assert means.values == [pytest.approx(3.5, abs=0.01), pytest.approx(4.0, abs=0.01)]
 
 
-def test_a_request_begins_with_the_gains_of_its_kind_and_departs_from_them() -> None:
-    kind = Gains()
+def test_a_requests_means_begin_with_those_of_its_kind_and_depart_from_them() -> None:
+    kind = RecentMeans([2.0])
     for _ in range(30):
-        kind.add([0, 1, 2, 3], [0, 1, 2], 15, 3.0)
-    own = Gains(kind)
-    assert own.known and own.prospect(15) == kind.prospect(15) and own.expected(3) == kind.expected(3)
-    own.add([0, 1, 2, 3], [0], 15, 3.0)
-    assert own.prospect(15).tokens == pytest.approx(2.0 * 6 / 7), "the kind counts for six drafts"
+        kind.add([2.0])
+    own = RecentMeans((), kind)
+    assert own.values == kind.values
+    own.add([0.0])
+    assert own.values == [pytest.approx(2.0 * 6 / 7)], "the kind counts for six drafts"
     for _ in range(20):
-        own.add([0, 1, 2, 3], [0], 15, 3.0)
-    assert own.prospect(15).tokens < 0.4 and kind.prospect(15).tokens == pytest.approx(2.0)
+        own.add([0.0])
+    assert own.values[0] < 0.4 and kind.values == [pytest.approx(2.0)]
+
+
+def test_a_draft_teaches_what_fewer_slots_would_have_brought() -> None:
+    own = sequence(policy())
+    seen(own, right=9, nodes=10, rows_ms=10.0, times=200)
+    assert own.prospect(3) == pytest.approx((3.0, 3.0), abs=0.01), "3 of 10 nodes are within 3 slots"
+    assert own.prospect(7) == pytest.approx((7.0, 7.0), abs=0.01)
+    assert own.prospect(15) == pytest.approx((9.0, 10.0), abs=0.01)
+    assert own.prospect(20) == own.prospect(15) and own.prospect(5) == own.prospect(7)
+
+
+def test_a_draft_that_was_right_to_its_end_promises_more_of_a_deeper_one() -> None:
+    ended, cut = sequence(policy()), sequence(policy())
+    for own, right in ((ended, 6), (cut, 7)):
+        for _ in range(200):
+            own.slots, own.rows_ms = 7, 10.0
+            own.learn(chain_proposal(7), accepted(right))
+    assert ended.prospect(15) == pytest.approx((6.0, 10.0), abs=0.01)
+    further = sum(0.7**depth for depth in range(1, 9))
+    assert cut.prospect(7).tokens == pytest.approx(7.0, abs=0.01)
+    assert cut.prospect(15).tokens == pytest.approx(7.0 + further, abs=0.01)
+
+
+def test_device_steps_learn_what_fewer_nodes_would_have_brought() -> None:
+    own = sequence(policy())
+    for _ in range(200):
+        own.learn_widths(5, [0, 1, 2, 3, 4])
+    assert [own.expected(nodes) for nodes in (0, 1, 2, 3)] == pytest.approx([0, 1, 2, 3], abs=0.01)
+    before = own.expected(63) - own.expected(5)
+    assert before > 0, "more nodes than were verified keep what was assumed of them"
+    for _ in range(300):
+        own.learn_widths(3, [0, 2, 3])
+    assert own.expected(1) == pytest.approx(0.0, abs=0.01), "the first node alone was never right"
+    assert own.expected(3) == pytest.approx(2.0, abs=0.01)
+    for _ in range(300):
+        own.learn_widths(0, [0])
+    assert own.expected(63) == pytest.approx(0.0, abs=0.01), "without nodes there is nothing to expect"
 
 
 def test_a_draft_without_nodes_brings_nothing() -> None:
     owner = policy()
     own = sequence(owner)
     seen(own, right=6)
-    before = own.gains.prospect(15).tokens
+    before = own.prospect(15).tokens
     for _ in range(60):
         own.draft_was_useless()
-    tokens, rows_ms = own.gains.prospect(15)
+    tokens, rows_ms = own.prospect(15)
     assert tokens < 0.05 * before and 0.0 <= rows_ms < 0.3
 
 
@@ -127,7 +157,7 @@ def test_a_verdict_that_failed_teaches_nothing() -> None:
     owner = policy()
     own = sequence(owner)
     own.learn(chain_proposal(4), Verdict((0,), (), failed=True))
-    assert not own.gains.known and not sequence(owner).gains.known
+    assert not own.by_slots.drafts and not sequence(owner).by_slots.drafts
     assert own.estimate.chance(0.8, 1) == 0.8
 
 
@@ -139,7 +169,7 @@ def test_a_verified_tree_teaches_along_the_accepted_path_only() -> None:
     proposal = Proposal((0, 10, 11, 12, 13, 20, 21, 30), (-1, 0, 0, 0, 0, 2, 2, 1), claims)
     own.learn(proposal, Verdict((0, 2), (11, 99)))
     fresh = policy().sequence(Mode.parse("auto"), AUTO, 15)
-    rest = own.estimate.own_factor
+    rest = own.estimate.own_factor()
     told = {
         (claim, depth): own.estimate.chance(claim, depth) / rest - fresh.estimate.chance(claim, depth)
         for claim, depth in zip(claims[1:], (1, 1, 1, 1, 2, 2, 2), strict=True)
@@ -153,8 +183,8 @@ def test_a_verified_tree_teaches_along_the_accepted_path_only() -> None:
 def test_a_fully_accepted_chain_teaches_nothing_about_the_bonus() -> None:
     own = sequence(policy())
     own.learn(chain_proposal(3), accepted(3))
-    assert own.estimate.own_factor > 1.0
-    assert own.estimate.chance(0.8, 4) == pytest.approx(0.8 * own.estimate.own_factor), "depth 4 was not verified"
+    assert own.estimate.own_factor() > 1.0
+    assert own.estimate.chance(0.8, 4) == pytest.approx(0.8 * own.estimate.own_factor()), "depth 4 was not verified"
 
 
 def test_kinds_do_not_learn_from_each_other_and_can_be_forgotten() -> None:
@@ -163,13 +193,13 @@ def test_kinds_do_not_learn_from_each_other_and_can_be_forgotten() -> None:
     adapted = owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine")
     seen(greedy, right=0)
     seen(adapted, right=7)
-    assert not sampled.gains.known and not sequence(owner, sampled=True).gains.known
-    assert sequence(owner).gains.prospect(15).tokens == 0.0
-    assert owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine").gains.prospect(15).tokens == pytest.approx(7.0)
+    assert not sampled.by_slots.drafts and not sequence(owner, sampled=True).by_slots.drafts
+    assert sequence(owner).prospect(15).tokens == 0.0
+    assert owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine").prospect(15).tokens == pytest.approx(7.0)
     owner.forget("mine")
     owner.forget("never there")
     anew = owner.sequence(Mode.parse("auto"), AUTO, 15, variant="mine")
-    assert not anew.gains.known and sequence(owner).gains.known
+    assert not anew.by_slots.drafts and sequence(owner).by_slots.drafts
 
 
 # Before drafting.
@@ -223,19 +253,6 @@ def test_slots_follow_what_deep_slots_are_worth() -> None:
     seen(rich, right=14, rows_ms=20.0)
     assert owner.plan_drafts([view(poor)]) == [3]
     assert owner.plan_drafts([view(rich)]) == [15]
-
-
-def test_deeper_drafts_are_looked_at_as_far_as_the_budget_allows() -> None:
-    owner, strict = policy(), policy()
-    depths = []
-    for each, gate in ((owner, AUTO), (strict, Gate("auto", explore=0.0))):
-        own = sequence(each, gate=gate)
-        seen(own, right=2, nodes=3, rows_ms=4.0)
-        for _ in range(300):
-            depths += each.plan_drafts([view(own)])
-            each.progress(3, 30.0)
-    assert set(depths[:300]) == {3, 15} and 0 < depths[20:300].count(15) < 40
-    assert set(depths[300:]) == {3}
 
 
 @pytest.mark.parametrize("margin", [0.5, 1.0, 1.2, 1.5, 3.0])
@@ -490,8 +507,7 @@ def test_numbers_stay_finite_whatever_happens() -> None:
                     each.learn(chain_proposal(choice.nodes, claims), accepted(rng.randint(0, choice.nodes)))
                 elif each.slots:
                     each.draft_was_useless()
-                step = StepTimes(costs, StepShape(1, 1, 100, False, False), 15)
-                assert all(map(math.isfinite, (*each.prospect(15, step), each.expected(63), each.rows_ms)))
+                assert all(map(math.isfinite, (*each.prospect(15), each.expected(63), each.rows_ms)))
                 assert math.isfinite(each.estimate.chance(rng.random(), 1))
             owner.progress(rng.randint(0, 9), rng.choice((0.0, 1e-9, 30.0, 1e9)))
             assert math.isfinite(owner.row_price(100, sampled=False))

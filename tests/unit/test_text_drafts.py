@@ -9,7 +9,7 @@ import pytest
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
-from slipstream.speculative.tree import Growth, as_claimed
+from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
 Path = tuple[int, ...]
@@ -76,10 +76,11 @@ def naive_union(drafter: Growth, text: Growth, estimate: Estimate) -> dict[Path,
     its = dict(zip(paths_of(text), text.chances, strict=True))
     union: dict[Path, tuple[float, Source, float]] = {(): (1.0, Source.DRAFTER, 1.0)}
     for path in sorted({*own, *its} - {()}, key=len):
-        if path in own and path in its:
-            claim, source = 1 - (1 - own[path]) * (1 - its[path]), Source.BOTH
-        else:
-            claim, source = (own[path], Source.DRAFTER) if path in own else (its[path], Source.TEXT)
+        if path in own:
+            claim, source = own[path], Source.DRAFTER
+        else:  # the drafter's own continuations at this place leave the rest of the probability to the text
+            siblings = [chance for other, chance in own.items() if other and other[:-1] == path[:-1]]
+            claim, source = its[path] * max(0.0, 1.0 - sum(siblings)), Source.TEXT
         union[path] = claim, source, union[path[:-1]][2] * estimate.chance(claim, len(path), source)
     return union
 
@@ -125,11 +126,3 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
     likely = sorted((survival for survival in survivals.values() if survival >= floor), reverse=True)
     assert growth.survivals == pytest.approx(likely[: MOST_TEXT_NODES + 1])
     assert growth.survivals == pytest.approx([survivals[path] for path in paths_of(growth)])
-
-
-def test_a_node_whose_chance_is_zero_is_merged_too() -> None:
-    """Products of many claims become 0, and a text may offer the same token."""
-    drafter = Growth([1, 2, 3], [-1, 0, 1], [1.0, 1e-200, 1e-200], [1.0, 1e-200, 0.0], [0, 1, 2])
-    text = Growth([1, 2, 3], [-1, 0, 1], [1.0, 0.5, 0.5], [1.0, 0.5, 0.25], [0, 1, 2], [Source.TEXT] * 3)
-    whole = merged(drafter, text, as_claimed, 8)
-    assert whole.tokens == [1, 2, 3] and whole.survivals == [1.0, 0.5, 0.25]

@@ -250,7 +250,7 @@ def test_json_has_the_promised_names_and_values() -> None:
         verify_ms=150.0,
         other_ms=50.0,
     )
-    stats.record_step(3, 3, 3, 4, drafter_depth=2, drafter_accepted=2, both=1)
+    stats.record_step(3, 3, 3, 4, drafter_depth=2, drafter_accepted=2)
     stats.record_step(3, 3, 1, 2)
     stats.bad_drafts, stats.draft_lora = 2, "poet"
     stats.policy.record(Decision("chain:4", "it pays", 3.5, 2.0), 4)
@@ -263,7 +263,7 @@ def test_json_has_the_promised_names_and_values() -> None:
         "steps": 2,
         "drafted": 6,
         "accepted": 4,
-        "accepted_by_source": {"drafter": 2, "text": 1, "both": 1},
+        "accepted_by_source": {"drafter": 3, "text": 1},
         "tau": 3.0,
         "tau_novel": 2.5,
         "accept_rate": 0.6667,
@@ -303,25 +303,24 @@ def test_a_proposal_knows_its_depths_and_whether_it_branches() -> None:
 
 
 def test_a_proposal_knows_how_deep_the_drafter_went() -> None:
-    drafter, text, both = Source.DRAFTER, Source.TEXT, Source.BOTH
+    drafter, text = Source.DRAFTER, Source.TEXT
     chain = (-1, 0, 1, 2)
     assert Proposal((5, 6, 7, 8), chain).drafter_depth == 3
-    assert Proposal((5, 6, 7, 8), chain, (), (drafter, both, drafter, text)).drafter_depth == 2
+    assert Proposal((5, 6, 7, 8), chain, (), (drafter, drafter, drafter, text)).drafter_depth == 2
     assert Proposal((5, 6, 7, 8), chain, (), (text, text, text, text)).drafter_depth == 0
-    assert (
-        Proposal((5, 6), (-1, 0)).source(1) == drafter and Proposal((5, 6), (-1, 0), (), (text, both)).source(1) == both
-    )
+    assert Proposal((5, 6), (-1, 0)).source(1) == drafter
+    assert Proposal((5, 6), (-1, 0), (), (drafter, text)).source(1) == text
 
 
 def test_accepted_tokens_are_counted_by_source_and_sums_keep_them_apart() -> None:
     one, two = RequestStats(), RequestStats()
-    one.record_step(6, 3, 3, 4, drafter_depth=2, drafter_accepted=1, both=1)
+    one.record_step(6, 3, 3, 4, drafter_depth=2, drafter_accepted=1)
     one.record_step(4, 4, 2, 3)
     two.record_step(5, 5, 5, 6, drafter_depth=0, drafter_accepted=0)
-    assert one.accepted_by_source == {"drafter": 2, "text": 2, "both": 1}
+    assert one.accepted_by_source == {"drafter": 3, "text": 2}
     assert (one.drafter_verified_at, one.drafter_accepted_at) == ([2, 2, 1, 1], [2, 1, 0, 0])
     one.add(two)
-    assert one.accepted_by_source == {"drafter": 2, "text": 7, "both": 1} and one.accepted == 10
+    assert one.accepted_by_source == {"drafter": 3, "text": 7} and one.accepted == 10
     assert (one.verified_at, one.accepted_at) == ([3, 3, 3, 2, 1], [3, 3, 2, 1, 1])
     assert (one.drafter_verified_at, one.drafter_accepted_at) == ([2, 2, 1, 1, 0], [2, 1, 0, 0, 0])
 
@@ -329,7 +328,7 @@ def test_accepted_tokens_are_counted_by_source_and_sums_keep_them_apart() -> Non
 def test_a_step_record_is_plain_json() -> None:
     step = StepRecord(
         17,
-        Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3), (Source.TEXT, Source.BOTH, Source.TEXT)),
+        Proposal((5, 6, 7), (-1, 0, 0), (1.0, 0.6, 0.3), (Source.TEXT, Source.DRAFTER, Source.TEXT)),
         Verdict((0, 2), (7, 9)),
         Decision("tree:3", "it pays", 1.91236, 4.00004),
         1.23456,
@@ -337,7 +336,7 @@ def test_a_step_record_is_plain_json() -> None:
     )
     assert json.loads(json.dumps(step.to_json())) == {
         "position": 17,
-        "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0], "sources": [None, "both", "text"]},
+        "proposal": {"tokens": [5, 6, 7], "parents": [-1, 0, 0], "sources": [None, "drafter", "text"]},
         "verdict": {"path": [0, 2], "tokens": [7, 9], "accepted": 1, "failed": False},
         "policy": {"choice": "tree:3", "reason": "it pays", "expected_tokens": 1.9124, "expected_ms": 4.0},
         "times_ms": {"draft": 1.2346, "verify": 2.0},

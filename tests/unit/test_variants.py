@@ -278,11 +278,11 @@ def test_a_new_variant_under_an_old_name_starts_afresh(llm: LLM, sources: dict[s
     drafted = fresh_policy("keys")
     drafted.slots = 1
     drafted.learn(Proposal((1, 2), (-1, 0), (1.0, 0.5)), Verdict((0, 1), (2, 3)))
-    assert fresh_policy("keys").gains.known
-    assert not fresh_policy("base").gains.known, "what variants showed is kept apart"
+    assert fresh_policy("keys").by_slots.drafts
+    assert not fresh_policy("base").by_slots.drafts, "what variants showed is kept apart"
     llm.remove_draft_lora("keys")
     llm.add_draft_lora(sources["taps"].replace("taps=", "keys="))
-    assert not fresh_policy("keys").gains.known
+    assert not fresh_policy("keys").by_slots.drafts
 
 
 # ---- memory

@@ -94,9 +94,9 @@ def ratio_sentence(result: Comparison) -> str:
 def source_sentence(result: Comparison) -> str:
     """Says where the accepted tokens of mode auto came from; empty if the text itself drafted none of them."""
     counts = result.modes[AUTO].stats.accepted_by_source if AUTO in result.modes else {}
-    if not counts.get("text", 0) + counts.get("both", 0):
+    if not counts.get("text", 0):
         return ""
-    names = {"drafter": "the drafter", "text": "the text itself", "both": "both"}
+    names = {"drafter": "the drafter", "text": "the text itself"}
     parts = ", ".join(f"{count} from {names[source]}" for source, count in counts.items() if count)
     return f"Mode auto kept {sum(counts.values())} drafted tokens: {parts}."
 

@@ -155,8 +155,7 @@ class ActiveSequence(ScheduledSequence):
             kept = step.verdict.path[1 : committed + 1]
             sources = [proposal.source(row) for row in kept]
             own = len(sources) - sources.count(Source.TEXT)
-            both = sources.count(Source.BOTH)
-            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, proposal.drafter_depth, own, both)
+            stats.record_step(proposal.nodes, proposal.depth, len(kept), committed, proposal.drafter_depth, own)
         else:
             stats.record_step(0, 0, 0, committed)
         stats.policy.record(step.decision, committed)

@@ -57,11 +57,13 @@ class LandedStep:
         outcome = taken_outcome(sequence, proposed, verdict, tokens, 0.0, self.seconds)
         if learns and sequence.policy is not None and proposed.proposal.nodes:
             sequence.policy.learn(proposed.proposal, verdict)
+            sequence.policy.learn_widths(proposed.proposal.nodes, verdict.path)
         if column in results.broken:
             sequence.note_bad_draft("the drafter's numbers are not finite; such steps run plain")
         without_nodes = self.step.plan.wishes[column].nodes > 0 and not proposed.proposal.nodes
         if sequence.policy is not None and without_nodes and (learns or column in results.broken):
             sequence.policy.draft_was_useless(sequence.policy.rows_ms)  # rows without nodes take as long as others
+            sequence.policy.learn_widths(0, [0])
         # The device has moved the kept rows of a tree together already.
         outcome.rows = range(len(outcome.rows))
         return outcome

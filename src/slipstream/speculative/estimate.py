@@ -69,26 +69,27 @@ class Estimate:
 
     def __init__(self, kind: Record) -> None:
         self._kind = kind
-        self._hits = self._expected = 0.0
-        self._factors = kind.factors()
+        self._hits, self._expected = [0.0] * len(Source), [0.0] * len(Source)
+        # Single factors are read far more often than all of them, which is slow in a numpy array.
+        self._factors = array("d", kind.factors().tobytes())
         self._stale = False
 
-    @property
-    def own_factor(self) -> float:
-        """How many tokens of this request were accepted for one that its kind's record expected."""
-        return (self._hits + _REQUEST_WEIGHT) / (self._expected + _REQUEST_WEIGHT)
+    def own_factor(self, source: Source = Source.DRAFTER) -> float:
+        """How many tokens of a source were accepted in this request for one that its kind's record expected."""
+        return (self._hits[source] + _REQUEST_WEIGHT) / (self._expected[source] + _REQUEST_WEIGHT)
 
     def chance(self, claimed: float, depth: int, source: Source = Source.DRAFTER) -> float:
         """The probability that a drafted token is accepted if its parent was; depth 1 is the first drafted token."""
-        return _bounded(claimed * float(self._current()[_place(claimed, depth, source)]))
+        return _bounded(claimed * self._current()[_place(claimed, depth, source)])
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Takes in outcomes of verified drafts."""
-        own, factors = self.own_factor, self._current()
+        factors, own = self._current(), [self.own_factor(source) for source in Source]
         for claimed, depth, hit, source in outcomes:
             place = _place(claimed, depth, source)
-            self._hits = _REQUEST_KEEP * self._hits + hit
-            self._expected = _REQUEST_KEEP * self._expected + _bounded(claimed * float(factors[place]) / own)
+            expected = _bounded(claimed * factors[place] / own[source])
+            self._hits[source] = _REQUEST_KEEP * self._hits[source] + hit
+            self._expected[source] = _REQUEST_KEEP * self._expected[source] + expected
             self._kind.add(place, claimed, hit)
         self._stale = bool(outcomes) or self._stale
 
@@ -97,18 +98,21 @@ class Estimate:
         self._current()
         return self._table
 
-    def _current(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def _current(self) -> array[float]:
         if self._stale:
-            np.multiply(self._kind.factors(), self.own_factor, out=self._factors)
+            own = [self.own_factor(source) for source in Source]
+            np.multiply(self._kind.factors(), np.repeat(own, _SOURCE_BINS), out=self._all_factors)
             self._stale = False
         return self._factors
 
     @cached_property
+    def _all_factors(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.frombuffer(self._factors)
+
+    @cached_property
     def _table(self) -> CalibrationTable:
-        sizes = len(_CLAIM_EDGES), len(_DEPTH_EDGES)
-        return CalibrationTable(
-            *sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, self._factors.ctypes.data
-        )
+        sizes, factors = (len(_CLAIM_EDGES), len(_DEPTH_EDGES)), self._all_factors.ctypes.data
+        return CalibrationTable(*sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, factors)
 
 
 def _bounded(chance: float) -> float:

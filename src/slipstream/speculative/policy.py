@@ -7,10 +7,9 @@ for drafts that are made only to learn.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from slipstream.speculative.choose import (
@@ -26,7 +25,6 @@ from slipstream.speculative.choose import (
 )
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
-from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.stats import Decision
 from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Source, Verdict
 
@@ -76,59 +74,29 @@ class Rest(NamedTuple):
 ALONE = Rest()  # a step that holds nothing else
 
 
-class Gains:
-    """What verified drafts have brought lately: accepted tokens by drafted slots and by nodes, and the rows' time."""
+class RecentMeans:
+    """Means of what verified drafts have brought, of which the newest count most.
 
-    def __init__(self, above: Gains | None = None) -> None:
-        self._newest = _NEWEST_OF_KIND if above is None else _NEWEST_OWN
-        self._drafts: int = 0 if above is None else min(_KIND_DRAFTS, above._drafts)
-        self._tokens: dict[int, float] = dict(above._tokens) if above is not None else {}  # by slots
-        self._rows_ms: dict[int, float] = dict(above._rows_ms) if above is not None else {}
-        self._by_nodes: list[float] = list(above._by_nodes) if above is not None else [0.0] * len(_SIZES)
+    They start from an assumption, which the first draft replaces, or from those of the request's kind.
+    """
 
-    @property
-    def known(self) -> bool:
-        return self._drafts > 0
+    def __init__(self, assumed: Sequence[float], kind: RecentMeans | None = None) -> None:
+        self._newest = _NEWEST_OF_KIND if kind is None else _NEWEST_OWN
+        self.values: list[float] = list(assumed if kind is None else kind.values)
+        self.drafts: int = 0 if kind is None else min(_KIND_DRAFTS, kind.drafts)
 
-    def add(self, depths: Sequence[int], path: Sequence[int], slots: int, rows_ms: float) -> None:
-        """Takes in a verified draft: the depths of its rows, the accepted rows, its slots and its rows' time."""
-        self._drafts += 1
-        share = max(self._newest, 1.0 / self._drafts)
-        nodes, accepted = len(depths) - 1, len(path) - 1
-        for option in SLOT_OPTIONS:
-            within = sum(depth <= option for depth in depths) - 1 if option < slots else nodes
-            self._blend(self._tokens, option, share, min(accepted, option))
-            self._blend(self._rows_ms, option, share, rows_ms * within / nodes if nodes else rows_ms)
-        for place, size in enumerate(_SIZES):
-            if size < nodes or not nodes or self._drafts == 1:
-                right = bisect_right(path, size) - 1.0
-            else:  # more nodes than were verified bring more by as much as they did before
-                right = accepted + max(0.0, self._by_nodes[place] - self.expected(nodes))
-            self._by_nodes[place] += share * (right - self._by_nodes[place])
-
-    @staticmethod
-    def _blend(into: dict[int, float], key: int, share: float, value: float) -> None:
-        into[key] = into.get(key, 0.0) + share * (value - into.get(key, 0.0))
-
-    def prospect(self, slots: int) -> Prospect:
-        option = next((option for option in SLOT_OPTIONS if option >= slots), SLOT_OPTIONS[-1])
-        return Prospect(self._tokens[option], self._rows_ms[option])
-
-    def expected(self, nodes: int) -> float:
-        """The accepted tokens to expect of so many nodes."""
-        low = 0, 0.0
-        for high in zip(_SIZES, self._by_nodes, strict=True):
-            if nodes <= high[0]:
-                return low[1] + (high[1] - low[1]) * (nodes - low[0]) / (high[0] - low[0])
-            low = high
-        return low[1]
+    def add(self, values: Sequence[float]) -> None:
+        self.drafts += 1
+        share = max(self._newest, 1.0 / self.drafts)
+        self.values = [mean + share * (value - mean) for mean, value in zip(self.values, values, strict=True)]
 
 
 class _Kind(NamedTuple):
     """What requests of one draft variant, sampled or greedy, have shown; a new request of the kind starts from it."""
 
     record: Record
-    gains: Gains
+    by_slots: RecentMeans
+    by_nodes: RecentMeans
 
 
 class SequencePolicy:
@@ -141,7 +109,9 @@ class SequencePolicy:
         self.max_nodes = _most_nodes(mode, proposals)
         self.deepest = min(proposals, self.max_nodes)
         self.estimate = Estimate(kind.record)
-        self.gains = Gains(kind.gains)
+        # Accepted tokens, and then milliseconds of rows, for each of SLOT_OPTIONS; accepted tokens for each of _SIZES.
+        self.by_slots = RecentMeans((), kind.by_slots)
+        self.by_nodes = RecentMeans((), kind.by_nodes)
         self.note = ""  # why the last plan drafted nothing for this sequence
         self.trial = False  # whether the last plan drafted for this sequence only to learn
         self.slots = 0  # slots of the last plan
@@ -155,31 +125,31 @@ class SequencePolicy:
             return
         depths = proposal.depths
         if self.slots:
-            self._add(depths, verdict.path)
+            self._add(_brought(depths, len(verdict.path) - 1, self.slots, self.rows_ms))
         if proposal.chances:
             self.estimate.learn(_outcomes(proposal, verdict, depths))
 
+    def learn_widths(self, nodes: int, path: Sequence[int]) -> None:
+        """Takes in which of so many nodes were accepted; device steps plan their nodes before the draft is made."""
+        for means in (self.by_nodes, self._kind.by_nodes):
+            means.add(_brought_by_nodes(means, nodes, path))
+
     def draft_was_useless(self, rows_ms: float = 0.0) -> None:
         """Takes in that a draft did not come, or that none of its nodes was worth a row, and what its rows took."""
-        self.rows_ms = rows_ms
-        self._add([0], [0])
+        self._add([0.0] * len(SLOT_OPTIONS) + [rows_ms] * len(SLOT_OPTIONS))
 
-    def _add(self, depths: Sequence[int], path: Sequence[int]) -> None:
-        for gains in (self.gains, self._kind.gains):
-            gains.add(depths, path, self.slots, self.rows_ms)
+    def _add(self, brought: Sequence[float]) -> None:
+        for means in (self.by_slots, self._kind.by_slots):
+            means.add(brought)
 
     def expected(self, nodes: int) -> float:
         """The accepted tokens to expect of so many nodes."""
-        if self.gains.known:
-            return self.gains.expected(nodes)
-        return sum(_UNKNOWN_CHANCE**depth for depth in range(1, min(nodes, self.deepest) + 1))
+        return _interpolated(self.by_nodes, nodes)
 
-    def prospect(self, slots: int, step: StepTimes) -> Prospect:
-        """What a draft of so many slots is expected to bring, from the drafts before it or by assumption."""
-        if self.gains.known:
-            return self.gains.prospect(slots)
-        chain = list(accumulate([_UNKNOWN_CHANCE] * slots, lambda survival, chance: survival * chance))
-        return Prospect(sum(chain), step.straight[slots] - step.plain_ms)
+    def prospect(self, slots: int) -> Prospect:
+        """What a draft of so many slots is expected to bring."""
+        place = min(bisect_left(SLOT_OPTIONS, slots), len(SLOT_OPTIONS) - 1)
+        return Prospect(self.by_slots.values[place], self.by_slots.values[place + len(SLOT_OPTIONS)])
 
 
 @dataclass(slots=True)
@@ -212,8 +182,17 @@ class Policy:
         self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False, variant: str = BASE_VARIANT
     ) -> SequencePolicy:
         """The policy of one request; `proposals` is how many tokens a block of its draft variant can draft."""
-        kind = self._kinds.setdefault((variant, sampled), _Kind(Record(self._engine), Gains()))
+        kind = self._kinds.get((variant, sampled))
+        if kind is None:
+            kind = self._kinds[variant, sampled] = self._unknown_kind(proposals, sampled)
         return SequencePolicy(mode, gate, proposals, kind)
+
+    def _unknown_kind(self, proposals: int, sampled: bool) -> _Kind:
+        times = self.costs.steps_ms(StepShape(1, SLOT_OPTIONS[-1] + 1, 0, sampled, branching=False))
+        tokens = [_chain(min(slots, proposals)) for slots in SLOT_OPTIONS]
+        rows_ms = [times[slots + 1] - times[1] for slots in SLOT_OPTIONS]
+        by_nodes = [_chain(min(nodes, proposals)) for nodes in _SIZES]
+        return _Kind(Record(self._engine), RecentMeans(tokens + rows_ms), RecentMeans(by_nodes))
 
     def forget(self, variant: str) -> None:
         """Drops the record of a removed draft variant, because another variant may get the same name."""
@@ -222,10 +201,9 @@ class Policy:
 
     def plan_drafts(self, views: Sequence[View], rest: Rest = ALONE) -> list[int]:
         """Says before drafting how many slots to draft for each view; 0 means that the sequence does not draft."""
-        planned_for = [self.costs, rest, *(view.policy for view in views)]
         plan = self._held
-        if plan is None or not plan.steps or plan.planned_for != planned_for:
-            plan = self._held = self._plan(views, rest, planned_for)
+        if plan is None or not plan.steps or plan.planned_for != self._subject(views, rest):
+            plan = self._held = self._plan(views, rest)
         plan.steps -= 1
         for view, slots in zip(views, plan.slots, strict=True):
             # Where the text itself promises as much, the time of a draft pass is saved.
@@ -233,33 +211,35 @@ class Policy:
             view.policy.slots = 0 if outbid else max(0, min(slots, view.room - 1))
         return [view.policy.slots for view in views]
 
-    def _plan(self, views: Sequence[View], rest: Rest, planned_for: list[object]) -> _HeldPlan:
+    def _subject(self, present: Sequence[View] | Sequence[Offer], rest: Rest) -> list[object]:
+        return [self.costs, rest, *[each.policy for each in present]]
+
+    def _plan(self, views: Sequence[View], rest: Rest) -> _HeldPlan:
         self._explored = max((view.policy.explore for view in views), default=0.0)
         most = [max(0, min(view.policy.deepest, view.room - 1)) for view in views]
         slots = [0] * len(views)
         options = slot_options(max(most, default=0))
-        step = self._step(views, rest, max([*most, MOST_TEXT_NODES]))
+        step = self._step(views, rest)
         self._plain_ms, self._plain_rate = step.plain_ms, step.plain_rate
         able = [index for index, room in enumerate(most) if room]
         speed, trials, steps = 0.0, list[int](), _HELD_PLAIN
         if able:
             middle = options[len(options) // 2]
-            able.sort(key=lambda index: -views[index].policy.prospect(middle, step).tokens)
-            prospects = [[views[index].policy.prospect(option, step) for option in options] for index in able]
+            able.sort(key=lambda index: -views[index].policy.prospect(middle).tokens)
+            prospects = [[views[index].policy.prospect(option) for option in options] for index in able]
             best = best_draft(self.costs, step, options, prospects)
             speed = best.speed
             paying = able[: best.drafting] if speed > max(views[index].policy.margin for index in able) else []
-            depth = self._looked_deeper(step, best.slots, options[-1], len(paying)) if paying else 0
             for index in paying:
-                slots[index] = depth
+                slots[index] = best.slots
             losing = [index for index in able if index not in paying and not views[index].text]
             trials = self._trials(step, views, losing, options[0])
             for index in trials:
                 slots[index] = options[0]
-            if trials or depth > best.slots:
+            if trials:
                 steps = 1  # the budget has paid for a single step
             elif paying:
-                steps = _HELD_DRAFTING
+                steps = _HELD_DRAFTING if all(views[index].policy.by_slots.drafts for index in paying) else 1
             elif self._explored:  # until the budget has grown enough for a trial, nothing changes
                 steps = 1 + int(min(_HELD_PLAIN, self._missing_ms / (self._explored * step.plain_ms)))
         for index, view in enumerate(views):
@@ -267,15 +247,7 @@ class Policy:
             own.trial = index in trials
             own.note = "" if slots[index] else _why_plain(view, speed)
             own.floor = _FLOOR_SHARE * self.row_price(view.context, view.sampled)
-        return _HeldPlan(planned_for, slots, step, speed, steps)
-
-    def _looked_deeper(self, step: StepTimes, slots: int, deepest: int, blocks: int) -> int:
-        """The slots to draft: those that pay or, when the budget covers it, all of them to learn what they bring."""
-        extra_ms = self.costs.draft_ms(blocks, deepest, step.context) - self.costs.draft_ms(blocks, slots, step.context)
-        if slots == deepest or not self._explored or extra_ms > self._budget_ms:
-            return slots
-        self._budget_ms -= extra_ms
-        return deepest
+        return _HeldPlan(self._subject(views, rest), slots, step, speed, steps)
 
     def _trials(self, step: StepTimes, views: Sequence[View], losing: Sequence[int], slots: int) -> list[int]:
         """The sequences that draft although it does not seem to pay, as far as the budget covers what that loses."""
@@ -286,7 +258,7 @@ class Policy:
             if not own.explore:
                 continue
             draft_ms = self.costs.draft_ms(len(trials) + 1, slots, step.context)
-            tokens, rows_ms = own.prospect(slots, step)
+            tokens, rows_ms = own.prospect(slots)
             cost_ms = draft_ms - before_ms + rows_ms
             # A draft that pays, but not by its margin, loses what is missing to that margin, and at most its own time.
             needed_ms = own.margin * cost_ms + (own.margin - 1.0) * step.plain_ms
@@ -304,7 +276,9 @@ class Policy:
     def choose(self, offers: Sequence[Offer], rest: Rest = ALONE) -> list[VerifyChoice]:
         """Says after drafting what each offer verifies."""
         drafted = [offer for offer in offers if offer.policy.slots]
-        step = self._step(offers, rest, sum(len(offer.survivals) for offer in offers))
+        plan = self._held
+        planned = plan is not None and plan.planned_for == self._subject(offers, rest)
+        step = plan.step if plan is not None and planned else self._step(offers, rest)
         self._plain_rate = step.plain_rate
         slots = max((offer.policy.slots for offer in drafted), default=0)
         spent_ms = self.costs.draft_ms(len(drafted), slots, step.context)
@@ -340,16 +314,56 @@ class Policy:
         plain_ms = self.costs.step_ms(StepShape(1, 1, context, sampled, branching=False))
         return self.costs.row_ms(context, sampled=sampled) * max(1.0, self._speed[0] / self._speed[1]) / plain_ms
 
-    def _step(self, present: Sequence[View] | Sequence[Offer], rest: Rest, most_nodes: int) -> StepTimes:
+    def _step(self, present: Sequence[View] | Sequence[Offer], rest: Rest) -> StepTimes:
         """The times of the step; its shape is the one that it has if every sequence decodes plainly."""
         shape = StepShape(
             batch=max(1, len(present) + rest.sequences),
             rows=max(1, len(present) + rest.rows),
-            context=max([rest.context, *(each.context for each in present)]),
+            context=max([rest.context, *[each.context for each in present]]),
             sampled=rest.sampled or any(each.sampled for each in present),
             branching=False,
         )
-        return StepTimes(self.costs, shape, most_nodes)
+        return StepTimes(self.costs, shape, len(present) * (MAX_AUTO_ROWS - 1))
+
+
+def _chain(slots: int) -> float:
+    """The accepted tokens to expect of so many slots of which nothing is known."""
+    return sum([_UNKNOWN_CHANCE**depth for depth in range(1, slots + 1)])
+
+
+def _brought(depths: Sequence[int], accepted: int, slots: int, rows_ms: float) -> list[float]:
+    """The accepted tokens that a draft would have brought with each of SLOT_OPTIONS, and then the time of its rows."""
+    tokens, times, nodes = list[float](), list[float](), len(depths) - 1
+    for option in SLOT_OPTIONS:
+        if option < slots:
+            within = sum([depth <= option for depth in depths]) - 1
+            tokens.append(min(accepted, option))
+            times.append(rows_ms * within / nodes)
+        else:  # a draft that was right up to its last slot would have gone on
+            tokens.append(accepted + (_chain(option - slots) if accepted >= slots else 0.0))
+            times.append(rows_ms)
+    return tokens + times
+
+
+def _brought_by_nodes(means: RecentMeans, nodes: int, path: Sequence[int]) -> list[float]:
+    """The accepted tokens among the first nodes of a draft, for each of _SIZES."""
+    right = [bisect_right(path, min(size, nodes)) - 1.0 for size in _SIZES]
+    if not nodes:
+        return right
+    # More nodes than were verified bring more by as much as they did before.
+    before = _interpolated(means, nodes)
+    more = [max(0.0, mean - before) if size >= nodes else 0.0 for size, mean in zip(_SIZES, means.values, strict=True)]
+    return [known + further for known, further in zip(right, more, strict=True)]
+
+
+def _interpolated(means: RecentMeans, nodes: int) -> float:
+    """The accepted tokens of so many nodes, on straight lines between _SIZES."""
+    low = 0, 0.0
+    for high in zip(_SIZES, means.values, strict=True):
+        if nodes <= high[0]:
+            return low[1] + (high[1] - low[1]) * (nodes - low[0]) / (high[0] - low[0])
+        low = high
+    return low[1]
 
 
 def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> list[DraftOutcome]:
@@ -370,16 +384,12 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
 
 
 def _choice(offer: Offer, nodes: int, ms: float, plain_rate: float) -> VerifyChoice:
-    tokens = 1.0 + sum(offer.survivals[:nodes])
+    tokens, own = 1.0 + sum(offer.survivals[:nodes]), offer.policy
     if not nodes:
-        reason = f"the draft promises too little for more rows, plain {plain_rate:.3f}/ms"
-        return VerifyChoice("plain", 0, Decision("plain", offer.policy.note or reason, tokens, ms))
+        return VerifyChoice("plain", 0, Decision("plain", own.note, tokens, ms, plain_rate))
     kind: Literal["chain", "tree"] = "tree" if nodes > offer.straight else "chain"
-    name = f"{kind}:{nodes + 1}"
-    why = "a trial" if offer.policy.trial else f"plain {plain_rate:.3f}/ms"
-    return VerifyChoice(
-        kind, nodes, Decision(name, f"{name} expects {tokens:.1f} tokens in {ms:.0f} ms, {why}", tokens, ms)
-    )
+    note = "a trial" if own.trial else ""
+    return VerifyChoice(kind, nodes, Decision(f"{kind}:{nodes + 1}", note, tokens, ms, plain_rate))
 
 
 def _why_plain(view: View, speed: float) -> str:

@@ -25,7 +25,7 @@ def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float) ->
 
 
 def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
-    """Returns one tree of both; a node that both have is claimed as if its two sources were independent."""
+    """One tree of both. Where the drafter offers something itself, the text claims a share of what that leaves."""
     if not text.nodes:
         return drafter
     whole = Growth(
@@ -36,29 +36,19 @@ def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
         list(drafter.depths),
         [Source.DRAFTER] * len(drafter.tokens),
     )
-    known = {(parent, token): row for row, (parent, token) in enumerate(zip(whole.parents, whole.tokens, strict=True))}
-    rows = [0]
-    for parent, token, claim in zip(text.parents[1:], text.tokens[1:], text.chances[1:], strict=True):
-        row = known.get((rows[parent], token))
-        if row is None:
-            row = whole.add(rows[parent], token, claim, 0.0)
-            whole.sources.append(Source.TEXT)
-        else:
-            whole.chances[row] = 1.0 - (1.0 - whole.chances[row]) * (1.0 - claim)
-            whole.sources[row] = Source.BOTH
-        rows.append(row)
-    # Rows of the drafter alone are priced already; they change only as much as the row above them did.
-    changes = [1.0] * len(drafter.tokens)
+    left, known = [1.0] * len(whole.tokens), dict[tuple[int, int], int]()
     for row in range(1, len(whole.tokens)):
-        parent, source = whole.parents[row], whole.sources[row]
-        if source == Source.DRAFTER:
-            changes[row] = changes[parent]
-            whole.survivals[row] *= changes[parent]
-            continue
-        survival = whole.survivals[parent] * chance(whole.chances[row], whole.depths[row], source)
-        if source == Source.BOTH and whole.survivals[row]:  # the product of many small chances may be 0
-            changes[row] = survival / whole.survivals[row]
-        whole.survivals[row] = survival
+        left[whole.parents[row]] -= whole.chances[row]
+        known[whole.parents[row], whole.tokens[row]] = row
+    rows = [0]
+    for above, token, claimed in zip(text.parents[1:], text.tokens[1:], text.chances[1:], strict=True):
+        parent = rows[above]
+        if (parent, token) not in known:
+            claim = claimed * max(0.0, left[parent]) if parent < len(left) else claimed
+            survival = chance(claim, whole.depths[parent] + 1, Source.TEXT)
+            known[parent, token] = whole.add(parent, token, claim, whole.survivals[parent] * survival)
+            whole.sources.append(Source.TEXT)
+        rows.append(known[parent, token])
     return ordered(whole, nodes)
 
 

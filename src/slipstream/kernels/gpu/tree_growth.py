@@ -311,7 +311,7 @@ def _with_text(  # type: ignore[no-untyped-def]
     """Adds what the text offers behind the part of it that the tree has already.
 
     Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
-    if the token is more likely. Nodes that both have stay as they are, unlike in `merged` of the host. Returns the
+    if the token is more likely. Nodes that both have stay as they are. Returns the
     changed rows, and how many of them came from the text.
     """
     known, here, reached = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float64)

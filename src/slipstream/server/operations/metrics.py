@@ -58,10 +58,7 @@ class Metrics:
         self._drafted = counter("drafted_tokens", "Tokens drafted and verified", *variant)
         self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted", *variant)
         self._by_source = counter(
-            "accepted_tokens_by_source",
-            "Accepted tokens by what had drafted them: drafter, text or both",
-            "model",
-            "source",
+            "accepted_tokens_by_source", "Accepted tokens by what had drafted them: drafter or text", "model", "source"
         )
         self._verified_at = counter("verified_at_position", "Steps that drafted this deep", "model", "position")
         self._accepted_at = counter("accepted_at_position", "Steps that accepted this deep", "model", "position")
