@@ -158,7 +158,9 @@ def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: b
     while position + 1 < len(answer.tokens):
         room = len(answer.tokens) - position - 1
         index.extend(answer.tokens[index.length - len(answer.prompt) : position + 1])
-        found = text_drafts.text_growth(index, room - 1, own.estimate.chance, own.floor) if text and room > 1 else None
+        found = None
+        if text and room > 1:
+            found = text_drafts.text_growth(index, room - 1, own.estimate.chance, own.floor, own.first_from_text)
         offered = found.survivals[1:] if found is not None else ()
         view = choose.View(own, index.length, answer.sampled, room, offered)
         slots, draft = deciding.plan_drafts([view])[0], answer.draft(position)

@@ -255,6 +255,38 @@ def test_slots_follow_what_deep_slots_are_worth() -> None:
     assert owner.plan_drafts([view(rich)]) == [15]
 
 
+def test_a_draft_of_many_slots_may_be_the_best() -> None:
+    """Depths between 15 slots and the full block are compared as well."""
+    owner = Policy(CostTable(FREE_STEPS, {3: 0.8, 15: 0.9, 31: 1.0, 63: 9.0}))
+    own = owner.sequence(Mode.parse("auto"), AUTO, 63)
+    own.slots = 63
+    for _ in range(40):
+        own.learn(chain_proposal(40), accepted(31))
+    assert owner.plan_drafts([view(own)]) == [31]
+
+
+def test_a_plan_serves_further_steps_while_the_other_sequences_contexts_grow() -> None:
+    owner, rest = policy(), Rest(rows=1, sequences=1, context=100)
+    own = sequence(owner, gate=Gate("auto", explore=0.0))
+    seen(own, right=4)
+    first = owner.plan_drafts([view(own)], rest)
+    assert first[0] > 0
+    seen(own, right=0)  # a new plan would draft less
+    assert owner.plan_drafts([view(own)], rest._replace(context=101)) == first
+    assert owner.plan_drafts([view(own)], rest._replace(rows=2)) != first
+
+
+def test_a_text_is_searched_only_if_its_first_token_may_promise_as_much_as_the_drafter() -> None:
+    owner = policy()
+    good, bad = sequence(owner), sequence(owner, gate=Gate("auto", explore=0.0))
+    seen(good, right=6)
+    assert owner.plan_drafts([view(good)])[0] > 0
+    assert 0.5 < good.first_from_text < 1.0
+    seen(bad, right=0)
+    assert owner.plan_drafts([view(bad)]) == [0]
+    assert bad.first_from_text == 0.0, "beside a plain step, any likely token of the text is of use"
+
+
 @pytest.mark.parametrize("margin", [0.5, 1.0, 1.2, 1.5, 3.0])
 def test_the_margin_is_what_drafting_must_beat(margin: float) -> None:
     owner = policy()
@@ -478,6 +510,16 @@ def test_the_time_of_rows_is_shared_out_by_nodes() -> None:
     plain, verified = (owner.costs.step_ms(StepShape(2, rows, 100, False, False)) for rows in (2, 6))
     assert both[0].rows_ms == pytest.approx(3 * both[1].rows_ms)
     assert both[0].rows_ms + both[1].rows_ms == pytest.approx(verified - plain)
+
+
+@pytest.mark.parametrize("mode", ["tree:128", "tree:256", "auto"])
+def test_the_price_of_every_offered_node_is_known(mode: str) -> None:
+    """A tree of a fixed size may be larger than those of auto, and its gate may be `auto` as well."""
+    owner = policy(free=True)
+    both = [sequence(owner, mode) for _ in range(2)]
+    survivals = chain(0.999, both[0].max_nodes)
+    nodes = [choice.nodes for choice in owner.choose([offer(own, survivals) for own in both])]
+    assert all(0 < count <= len(survivals) for count in nodes)
 
 
 def test_nothing_to_choose_from() -> None:

@@ -126,3 +126,15 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
     likely = sorted((survival for survival in survivals.values() if survival >= floor), reverse=True)
     assert growth.survivals == pytest.approx(likely[: MOST_TEXT_NODES + 1])
     assert growth.survivals == pytest.approx([survivals[path] for path in paths_of(growth)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_without_a_likely_first_token_is_not_searched(seed: int) -> None:
+    chance = random.Random(seed)
+    estimate, index = some_estimate(chance), SuffixIndex()
+    index.extend([chance.randrange(4) for _ in range(100)])
+    everything = text_growth(index, 8, estimate.chance, 0.0)
+    likeliest = max(everything.survivals[1:])
+    assert estimate.chance(index.largest_claim(), 1, Source.TEXT) >= likeliest
+    assert text_growth(index, 8, estimate.chance, 0.0, first=likeliest) == everything
+    assert text_growth(index, 8, estimate.chance, 0.0, first=1.01).nodes == 0

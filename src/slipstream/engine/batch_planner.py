@@ -149,8 +149,8 @@ class BatchPlanner:
         self._proposer = proposer
         self._steps = steps
         self.gate = BatchGate()
-        self._paces: dict[int, SlowestShare] = {}
-        self._paced: tuple[ActiveSequence, ...] = ()
+        self._shares: dict[int, SlowestShare] = {}
+        self._shares_of: tuple[ActiveSequence, ...] = ()
         self._batch: DeviceBatch | None = None
         self._plain: BatchPlan
         self._held: BatchPlan | None = None
@@ -270,18 +270,18 @@ class BatchPlanner:
             return
         tokens = sum(step.tokens) / len(batch.places)
         if plan.free and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
-            share = self._pace(batch).slowest_share(step.places, step.tokens)
+            share = self._shares_in(batch).slowest_share(step.places, step.tokens)
             # While other sequences wait for a column, one that is done early makes room for them.
             tokens *= 1.0 if step.crowded else share
         self.gate.observe(size, plan.free, step.rows, tokens, step.seconds)
 
-    def _pace(self, batch: DeviceBatch) -> SlowestShare:
+    def _shares_in(self, batch: DeviceBatch) -> SlowestShare:
         """How the sequences of a batch differ; what is known of one batch says something about the next of its size."""
-        pace = self._paces.setdefault(bucket(len(batch.columns)), SlowestShare())
-        if self._paced is not batch.columns:
-            self._paced = batch.columns
-            pace.restart(len(batch.columns))
-        return pace
+        shares = self._shares.setdefault(bucket(len(batch.columns)), SlowestShare())
+        if self._shares_of is not batch.columns:
+            self._shares_of = batch.columns
+            shares.restart(len(batch.columns))
+        return shares
 
     def cost(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
         """Tells the policy what a step came to, and refreshes the cost table and the gates that read it."""

@@ -20,7 +20,7 @@ from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import SuffixIndex
-from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, text_growth
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
 from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -162,8 +162,11 @@ class Proposer:
             return None
         if not index.follow(sequence.state.tokens) or not (policy or sequence.drafts_fixed):
             return None
-        chance, floor = (policy.estimate.chance, policy.floor) if policy is not None else (as_claimed, 0.0)
-        growth = text_growth(index, sequence.room - 1, chance, floor)
+        if policy is None:
+            growth = text_growth(index, sequence.room - 1, as_claimed, 0.0)
+        else:
+            chance = policy.estimate.chance
+            growth = text_growth(index, sequence.room - 1, chance, policy.floor, policy.first_from_text)
         if growth.nodes and sequence.sampler.guide is not None:
             growth = allowed_part(sequence.sampler.guide, growth)
         return growth if growth.nodes else None
@@ -240,9 +243,10 @@ class Proposer:
     def _grow(self, sequence: ActiveSequence, block: BlockDrafts | None, text: Growth | None) -> Growth:
         """The nodes that a sequence could verify, the likeliest first."""
         anchor, policy = sequence.anchor, sequence.policy
+        nodes = sequence.row_limit - 1
         if block is None or policy is None:
-            return text or Growth([anchor])
-        depth, nodes = min(block.slots, sequence.room - 1), sequence.row_limit - 1
+            return ordered(text, nodes) if text is not None else Growth([anchor])
+        depth = min(block.slots, sequence.room - 1)
         if policy.chains_only:
             return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
         floor = 0.0 if policy.trial else policy.floor

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # longer than their estimate.
 LEAST_SHARE = 0.6
 # Numbers of drafted slots that are compared, besides the full block. Fewer make drafts too shallow or too deep.
-SLOT_OPTIONS = (3, 7, 15)
+SLOT_OPTIONS = (3, 7, 15, 31)
 
 
 class View(NamedTuple):

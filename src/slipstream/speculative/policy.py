@@ -25,6 +25,7 @@ from slipstream.speculative.choose import (
 )
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.stats import Decision
 from slipstream.types import BASE_VARIANT, Gate, Mode, Proposal, Source, Verdict
 
@@ -33,17 +34,17 @@ __all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "Verify
 # Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
 # of fewer rows; a larger value would leave that range.
 MAX_AUTO_ROWS = 64
-# Plain steps whose time may be lost at the start, and the most that is saved up for later.
+# The time that trials may lose, in plain steps: at the start, and the most that is saved up for later.
 _FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
-_TRIAL_NODES = 3  # nodes that such a draft verifies at least; without any, it would teach nothing
-# The weight of the newest draft in what a request's drafts, and those of its kind, have brought. A larger weight
-# follows luck, a smaller one follows a change of the text too slowly.
+_TRIAL_NODES = 3  # nodes that a trial verifies at least; without any, it would teach nothing
+# The share of the newest draft in the means of one request, and in those of its kind. A larger share follows luck, a
+# smaller one follows a change of the text too slowly.
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
-_KIND_DRAFTS = 6  # as many own drafts as the kind's record counts for at the start of a request
-# Steps that one plan serves at most: with drafts, whose prospects change slowly, and without, where only the budget for
-# trials grows. Planning every step takes 1 to 2 % of a small step.
+_KIND_DRAFTS = 6  # drafts of a new request's own that the means it takes over from its kind count for
+# Calls that one plan serves at most: with drafts, whose prospects change slowly, and without, where only the budget for
+# trials grows. Planning anew for each call takes 1 to 2 % of a small step.
 _HELD_DRAFTING, _HELD_PLAIN = 4, 64
-# A node may be worth less than the average price of a row by this factor: costs rise in steps, so some rows are free.
+# Nodes down to this share of a row's average price are grown, because costs rise in steps and some rows are free.
 _FLOOR_SHARE = 0.7
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
@@ -51,7 +52,7 @@ _SPEED_KEEP = 0.95
 _FASTEST = 8.0  # the largest speed-up that is believed; without a bound, a mistimed step would make rows look too dear
 # Children per visited row that are learnt from. With all children, the many unlikely ones would drown the likely ones.
 _OBSERVED_CHILDREN = 3
-_SIZES = (1, 3, 7, 15, 31, 63)  # numbers of nodes at which gains are kept; between them they are interpolated
+_SIZES = (1, 3, 7, 15, 31, 63)  # numbers of nodes whose accepted tokens are averaged; between them they are interpolated
 
 
 class VerifyChoice(NamedTuple):
@@ -116,6 +117,7 @@ class SequencePolicy:
         self.trial = False  # whether the last plan drafted for this sequence only to learn
         self.slots = 0  # slots of the last plan
         self.floor = 0.0  # the least survival with which a node may be worth a row
+        self.first_from_text = 0.0  # the least chance of its next token with which the text may be worth a search
         self.rows_ms = 0.0  # the time of the last verified rows beyond the anchor
         self._kind = kind
 
@@ -176,7 +178,8 @@ class Policy:
         self._missing_ms = 0.0  # what the budget lacks for the next trial
         self._held: _HeldPlan | None = None
         self._plain_rate = 0.0  # of the last step, in tokens per millisecond
-        self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2  # fading tokens, and those that plain steps would have made
+        # Committed tokens, and the tokens of plain steps in the same time; both fade, and their ratio is the speed.
+        self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2
 
     def sequence(
         self, mode: Mode, gate: Gate, proposals: int, sampled: bool = False, variant: str = BASE_VARIANT
@@ -212,7 +215,7 @@ class Policy:
         return [view.policy.slots for view in views]
 
     def _subject(self, present: Sequence[View] | Sequence[Offer], rest: Rest) -> list[object]:
-        return [self.costs, rest, *[each.policy for each in present]]
+        return [self.costs, rest._replace(context=0), *[each.policy for each in present]]
 
     def _plan(self, views: Sequence[View], rest: Rest) -> _HeldPlan:
         self._explored = max((view.policy.explore for view in views), default=0.0)
@@ -247,6 +250,8 @@ class Policy:
             own.trial = index in trials
             own.note = "" if slots[index] else _why_plain(view, speed)
             own.floor = _FLOOR_SHARE * self.row_price(view.context, view.sampled)
+            # Tokens of this chance, one behind the other, would promise as much as the planned drafts.
+            own.first_from_text = 1.0 - 1.0 / max(1.0, speed) if slots[index] else 0.0
         return _HeldPlan(self._subject(views, rest), slots, step, speed, steps)
 
     def _trials(self, step: StepTimes, views: Sequence[View], losing: Sequence[int], slots: int) -> list[int]:
@@ -323,7 +328,7 @@ class Policy:
             sampled=rest.sampled or any(each.sampled for each in present),
             branching=False,
         )
-        return StepTimes(self.costs, shape, len(present) * (MAX_AUTO_ROWS - 1))
+        return StepTimes(self.costs, shape, sum([max(each.policy.max_nodes, MOST_TEXT_NODES) for each in present]))
 
 
 def _chain(slots: int) -> float:
@@ -396,7 +401,7 @@ def _why_plain(view: View, speed: float) -> str:
     if view.room <= 1:
         return "one token is left to commit"
     if not view.policy.deepest:
-        return "nothing can be drafted"
+        return "the text offers nothing that is worth a row" if view.text else "nothing can be drafted"
     return f"drafting would give {speed:.2f} times plain decoding's speed" if speed else "a draft would take too long"
 
 

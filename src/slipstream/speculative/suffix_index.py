@@ -83,13 +83,14 @@ class SuffixIndex:
         A row stands for the earlier occurrences that went on as the path to that row does; docs/log.md compares what
         rows claim with what was accepted. The tree has no node if the last token is new. The text must not be empty.
         """
-        longest = self._longest_match()
-        if not longest or calibrate(claim_of(1.0, longest), 1) < floor:
-            return Growth([self.last])
         return _grow(self._text, self.occurrences(), most_nodes, depth, calibrate, floor)
 
+    def largest_claim(self) -> float:
+        """Returns what the likeliest next token may claim, or a little more, without a search; 0 if the last is new."""
+        return claim_of(1.0, self._longest_match())
+
     def _longest_match(self) -> int:
-        """Returns how many tokens of the text's end occurred together before, or a few more; it takes no time."""
+        """Returns how many tokens of the text's end occurred together before, or a few more."""
         last, bound = len(self._text) - 1, 0
         for level in self._levels:
             if level.older[last] < 0:

@@ -1,4 +1,4 @@
-"""Nodes from a sequence's own text beside those of its drafter: both become one tree, priced by one estimate."""
+"""Joins nodes from a sequence's own text and those of its drafter in one tree, priced by one estimate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ class Chance(Protocol):
     def __call__(self, claimed: float, depth: int, source: Source) -> float: ...
 
 
-def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float) -> Growth:
-    """The continuations of a text that are at least as likely as `floor`, the likeliest first."""
+def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float, first: float = 0.0) -> Growth:
+    """At most MOST_TEXT_NODES continuations of a text, the likeliest first and none less likely than `floor`.
+
+    There are none unless the likeliest next token is at least as likely as `first`, which saves the search.
+    """
+    claim = index.largest_claim()
+    if not claim or chance(claim, 1, Source.TEXT) < max(floor, first):
+        return Growth([index.last])
     return index.grow(MOST_TEXT_NODES, depth, partial(chance, source=Source.TEXT), floor)
 
 
 def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
-    """One tree of both. Where the drafter offers something itself, the text claims a share of what that leaves."""
+    """One tree of both, with at most `nodes` nodes.
+
+    The drafter's nodes stay as they are. Behind a row that has some of them, what the text claims is multiplied by the
+    probability that they leave.
+    """
     if not text.nodes:
         return drafter
     whole = Growth(
