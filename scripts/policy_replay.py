@@ -118,7 +118,7 @@ def step_ms(rows: int, branching: bool) -> float:
 
 
 def accepted(proposal: Proposal, answer: Answer, position: int) -> tuple[int, ...]:
-    """The rows of a proposal that agree with the answer behind a position."""
+    """The rows of a proposal that agree with the answer after a position."""
     path, children = (
         [0],
         {
@@ -203,10 +203,10 @@ def _regrown(draft: Growth, own: policy.SequencePolicy, slots: int, floor: float
         above = rows.get(draft.parents[row])
         if above is None or draft.depths[row] > slots:
             continue
-        survival = grown.survivals[above] * own.estimate.chance(draft.chances[row], draft.depths[row])
+        survival = grown.survivals[above] * own.estimate.chance(draft.claims[row], draft.depths[row])
         survival = last[above] = min(survival, last.get(above, 1.0))
         if survival >= floor:
-            rows[row] = grown.add(above, draft.tokens[row], draft.chances[row], survival)
+            rows[row] = grown.add(above, draft.tokens[row], draft.claims[row], survival)
     grown.sources = [Source.DRAFTER] * len(grown.tokens)
     return text_drafts.ordered(grown)
 

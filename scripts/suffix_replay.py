@@ -80,7 +80,7 @@ def by_match(steps: Sequence[ReplayedStep]) -> list[str]:
 
 
 def judged(step: ReplayedStep) -> Iterator[tuple[int, bool]]:
-    """The rows behind an accepted parent, and whether they were accepted themselves."""
+    """The rows after an accepted parent, and whether they were accepted themselves."""
     reached = {0, *step.path}
     for row in range(1, step.drafts.nodes + 1):
         if step.drafts.parents[row] in reached:
@@ -88,11 +88,11 @@ def judged(step: ReplayedStep) -> Iterator[tuple[int, bool]]:
 
 
 def by_claim(steps: Sequence[ReplayedStep]) -> list[str]:
-    """A table: what nodes behind an accepted parent claimed, and how many were accepted."""
+    """A table: what nodes after an accepted parent claimed, and how many were accepted."""
     bins: dict[int, list[tuple[float, bool]]] = {}
     for step in steps:
         for row, accepted in judged(step):
-            claim = step.drafts.chances[row]
+            claim = step.drafts.claims[row]
             bins.setdefault(int(10 * claim), []).append((claim, accepted))
     lines = ["| nodes | claimed | accepted |", "| --- | --- | --- |"]
     for _, here in sorted(bins.items()):

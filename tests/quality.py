@@ -15,7 +15,7 @@ import torch
 from slipstream.engine.scoring import ScratchSequence, text_logits
 from slipstream.models.decoder import Decoder
 
-_CONTEXT = 64  # tokens behind which steps are timed
+_CONTEXT = 64  # tokens after which steps are timed
 _LEAST_SECONDS = 0.3  # each number of rows is timed so long; with less, a median rests on few steps
 
 # Relative difference up to which two perplexities count as equal. With a larger bound a broken format would pass, with
@@ -96,7 +96,7 @@ def predictions(target: Decoder, ids: Sequence[int], chunk: int = 256) -> Iterat
 
 @torch.inference_mode()
 def row_times(target: Decoder, rows: Sequence[int]) -> dict[int, float]:
-    """Returns the median milliseconds of greedy steps by their rows, all with logits, behind a short context."""
+    """Returns the median milliseconds of greedy steps by their rows, all with logits, after a short context."""
     scratch = ScratchSequence(target, [1] * (_CONTEXT + 1), _CONTEXT + max(rows))
     scratch.run(scratch.state.tokens[:_CONTEXT], 0)
     scratch.state.commit(range(_CONTEXT), [], 0)

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: which promise each line states, which rows stand behind it, and what it shows of them.
+"""The tables of docs/results.md: which promise each line states, which rows stand after it, and what it shows of them.
 
 `shows` is a format string over the values of those rows. `{same:sum}` adds a value up over the rows, `{tau:.2f}` shows
 its smallest and largest value, `{ms:max.0f}` only the largest. `{good}` and `{rows}` count the rows.

@@ -81,7 +81,7 @@ class Step:
     def poison(self) -> None:
         for part in self.outputs().values():
             part.fill_(-99)
-        for part in (self.grown.chances, self.grown.survivals, self.branches.chances, self.branches.worths):
+        for part in (self.grown.claims, self.grown.survivals, self.branches.claims, self.branches.worths):
             part.fill_(float("nan"))
 
 
@@ -133,7 +133,7 @@ def check_growth(step: Step, name: str) -> list[str]:
     step.poison()
     step.grow()
     found = {part: value.clone() for part, value in step.outputs().items()}
-    chances, survivals = step.grown.chances.clone(), step.grown.survivals.clone()
+    claims, survivals = step.grown.claims.clone(), step.grown.survivals.clone()
     step.poison()
     step.grow_on_host()
     wrong = [
@@ -141,8 +141,8 @@ def check_growth(step: Step, name: str) -> list[str]:
         for part, value in step.outputs().items()
         if not torch.equal(value, found[part])
     ]
-    if not torch.allclose(chances, step.grown.chances, rtol=1e-5):
-        wrong.append(f"grow {name}: chances differ")
+    if not torch.allclose(claims, step.grown.claims, rtol=1e-5):
+        wrong.append(f"grow {name}: claims differ")
     if not torch.allclose(survivals, step.grown.survivals, rtol=1e-5):
         wrong.append(f"grow {name}: survivals differ")
     return wrong

@@ -255,11 +255,11 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The rows to verify: row 0 is the anchor, and every other row is a drafted token behind its parent row."""
+    """The rows to verify: row 0 is the anchor, and every other row is a drafted token after its parent row."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # row of each row's parent; parents[0] is -1, and a parent precedes its children
-    chances: tuple[float, ...] = ()  # the source's probability of each token given its parent; estimates use it
+    claims: tuple[float, ...] = ()  # the source's probability of each token given its parent; estimates use it
     sources: tuple[Source, ...] = ()  # where each row comes from; empty if all come from the drafter
 
     @property

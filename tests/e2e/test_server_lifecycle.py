@@ -1,4 +1,4 @@
-"""How a server begins and ends: it listens while it loads, reports what cannot be loaded, and leaves nothing behind."""
+"""How a server begins and ends: it listens while it loads, reports what cannot be loaded, and leaves nothing after."""
 
 from __future__ import annotations
 

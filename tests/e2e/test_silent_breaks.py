@@ -171,7 +171,7 @@ def test_4_rollback_that_forgets_the_draft_context(
 
     def prefill_only(self: DraftContexts, result: ForwardResult, kept: Kept) -> None:
         if sum(work.rows for work in result.works) > 16:
-            write(self, result, kept)  # decoding then leaves the keys of the rejected block behind
+            write(self, result, kept)  # decoding then leaves the keys of the rejected block after
 
     monkeypatch.setattr(DraftContexts, "write", prefill_only)
     assert_collapsed(measured_tau(llm), healthy_tau)

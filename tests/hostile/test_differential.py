@@ -35,7 +35,7 @@ def test_random_company_changes_no_text_of_the_real_pair() -> None:
 
 
 def later_noise(patch: pytest.MonkeyPatch) -> None:
-    """Makes verified rows use the noise of the position behind their own."""
+    """Makes verified rows use the noise of the position after their own."""
     choose = RowSampler.choose
 
     def shifted(self: RowSampler, logits: Any, first: int, proposal: Proposal | None = None) -> Any:

@@ -220,7 +220,7 @@ def test_a_walk_passes_every_row_behind_its_parent(rows: int) -> None:
     for tree, line in zip(trees, found[0][1][1:4].int().tolist(), strict=True):
         steps = line[: len(tree)]
         assert sorted(step % 256 for step in steps) == list(range(len(tree)))
-        state, kept = -1, dict[int, int]()  # the row behind which it is
+        state, kept = -1, dict[int, int]()  # the row after which it is
         for step in steps:
             row, shelf = step % 256, step // 2048
             state = kept[shelf] if step & 1024 else state

@@ -169,7 +169,7 @@ def test_device_steps_accept_drafts(gpu: None, tmp_path: Path) -> None:
 
 
 def first_drafts(llm: LLM, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """What is drafted behind prompts, whose context has come from nothing but their chunks."""
+    """What is drafted after prompts, whose context has come from nothing but their chunks."""
     found = []
     for ids in prompts:
         request = llm.request(list(ids), max_tokens=12, mode="chain", gate="off", cache_prompt=False)
@@ -477,7 +477,7 @@ def test_a_step_is_told_as_the_host_would_have_walked_it(gpu: None, tmp_path: Pa
                     continue
                 proposal, verdict = event.step.proposal, event.step.verdict
                 assert proposal.tokens[0] == before[-1]
-                # what the target chose is only known along the path: a row behind it must not carry the next token
+                # what the target chose is only known along the path: a row after it must not carry the next token
                 chosen = [NO_ROW] * len(proposal.tokens)
                 for row, token in zip(verdict.path, verdict.tokens, strict=True):
                     chosen[row] = token
@@ -562,8 +562,8 @@ def test_the_policy_is_told_of_what_was_drafted(gpu: None, tmp_path: Path, monke
         assert timed.call_count > 3 and all(len(call.args[3]) <= 2 for call in timed.call_args_list)
         assert 3 < len(taught) <= 2 * timed.call_count
         for rows_ms, proposal, verdict in taught:
-            assert rows_ms >= 0.0 and proposal.nodes and len(proposal.chances) == proposal.nodes + 1
-            assert all(0.0 < chance <= 1.0 for chance in proposal.chances)
+            assert rows_ms >= 0.0 and proposal.nodes and len(proposal.claims) == proposal.nodes + 1
+            assert all(0.0 < chance <= 1.0 for chance in proposal.claims)
             assert len(verdict.path) == len(verdict.tokens) <= proposal.nodes + 1
         assert any(rows_ms > 0.0 for rows_ms, _, _ in taught)
         new = llm.engine.make_sequence(llm.request(prompt(4), mode="auto"))

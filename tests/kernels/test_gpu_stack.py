@@ -62,7 +62,7 @@ POSITIONS = PAGES * PAGE_TOKENS + 64
 
 
 def family(name: str, **changes: Any) -> PreTrainedModel:
-    """A tiny target: a family and, behind a colon, one of its test's variants."""
+    """A tiny target: a family and, after a colon, one of its test's variants."""
     kind, _, variant = name.partition(":")
     if kind == "gemma4":
         return test_gemma4.build(**test_gemma4.VARIANTS[variant] | changes)
@@ -154,7 +154,7 @@ class OnDevice:
 
     @torch.inference_mode()
     def block(self, ids: Sequence[int], taps: Tensor) -> Tensor:
-        """Logits of the block behind the last token of a text, whose other tokens have these taps."""
+        """Logits of the block after the last token of a text, whose other tokens have these taps."""
         assert self.blocks is not None
         count = taps.shape[0]
         state = SequenceState(PageTable(PAGES), PAGE_TOKENS, self.pools, drafting=True)

@@ -147,7 +147,7 @@ def grown_rows(case: Case, each: int, kernel: bool = True) -> tuple[DeviceRows, 
         branches.origins,
     ):
         poisoned.fill_(-99)
-    for poisoned in (grown.chances, grown.survivals, branches.chances, branches.worths):
+    for poisoned in (grown.claims, grown.survivals, branches.claims, branches.worths):
         poisoned.fill_(float("nan"))
     heads = None if case.heads is None else moved(case.heads)
     call = grow if kernel else grow_reference
@@ -168,7 +168,7 @@ def check_rows(rows: DeviceRows, grown: Grown, sequence: int, growth: Growth) ->
     pages = rows.pages[sequence].tolist()
     places = [pages[slot // PAGE] * PAGE + slot % PAGE for slot in range(base, base + count)]
     assert rows.places[own].tolist() == places + [SCRATCH] * unused
-    np.testing.assert_allclose(grown.chances[own].tolist(), growth.chances + [0.0] * unused, rtol=1e-6)
+    np.testing.assert_allclose(grown.claims[own].tolist(), growth.claims + [0.0] * unused, rtol=1e-6)
     np.testing.assert_allclose(grown.survivals[own].tolist(), growth.survivals + [0.0] * unused, rtol=1e-6)
     paths = rows.paths[own].tolist()
     for row in range(rows.each):

@@ -31,7 +31,7 @@ NORMS = ("behind_attention", "behind_mlp")
 
 
 class MadeUp(Decoder):
-    """Qwen3 with a sigmoid on every head, a GELU, norms behind attention and MLP, and a number per layer."""
+    """Qwen3 with a sigmoid on every head, a GELU, norms after attention and MLP, and a number per layer."""
 
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -63,7 +63,7 @@ class Unknown(Decoder):
 
 
 class Scaled(Decoder):
-    """Qwen3 with a number per layer, but without the norms behind parts in whose launches a GPU scales the stream."""
+    """Qwen3 with a number per layer, but without the norms after parts in whose launches a GPU scales the stream."""
 
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
         return Layer(super().make_layer(weights, names, index).sublayers, 0.5)

@@ -91,7 +91,7 @@ def test_a_sequence_that_does_not_wish_for_text_gets_none(kernel: bool) -> None:
 def grown_with(
     nodes: int, survivals: list[float], text: list[tuple[int, float]], kernel: bool, each: int = 8
 ) -> tuple[list[int], list[int], int]:
-    """Tokens, parents and text nodes of a tree whose drafter offers the tokens 10, 11, ... one behind the other."""
+    """Tokens, parents and text nodes of a tree whose drafter offers the tokens 10, 11, ... one after the other."""
     slots = len(survivals)
     tokens = torch.arange(10, 10 + slots, dtype=torch.int32, device=DEVICE).view(1, slots, 1)
     scores = torch.tensor(survivals, device=DEVICE).log().view(1, slots, 1)
@@ -128,7 +128,7 @@ def test_a_text_goes_on_where_the_drafter_agrees_with_it(kernel: bool) -> None:
 
 @KERNELS
 def test_a_likelier_token_of_the_text_takes_the_last_nodes_row(kernel: bool) -> None:
-    survivals = [0.9, 0.5, 0.5, 0.5]  # 0.9, 0.45, 0.225 and 0.1125 behind the tokens before
+    survivals = [0.9, 0.5, 0.5, 0.5]  # 0.9, 0.45, 0.225 and 0.1125 after the tokens before
     tokens, parents, texts = grown_with(4, survivals, [(30, 0.3), (31, 0.9), (32, 0.1)], kernel)
     assert (tokens, parents, texts) == ([1, 10, 11, 30, 31], [-1, 0, 1, 0, 3], 2)
     tokens, parents, texts = grown_with(4, survivals, [(30, 0.1)], kernel)

@@ -151,7 +151,7 @@ def test_every_row_proposes_when_the_block_starts_at_the_anchor(tmp_path: Path) 
 
 @torch.inference_mode()
 def test_blocks_in_one_pass_do_not_reach_into_each_other(tmp_path: Path) -> None:
-    """The first row of a block stands right behind the last row of its neighbour in the batch."""
+    """The first row of a block stands right after the last row of its neighbour in the batch."""
     drafter = load_drafter(save_model(tiny_dflash2({}, {}), tmp_path), "fp32")
     table = torch.randn(FOLDER_VOCAB, 64, generator=torch.Generator().manual_seed(1))
     taps = torch.randn(30, 128, generator=torch.Generator().manual_seed(2))

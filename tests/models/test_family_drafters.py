@@ -44,7 +44,7 @@ CONTEXT = 40
 
 
 def gemma_blocks(folder: Path, **changes: Any) -> tuple[OurBlocks, Tensor]:
-    """Our logits of a block behind a text's first tokens, and the authors' with the target's embedding and softcap."""
+    """Our logits of a block after a text's first tokens, and the authors' with the target's embedding and softcap."""
     target, drafter = build_gemma4(), tiny_drafter(3, taps=TAPS, num_target_layers=4, **changes)
     save_model(target, folder / "target")
     save_model(drafter, folder / "draft")

@@ -143,7 +143,7 @@ def test_a_batch_commits_what_each_request_alone_commits(family: str, make_pair:
 
 
 def drafted_first(loop: Loop) -> int | None:
-    """A token whose first appearance is a drafted one, with more of the same step behind it."""
+    """A token whose first appearance is a drafted one, with more of the same step after it."""
     begins = 1
     for size in loop.step_sizes:
         for token in loop.token_ids[begins : begins + size - 1]:

@@ -139,7 +139,7 @@ def test_speculation_keeps_the_text(variant: str, weight_format: WeightFormat, t
 
 
 def test_speculation_keeps_the_text_where_paths_are_run_again(tmp_path: Path) -> None:
-    """As for models whose states are too large to keep one behind every row."""
+    """As for models whose states are too large to keep one after every row."""
     llm = open_pair(write_family_pair(hybrid("pattern"), tmp_path), EXACT)
     tensors = llm.engine.executor.memory.state_tensors
     assert tensors is not None
@@ -193,7 +193,7 @@ class Bench:
 
     @torch.inference_mode()
     def extend(self, state: SequenceState, chunk: int) -> Tensor:
-        """Computes what is known of a sequence, `chunk` rows at a time; the logits behind the last."""
+        """Computes what is known of a sequence, `chunk` rows at a time; the logits after the last."""
         logits = torch.empty(0)
         while state.length < len(state.tokens):
             rows = state.tokens[state.length : state.length + chunk]
@@ -210,7 +210,7 @@ class Bench:
 @pytest.mark.parametrize("kept_rows", [0, 10**6])
 @pytest.mark.parametrize("variant", ["pattern", "experts"])
 def test_a_committed_path_equals_computing_it_from_scratch(variant: str, kept_rows: int, tmp_path: Path) -> None:
-    """Bit for bit: the state, and what the model says next; with the state behind every row kept, and run again."""
+    """Bit for bit: the state, and what the model says next; with the state after every row kept, and run again."""
     bench = Bench(save_model(hybrid(variant), tmp_path), kept_rows)
     prompt, draft, parents = ids_of(61), ids_of(12, 5), (-1, 0, 0, 1, 1, 3, 5, 2, 7, 8, 9, 10)
     tried, twin = bench.begin(prompt), bench.begin(prompt)

@@ -173,7 +173,7 @@ def test_a_row_is_the_same_to_the_bit_wherever_its_pages_lie(heads: int, kv_head
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_does_not_depend_on_rejected_rows_behind_it(threads: int) -> None:
-    """Slots behind the row hold the keys of an earlier proposal; they are masked and must not change the result."""
+    """Slots after the row hold the keys of an earlier proposal; they are masked and must not change the result."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -192,7 +192,7 @@ TREE_SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (32, 8, 128)]
 
 
 class Tree:
-    """A random tree behind `start` positions; the keys of row i are in slot start + i, whatever its position is."""
+    """A random tree after `start` positions; the keys of row i are in slot start + i, whatever its position is."""
 
     def __init__(self, start: int, rows: int, heads: int, kv_heads: int, dim: int, page: int = PAGE) -> None:
         rng = random.Random(start * 1000 + rows)

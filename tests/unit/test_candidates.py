@@ -67,9 +67,9 @@ def test_candidates_are_the_best_of_the_row_with_their_share_of_the_whole(count:
         best = sorted(range(VOCAB), key=lambda token: -float(exact[token]))[:count]
         branch = drafts.after(slot, 3, None)
         assert list(branch.tokens) == best
-        assert list(branch.chances) == pytest.approx([float(exact[token]) for token in best], rel=1e-5)
+        assert list(branch.claims) == pytest.approx([float(exact[token]) for token in best], rel=1e-5)
         rest = math.fsum(float(exact[token]) for token in range(VOCAB) if token not in best)
-        assert sum(branch.chances) + rest == pytest.approx(1.0, abs=1e-5)
+        assert sum(branch.claims) + rest == pytest.approx(1.0, abs=1e-5)
 
 
 def test_what_a_filter_hid_is_no_candidate() -> None:
@@ -77,10 +77,10 @@ def test_what_a_filter_hid_is_no_candidate() -> None:
     scores[1, 4:] = HIDDEN
     drafts = best_of(scores, 9)
     assert [len(drafts.after(slot, 0, None).tokens) for slot in range(3)] == [9, 4, 9]
-    assert sum(drafts.after(1, 0, None).chances) == pytest.approx(1.0, abs=1e-6)
+    assert sum(drafts.after(1, 0, None).claims) == pytest.approx(1.0, abs=1e-6)
     drafts.bind(Walk(drafts))
     branch = drafts.after(1, 7, 1)
-    assert set(branch.tokens) == {0, 1, 2, 3} and sum(branch.chances) == pytest.approx(1.0, abs=1e-6)
+    assert set(branch.tokens) == {0, 1, 2, 3} and sum(branch.claims) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, 2.0])
@@ -100,8 +100,8 @@ def test_a_head_corrects_the_candidates_and_leaves_the_rest_its_share(scale: flo
             total = math.fsum(weights.values()) + rest
             ranked = sorted(base, key=lambda token: -weights[token])
             assert list(branch.tokens) == ranked
-            assert list(branch.chances) == pytest.approx([weights[token] / total for token in ranked], rel=1e-4)
-            assert sum(branch.chances) + rest / total == pytest.approx(1.0, abs=1e-5)
+            assert list(branch.claims) == pytest.approx([weights[token] / total for token in ranked], rel=1e-4)
+            assert sum(branch.claims) + rest / total == pytest.approx(1.0, abs=1e-5)
             assert branch.memory == slot + 1
             reordered += ranked != base
     assert reordered > 5, "the head did change the order"
@@ -109,7 +109,7 @@ def test_a_head_corrects_the_candidates_and_leaves_the_rest_its_share(scale: flo
 
 def test_every_candidate_with_a_head_sums_to_one() -> None:
     drafts = headed(random_scores(2, seed=2), VOCAB)
-    assert sum(drafts.after(0, 5, None).chances) == pytest.approx(1.0, abs=1e-5)
+    assert sum(drafts.after(0, 5, None).claims) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [200.0, -200.0, 2000.0, -2000.0])
@@ -125,12 +125,12 @@ def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(size: f
     for confidence in (None, 0.5):
         drafts.bind(Strong(drafts, confidence, size))
         branch = drafts.after(0, 1, None)
-        assert all(0.0 <= chance <= 1.0 for chance in branch.chances)
+        assert all(0.0 <= chance <= 1.0 for chance in branch.claims)
         if size > 0:
             assert list(branch.tokens) == scores[0].topk(4).indices.tolist(), "all were lifted alike"
-            assert confidence or sum(branch.chances) == pytest.approx(1.0, abs=1e-5), "nothing is left for the rest"
+            assert confidence or sum(branch.claims) == pytest.approx(1.0, abs=1e-5), "nothing is left for the rest"
         else:
-            assert confidence or sum(branch.chances) < 1e-30, "the rest takes it all"
+            assert confidence or sum(branch.claims) < 1e-30, "the rest takes it all"
 
 
 def test_the_first_candidate_is_as_likely_as_the_confidence_says_and_the_others_share_the_rest() -> None:
@@ -138,16 +138,16 @@ def test_the_first_candidate_is_as_likely_as_the_confidence_says_and_the_others_
     free, trusted = headed(scores, VOCAB), headed(scores, VOCAB, 0.9)
     before, after = free.after(0, 3, None), trusted.after(0, 3, None)
     assert list(after.tokens) == list(before.tokens) and after.memory == before.memory
-    assert after.chances[0] == 0.9
-    assert sum(after.chances) == pytest.approx(1.0, abs=1e-5)
-    ratio = (1.0 - 0.9) / (1.0 - before.chances[0])
-    assert list(after.chances[1:]) == pytest.approx([chance * ratio for chance in before.chances[1:]], rel=1e-4)
+    assert after.claims[0] == 0.9
+    assert sum(after.claims) == pytest.approx(1.0, abs=1e-5)
+    ratio = (1.0 - 0.9) / (1.0 - before.claims[0])
+    assert list(after.claims[1:]) == pytest.approx([chance * ratio for chance in before.claims[1:]], rel=1e-4)
 
 
 def test_a_confidence_near_zero_leaves_the_order_as_it_is() -> None:
     doubted = headed(random_scores(1, seed=5), VOCAB, 0.01).after(0, 3, None)
-    assert doubted.chances[0] == 0.01
-    assert list(doubted.chances) == sorted(doubted.chances, reverse=True), "nobody overtakes the first"
+    assert doubted.claims[0] == 0.01
+    assert list(doubted.claims) == sorted(doubted.claims, reverse=True), "nobody overtakes the first"
 
 
 def test_a_slot_is_cut_where_the_confidence_is_below_the_threshold() -> None:

@@ -317,7 +317,7 @@ def test_masks_behind_any_path_are_those_of_a_fresh_reading(pair: LLM) -> None:
 
 
 def test_choosing_leaves_no_trace_and_rows_get_the_mask_of_their_own_path(pair: LLM) -> None:
-    """A tree has two branches: behind A only B or C is allowed, behind X only Y."""
+    """A tree has two branches: after A only B or C is allowed, after X only Y."""
     constraint = grammars.lark('start: "A" ("B" | "C") "D" | "X" "Y"')
     a, b, c, d, x, y = (ord_token(pair, letter) for letter in "ABCDXY")
     proposal = Proposal((65, a, x, c, y), (-1, 0, 0, 1, 2))

@@ -417,10 +417,16 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         (RequestError, "not a drafter", {"source": target, "out": tmp_path / "x.gguf", "target": draft}),
         (SourceError, "no folder", {"source": draft, "out": tmp_path / "none" / "x.gguf"}),
     ]
+    convert(target, tmp_path / "t.gguf")
+    refused += [
+        (RequestError, "one naming", {"source": tmp_path / "d.gguf", "out": tmp_path / "b", "naming": "lucebox"}),
+        (RequestError, "not a drafter", {"source": tmp_path / "t.gguf", "out": tmp_path / "b", "target": draft}),
+    ]
     for kind, words, asked in refused:
         with pytest.raises(kind, match=words):
             convert(**asked)
     assert (tmp_path / "old.gguf").read_bytes() == b"old" and not (tmp_path / "x.gguf").exists()
+    assert not (tmp_path / "b").exists()
     convert(draft, tmp_path / "old.gguf", force=True)
     assert load_drafter(tmp_path / "old.gguf", "fp32").config.block_size == 8
     (draft / "config.json").unlink()

@@ -42,7 +42,7 @@ def test_a_chain_shows_the_kept_part_and_the_rest() -> None:
 
 
 def test_branches_hang_under_the_token_they_follow() -> None:
-    #      a ── b ── d ── e      accepted: a b d; rejected: e, c (beside b) with f behind it, g beside d, h beside f
+    #      a ── b ── d ── e      accepted: a b d; rejected: e, c (beside b) with f after it, g beside d, h beside f
     tree = step("abcdefgh", [-1, 0, 0, 1, 3, 2, 1, 2], [0, 1, 3])
     lines = [text(line) for line in draw_step(1, tree, chr)]
     assert lines[1:] == ["✓ a│b│d ⇒ !", "✗  └c│f", "✗      └e", "✗    └g", "✗    └h"]

@@ -151,4 +151,4 @@ def test_compiled_code_proposes_what_the_walk_would(
     assert [(each.tokens, each.parents) for each in walked] == [(each.tokens, each.parents) for each in compiled]
     assert max(each.nodes for each in walked) > 3
     for mine, theirs in zip(walked, compiled, strict=True):
-        assert mine.chances == pytest.approx(theirs.chances, rel=1e-4)
+        assert mine.claims == pytest.approx(theirs.claims, rel=1e-4)

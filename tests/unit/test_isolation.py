@@ -242,7 +242,7 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
 
 
 def test_a_call_rests_for_as_long_as_the_one_before_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a clock that begins behind the real one's moments and is a quarter of a second later at each look
+    # a clock that begins after the real one's moments and is a quarter of a second later at each look
     looks, slept = itertools.count(time.monotonic() + 1000, 0.25), list[float]()
     resting, restless = (Helper(WORK, replace(LIMITS, rest=rest)) for rest in (1.0, 0.0))
     for helper in (resting, restless):

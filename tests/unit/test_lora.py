@@ -66,7 +66,7 @@ def built(file: WeightFile, folder: Path, weight_format: WeightFormat = "fp32") 
 
 @torch.inference_mode()
 def answers(drafter: DFlashDrafter) -> Tensor:
-    """Everything a drafter says behind some context: logits of its block, its heads' corrections and confidence."""
+    """Everything a drafter says after some context: logits of its block, its heads' corrections and confidence."""
     config, size = drafter.config, drafter.config.block_size
     shape = (config.layers, 3, config.kv_heads, PAGE_TOKENS, config.head_dim)
     keys, values = torch.zeros(shape), torch.zeros(shape)

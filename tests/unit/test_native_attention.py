@@ -197,7 +197,7 @@ def test_a_row_of_a_tree_is_to_the_bit_the_row_plain_decoding_computes(
 
 
 def test_hidden_keys_are_not_even_read(attend: Attend) -> None:
-    """Slots behind a row, before a window, in other branches and in other sequences' pages hold NaN."""
+    """Slots after a row, before a window, in other branches and in other sequences' pages hold NaN."""
     heads, kv_heads, dim = 6, 2, 32
     queries = randn(12, heads, dim, seed=8)
     parents = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -133,7 +133,7 @@ def assert_alike(compiled_growth: Growth, plain_growth: Growth) -> None:
     assert compiled_growth.tokens[:rows] == plain_growth.tokens[:rows]
     assert compiled_growth.parents[:rows] == plain_growth.parents[:rows]
     assert compiled_growth.depths[:rows] == plain_growth.depths[:rows]
-    np.testing.assert_allclose(compiled_growth.chances[:rows], plain_growth.chances[:rows], rtol=2e-5)
+    np.testing.assert_allclose(compiled_growth.claims[:rows], plain_growth.claims[:rows], rtol=2e-5)
     np.testing.assert_allclose(compiled_growth.survivals, plain_growth.survivals, rtol=2e-4)
 
 
@@ -184,7 +184,7 @@ def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibra
     expected = drafts.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
     for compiled_growth, plain_growth in zip(natively(grower, drafts, estimate, **asked), expected, strict=True):
         np.testing.assert_allclose(compiled_growth.survivals, plain_growth.survivals, rtol=1e-12)
-        np.testing.assert_allclose(compiled_growth.chances, plain_growth.chances, rtol=1e-12)
+        np.testing.assert_allclose(compiled_growth.claims, plain_growth.claims, rtol=1e-12)
 
 
 def test_equals_keep_their_order(grower: Grower) -> None:
@@ -203,7 +203,7 @@ def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(grower:
     head = Head(torch.ones(VOCAB, 1), torch.full((VOCAB, 1), size), FLOAT)
     asked = {"anchor": 1, "length": 1, "nodes": 20, "depth": 1, "seeded": False, "floor": 0.0}
     for compiled_growth in natively(grower, bound(block, head), None, **asked):
-        assert all(0.0 <= chance <= 1.0 for chance in compiled_growth.chances)
+        assert all(0.0 <= chance <= 1.0 for chance in compiled_growth.claims)
         assert (compiled_growth.nodes > 0) == (size > -2000)
 
 
@@ -216,10 +216,10 @@ def test_nobody_overtakes_a_first_candidate_that_is_doubted(grower: Grower) -> N
     drafts = bound(block, head)
     chain, tree = natively(grower, drafts, None, **asked)
     expected = drafts.grow_plainly(**asked)  # type: ignore[arg-type]
-    assert chain.chances[1] == pytest.approx(1 / (1 + np.exp(4.0)))
-    assert tree.chances[2] == tree.chances[1], "the second would be likelier"
+    assert chain.claims[1] == pytest.approx(1 / (1 + np.exp(4.0)))
+    assert tree.claims[2] == tree.claims[1], "the second would be likelier"
     assert tree.tokens == expected[1].tokens
-    np.testing.assert_allclose(tree.chances, expected[1].chances, rtol=2e-5)
+    np.testing.assert_allclose(tree.claims, expected[1].claims, rtol=2e-5)
 
 
 def spoil_before(head: Head) -> None:

@@ -62,7 +62,7 @@ class Small:
         self._rotary = angles.cos(), angles.sin()
 
     def run(self, first: int, count: int) -> PassResult:
-        """Rows `first` to first + count of one sequence, behind CONTEXT positions that the pools hold."""
+        """Rows `first` to first + count of one sequence, after CONTEXT positions that the pools hold."""
         span = range(CONTEXT + first, CONTEXT + first + count)
         group = make_group(0, span, range(PAGES), PAGE, CAUSAL)
         places = [divmod(position, PAGE) for position in span]

@@ -103,7 +103,7 @@ def check_cover(text: str, pieces: list[Piece]) -> None:
         (f"<tool_call>oops {CALL}", "<tool_call>oops", [["get_weather", '{"city": "Paris"}']]),
         # brackets that do not match end with the tag
         ('<tool_call>{"name": "add", "arguments": {"a": [1}}</tool_call>x', "x", [["add", '{"a": [1}}']]),
-        # what was not asked for behind the arguments is not lost
+        # what was not asked for after the arguments is not lost
         ('<tool_call>{"name": "add", "arguments": {}, "id": 7}</tool_call>', ', "id": 7}</tool_call>', [["add", "{}"]]),
     ],
 )

@@ -106,7 +106,7 @@ def test_forgetting_a_drafter_leaves_the_others_pages() -> None:
     kept = put(table, cache, list(range(8)), "kept")
     put(table, cache, list(range(12)), "gone")
     put(table, cache, [7] * 4, "gone")
-    put(table, cache, [7] * 8, None)  # its second page is behind one that is evicted
+    put(table, cache, [7] * 8, None)  # its second page is after one that is evicted
     taken = cache.take(list(range(13)), "gone")
     cache.forget("gone")
     assert sorted(cache.held()) == sorted(kept)
@@ -273,7 +273,7 @@ def test_a_thousand_random_operations_leak_nothing(seed: int) -> None:
 def stamps_of_leaves(table: PageTable, cache: PrefixCache) -> list[int]:
     """Returns when each evictable page was last used, found by looking at every page.
 
-    No request holds such a page, and no page behind it has its draft key. A node's last page leads to all of the node's
+    No request holds such a page, and no page after it has its draft key. A node's last page leads to all of the node's
     children, so it also stays as long as there is one.
     """
     return [

@@ -1,4 +1,4 @@
-"""Perplexity and agreement: the arithmetic on given predictions, and the forward behind them on a tiny model."""
+"""Perplexity and agreement: the arithmetic on given predictions, and the forward after them on a tiny model."""
 
 from __future__ import annotations
 

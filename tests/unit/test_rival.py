@@ -155,7 +155,7 @@ def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) 
     timed, looked = ([each for each in llm.requests[2:] if each["ignore_eos"] is timed] for timed in (True, False))
     assert [request["mode"] for request in looked] == ["plain"] * 3
     assert [request["mode"] for request in timed] == ["plain", "auto", "auto", "plain", "plain", "auto"]
-    assert {request["max_tokens"] for request in timed} == {ANSWER_TOKENS}  # not what comes behind an answer's end
+    assert {request["max_tokens"] for request in timed} == {ANSWER_TOKENS}  # not what comes after an answer's end
     assert not any(request["cache_prompt"] for request in llm.requests)
     assert [body["prompt"] for body in opponent.asked[1:]] == [[ord(letter)] for letter in "abc"]
     assert result.samples[rival.NAME] == [(11, 44.0)] * 3 and result.median_speed(rival.NAME) == 250.0

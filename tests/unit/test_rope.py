@@ -1,4 +1,4 @@
-"""Rotary tables against transformers for every scaling we read, and the config reading behind them."""
+"""Rotary tables against transformers for every scaling we read, and the config reading after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may go wrong behind the router or change under it: loads, engines, files, the models file, the end."""
+"""What may go wrong after the router or change under it: loads, engines, files, the models file, the end."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_the_edge_of_a_nucleus_does_not_depend_on_the_batch() -> None:
 
 
 def choices(params: SamplingParams, logits: Tensor, text: list[int], widths: list[int]) -> list[int]:
-    """Samples `text`'s successors in groups of rows: each group is an anchor and the right proposals behind it."""
+    """Samples `text`'s successors in groups of rows: each group is an anchor and the right proposals after it."""
     sampler = RowSampler(params, logits.shape[1], [1, 2, 3], share_noise=True)
     chosen: list[int] = []
     for width in widths:

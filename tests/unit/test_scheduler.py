@@ -19,7 +19,7 @@ PAGE = 4
 
 
 class NoMemory:
-    """Nothing lies behind these pages."""
+    """Nothing lies after these pages."""
 
     states = None
 

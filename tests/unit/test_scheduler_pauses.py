@@ -91,7 +91,7 @@ def test_a_paused_request_that_lost_its_pages_goes_on_to_the_same_text(folder: P
 
 
 def test_a_page_of_a_paused_request_that_a_running_one_stands_on_is_not_counted_on(folder: Path) -> None:
-    """Both compute the same first page; the cache keeps the paused one's, and behind it the running one's second."""
+    """Both compute the same first page; the cache keeps the paused one's, and after it the running one's second."""
     first = prompt(PAGE_TOKENS, 1)
     paused = ask("paused", (*first, *prompt(6, 2)), mode="plain", max_tokens=20)
     running = ask("running", (*first, *prompt(PAGE_TOKENS + 12, 3)), mode="plain", max_tokens=20)

@@ -13,7 +13,7 @@ from slipstream.speculative.slowest_share import SlowestShare
 
 
 def drawn(mean: float, luck: random.Random) -> int:
-    """Tokens of a drafted step: behind every one there is another with the same chance."""
+    """Tokens of a drafted step: after every one there is another with the same chance."""
     tokens = 1
     while luck.random() < 1.0 - 1.0 / mean:
         tokens += 1

@@ -82,7 +82,7 @@ def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> N
         paths.append((*paths[drafts.parents[row]], drafts.tokens[row]))
         known = expected[paths[row]]
         assert drafts.depths[row] == len(paths[row])
-        assert (drafts.chances[row], drafts.survivals[row]) == pytest.approx((known.claim, known.product))
+        assert (drafts.claims[row], drafts.survivals[row]) == pytest.approx((known.claim, known.product))
     assert len(set(paths)) == len(paths)
     products = [expected[path].product for path in paths[1:]]
     assert products == pytest.approx(sorted((path.product for path in expected.values()), reverse=True)[: drafts.nodes])
@@ -128,7 +128,7 @@ def test_the_longest_match_goes_first_and_shorter_ones_add_branches() -> None:
     drafts = index_of([7, 8, 9, 1, 5, 6, 9, 2, 4, 3, 7, 8, 9]).grow(3, 2)
     assert rows(drafts) == [(1, 0), (5, 1), (2, 0)]
     # The occurrences weigh 3 and 1; 3 tokens match before the 1, 4 before the 5, and 1 before the 2.
-    assert drafts.chances[1:] == pytest.approx([3 / 4 * 3 / 4, 4 / 5, 1 / 4 * 1 / 2])
+    assert drafts.claims[1:] == pytest.approx([3 / 4 * 3 / 4, 4 / 5, 1 / 4 * 1 / 2])
 
 
 def test_the_most_recent_of_equal_matches_goes_first() -> None:

@@ -72,8 +72,8 @@ def check_tree(growth: Growth) -> None:
 
 def naive_union(drafter: Growth, text: Growth, estimate: Estimate) -> dict[Path, tuple[float, Source, float]]:
     """The claim, source and survival of every path that the drafter or the text has."""
-    own = dict(zip(paths_of(drafter), drafter.chances, strict=True))
-    its = dict(zip(paths_of(text), text.chances, strict=True))
+    own = dict(zip(paths_of(drafter), drafter.claims, strict=True))
+    its = dict(zip(paths_of(text), text.claims, strict=True))
     union: dict[Path, tuple[float, Source, float]] = {(): (1.0, Source.DRAFTER, 1.0)}
     for path in sorted({*own, *its} - {()}, key=len):
         if path in own:
@@ -97,7 +97,7 @@ def test_one_tree_of_both_holds_the_likeliest_nodes_of_both(seed: int) -> None:
     assert growth.nodes == min(nodes, len(union) - 1)
     for row, path in enumerate(paths_of(growth)):
         claim, source, survival = union[path]
-        assert (growth.chances[row], growth.survivals[row]) == pytest.approx((claim, survival))
+        assert (growth.claims[row], growth.survivals[row]) == pytest.approx((claim, survival))
         assert row == 0 or growth.sources[row] == source
     best = sorted((survival for path, (_, _, survival) in union.items() if path), reverse=True)
     assert growth.survivals[1:] == pytest.approx(best[: growth.nodes])
@@ -122,7 +122,7 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
     everything = index.grow(10_000, depth)
     survivals: dict[Path, float] = {(): 1.0}
     for row, path in enumerate(paths_of(everything)[1:], start=1):
-        survivals[path] = survivals[path[:-1]] * estimate.chance(everything.chances[row], len(path), Source.TEXT)
+        survivals[path] = survivals[path[:-1]] * estimate.chance(everything.claims[row], len(path), Source.TEXT)
     likely = sorted((survival for survival in survivals.values() if survival >= floor), reverse=True)
     assert growth.survivals == pytest.approx(likely[: MOST_TEXT_NODES + 1])
     assert growth.survivals == pytest.approx([survivals[path] for path in paths_of(growth)])

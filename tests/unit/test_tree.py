@@ -58,7 +58,7 @@ def all_prefixes(drafts: Drafts, depth: int) -> dict[Prefix, float]:
     def walk(prefix: Prefix, chance: float, memory: object) -> None:
         if len(prefix) < min(depth, drafts.slots):
             branch = drafts.after(len(prefix), prefix[-1] if prefix else ANCHOR, memory)
-            for token, own in zip(branch.tokens, branch.chances, strict=True):
+            for token, own in zip(branch.tokens, branch.claims, strict=True):
                 found[*prefix, token] = chance * own
                 walk((*prefix, token), chance * own, branch.memory)
 
@@ -128,10 +128,10 @@ def test_every_cut_of_a_growth_is_a_tree_of_the_most_probable_prefixes() -> None
 def test_a_chance_is_that_of_a_token_behind_its_parent() -> None:
     growth = grow_tree(ParentDrafts(4, 4, seed=5), ANCHOR, 25, 4)
     proposal = growth.proposal()
-    assert proposal.chances[0] == 1.0
+    assert proposal.claims[0] == 1.0
     for row in range(1, 26):
         parent = growth.parents[row]
-        assert growth.survivals[row] == pytest.approx(growth.survivals[parent] * proposal.chances[row])
+        assert growth.survivals[row] == pytest.approx(growth.survivals[parent] * proposal.claims[row])
 
 
 def jagged(claimed: float, depth: int) -> float:
@@ -150,7 +150,7 @@ def test_survival_never_rises_even_under_a_calibration_that_is_not_monotone(seed
             assert part == sorted(part, reverse=True)
         for row in range(1, len(growth.tokens)):
             parent = growth.parents[row]
-            claim = growth.survivals[parent] * jagged(growth.chances[row], growth.depths[row])
+            claim = growth.survivals[parent] * jagged(growth.claims[row], growth.depths[row])
             assert growth.survivals[row] <= claim + 1e-12
 
 

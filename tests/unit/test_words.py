@@ -46,7 +46,7 @@ class Offence(NamedTuple):
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Spaces in place of a match; its line ends stay, so that the lines behind it keep their numbers."""
+    """Spaces in place of a match; its line ends stay, so that the lines after it keep their numbers."""
     return re.sub(r"[^\n]", " ", match[0])
 
 

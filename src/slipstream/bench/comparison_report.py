@@ -86,7 +86,7 @@ def ratio_sentence(result: Comparison) -> str:
     step = stats.decode_ms / max(1, stats.steps)
     return (
         f"{sentence}: it does not pay on this machine. One of its steps costs {step / max(per_token, 1e-9):.1f} plain "
-        f"tokens ({step:.1f} ms against {per_token:.1f} ms) because a CPU pays for every row it verifies, and commits "
+        f"tokens ({step:.1f} ms against {per_token:.1f} ms) because it also drafts and verifies rows, and commits "
         f"{stats.tau:.2f}."
     )
 

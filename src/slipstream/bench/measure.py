@@ -173,7 +173,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """The result of a measurement: one run per mode over the same answers."""
+    """The result of a measurement: one run per mode over the same questions."""
 
     modes: dict[str, ModeRun]
     answers: int = 0

@@ -39,7 +39,7 @@ class PageTable:
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Takes `count` pages, neighbours if possible, because attention reads neighbouring pages in one call.
 
-        The first choice are the pages directly behind page `after`.
+        The first choice are the pages directly after page `after`.
         """
         if count > self.free:
             raise OutOfPages(f"{count} pages wanted, {self.free} free")

@@ -109,7 +109,7 @@ class PrefixCache:
             node = child
 
     def _resumable(self, page: int) -> bool:
-        """Whether a sequence can continue behind this page; a recurrent target also needs the state kept there."""
+        """Whether a sequence can continue after this page; a recurrent target also needs the state kept there."""
         return self._states is None or self._states.has(page_key(self._table, page))
 
     def evict(self, pages_wanted: int) -> int:
@@ -178,7 +178,7 @@ class PrefixCache:
         return [tuple(tokens[i * size : (i + 1) * size]) for i in range(count)]
 
     def _forget_page(self, node: _Node, draft_key: str | None) -> None:
-        """Removes a page of a node; a node without pages is removed together with everything behind it."""
+        """Removes a page of a node; a node without pages is removed together with everything after it."""
         if len(node.pages) > 1:
             self._release(node.pages.pop(draft_key))
         else:

@@ -1,8 +1,8 @@
 """Recurrent state as a cache: a slot for every running sequence, and checkpoints beside full pages. It holds no
 tensors.
 
-A page id and its epoch name the stretch of tokens behind which a checkpoint stands. A page that is allocated anew
-therefore has no checkpoint, and a cached prefix can continue behind a page only if a state was kept there.
+A page id and its epoch name the stretch of tokens after which a checkpoint stands. A page that is allocated anew
+therefore has no checkpoint, and a cached prefix can continue after a page only if a state was kept there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TriedRows(Protocol):
 
 
 class StatesInSlots:
-    """Rows behind some of which the forward has written the state; maps the number of kept rows to the slot."""
+    """Rows after some of which the forward has written the state; maps the number of kept rows to the slot."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._slots = slots
@@ -97,7 +97,7 @@ class StatePool:
         return key in self._checkpoints
 
     def remember(self, key: PageKey, states: States | StateInSlot | None) -> None:
-        """Keeps a state behind a page, unless the state is unknown or sequences hold every slot."""
+        """Keeps a state after a page, unless the state is unknown or sequences hold every slot."""
         if states is not None and key not in self._checkpoints and self._room:
             slot = self.allocate()
             self.store(slot, states)
@@ -110,14 +110,14 @@ class StatePool:
             self.memory.write(slot, states)
 
     def slot_from(self, key: PageKey | None) -> int:
-        """Returns a new slot with the state behind a page or, without a page, with the state before any token."""
+        """Returns a new slot with the state after a page or, without a page, with the state before any token."""
         if key is None:
             slot = self.allocate()
             self.memory.clear(slot)
             return slot
         found = self._checkpoints.get(key)
         if found is None:
-            raise IntegrityError(f"no recurrent state was kept behind page {key[0]}")
+            raise IntegrityError(f"no recurrent state was kept after page {key[0]}")
         if self._room == 1:
             return self._checkpoints.pop(key)
         self._checkpoints.move_to_end(key)
@@ -132,7 +132,7 @@ class StatePool:
                 self._table.release([slot])
 
     def forget_free(self, table: PageTable, pages: Iterable[int]) -> None:
-        """Drops the states that were kept behind pages which have no holder any more."""
+        """Drops the states that were kept after pages which have no holder any more."""
         self.forget(page_key(table, page) for page in pages if not table.holders(page))
 
     def check(self, held: Iterable[int], pages: PageTable) -> None:
@@ -140,11 +140,11 @@ class StatePool:
         self._table.check([*held, *self._checkpoints.values()])
         for page, epoch in self._checkpoints:
             if pages.epoch(page) != epoch or not pages.holders(page):
-                raise IntegrityError(f"a recurrent state is kept behind page {page}, which is not the same any more")
+                raise IntegrityError(f"a recurrent state is kept after page {page}, which is not the same any more")
 
 
 class RecurrentState:
-    """A sequence's recurrent state: the slot with the state behind its last position, and the rows being tried."""
+    """A sequence's recurrent state: the slot with the state after its last position, and the rows being tried."""
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
@@ -168,7 +168,7 @@ class RecurrentState:
         return [slot for slot in (self.slot, self._spare, *self._lent) if slot is not None]
 
     def start(self, key: PageKey | None, length: int) -> None:
-        """Begins behind a page, or before the first token if there is no page."""
+        """Begins after a page, or before the first token if there is no page."""
         self.slot = self.pool.slot_from(key)
         self._spare = self._second_slot()
         self.length = length
@@ -177,23 +177,23 @@ class RecurrentState:
         return self.pool.allocate() if self.pool.per_sequence > 1 else None
 
     def restart(self, key: PageKey | None, length: int) -> None:
-        """Goes back to the state behind one of the sequence's pages."""
+        """Goes back to the state after one of the sequence's pages."""
         self.release()
         self.start(key, length)
 
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
         """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
         if self._lost:
-            raise IntegrityError("a sequence continues behind rows whose recurrent state is not known")
+            raise IntegrityError("a sequence continues after rows whose recurrent state is not known")
         self._give_back()
         self._tried, self._lent = (tried, item), lent
 
     def land(self, rows: int) -> None:
-        """Notes that a forward has written the state behind this many rows into the spare slot, and no other state."""
+        """Notes that a forward has written the state after this many rows into the spare slot, and no other state."""
         self.try_rows(StatesInSlots({rows: self.spare_slot}), 0)
 
     def after(self, rows: Sequence[int]) -> States | StateInSlot | None:
-        """Returns the state behind some of the rows being tried, or None if it is not known."""
+        """Returns the state after some of the rows being tried, or None if it is not known."""
         if self._tried is None:
             raise IntegrityError("rows are kept that no forward has run")
         tried, item = self._tried

@@ -1,4 +1,4 @@
-"""The only owner of a sequence's data: its tokens, pages and lengths change together or not at all."""
+"""SequenceState owns the tokens and pages of one sequence; they change together or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class SequenceState:
 
     `length` positions have been through the target. Tokens beyond them are the rest of the prompt or the anchor.
     `draft_length` positions have draft context: in the pages or, while the sequence decodes plainly, as taps that are
-    projected later. For a drafting sequence both lengths are always equal. `variant` names the drafter of that context.
+    projected later. In a drafting sequence both lengths are equal at all times. `variant` names the drafter that wrote
+    its draft context.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SequenceState:
         self.waiting: list[tuple[int, Taps]] = []  # stretches without written context: first position, and taps
         self.spoiled = False  # whether the pages may hold NaN, so that they must be cleared before another use
         self.recurrent = RecurrentState(memory.states) if memory.states is not None else None
-        # position where other prompts differ from this one; a state kept there may serve the next prompt
+        # Position where other prompts differ from this one; a state kept there may serve the next prompt
         self.branch = 0
 
     @property
@@ -98,7 +99,7 @@ class SequenceState:
     def commit(self, rows: Sequence[int], new_tokens: Sequence[int], context_rows: int) -> None:
         """Keeps `rows` of the rows that the target has just run, and appends tokens that have not run yet.
 
-        Row i was stored i positions behind `length`; the kept rows of a tree are moved to consecutive positions.
+        Row i was stored at position `length` + i; the kept rows of a tree are moved to consecutive positions.
         `context_rows` is how many of them have draft context.
         """
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
@@ -126,7 +127,7 @@ class SequenceState:
             self.recurrent.land(rows)
 
     def checkpoint_rows(self, rows: int) -> list[int]:
-        """Returns the rows behind which the recurrent state is worth keeping, if all of the next `rows` rows stay."""
+        """Returns the rows after which the recurrent state is worth keeping, if all of the next `rows` rows stay."""
         size, stride = self.page_tokens, self.recurrent.pool.stride if self.recurrent is not None else 0
         full, after = self.length // size, (self.length + rows) // size
         if not stride:
@@ -163,7 +164,7 @@ class SequenceState:
         """Goes back to `length` positions: tokens, target keys and draft context, and releases unused pages.
 
         If a page that others share must be copied and none is free, OutOfPages is raised and the sequence is unchanged.
-        A recurrent sequence goes back to the nearest kept state; the tokens behind that state are computed again.
+        A recurrent sequence goes back to the nearest kept state; the tokens after that state are computed again.
         """
         if not 0 <= length <= self.length:
             raise IntegrityError(f"cannot truncate a sequence of {self.length} positions to {length}")

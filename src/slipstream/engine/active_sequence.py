@@ -164,7 +164,7 @@ class ActiveSequence(ScheduledSequence):
         self._step_sizes.append(committed)
 
     def end(self) -> str:
-        """Ends the request behind its last token; returns the text that was held back."""
+        """Ends the request after its last token; returns the text that was held back."""
         self.finish_reason = "stop" if self.sampler.complete else "length"
         return self._leftover_text()
 

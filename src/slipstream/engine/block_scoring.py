@@ -1,4 +1,4 @@
-"""Runs a drafter on given tokens outside any request, for the logits of its block behind any position of a text."""
+"""Runs a drafter on given tokens outside any request, for the logits of its block after any position of a text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slipstream.cache.sequence import SequenceState
 from slipstream.config import DRAFT_WINDOW_LIMIT, PAGE_TOKENS
 from slipstream.engine.cpu.cpu_executor import CpuExecutor, pool_shapes
 from slipstream.engine.executor import RowWork
+from slipstream.errors import IntegrityError
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
@@ -70,12 +71,16 @@ class OurBlocks:
 
     @torch.inference_mode()
     def block(self, position: int) -> tuple[Tensor, list[int]]:
-        """Returns the logits [slots, vocabulary] of the block behind `position` and the tokens that it would propose.
+        """Returns the logits [slots, vocabulary] of the block after `position` and the tokens that it would propose.
+
+        Positions must not go down from call to call.
 
         A head's answer depends on the token before the slot. The head is given the text's own token there, so that two
         drafters that are compared are asked the same.
         """
         state = self._state
+        if position < state.length:
+            raise IntegrityError(f"blocks are asked for in order, and {position} comes before {state.length}")
         if position > state.length:
             span = range(state.length, position)
             pages, offsets = zip(*[state.place(index) for index in span], strict=True)

@@ -114,7 +114,7 @@ class Landed(Protocol):
     broken: list[int]  # columns whose drafter gave logits that are not numbers
     drafted: bool  # whether any column verified a draft
 
-    def proposal(self, column: int, chances: bool) -> Proposal: ...
+    def proposal(self, column: int, claimed: bool) -> Proposal: ...
     def outcome(self, column: int) -> tuple[Verdict, list[TokenOut]]: ...
     def chosen(self, column: int) -> list[int]: ...
 
@@ -178,7 +178,7 @@ class Executor(Protocol):
 
     @property
     def spare_positions(self) -> int:
-        """Positions that a step launched ahead may write behind a sequence's last token."""
+        """Positions that a step launched ahead may write after a sequence's last token."""
 
     @property
     def device_steps(self) -> DeviceSteps | None:

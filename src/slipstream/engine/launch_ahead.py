@@ -2,7 +2,7 @@
 
 A step is *launched* when the device has been given its work, and it has *landed* when its results are on the host. A
 sequence that finishes in a step still has rows in the step that is already launched; when that step lands, the results
-of those rows are dropped. They were written only behind the committed length, in pages that no other sequence can get
+of those rows are dropped. They were written only after the committed length, in pages that no other sequence can get
 before the step is done.
 """
 

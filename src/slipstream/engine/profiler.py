@@ -29,7 +29,7 @@ class DeviceProfile:
     """The part of a profile that exists only for steps that run as a whole on a device."""
 
     busy_ms: float  # how long the device worked in a real step
-    replay_context: int  # tokens of context behind which the phases were replayed one by one
+    replay_context: int  # tokens of context after which the phases were replayed one by one
     launches: dict[str, int]  # launches by phase; empty if the profiler saw none
     launch_kind: str
 

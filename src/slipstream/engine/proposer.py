@@ -1,6 +1,7 @@
 """Decides, step by step, what every decoding sequence verifies: asks gates and policy, drafts, grows proposals.
 
-It owns the adaptive policy, which `batch_planner` and `launch_ahead` ask about whole device steps and tell of them.
+It owns the adaptive policy. Before a device step, `batch_planner` asks that policy, and afterwards it tells the policy
+the step's time and tokens.
 """
 
 from __future__ import annotations

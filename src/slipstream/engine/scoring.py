@@ -28,7 +28,7 @@ class ScratchSequence:
         self.state.reserve(room)
 
     def run(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
-        """Runs tokens behind the committed ones and returns the logits of the last `logit_rows` of them."""
+        """Runs tokens after the committed ones and returns the logits of the last `logit_rows` of them."""
         return self._executor.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
 
 

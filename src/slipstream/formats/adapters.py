@@ -29,7 +29,7 @@ FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # the types that the known writer
 MAX_RANK = 2**16  # far above any real rank; a larger number in a file is a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_FORMS = "give PATH or NAME=PATH, with @SCALE behind it if the adapter is to count more or less"
+_FORMS = "give PATH or NAME=PATH, with @SCALE after it if the adapter is to count more or less"
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _PEFT_PREFIX = "base_model.model."
 _PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # the factor, and whether the matrix is an embedding
@@ -310,7 +310,7 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
         if keys.get(key) != wanted:
             raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter has '{wanted}'")
     if "adapter.alora.invocation_tokens" in keys:
-        raise ConfigError(f"{path.name} only acts behind certain tokens", "only plain LoRA adapters can be merged")
+        raise ConfigError(f"{path.name} only acts after certain tokens", "only plain LoRA adapters can be merged")
     given = keys.get("adapter.lora.alpha", 0.0)
     alpha = _finite(given, f"{path.name} has adapter.lora.alpha {given!r}")
     architecture = keys.get("general.architecture")

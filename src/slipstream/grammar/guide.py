@@ -1,6 +1,6 @@
-"""What one request may write next: masks behind the committed text and behind drafted paths, and the end of reasoning.
+"""What one request may write next: masks after the committed text and after drafted paths, and the end of reasoning.
 
-A guide answers for any drafted path behind the committed text, so that a row of a proposal gets exactly the mask that
+A guide answers for any drafted path after the committed text, so that a row of a proposal gets exactly the mask that
 plain decoding would get at that place.
 """
 
@@ -80,10 +80,10 @@ class Mask:
 
 
 class Guide:
-    """What one request may write next, behind the committed text and any drafted tokens that follow it.
+    """What one request may write next, after the committed text and any drafted tokens that follow it.
 
     Masks come from another process through a lane, and the engine's thread waits for them only briefly. While the mask
-    behind the committed text is missing, the request's sequence is left out of the steps. If the mask behind a drafted
+    after the committed text is missing, the request's sequence is left out of the steps. If the mask after a drafted
     path is missing, that draft is not kept. Nothing is drafted for a guide whose masks are slow.
     """
 
@@ -93,7 +93,7 @@ class Guide:
         self._budget = budget
         self._vocab_size = vocab_size
         self._written: list[int] = []
-        # by path behind the committed text: the masks (or errors) that are known, and those that the lane is computing
+        # by path after the committed text: the masks (or errors) that are known, and those that the lane is computing
         self._masks: dict[Path, Mask | GuideError | None] = {}
         self._requested: dict[Path, Future[Allowed]] = {}
         self._clock = _Clock()
@@ -111,11 +111,11 @@ class Guide:
 
     @property
     def settled(self) -> bool:
-        """Whether the mask behind the committed text is known."""
+        """Whether the mask after the committed text is known."""
         return () in self._masks
 
     def knows(self, path: Path) -> bool:
-        """Whether the mask behind a drafted path is known, or arrives while a step may wait."""
+        """Whether the mask after a drafted path is known, or arrives while a step may wait."""
         return self._find(path, patient=True)
 
     def mask(self, path: Path = ()) -> Mask | None:
@@ -127,7 +127,7 @@ class Guide:
         return found
 
     def draft_mask(self, path: Path) -> Mask | None:
-        """Returns the mask behind a drafted path. It raises `GuideError` if the masks of this step take too long.
+        """Returns the mask after a drafted path. It raises `GuideError` if the masks of this step take too long.
 
         A draft can be dropped without changing the text, so a step does not wait long for its mask.
         """
@@ -161,7 +161,7 @@ class Guide:
         return found
 
     def _find(self, path: Path, patient: bool | None) -> bool:
-        """Whether the mask behind a path is known, or becomes known while the step may wait.
+        """Whether the mask after a path is known, or becomes known while the step may wait.
 
         `patient` False does not wait, True waits within the step's patience, and None waits until the mask is known.
         """
@@ -282,7 +282,7 @@ class Budget:
     def _forced(self, state: _Reasoning) -> int | None:
         if state.phase == "ending":
             return self._end_tokens[state.spent]
-        # a tag behind half of a character would be unreadable, so the reasoning may first finish that character
+        # a tag after half of a character would be unreadable, so the reasoning may first finish that character
         due = state.phase == "inside" and state.spent >= self._budget and not _mid_character(state.tail)
         return self._end_tokens[0] if due else None
 

@@ -48,7 +48,7 @@ def trial(*vocabulary: Any) -> Work:
 
 
 def _take_masks(matcher: LLMatcher) -> None:
-    """Computes the first masks, each behind the lowest token that the mask before allows."""
+    """Computes the first masks, each after the lowest token that the mask before allows."""
     for _ in range(_TRIAL_MASKS):
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
@@ -111,8 +111,8 @@ class _Place:
     """The position of one request in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher  # stands behind the written text
-        self._scout = matcher  # stands behind the written text and `_drafted`; a copy whenever `_drafted` is not empty
+        self._matcher = matcher  # stands after the written text
+        self._scout = matcher  # stands after the written text and `_drafted`; a copy whenever `_drafted` is not empty
         self._drafted: tuple[int, ...] = ()
 
     def write(self, tokens: list[int]) -> None:
@@ -189,7 +189,7 @@ class _Vocabulary:
         if self._backend is None:
             return self.tokenizer.greedy_tokenize(text)
         wanted = text.encode()
-        # some tokenizers add a space at the start of a text; behind a control character the text is not at the start
+        # some tokenizers add a space at the start of a text; after a control character the text is not at the start
         for lead in ("", "\x02"):
             ids: list[int] = self._backend.encode(lead + text, add_special_tokens=False).ids
             while ids and len(self._bytes(ids)) > len(wanted):

@@ -35,7 +35,7 @@ class RowGroup:
     kernel computes from the group (masks, arrays) is kept in `derived`, because every layer needs the same.
     """
 
-    start: int  # first row in the batch; `stop` is the row behind the last
+    start: int  # first row in the batch; `stop` is the row after the last
     stop: int
     base: int  # position of the first row; row i of the group is stored in slot base + i
     page_ids: Sequence[int]

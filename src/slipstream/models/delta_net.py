@@ -18,7 +18,7 @@ class DeltaNet:
     shape: DeltaShape
     state: int  # the layer's place among the recurrent layers
     inputs: Matrix  # what the convolution reads, and the output's gate
-    gates: Matrix | None  # how much is written and how much is forgotten; None: these rows stand behind `inputs`
+    gates: Matrix | None  # how much is written and how much is forgotten; None: these rows stand after `inputs`
     output: Matrix
     head_norm: Tensor
     rule: DeltaRule

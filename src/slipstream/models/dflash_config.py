@@ -52,7 +52,7 @@ class DFlashConfig:
     final_logit_softcapping: float = 0.0
     qk_norm: bool = True
     mlp_bias: bool = False
-    sample_from_anchor: bool = False  # row 0 proposes too, because each row proposes the token behind its own
+    sample_from_anchor: bool = False  # row 0 proposes too, because each row proposes the token after its own
     parts: DraftParts = field(default_factory=DraftParts)
     draft_vocab_size: int = 0  # how many tokens the drafter's own head knows; 0: all tokens of the target
     target_family: str | None = None  # the family it was trained for; None: the files do not say

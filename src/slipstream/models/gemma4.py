@@ -1,4 +1,4 @@
-"""Gemma 4 targets, dense and with experts: sliding and full layers, norms behind each part, per-layer embeddings."""
+"""Gemma 4 targets, dense and with experts: sliding and full layers, norms after each part, per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GGUF_OWN = {
 
 
 class Gemma4(Decoder):
-    """Every sublayer is normed before and behind, the layer's number scales the stream, and layers may share keys.
+    """Every sublayer is normed before and after, the layer's number scales the stream, and layers may share keys.
 
     Where the model has them, each layer also reads an embedding of its own beside the stream.
     """

@@ -65,7 +65,7 @@ class HeadGate:
 
     kind: Literal["softplus", "sigmoid"]
     columns: int  # one number per head, or one per dimension of every head
-    matrix: Matrix | None  # None: the gate's rows stand behind those of queries, keys and values
+    matrix: Matrix | None  # None: the gate's rows stand after those of queries, keys and values
     bias: Tensor | None = None
 
 
@@ -138,7 +138,7 @@ class SideEmbeddings:
 
 @dataclass(slots=True, eq=False)
 class BlockConvolution:
-    """A short causal convolution over the rows of a draft block, around a part: one kernel before it, one behind it.
+    """A short causal convolution over the rows of a draft block, around a part: one kernel before it, one after it.
 
     Each kernel is a learnt base plus a part computed from the sublayer's rows, the same for a group of channels.
     """
@@ -160,7 +160,7 @@ class Sublayer:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """Sublayers in the order in which they run, and a number that multiplies the stream behind the last of them."""
+    """Sublayers in the order in which they run, and a number that multiplies the stream after the last of them."""
 
     sublayers: Sequence[Sublayer]
     scalar: float = 1.0

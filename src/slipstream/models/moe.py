@@ -60,7 +60,7 @@ class RoutedExperts:
     gate_up: Sequence[Matrix]
     down: Sequence[Matrix]
     activation: Activation
-    has_shared: bool  # the shared expert stands behind the others in `gate_up` and `down`
+    has_shared: bool  # the shared expert stands after the others in `gate_up` and `down`
 
     @property
     def matrices(self) -> list[Matrix]:

@@ -90,7 +90,7 @@ class Qwen35(Decoder):
 
 
 def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
-    """The gate's rows stand in the query projection, behind those of each head's queries."""
+    """The gate's rows stand in the query projection, after those of each head's queries."""
     dim, order = config.head_dim, partial(partial_rows, head_dim=config.head_dim, dim=config.rope.dim)
     both = torch.arange(config.heads * 2 * dim).view(config.heads, 2, dim)
     rows = {
@@ -186,7 +186,7 @@ def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
 def gguf_config(
     config: ConfigReader, weights: Weights, family: str, arch: str, moe: MoeShape | None
 ) -> tuple[Qwen35Config, FamilyNames]:
-    """The same numbers from llama.cpp's keys; blocks behind the last layer are the model's own drafter, and ignored."""
+    """The same numbers from llama.cpp's keys; blocks after the last layer are the model's own drafter, and ignored."""
     drafting = config.integer(f"{arch}.nextn_predict_layers", 0, least=0)
     layers = config.layers(f"{arch}.block_count") - drafting
     head_dim, heads = config.integer(f"{arch}.attention.key_length"), config.integer(f"{arch}.attention.head_count")

@@ -161,7 +161,7 @@ def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:
     """The order of a projection's rows that turns a partial rotation into one of whole heads.
 
     A kernel pairs dimension i with i + head_dim / 2. The `dim` turning dimensions of a head are paired among
-    themselves, so their halves are moved to the beginning of the head's halves; what is behind them has no frequency.
+    themselves, so their halves are moved to the beginning of the head's halves; what is after them has no frequency.
     """
     half, still = dim // 2, (head_dim - dim) // 2
     own = torch.arange(head_dim)

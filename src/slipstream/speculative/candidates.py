@@ -141,16 +141,16 @@ class BlockDrafts:
         branch = self._branch(slot, weights / (weights.sum() + self._rest[slot] * np.exp(-shift)), state)
         return branch if confidence is None or not branch.tokens else _trusting(branch, confidence)
 
-    def _branch(self, slot: int, chances: NDArray[np.floating], state: object) -> Branch:
-        order = np.argsort(-chances, kind="stable")
-        ranked = chances[order]
+    def _branch(self, slot: int, claims: NDArray[np.floating], state: object) -> Branch:
+        order = np.argsort(-claims, kind="stable")
+        ranked = claims[order]
         possible = int((ranked > 0).sum())
         return Branch(self.tokens[slot, order[:possible]].tolist(), ranked[:possible].tolist(), state)
 
 
 def _trusting(branch: Branch, confidence: float) -> Branch:
     """Gives the first candidate the probability of the confidence head; the others share the remainder."""
-    left = 1.0 - branch.chances[0]
+    left = 1.0 - branch.claims[0]
     share = (1.0 - confidence) / left if left > 0 else 0.0
-    others = [min(confidence, chance * share) for chance in branch.chances[1:]]
+    others = [min(confidence, chance * share) for chance in branch.claims[1:]]
     return Branch(branch.tokens, [confidence, *others], branch.memory)

@@ -43,7 +43,7 @@ class DraftRule:
 
 
 def allowed_part(guide: Guide, growth: Growth) -> Growth:
-    """The nodes that the constraint allows, without those behind forbidden ones."""
+    """The nodes that the constraint allows, without those after forbidden ones."""
     kept = Growth(growth.tokens[:1], sources=growth.sources[:1])
     paths: dict[int, tuple[int, Path]] = {0: (0, ())}  # by row: its row among the kept ones, and the path to it
     for row in range(1, len(growth.tokens)):
@@ -56,7 +56,7 @@ def allowed_part(guide: Guide, growth: Growth) -> Growth:
         except GuideError:
             break
         if mask is None or (not mask.end and token in mask):
-            new = kept.add(above, token, growth.chances[row], growth.survivals[row])
+            new = kept.add(above, token, growth.claims[row], growth.survivals[row])
             kept.sources += growth.sources[row : row + 1]
             paths[row] = new, (*path, token)
     return kept
@@ -90,27 +90,27 @@ class GuidedDrafts:
             # The masks of this step take too long, or the constraint is broken here; in that case verify reports the
             # error if the text ever comes to this path.
             return _NONE
-        tokens, chances = self._kept(slot, branch, mask)
-        return Branch(tokens, chances, (path, branch.memory))
+        tokens, claims = self._kept(slot, branch, mask)
+        return Branch(tokens, claims, (path, branch.memory))
 
     def _kept(self, slot: int, branch: Branch, mask: Mask | None) -> tuple[list[int], list[float]]:
         if mask is not None and mask.end:
             return [], []
         if mask is None:
-            return list(branch.tokens), list(branch.chances)
+            return list(branch.tokens), list(branch.claims)
         if mask.only is not None:
             return [mask.only], [1.0]
-        pairs = [pair for pair in zip(branch.tokens, branch.chances, strict=True) if pair[0] in mask]
+        pairs = [pair for pair in zip(branch.tokens, branch.claims, strict=True) if pair[0] in mask]
         if not pairs:
             return self._refilled(slot, mask)
         # The probability of forbidden tokens is divided among all other tokens, candidates or not.
-        total = sum(chance for _, chance in pairs) + max(0.0, 1.0 - sum(branch.chances))
+        total = sum(chance for _, chance in pairs) + max(0.0, 1.0 - sum(branch.claims))
         return [token for token, _ in pairs], [min(1.0, chance / total) for _, chance in pairs]
 
     def _refilled(self, slot: int, mask: Mask) -> tuple[list[int], list[float]]:
         best = self._ranked(slot, mask)
         if best is None:
             return [], []
-        chances = np.exp(best.scores[0].astype(np.float64))
-        possible = int((chances > 0).sum())
-        return best.tokens[0, :possible].tolist(), chances[:possible].tolist()
+        claims = np.exp(best.scores[0].astype(np.float64))
+        possible = int((claims > 0).sum())
+        return best.tokens[0, :possible].tolist(), claims[:possible].tolist()

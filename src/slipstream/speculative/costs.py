@@ -235,7 +235,7 @@ def _context_bucket(context: int) -> int:
 
 
 def _line(sizes: list[int], times: list[float], x: int) -> float:
-    """Straight lines between the points; the first time before them, and the last slope behind them."""
+    """Straight lines between the points; the first time before them, and the last slope after them."""
     if x <= sizes[0] or len(sizes) == 1:
         return times[0]
     right = min(bisect_left(sizes, x), len(sizes) - 1)

@@ -20,7 +20,7 @@ CANDIDATES = 32
 
 
 class DraftJob(NamedTuple):
-    """A sequence for which `slots` positions are drafted behind its anchor, with `candidates` tokens at each."""
+    """A sequence for which `slots` positions are drafted after its anchor, with `candidates` tokens at each."""
 
     state: SequenceState
     sampler: RowSampler

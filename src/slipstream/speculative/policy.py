@@ -52,7 +52,14 @@ _SPEED_KEEP = 0.95
 _FASTEST = 8.0  # the largest speed-up that is believed; without a bound, a mistimed step would make rows look too dear
 # Children per visited row that are learnt from. With all children, the many unlikely ones would drown the likely ones.
 _OBSERVED_CHILDREN = 3
-_SIZES = (1, 3, 7, 15, 31, 63)  # numbers of nodes whose accepted tokens are averaged; between them they are interpolated
+_SIZES = (
+    1,
+    3,
+    7,
+    15,
+    31,
+    63,
+)  # numbers of nodes whose accepted tokens are averaged; between them they are interpolated
 
 
 class VerifyChoice(NamedTuple):
@@ -128,7 +135,7 @@ class SequencePolicy:
         depths = proposal.depths
         if self.slots:
             self._add(_brought(depths, len(verdict.path) - 1, self.slots, self.rows_ms))
-        if proposal.chances:
+        if proposal.claims:
             self.estimate.learn(_outcomes(proposal, verdict, depths))
 
     def learn_widths(self, nodes: int, path: Sequence[int]) -> None:
@@ -250,7 +257,7 @@ class Policy:
             own.trial = index in trials
             own.note = "" if slots[index] else _why_plain(view, speed)
             own.floor = _FLOOR_SHARE * self.row_price(view.context, view.sampled)
-            # Tokens of this chance, one behind the other, would promise as much as the planned drafts.
+            # Tokens of this chance, one after the other, would promise as much as the planned drafts.
             own.first_from_text = 1.0 - 1.0 / max(1.0, speed) if slots[index] else 0.0
         return _HeldPlan(self._subject(views, rest), slots, step, speed, steps)
 
@@ -311,7 +318,7 @@ class Policy:
             self._speed = (min(made, _FASTEST * plain), plain)
 
     def charge(self, ms: float) -> None:
-        """Takes time off the budget of trials: a trial behind plain steps first writes the draft context they left."""
+        """Takes time off the budget of trials: a trial after plain steps first writes the draft context they left."""
         self._budget_ms -= ms
 
     def row_price(self, context: int, sampled: bool) -> float:
@@ -373,7 +380,7 @@ def _interpolated(means: RecentMeans, nodes: int) -> float:
 
 def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> list[DraftOutcome]:
     """What came of the children of every accepted row, the likeliest first and at most a few of each."""
-    tokens, chances = proposal.tokens, proposal.chances
+    tokens, claims = proposal.tokens, proposal.claims
     children: dict[int, list[int]] = {row: [] for row in verdict.path}
     for row, parent in enumerate(proposal.parents):
         if parent in children:
@@ -381,10 +388,10 @@ def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> li
     outcomes: list[DraftOutcome] = []
     for siblings, chosen in zip(children.values(), verdict.tokens, strict=False):
         if len(siblings) > 1:
-            siblings.sort(key=chances.__getitem__, reverse=True)
+            siblings.sort(key=claims.__getitem__, reverse=True)
         for child in siblings[:_OBSERVED_CHILDREN]:
             source = proposal.sources[child] if proposal.sources else Source.DRAFTER
-            outcomes.append(DraftOutcome(chances[child], depths[child], tokens[child] == chosen, source))
+            outcomes.append(DraftOutcome(claims[child], depths[child], tokens[child] == chosen, source))
     return outcomes
 
 

@@ -170,7 +170,7 @@ class _Grams:
 
 
 def claim_of(share: float, known: int) -> float:
-    """Returns the probability of a token that so large a share of occurrences has behind so many matching tokens."""
+    """Returns the probability of a token that so large a share of occurrences has after so many matching tokens."""
     return share * known / (known + 1)
 
 
@@ -203,9 +203,9 @@ def _grow(
 def _continuations(
     text: array[int], occurrences: list[Occurrence], step: int
 ) -> list[tuple[int, float, list[Occurrence]]]:
-    """Returns the tokens that came `step` tokens behind the occurrences, with their shares and their occurrences.
+    """Returns the tokens that came `step` tokens after the occurrences, with their shares and their occurrences.
 
-    An occurrence near the end of the text goes on with what has just been drafted behind it: a text that has repeated
+    An occurrence near the end of the text goes on with what has just been drafted after it: a text that has repeated
     itself is expected to do so again.
     """
     last = len(text) - 1

@@ -41,17 +41,17 @@ def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
     whole = Growth(
         list(drafter.tokens),
         list(drafter.parents),
-        list(drafter.chances),
+        list(drafter.claims),
         list(drafter.survivals),
         list(drafter.depths),
         [Source.DRAFTER] * len(drafter.tokens),
     )
     left, known = [1.0] * len(whole.tokens), dict[tuple[int, int], int]()
     for row in range(1, len(whole.tokens)):
-        left[whole.parents[row]] -= whole.chances[row]
+        left[whole.parents[row]] -= whole.claims[row]
         known[whole.parents[row], whole.tokens[row]] = row
     rows = [0]
-    for above, token, claimed in zip(text.parents[1:], text.tokens[1:], text.chances[1:], strict=True):
+    for above, token, claimed in zip(text.parents[1:], text.tokens[1:], text.claims[1:], strict=True):
         parent = rows[above]
         if (parent, token) not in known:
             claim = claimed * max(0.0, left[parent]) if parent < len(left) else claimed
@@ -70,7 +70,7 @@ def ordered(growth: Growth, nodes: int | None = None) -> Growth:
     return Growth(
         [growth.tokens[row] for row in rows],
         [-1, *(places[growth.parents[row]] for row in order)],
-        [growth.chances[row] for row in rows],
+        [growth.claims[row] for row in rows],
         [growth.survivals[row] for row in rows],
         [growth.depths[row] for row in rows],
         [growth.sources[row] for row in rows],

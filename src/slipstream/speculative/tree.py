@@ -22,7 +22,7 @@ class Branch:
     """The candidates after one token, likeliest first, and the memory of the drafter's head on the way there."""
 
     tokens: Sequence[int]
-    chances: Sequence[float]
+    claims: Sequence[float]
     memory: object = None
 
 
@@ -41,7 +41,7 @@ class Growth:
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
-    chances: list[float] = field(default_factory=lambda: [1.0])
+    claims: list[float] = field(default_factory=lambda: [1.0])
     survivals: list[float] = field(default_factory=lambda: [1.0])
     depths: list[int] = field(default_factory=lambda: [0])
     sources: list[Source] = field(default_factory=list)  # by row; empty if all rows come from the drafter
@@ -49,7 +49,7 @@ class Growth:
     def add(self, parent: int, token: int, chance: float, survival: float) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.chances.append(chance)
+        self.claims.append(chance)
         self.survivals.append(survival)
         self.depths.append(self.depths[parent] + 1)
         return len(self.tokens) - 1
@@ -70,7 +70,7 @@ class Growth:
         """The first `nodes` nodes (all of them by default) as rows to verify."""
         rows = len(self.tokens) if nodes is None else nodes + 1
         tokens, parents = tuple(self.tokens[:rows]), tuple(self.parents[:rows])
-        return Proposal(tokens, parents, tuple(self.chances[:rows]), tuple(self.sources[:rows]))
+        return Proposal(tokens, parents, tuple(self.claims[:rows]), tuple(self.sources[:rows]))
 
 
 def as_claimed(claimed: float, depth: int, source: Source = Source.DRAFTER) -> float:
@@ -93,7 +93,7 @@ def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibr
         if not branch.tokens:
             break
         branches.append(branch)
-        chance = branch.chances[0]
+        chance = branch.claims[0]
         row = growth.add(row, branch.tokens[0], chance, growth.survivals[row] * calibrate(chance, slot + 1))
         memory = branch.memory
     return branches
@@ -119,7 +119,7 @@ def grow_tree(
 
     def offer(parent: int, rank: int, branch: Branch, ceiling: float) -> None:
         if rank < len(branch.tokens):
-            own = growth.survivals[parent] * calibrate(branch.chances[rank], growth.depths[parent] + 1)
+            own = growth.survivals[parent] * calibrate(branch.claims[rank], growth.depths[parent] + 1)
             # Calibrated probabilities may rise with the rank, but a worse-ranked sibling never goes before a better
             # one.
             heapq.heappush(heap, (-min(own, ceiling), next(order), parent, rank, branch))
@@ -139,7 +139,7 @@ def grow_tree(
         open_below(0, None)
     while heap and growth.nodes < nodes and -heap[0][0] >= floor:
         negative, _, parent, rank, branch = heapq.heappop(heap)
-        row = growth.add(parent, branch.tokens[rank], branch.chances[rank], -negative)
+        row = growth.add(parent, branch.tokens[rank], branch.claims[rank], -negative)
         offer(parent, rank + 1, branch, -negative)
         open_below(row, branch.memory)
     return growth

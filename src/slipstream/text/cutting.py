@@ -21,7 +21,7 @@ from slipstream.text.token_bytes import SPACE_MARK, parts_of
 # Tokenising a piece of ASCII takes up to 2.5 MB, of 4-byte characters up to four times that; half as many characters
 # would cost 1 % more time.
 PIECE_CHARS = 1 << 13
-# A text may be cut before a single space or behind a single line break, if the characters on both sides are no spaces.
+# A text may be cut before a single space or after a single line break, if the characters on both sides are no spaces.
 # The known patterns match nothing across such a place and do not look back over it, and a text that ends there has the
 # same matches before it.
 _CUT = re.compile(r"[ \n](?<=\S.)(?=\S)", re.DOTALL)
@@ -43,7 +43,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _next_cut(text: str, start: int) -> int:
-    """Returns the first place to cut at or behind `start`, or the end of the text if there is none."""
+    """Returns the first place to cut at or after `start`, or the end of the text if there is none."""
     for place in range(start, len(text), _SEARCH_CHARS):
         if found := _CUT.search(text, place, place + _SEARCH_CHARS + 1):
             return found.start() if found[0] == " " else found.end()

@@ -120,7 +120,7 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], pre: _PreT
 def _merges(metadata: Mapping[str, object], vocab: dict[str, int]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for merge in _strings(metadata, "merges"):
-        # The first part may itself begin with a space, so the separator is the first space behind its first character.
+        # The first part may itself begin with a space, so the separator is the first space after its first character.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:

@@ -33,7 +33,7 @@ class StopMatcher:
         if not self._stops:
             return text, False
         seen = self._held + text
-        start = 0  # start of the held-back end; a stop string that is completed later begins here or behind it
+        start = 0  # start of the held-back end; a stop string that is completed later begins here or after it
         for end in range(len(self._held) + 1, len(seen) + 1):
             if seen.endswith(self._stops, start, end):
                 self._held = ""

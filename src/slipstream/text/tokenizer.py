@@ -170,7 +170,7 @@ class Tokenizer:
 
     @cached_property
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """The tokens that the backend adds before and behind every text."""
+        """The tokens that the backend adds before and after every text."""
         alone, within = (self.backend.encode(_PROBE, add_special_tokens=special).ids for special in (False, True))
         place = next(i for i in range(len(within)) if within[i : i + len(alone)] == alone)
         return within[:place], within[place + len(alone) :]

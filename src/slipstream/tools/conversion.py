@@ -60,6 +60,8 @@ def convert(
             is_gguf = "general.architecture" in file.metadata
         if not is_gguf:
             raise SourceError(f"{source} has no config.json", "a folder of safetensors needs one")
+        if chosen != NAMINGS[0]:
+            raise RequestError("a folder has one naming of tensors", "--naming is for GGUF files")
         return _to_folder(source, out, asked, target, progress)
     return _to_gguf(source, out, asked, chosen, target, force, progress)
 
@@ -105,6 +107,8 @@ def _to_folder(
     if out.exists():
         raise RequestError(f"{out} already exists", "remove it or choose another name")
     drafter = convert_drafter.is_drafter(source)
+    if target is not None and not drafter:
+        raise RequestError(f"{source.name} is not a drafter", "--target is for drafters")
     made, config = (
         convert_drafter.to_folder(source, asked, target) if drafter else convert_target.to_folder(source, asked)
     )

@@ -14,7 +14,7 @@ from slipstream.cache.recurrent import RecurrentState
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape, DeltaStep, Parents
 
-# The states behind all rows of a step are kept if they take at most this much memory. A larger value costs memory in
+# The states after all rows of a step are kept if they take at most this much memory. A larger value costs memory in
 # every step; a smaller one makes more steps run the kept rows again.
 _ROW_STATE_BYTES = 32 << 20
 
@@ -34,7 +34,7 @@ def zeros(*shape: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The rows of one sequence in a forward; `kept` lists rows behind which the state is needed in any case."""
+    """The rows of one sequence in a forward; `kept` lists those of a chain after which the state is needed."""
 
     state: RecurrentState
     rows: int
@@ -58,7 +58,7 @@ class SlotTensors:
 
 
 class StateTensors(SlotTensors):
-    """The states of all layers of a slot, in fp32."""
+    """The states of all recurrent layers, one per slot, in fp32."""
 
     def __init__(self, slots: int, shape: DeltaShape) -> None:
         self.windows = zeros(slots, shape.layers, shape.window, shape.channels)
@@ -74,9 +74,9 @@ class StateTensors(SlotTensors):
     def begin(self, stretches: Sequence[Stretch]) -> DeltaStep:
         """Prepares the recurrent layers for the rows of several sequences.
 
-        The state behind every row is kept if all of them fit into `_ROW_STATE_BYTES`. Otherwise the states behind a
-        chain's last row and behind `kept` rows are stored, because prefilled and plainly decoded rows nearly always
-        stay; the state behind any other path is computed again from the rows' inputs.
+        The state after every row is kept if all of them fit into `_ROW_STATE_BYTES`. Otherwise the states after a
+        chain's last row and after `kept` rows are stored, because prefilled and plainly decoded rows nearly always
+        stay; the state after any other path is computed again from the rows' inputs.
         """
         every = sum(stretch.rows for stretch in stretches) <= self.most_kept_rows
         slots, kept = [], []

@@ -15,7 +15,7 @@ Place = tuple[int, int]
 
 
 class GpuPools:
-    """Pools in bf16 that share page ids. Behind the last page lies a scratch page for padding rows.
+    """Pools in bf16 that share page ids. After the last page lies a scratch page for padding rows.
 
     The target's layers of the same shape lie in one tensor (a group); `target` has a view per layer.
     """
@@ -71,7 +71,7 @@ class GpuPools:
         tokens[destination] = tokens[source]
 
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
-        """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
+        """Moves target keys, values and tokens between (page, offset) places, reading all before any is written."""
         (from_pages, from_offsets), (to_pages, to_offsets) = self._indices(sources), self._indices(destinations)
         for pool in self._target_tensors:
             pool[:, to_pages, :, to_offsets] = pool[:, from_pages, :, from_offsets]

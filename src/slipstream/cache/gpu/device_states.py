@@ -19,7 +19,7 @@ SLOTS_PER_SEQUENCE = 2
 
 
 class Replayed:
-    """The state behind a path of rows that a pass has logged; it is computed from the log when it is needed."""
+    """The state after a path of rows that a pass has logged; it is computed from the log when it is needed."""
 
     def __init__(self, rows: LoggedRows, item: int, path: Sequence[int]) -> None:
         self._rows = rows
@@ -108,7 +108,7 @@ def device_tensors(pool: StatePool | None) -> GpuStateTensors | None:
 
 
 def save_chunk(recurrent: RecurrentState, rows: int, wanted: Sequence[int]) -> dict[int, int]:
-    """Chooses slots for the states behind a chunk's last row and behind the wanted rows; returns them by row.
+    """Chooses slots for the states after a chunk's last row and after the wanted rows; returns them by row.
 
     The pass over the chunk fills these slots.
     """

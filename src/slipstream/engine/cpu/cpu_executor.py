@@ -120,7 +120,7 @@ class CpuExecutor:
             tokens += work.tokens
             wanted += range(len(tokens) - work.logit_rows, len(tokens))
             positions += work.positions
-            # Rows of a tree share positions, so each is stored behind the others until it is clear which rows stay.
+            # Rows of a tree share positions, so each is stored after the others until it is clear which rows stay.
             pages, slots = work.state.places(work.start, len(work.tokens))
             page_ids += pages
             offsets += slots

@@ -71,7 +71,7 @@ class BlockDraft:
             slots, asked = drafter.proposals, 0
         self._slots = slice(first, first + slots)
         self._each = slots if self._picks else drafter.block_size
-        # The hidden rows of the picked slots, and padding rows behind them.
+        # The hidden rows of the picked slots, and padding rows after them.
         self._hidden = torch.zeros(asked, drafter.width, dtype=torch.bfloat16, device=device)
         self._positions = torch.zeros(rows.sequences, slots, dtype=torch.int32, device=device)
         count = drafter.candidate_limit or CANDIDATES
@@ -86,7 +86,7 @@ class BlockDraft:
             self.head_scores = HeadScores.empty(*self.candidates.shape, confident, anything)
 
     def run(self) -> None:
-        """Runs the blocks behind the anchors and finds the likeliest tokens of their slots."""
+        """Runs the blocks after the anchors and finds the likeliest tokens of their slots."""
         drafter, rows, pools = self._drafter, self._rows, self._pools
         drafter.lay_out(rows, self._wishes.anchors, pools.page_tokens)
         hidden = drafter.run(rows, pools.draft_keys, pools.draft_values)

@@ -104,7 +104,7 @@ class DecodeStep:
     def _make_states(self) -> DeviceStates | None:
         """Returns what recurrent layers need for the rows; None if the target has no such layers.
 
-        A step of one row per sequence has no choice of rows, so it writes the state behind that row at once. A step of
+        A step of one row per sequence has no choice of rows, so it writes the state after that row at once. A step of
         several rows writes states only when the accepted path is known (`_keep_states`).
         """
         tensors = device_tensors(self._pools.states)
@@ -184,7 +184,7 @@ class DecodeStep:
             self._keep_states(self._states)
 
     def _keep_states(self, states: DeviceStates) -> None:
-        """Writes the state behind each accepted path into the sequence's other slot.
+        """Writes the state after each accepted path into the sequence's other slot.
 
         The slot that the step read keeps its state, so the host can still drop the step.
         """

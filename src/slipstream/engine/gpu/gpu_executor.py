@@ -35,7 +35,7 @@ from slipstream.speculative.costs import CostTable
 _POOL_SHARE = 0.8
 _LEFT_FREE_BYTES = 2**30  # a capture that could wait is left out if less memory than this is free
 # Positions beyond the longest context. The device may be a few steps beyond a sequence's last token, and unused rows
-# stand behind those; with too few, such a row would read behind the rotary tables.
+# stand after those; with too few, such a row would read beyond the rotary tables.
 _AHEAD_POSITIONS = 4 * MOST_ROWS
 PoolShapes = tuple[PoolShape, PoolShape | None]
 
@@ -44,7 +44,7 @@ class GpuExecutor:
     """A loaded pair with its pools, passes and device steps."""
 
     shares_generated = False  # decoding and prefill sum in different orders here
-    spare_positions = 2 * MOST_ROWS  # a step launched ahead may already write behind a sequence's last token
+    spare_positions = 2 * MOST_ROWS  # a step launched ahead may already write after a sequence's last token
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class ReportCopy:
         self.each = each
         self.tokens: _Whole = report.tokens[: sequences * each].view(shape).numpy()
         self.parents: _Whole = report.parents.view(shape).numpy()
-        self.chances: NDArray[np.float32] = report.chances.view(shape).numpy()
+        self.claims: NDArray[np.float32] = report.claims.view(shape).numpy()
         self.chosen: _Whole = report.chosen.view(shape).numpy()
         self.counts: _Whole = report.counts.numpy()
         self.broken: _Whole = report.broken.numpy()
@@ -39,7 +39,7 @@ class ReportCopy:
         self.kept: _Whole = report.kept.numpy()
 
     def begin(self, report: Report) -> None:
-        """Queues the copy of a report behind the step that writes it; the host does not wait."""
+        """Queues the copy of a report after the step that writes it; the host does not wait."""
         self._report.flat.copy_(report.flat, non_blocking=True)
         if self._done is not None:
             self._done.record()
@@ -80,19 +80,19 @@ class Landing:
         self._path: list[list[int]] = copy.path[here, :each].tolist()
         self._kept: list[list[int]] = copy.kept[here, :each].tolist()
 
-    def proposal(self, column: int, chances: bool) -> Proposal:
-        """Returns what was verified; `chances` adds the drafter's own probabilities, which only learning needs."""
+    def proposal(self, column: int, claimed: bool) -> Proposal:
+        """Returns what was verified; `claimed` adds the sources' claims, which only learning needs."""
         used = self.nodes[column] + 1
         if not self.drafted:
             return _alone(self._anchors[column])
         tokens = self._tokens[column]
         if used <= 1:
             return _alone(tokens[0])
-        texts, claims = self._texts[column], self._copy.chances[column, :used]
-        if chances and texts:
+        texts, claims = self._texts[column], self._copy.claims[column, :used]
+        if claimed and texts:
             # Claims of a text such as 9/10 lie on borders of the estimate's bins, and rounding puts some below them.
             claims = np.append(claims[:-texts], np.nextafter(claims[-texts:], np.float32(1.0)))
-        own = tuple(claims.tolist()) if chances else ()
+        own = tuple(claims.tolist()) if claimed else ()
         sources = (Source.DRAFTER,) * (used - texts) + (Source.TEXT,) * texts if texts else ()
         return Proposal(tuple(tokens[:used]), tuple(self._parents[column][:used]), own, sources)
 

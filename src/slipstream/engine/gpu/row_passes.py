@@ -229,7 +229,7 @@ class Passes:
     def _make_states(self, rows: DeviceRows) -> DeviceStates:
         """Returns what recurrent layers need for the rows.
 
-        A chunk writes its states while it runs; the states behind a proposal are written when its kept rows are known.
+        A chunk writes its states while it runs; the states after a proposal are written when its kept rows are known.
         """
         assert self._tensors is not None
         saves = torch.full_like(rows.positions, -1) if rows.kind == "chain" else None

@@ -56,7 +56,7 @@ class Report:
         (
             self.tokens,
             self.parents,
-            chances,
+            claims,
             survivals,
             self.chosen,
             self.counts,
@@ -67,12 +67,12 @@ class Report:
             self.path,
             self.kept,
         ) = parts(self.flat, shapes)
-        self.chances: Tensor = chances.view(torch.float32)
+        self.claims: Tensor = claims.view(torch.float32)
         self.survivals: Tensor = survivals.view(torch.float32)
 
     @property
     def grown(self) -> Grown:
-        return Grown(self.parents, self.chances, self.survivals, self.counts, self.broken, self.texts)
+        return Grown(self.parents, self.claims, self.survivals, self.counts, self.broken, self.texts)
 
     @property
     def outcome(self) -> CommitOutcome:

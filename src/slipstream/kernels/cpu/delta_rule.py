@@ -1,4 +1,4 @@
-"""The gated delta rule behind a short causal convolution, computed over rows: a row continues its parent's state.
+"""The gated delta rule after a short causal convolution, computed over rows: a row continues its parent's state.
 
 Plain decoding, prefill, the verification of chains and trees and the replay of an accepted path all use the same few
 operations per row in the same order, so a state does not depend on the way in which it was computed.
@@ -129,7 +129,7 @@ class DeltaStep:
     """The recurrent layers' part of one forward over any number of sequences.
 
     It does not change the sequences' states. Until it is known which rows stay, it remembers the inputs of all rows,
-    and for some rows the state behind them.
+    and for some rows the state after them.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class DeltaStep:
         return read
 
     def after(self, item: int, path: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, layer by layer, the window and the memory of a stretch's sequence behind the rows of a path."""
+        """Yields, layer by layer, the window and the memory of a stretch's sequence after the rows of a path."""
         rows = torch.tensor([self._starts[item] + row for row in path])
         last = int(rows[-1])
         slot, kept = int(self._slots[item]), self._kept.get(last)

@@ -80,14 +80,14 @@ class GrownNodes(ctypes.Structure):
         ("tokens", _int * MOST_ROWS),
         ("parents", _int * MOST_ROWS),
         ("depths", _int * MOST_ROWS),
-        ("chances", _double * MOST_ROWS),
+        ("claims", _double * MOST_ROWS),
         ("survivals", _double * MOST_ROWS),
     ]
 
     def lists(self) -> tuple[list[int], list[int], list[float], list[float], list[int]]:
-        """Returns tokens, parents, chances, survivals and depths."""
+        """Returns tokens, parents, claims, survivals and depths."""
         rows = self.rows
-        return (self.tokens[:rows], self.parents[:rows], self.chances[:rows], self.survivals[:rows], self.depths[:rows])
+        return (self.tokens[:rows], self.parents[:rows], self.claims[:rows], self.survivals[:rows], self.depths[:rows])
 
 
 class Grower:

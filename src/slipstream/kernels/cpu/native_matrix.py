@@ -85,7 +85,7 @@ def memory_of_its_own() -> Iterator[None]:
 
 
 class PackedLinear:
-    """Matrices that read the same rows; their outputs are stored one behind the other."""
+    """Matrices that read the same rows; their outputs are stored one after the other."""
 
     def __init__(self, library: Library, sources: Sequence[StoredTensor]) -> None:
         self.in_features = sources[0].shape[1]

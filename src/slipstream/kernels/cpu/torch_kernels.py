@@ -144,7 +144,7 @@ class GroupLayout:
 
     runs: tuple[tuple[int, int], ...]  # ranges of page ids, in position order
     mask: Tensor  # [rows, keys], 0 where a row sees a key and -inf elsewhere
-    # behind the runs, each row's own path through a tree: [pages, kv heads, rows, page tokens], indices into a flat
+    # after the runs, each row's own path through a tree: [pages, kv heads, rows, page tokens], indices into a flat
     # pool
     tail: Tensor | None = None
 

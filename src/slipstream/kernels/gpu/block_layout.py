@@ -1,4 +1,4 @@
-"""Lays out the rows of draft blocks on the device: an anchor and masks behind each sequence's committed positions."""
+"""Lays out the rows of draft blocks on the device: an anchor and masks after each sequence's committed positions."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _compact_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, WIDTH)
     taken = tl.load(takens + sequence)
     pool = layer.to(tl.int64) * layer_stride + head * head_stride + column[None, :]
-    # a path's row i is stored in slot i or behind it, so a piece never overwrites what a later piece reads
+    # a path's row i is stored in slot i or after it, so a piece never overwrites what a later piece reads
     for start in range(0, taken, PIECE):
         depth = start + tl.arange(0, PIECE)
         path = tl.load(paths + sequence * _DEEP + depth)
@@ -192,7 +192,7 @@ def accept(
     """Keeps the path along which the target's tokens (int32 [rows]) agree with the drafted ones.
 
     It fills `outcome` and `context`, writes the kept rows' tokens to their places in `stored`, and advances
-    `rows.base` and `anchors` (int32 [sequences]) behind the kept rows.
+    `rows.base` and `anchors` (int32 [sequences]) after the kept rows.
     The rows are those of a grown tree with `grown.counts` nodes; a count of -1 marks a padding sequence.
     """
     assert rows.each <= MAX_DEPTH and context.block <= MAX_DEPTH

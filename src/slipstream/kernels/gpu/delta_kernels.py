@@ -54,7 +54,7 @@ def _convolved(  # type: ignore[no-untyped-def]
     inputs, input_stride, window, kernel, kept, row, own, depth, paths, channel, inside,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, EACH: tl.constexpr, TREE: tl.constexpr,
 ):
-    """Computes some channels of a row behind the convolution and its silu; keeps the row's inputs for the commit."""
+    """Computes some channels of a row after the convolution and its silu; keeps the row's inputs for the commit."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         at = depth - (TAPS - 1 - tap)  # depth of the input; a negative one is in the window of earlier inputs

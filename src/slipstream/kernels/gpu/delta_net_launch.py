@@ -85,8 +85,8 @@ class DeviceStates:
     source: Tensor  # int32 [sequences]: the slot whose state a sequence's rows continue
     log: DeltaLog
     walk: Walk
-    scratch_place: int  # rows stored at this place or behind it are padding
-    saves: Tensor | None = None  # int32 [rows], for chains: the slot that gets the state behind a row, or -1
+    scratch_place: int  # rows stored at this place or after it are padding
+    saves: Tensor | None = None  # int32 [rows], for chains: the slot that gets the state after a row, or -1
 
     @classmethod
     def over(
@@ -157,11 +157,11 @@ def mix(
 
 
 def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
-    """Computes what the rows of a layer read, into the log, and stores the states behind rows that `saves` names."""
+    """Computes what the rows of a layer read, into the log, and stores the states after rows that `saves` names."""
     shape, log, walk = states.shape, states.log, states.walk
     keys, values, write, left, kept = log.of(layer)
     tree, overlap = not is_line(rows), can_overlap(states.memories.device)
-    assert states.saves is None or not tree, "states behind the rows of a tree must be committed, not saved"
+    assert states.saves is None or not tree, "states after the rows of a tree must be committed, not saved"
     shelves = most_shelves(rows.each) if tree else 0
     assert shelves <= MOST_SHELVES, "a tree has at most 64 rows"
     tiles, sizes = _tiles(shape)
@@ -177,7 +177,7 @@ def most_shelves(rows: int) -> int:
     """Returns how many states a walk through a tree of `rows` rows keeps at most, if the largest branch comes last.
 
     A branch that is not the last has at least two rows. If a state is kept within it, it has at least one row more than
-    twice as many as that inner branch needs; at least as many rows come behind it.
+    twice as many as that inner branch needs; at least as many rows come after it.
     """
     shelves, least = 0, 2
     while 2 * least <= rows:

@@ -73,7 +73,7 @@ def mix_reference(
 
 
 def _advanced(shape: DeltaShape, state: Tensor, row: int, brought: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Returns a state [heads, value dim, key dim] behind a row, and what the row has added to it."""
+    """Returns a state [heads, value dim, key dim] after a row, and what the row has added to it."""
     keys, values, write, left, _ = brought
     key, rest = shape.for_values(keys[row][None])[0, :, None, :], left[row][:, None]
     learnt = (values[row] - (state * key).sum(-1) * rest) * write[row][:, None]

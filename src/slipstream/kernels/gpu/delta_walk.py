@@ -77,7 +77,7 @@ def _fetched(  # type: ignore[no-untyped-def]
     entry, first, brought, head, key_head, block, SHAPE: tl.constexpr, LISTED: tl.constexpr, READS: tl.constexpr,
     SAVES: tl.constexpr,
 ):
-    """Loads what a step needs: its entry, its row, the row's contribution, and the slot that gets the state behind it.
+    """Loads what a step needs: its entry, its row, the row's contribution, and the slot that gets the state after it.
     """
     keys, values, write, left, queries, products, saves = brought
     d = tl.arange(0, SHAPE[4] * SHAPE[6] * 4)
@@ -193,7 +193,7 @@ def _keep_window(  # type: ignore[no-untyped-def]
     windows, kept, source, wanted, layer, first, steps, step, LAYERS: tl.constexpr, SHAPE: tl.constexpr,
     TAPS: tl.constexpr, LISTED: tl.constexpr,
 ):
-    """Stores the inputs that a convolution behind step `step` looks back to; each program moves its own channels."""
+    """Stores the inputs that a convolution after step `step` looks back to; each program moves its own channels."""
     WINDOW: tl.constexpr = TAPS - 1
     CHANNELS: tl.constexpr = 2 * SHAPE[0] * SHAPE[2] + SHAPE[1] * SHAPE[3]
     share = tl.arange(0, SHAPE[8])

@@ -46,8 +46,8 @@ class RoutingRule:
     scale: float
     softcap: float
     shared: bool = False  # whether every row also goes through one shared expert
-    gated: bool = False  # whether a sigmoid weighs the shared expert, by the logit behind those of the experts
-    joined: bool = False  # whether the shared expert is stored behind the others in their stacks
+    gated: bool = False  # whether a sigmoid weighs the shared expert, by the logit after those of the experts
+    joined: bool = False  # whether the shared expert is stored after the others in their stacks
 
     @property
     def ranks(self) -> int:

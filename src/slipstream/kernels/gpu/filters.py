@@ -132,7 +132,7 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
         mass = tl.zeros((BLOCK, CUTS), tl.float32)
         for start in range(first, first + STRETCH, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            # numbers behind the end are NaN, which reaches no cut
+            # numbers after the end are NaN, which reaches no cut
             value = tl.div_rn(tl.load(line + place, mask=place < size, other=float("nan")), heat)
             reaches = value[:, None] >= cut[None, :]
             count += reaches.to(tl.int32)
@@ -181,7 +181,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     logits, stride, temperature, top_k, top_p, min_p, peaks, cuts, counts, masses, few, each, size,
     STRETCH: tl.constexpr, STRETCHES: tl.constexpr, CUTS: tl.constexpr, MOST: tl.constexpr,
 ):
-    """Copies a stretch's part of the list that is searched, behind the parts of the stretches before it."""
+    """Copies a stretch's part of the list that is searched, after the parts of the stretches before it."""
     row, mine = tl.program_id(0), tl.program_id(1)
     heat, most, share, least, some = _filters(row // each, temperature, top_k, top_p, min_p, size)
     if some:

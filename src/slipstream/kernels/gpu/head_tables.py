@@ -1,4 +1,4 @@
-"""The corrections of a drafter's heads for every candidate behind every candidate of the slot before, as device tables.
+"""The corrections of a drafter's heads for every candidate after every candidate of the slot before, as device tables.
 
 Only heads that look one token back have such tables; a head that depends on the whole path has none.
 """
@@ -97,7 +97,7 @@ def _confidence_kernel(  # type: ignore[no-untyped-def]
     anchors, confidence, count, size, rank, BEFORE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Computes the confidence in one slot's proposal behind each token that may precede it."""
+    """Computes the confidence in one slot's proposal after each token that may precede it."""
     sequence, slot = tl.program_id(0), tl.program_id(1)
     row = hidden + sequence.to(tl.int64) * hidden_stride + slot * row_stride
     parts = tl.zeros((BLOCK,), tl.float32)

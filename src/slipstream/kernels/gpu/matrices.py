@@ -244,7 +244,7 @@ class GpuQuantised(GpuMatrix):
 
 
 class GpuStacked(GpuMatrix):
-    """Parts of different types that read the same rows, with their outputs one behind the other; each part is a launch.
+    """Parts of different types that read the same rows, with their outputs one after the other; each part is a launch.
     """
 
     def __init__(self, parts: Sequence[GpuMatrix]) -> None:

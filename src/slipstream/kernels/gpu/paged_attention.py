@@ -211,7 +211,7 @@ def paged_attention_reference(
         if window:
             seen = seen & (at - position < window) & (position - at < window)
         slots = position
-        if rows.kind == "tree":  # behind the anchor every row has its own keys
+        if rows.kind == "tree":  # after the anchor every row has its own keys
             depth = (position - base).clamp(0, rows.paths.shape[1] - 1).expand(rows.each, -1)
             ancestors = base + rows.paths[own].long().gather(1, depth)
             slots = torch.where(position < base, position, torch.where(seen, ancestors, base))

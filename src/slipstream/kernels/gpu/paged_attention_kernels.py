@@ -37,7 +37,7 @@ def _shared_until(until, GROUP_BITS: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit
 def _split(low, until, PAGE_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, SLOTS: tl.constexpr,  # type: ignore[no-untyped-def]
            FEW_SLOTS: tl.constexpr, LEAST_PAGES: tl.constexpr):  # fmt: skip
-    """Returns how the pages before a row's last two groups are split: first page, page behind the last, pages per slot.
+    """Returns how the pages before a row's last two groups are split: first page, page after the last, pages per slot.
     """
     first_page = low >> PAGE_BITS
     stop_page = tl.maximum(_shared_until(until, GROUP_BITS) + (1 << PAGE_BITS) - 1 >> PAGE_BITS, first_page)
@@ -153,7 +153,7 @@ def shared_kernel(  # type: ignore[no-untyped-def]
         first = first_page + slot * each
         here = used & (first < stop_page)
         stop = tl.minimum(first + each, stop_page)
-        # if no row has such a slot, `begin` is behind every page, yet small enough to be multiplied by the pieces of a
+        # if no row has such a slot, `begin` is after every page, yet small enough to be multiplied by the pieces of a
         # page
         begin, end = tl.min(tl.where(here, first, 1 << 26), 0), tl.max(tl.where(here, stop, 0), 0)
         peak = tl.full([TILE * SHARE_PADDED], float("-inf"), tl.float32)

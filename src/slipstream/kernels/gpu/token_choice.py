@@ -243,7 +243,7 @@ def choose(
     """Chooses the target's token (int32 [rows]) after each row of fp32 logits [rows, vocabulary]; NO_BEST if it has
     none.
 
-    Row r belongs to sequence r // each, and its token gets the position behind `positions[r]`. `scratch` is for one
+    Row r belongs to sequence r // each, and its token gets the position after `positions[r]`. `scratch` is for one
     candidate.
     """
     _rank(logits, positions, settings, each, 1, out, None, scratch)
@@ -255,7 +255,7 @@ def top_candidates(
 ) -> None:
     """Finds the likeliest tokens (int32 [rows, K]) of drafted rows and their log-probabilities (fp32), best first.
 
-    A row's token gets the position `ahead` behind the row's. Places without a token hold 0 and -inf; the scores of a
+    A row's token gets the position `ahead` after the row's. Places without a token hold 0 and -inf; the scores of a
     row with NaN or Inf are NaN. Only tokens that the sequence's filters keep have a probability.
     """
     _rank(logits, positions, settings, each, ahead, tokens, scores, scratch)

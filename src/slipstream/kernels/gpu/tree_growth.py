@@ -2,7 +2,7 @@
 
 There are two launches: one ranks and calibrates what may follow each token of each slot, the other adds nodes best
 first. Every row of a tree has at most one open candidate, its next child, so the open candidates are a vector, and the
-next node is its maximum. Nodes come in the same order as in speculative/tree.py: chances are doubles, and among equals
+next node is its maximum. Nodes come in the same order as in speculative/tree.py: claims are doubles, and among equals
 the candidate that was offered first wins. Where a sequence's own text offers a continuation, its tokens then take free
 rows and those of less likely nodes.
 """
@@ -46,7 +46,7 @@ class Wishes:
     """What each sequence wants grown; all tensors are [sequences]."""
 
     anchors: Tensor  # int32
-    nodes: Tensor  # int32: the most nodes behind the anchor; -1 marks a padding sequence, which uses no rows
+    nodes: Tensor  # int32: the most nodes after the anchor; -1 marks a padding sequence, which uses no rows
     depth: Tensor  # int32: the largest depth of a drafter's node; those of the text may be deeper
     shape: Tensor  # int32: CHAIN, TREE or SEEDED_TREE
     text: Tensor  # int32: 1 if the sequence's own text may add nodes to its tree
@@ -84,7 +84,7 @@ class TextDraft:
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """The heads' scores of each candidate behind each candidate of the slot before; in slot 0 only line 0 is used."""
+    """The heads' scores of each candidate after each candidate of the slot before; in slot 0 only line 0 is used."""
 
     corrections: Tensor  # fp32 [sequences, slots, K (before), K]
     scale: Tensor  # fp32 [sequences]: the factor from a correction to a score
@@ -108,9 +108,9 @@ class Grown:
     """What is known of the grown nodes beyond their rows; row r belongs to sequence r // each."""
 
     parents: Tensor  # int32 [rows]; -1 for the anchor and for unused rows
-    chances: Tensor  # fp32 [rows]: the probability that each token's source claims for it, given its parent
+    claims: Tensor  # fp32 [rows]: the probability that each token's source claims for it, given its parent
     survivals: Tensor  # fp32 [rows]: the calibrated probability that a node is kept; 1 for the anchor
-    counts: Tensor  # int32 [sequences]: nodes behind the anchor; -1 marks a padding sequence
+    counts: Tensor  # int32 [sequences]: nodes after the anchor; -1 marks a padding sequence
     broken: Tensor  # int32 [sequences]: 1 if the drafter's numbers are not finite; such a sequence has no nodes
     texts: Tensor  # int32 [sequences]: how many nodes, the last ones, come from the text and not from the drafter
 
@@ -128,10 +128,10 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The candidates behind each token before them, likeliest first; without heads they are the same for all tokens."""
+    """The candidates after each token before them, likeliest first; without heads they are the same for all tokens."""
 
-    chances: Tensor  # fp64 [sequences, slots, before, K]
-    worths: Tensor  # fp64: the calibrated chances
+    claims: Tensor  # fp64 [sequences, slots, before, K]
+    worths: Tensor  # fp64: the calibrated claims
     origins: Tensor  # int32: the index of each among the slot's candidates
     counts: Tensor  # int32 [sequences, slots, before]
 
@@ -200,9 +200,9 @@ def _infinite(values):  # type: ignore[no-untyped-def]
 @triton.jit
 def _branch_kernel(  # type: ignore[no-untyped-def]
     scores, sequence_stride, slot_stride, corrections, scale, confidence, least_confidence, calibration,
-    chances, worths, origins, counts, candidates, HEADS: tl.constexpr, CONFIDENT: tl.constexpr, WIDTH: tl.constexpr,
+    claims, worths, origins, counts, candidates, HEADS: tl.constexpr, CONFIDENT: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Ranks one slot's candidates behind one token.
+    """Ranks one slot's candidates after one token.
 
     The first candidate gets the confidence, the others share the rest.
     """
@@ -236,7 +236,7 @@ def _branch_kernel(  # type: ignore[no-untyped-def]
         share = tl.where(left > 0.0, (1.0 - sure) / left, 0.0)
         chance = tl.where(rank == 0, sure, tl.minimum(sure, chance * share))
     to = branch.to(tl.int64) * candidates + rank
-    tl.store(chances + to, chance, mask=possible)
+    tl.store(claims + to, chance, mask=possible)
     depth = tl.full(place.shape, 1, tl.int32) + slot
     tl.store(worths + to, calibrated(calibration + sequence * _WORDS, chance, depth, DRAFTER_FACTORS), mask=possible)
     tl.store(origins + to, place, mask=possible)
@@ -308,7 +308,7 @@ def _grow(  # type: ignore[no-untyped-def]
 def _with_text(  # type: ignore[no-untyped-def]
     row, parent, level, token, chance, survival, count, limit, floor, tokens, claims, worths, depth
 ):
-    """Adds what the text offers behind the part of it that the tree has already.
+    """Adds what the text offers after the part of it that the tree has already.
 
     Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
     if the token is more likely. Nodes that both have stay as they are. Returns the
@@ -353,7 +353,7 @@ def _with_text(  # type: ignore[no-untyped-def]
 def _grow_kernel(  # type: ignore[no-untyped-def]
     tokens, sequence_stride, slot_stride, anchors, nodes, depth, shape, floor,
     branch_chances, worths, origins, counts, base, pages, most_pages, scratch_place, page_tokens,
-    row_tokens, row_positions, row_places, row_paths, parents, chances, survivals, node_counts, broken_flags, texts,
+    row_tokens, row_positions, row_places, row_paths, parents, claims, survivals, node_counts, broken_flags, texts,
     text_tokens, text_claims, text_worths, text_counts,
     slots, candidates, BEFORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, TEXT: tl.constexpr,
 ):
@@ -400,7 +400,7 @@ def _grow_kernel(  # type: ignore[no-untyped-def]
     page = tl.load(pages + sequence * most_pages + (start + row) // page_tokens, mask=stored, other=0)
     tl.store(row_places + out, tl.where(stored, page * page_tokens + (start + row) % page_tokens, scratch_place))
     tl.store(parents + out, tl.where(used, parent, -1))
-    tl.store(chances + out, tl.where(row == 0, 1.0, tl.where(used, chance.to(tl.float32), 0.0)))
+    tl.store(claims + out, tl.where(row == 0, 1.0, tl.where(used, chance.to(tl.float32), 0.0)))
     tl.store(survivals + out, tl.where(row == 0, 1.0, tl.where(used, survival.to(tl.float32), 0.0)))
     tl.store(node_counts + sequence, count)
     tl.store(broken_flags + sequence, broken.to(tl.int32))
@@ -431,15 +431,15 @@ def grow(
     _branch_kernel[(sequences, slots, before)](
         scores, scores.stride(0), scores.stride(1), unused if heads is None else heads.corrections,
         unused if heads is None else heads.scale, unused if confidence is None else confidence,
-        unused if heads is None else heads.least_confidence, wishes.calibration, branches.chances, branches.worths,
+        unused if heads is None else heads.least_confidence, wishes.calibration, branches.claims, branches.worths,
         branches.origins, branches.counts, candidates, heads is not None, confidence is not None,
         triton.next_power_of_2(candidates), num_warps=1 if candidates <= 16 else 4, enable_fp_fusion=False,
     )
     _grow_kernel[(sequences,)](
         tokens, tokens.stride(0), tokens.stride(1), wishes.anchors, wishes.nodes, wishes.depth, wishes.shape,
-        wishes.floor, branches.chances, branches.worths, branches.origins, branches.counts, rows.base, rows.pages,
+        wishes.floor, branches.claims, branches.worths, branches.origins, branches.counts, rows.base, rows.pages,
         rows.pages.shape[1], scratch_place, page_tokens, rows.tokens, rows.positions, rows.places, rows.paths,
-        grown.parents, grown.chances, grown.survivals, grown.counts, grown.broken, grown.texts,
+        grown.parents, grown.claims, grown.survivals, grown.counts, grown.broken, grown.texts,
         *((unused,) * 4 if text is None else (text.tokens, text.claims, text.worths, text.counts)), slots, candidates,
         before, rows.each, triton.next_power_of_2(slots), 0 if text is None else text.tokens.shape[1], num_warps=1,
         enable_fp_fusion=False,

@@ -62,7 +62,7 @@ def _rank(scores: Tensor, calibration: Tensor, heads: HeadScores | None, branche
         ranked = torch.cat((sure, torch.minimum(sure, ranked[..., 1:] * share)), dim=-1)
         silent = heads.confidence < heads.least_confidence[:, None, None]
         lost = lost | ~heads.confidence.isfinite()
-    branches.chances.copy_(ranked)
+    branches.claims.copy_(ranked)
     branches.origins.copy_(origins)
     for sequence, line in enumerate(calibration.cpu()):
         for slot in range(ranked.shape[1]):
@@ -89,14 +89,14 @@ class _Tree:
 
     def __init__(self, branches: Branches, sequence: int) -> None:
         self._chances, self._worths, self._origins, self._counts = (
-            part[sequence].tolist() for part in (branches.chances, branches.worths, branches.origins, branches.counts)
+            part[sequence].tolist() for part in (branches.claims, branches.worths, branches.origins, branches.counts)
         )
         self._heads = branches.counts.shape[2] > 1
         self._open: list[tuple[float, int, int, int, int]] = []  # (-survival, order, parent, branch's line, rank)
         self._order = 0
         self.broken = False
         self.parents, self.depths, self.origins = [-1], [0], [0]
-        self.chances, self.survivals = [1.0], [1.0]
+        self.claims, self.survivals = [1.0], [1.0]
         self.tokens: list[int] = []  # by row, once the drafter's part is grown; row 0 stands for the anchor
 
     def grow(self, nodes: int, depth: int, shape: int, floor: float) -> None:
@@ -122,7 +122,7 @@ class _Tree:
             self._open_below(len(self.parents) - 1, depth)
 
     def add_text(self, offered: list[tuple[int, float, float]], limit: int, floor: float) -> int:
-        """Adds what the text offers (token, claim, worth) behind what is there of it; returns the number of nodes."""
+        """Adds what the text offers (token, claim, worth) after what is there of it; returns the number of nodes."""
         here, reached, known = 0, 1.0, 0
         while known < len(offered):
             token, _, worth = offered[known]
@@ -141,13 +141,13 @@ class _Tree:
             left -= not free
             survivals.append(value)
             reached = value
-        for part in (self.parents, self.depths, self.chances, self.survivals, self.tokens):
+        for part in (self.parents, self.depths, self.claims, self.survivals, self.tokens):
             del part[left + 1 :]
         parent = here
         for (token, claim, _), survival in zip(offered[known:], survivals, strict=False):
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
-            self.chances.append(claim)
+            self.claims.append(claim)
             self.survivals.append(survival)
             self.tokens.append(token)
             parent = len(self.parents) - 1
@@ -166,7 +166,7 @@ class _Tree:
         self.parents.append(parent)
         self.depths.append(slot + 1)
         self.origins.append(self._origins[slot][line][rank])
-        self.chances.append(self._chances[slot][line][rank])
+        self.claims.append(self._chances[slot][line][rank])
         self.survivals.append(survival)
 
     def _offer(self, parent: int, line: int, rank: int, ceiling: float) -> None:
@@ -190,9 +190,9 @@ def _write(
     first, base = sequence * rows.each, int(rows.base[sequence])
     own = slice(first, first + rows.each)
     rows.tokens[own], rows.positions[own], rows.places[own] = anchor, base, scratch_place
-    grown.parents[own], grown.chances[own], grown.counts[sequence] = -1, 0.0, count - 1
+    grown.parents[own], grown.claims[own], grown.counts[sequence] = -1, 0.0, count - 1
     grown.survivals[own] = 0.0
-    grown.chances[first] = grown.survivals[first] = 1.0
+    grown.claims[first] = grown.survivals[first] = 1.0
     for row in range(count):
         at, depth = first + row, tree.depths[row]
         if row:
@@ -202,6 +202,6 @@ def _write(
         rows.positions[at] = base + depth
         page, offset = divmod(base + row, page_tokens)
         rows.places[at] = rows.pages[sequence, page] * page_tokens + offset
-        grown.parents[at], grown.chances[at], grown.survivals[at] = (
-            tree.parents[row], tree.chances[row], tree.survivals[row],
+        grown.parents[at], grown.claims[at], grown.survivals[at] = (
+            tree.parents[row], tree.claims[row], tree.survivals[row],
         )

@@ -118,7 +118,7 @@ class CpuDrafter:
             rotary = model.rotary.tables(batch.end)
             return self._native.run(batch, x, self._addresses(keys, values), rotary).hidden
         turns = {model.config.rope: model.rotary.rows(batch.positions, batch.end)}
-        # The block stands behind the context in the pools for the length of this pass.
+        # The block stands after the context in the pools for the length of this pass.
         step = CpuPass(batch, turns, list(zip(keys, values, strict=True)), model.config.rms_eps)
         for layer in model.layers:
             x = run_layer(layer, x, step)

@@ -178,7 +178,7 @@ def side_rows(sides: SideEmbeddings, x: Tensor, token_ids: Tensor, eps: float) -
 
 
 def enter_convolution(convolution: BlockConvolution, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The part's rows behind the first convolution, and the kernel of the second one."""
+    """The part's rows after the first convolution, and the kernel of the second one."""
     dynamic = convolution.projection(x).view(x.shape[0], 2, -1, convolution.base.shape[2], 1)
     kernels = convolution.base + dynamic
     return _convolve(x, kernels[:, 0], convolution.block_size), kernels[:, 1]
@@ -199,7 +199,7 @@ def biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-# How each type of part runs: `(part, rows behind the sublayer's norm, pass) -> what the sublayer adds to the stream`.
+# How each type of part runs: `(part, rows after the sublayer's norm, pass) -> what the sublayer adds to the stream`.
 _RUNS: dict[type[LayerPart], Callable[[Any, Tensor, CpuPass], Tensor]] = {
     Attention: _attend,
     DeltaNet: _recall,

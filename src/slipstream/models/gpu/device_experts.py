@@ -1,4 +1,4 @@
-"""Mixtures of experts as a GPU runs them: four launches behind a row's norm, and the next norm adds up the answers."""
+"""Mixtures of experts as a GPU runs them: four launches after a row's norm, and the next norm adds up the answers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class DeviceSublayer:
     part: DevicePart
     norms: Tensor | None  # one line, several lines for several kinds of rows, or None for the stream itself
     post_norm: Tensor | None
-    scale: float  # multiplies the stream behind this sublayer
+    scale: float  # multiplies the stream after this sublayer
 
 
 def device_layer(setting: DeviceSetting, layer: Layer) -> list[DeviceSublayer]:
@@ -161,7 +161,7 @@ class DeviceAttention:
             part.norms_values,
         )
         if rows.kind == "block" and part.pattern.causal:
-            rows = replace(rows, kind="chain")  # the rows of this block see nothing behind them
+            rows = replace(rows, kind="chain")  # the rows of this block see nothing after them
         mixed = qkv.new_empty(qkv.shape[0], part.heads * part.head_dim)
         kernels.paged_attention(queries, keys, values, rows, part.scale, part.pattern.window, mixed, step.scratch)
         if gate is not None:

@@ -234,7 +234,7 @@ def is_telling(request: Request) -> bool:
 
 
 def _lost(stats: RequestStats) -> int:
-    """Tokens of the drafter that the target rejected: at most one per step, the first behind the accepted ones."""
+    """Tokens of the drafter that the target rejected: at most one per step, the first after the accepted ones."""
     verified, accepted = stats.drafter_verified_at, stats.drafter_accepted_at
     reached = [*verified[:1], *map(min, verified[1:], accepted)]
     return sum(reached) - sum(accepted) + stats.bad_drafts

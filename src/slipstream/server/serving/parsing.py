@@ -173,7 +173,7 @@ class Splitter:
             self._give("tool_call", end, call[1], begins=call[0], closes=True)
             self._state = "between"
         else:
-            # Only the tag becomes content now, because a valid call may begin behind it.
+            # Only the tag becomes content now, because a valid call may begin after it.
             self._give("content", start)
             self._state = "content"
         return bool(self._held)
@@ -186,7 +186,7 @@ class Splitter:
         return done and bool(self._held)
 
     def _in_tail(self) -> bool:
-        """Reads the closing brace and tag behind the arguments; any other text there becomes content."""
+        """Reads the closing brace and tag after the arguments; any other text there becomes content."""
         rest = self._held.lstrip(_SPACE)
         if rest.startswith("}"):
             rest = rest[1:].lstrip(_SPACE)

@@ -52,7 +52,7 @@ private:
 
 // Runs one phase of a team; all its workers call it.
 //
-// Rows of queries are query_stride floats apart, with their heads one behind the other; rows of `out` likewise. `dim`
+// Rows of queries are query_stride floats apart, with their heads one after the other; rows of `out` likewise. `dim`
 // is a multiple of kLanes. A row's result depends only on its query, its position and the keys it sees.
 void attend(Team& team, const RowPlan& plan, const float* queries, int query_stride, const float* keys,
             const float* values, int heads, int kv_heads, int dim, float scale, float* out, int out_stride);

@@ -42,7 +42,7 @@ struct SlipBlock {
 struct SlipGrown {
     int32_t rows;
     int32_t tokens[kMostRows], parents[kMostRows], depths[kMostRows];
-    double chances[kMostRows], survivals[kMostRows];
+    double claims[kMostRows], survivals[kMostRows];
 };
 
 }  // extern "C"
@@ -123,7 +123,7 @@ float dot(int rank, const float* padded, const Lanes& lanes) {
     return sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
-// The candidates behind one token, likeliest first: `count` of them from index `first` on in the ranked lists.
+// The candidates after one token, likeliest first: `count` of them from index `first` on in the ranked lists.
 struct Branch {
     int64_t previous;
     int32_t next;  // index of another branch of the same slot, or -1
@@ -194,7 +194,7 @@ private:
         grown.tokens[0] = anchor;
         grown.parents[0] = -1;
         grown.depths[0] = 0;
-        grown.chances[0] = grown.survivals[0] = 1.0;
+        grown.claims[0] = grown.survivals[0] = 1.0;
     }
 
     int add(SlipGrown& grown, int parent, int branch, int rank, double survival) {
@@ -203,7 +203,7 @@ private:
         grown.tokens[row] = static_cast<int32_t>(tokens_[place]);
         grown.parents[row] = parent;
         grown.depths[row] = grown.depths[parent] + 1;
-        grown.chances[row] = chances_[place];
+        grown.claims[row] = chances_[place];
         grown.survivals[row] = survival;
         return row;
     }
@@ -243,7 +243,7 @@ private:
         return newest_[slot] = branches_.size() - 1;
     }
 
-    // Computes the chances of the slot's candidates behind `previous`; returns false if there are none to offer.
+    // Computes the chances of the slot's candidates after `previous`; returns false if there are none to offer.
     bool weigh(int slot, int64_t previous) {
         const int count = block_->candidates;
         const float* scores = block_->scores + static_cast<int64_t>(slot) * count;

@@ -103,7 +103,7 @@ Kernel quantised_kernel(int rows) {
 
 template <int K>
 Kernel float_kernel(int rows) {
-    // these kernels read the float rows, behind which there is no memory, so spare rows are not possible
+    // these kernels read the float rows, after which there is no memory, so spare rows are not possible
     if (kMostFloatRows == 8 && rows >= 8) return {float_tile_rows<K, 8>, 8};
     if (rows >= 4) return {float_tile_rows<K, 4>, 4};
     return {float_tile_rows<K, 1>, 1};

@@ -64,7 +64,7 @@ struct SlipMatrix {
     const uint8_t* data;
 };
 
-// Matrices that read the same rows; their outputs are one behind the other.
+// Matrices that read the same rows; their outputs are one after the other.
 struct SlipLinear {
     int32_t parts, outputs;
     const SlipMatrix* part;

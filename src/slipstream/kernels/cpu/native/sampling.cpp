@@ -138,7 +138,7 @@ struct Noise {
     const float* floors;  // one per row, or null
     float inverse;
     int* order;   // the rows, sorted by position
-    int* groups;  // index of each position's first row in that order, and the index behind the last
+    int* groups;  // index of each position's first row in that order, and the index after the last
     int group_count = 0;
 
     Noise(const int64_t* positions, int rows, uint64_t seed, float temperature, const float* floors)

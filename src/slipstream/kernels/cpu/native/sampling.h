@@ -68,7 +68,7 @@ public:
         finish();
         float last = places_[0].value;
         for (int i = 1; i < count_; ++i) last = std::min(last, places_[i].value);
-        own_ = std::nextafter(last, INFINITY);  // a later token with the same score ranks behind
+        own_ = std::nextafter(last, INFINITY);  // a later token with the same score ranks after
         shared_->raise(last);
         lift();
     }
@@ -143,7 +143,7 @@ struct Rows {
     }
 };
 
-// Loads sixteen scores from `at` on; those behind the end are hidden.
+// Loads sixteen scores from `at` on; those after the end are hidden.
 inline Floats load_some(const float* row, int at, int stop) {
     if (at + kLanes <= stop) return load(row + at);
     float lanes[kLanes];
