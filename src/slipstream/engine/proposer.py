@@ -19,7 +19,7 @@ from slipstream.speculative.constrained_drafts import allowed_part
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
-from slipstream.speculative.policy import MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
+from slipstream.speculative.policy import ALONE, MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
 from slipstream.speculative.tree import Growth, as_claimed
@@ -27,7 +27,7 @@ from slipstream.stats import Decision
 from slipstream.types import Proposal
 
 # One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
-_TIMED_PLAIN_STEPS, _TIMED_DRAFTED_STEPS = 4, 2
+_TIMED_STEPS = 4
 
 
 class MeasuredStep(NamedTuple):
@@ -114,7 +114,7 @@ class Proposer:
         if self._policy is not None:
             if any(sequence.policy is not None and sequence.policy.trial for sequence in sequences):
                 self._policy.charge(caught_up * 1e3)
-            if not self._drafted_steps % _TIMED_DRAFTED_STEPS:
+            if not self._drafted_steps % _TIMED_STEPS:
                 # Growing and choosing are part of what a draft costs, and so is a pass for every variant in the step.
                 own_ms = (spent - caught_up) * 1e3
                 self._policy.costs.observe_draft(drafting, max(slots), longest_context(sequences), own_ms)
@@ -290,14 +290,14 @@ class Proposer:
             if isinstance(sequence.gate, EmaGate) and own.proposal.nodes
         ]
         times = MeasuredStep(shape, step_s * 1e3, (draft_s + step_s) * 1e3)
-        self.refresh(times, gates, timed=not drafted or not self._drafted_steps % _TIMED_DRAFTED_STEPS)
+        self.refresh(times, gates, timed=not drafted or not self._drafted_steps % _TIMED_STEPS)
 
     def timing_due(self, drafted: bool) -> bool:
         """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
         if self._policy is None:
             return False
         self._plain_steps = 0 if drafted else self._plain_steps + 1
-        return not self._plain_steps % _TIMED_PLAIN_STEPS
+        return not self._plain_steps % _TIMED_STEPS
 
     def refresh(self, times: MeasuredStep, gates: Sequence[tuple[EmaGate, int]], timed: bool = True) -> None:
         """Takes in what a step really cost; `gates` are those of drafting sequences, with the tokens of each."""
@@ -311,6 +311,8 @@ class Proposer:
 
 
 def _rest(sequences: Sequence[ActiveSequence], rows: int) -> Rest:
+    if not sequences:
+        return ALONE
     sampled = any(not sequence.greedy for sequence in sequences)
     return Rest(rows, len(sequences), longest_context(sequences), sampled)
 

@@ -31,6 +31,8 @@ _BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 20.0
 # The share of its counts that a bin, and a request, keeps at each new outcome: about 1000 and 30 outcomes count.
 _BIN_KEEP, _REQUEST_KEEP = 0.999, 0.97
 
+Factors = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
 _CLAIMS, _DEPTHS = np.array(_CLAIM_EDGES), np.array(_DEPTH_EDGES, np.float64)
 
 
@@ -48,30 +50,34 @@ class Record:
 
     def __init__(self, above: Record | None = None) -> None:
         self._above = above
-        # Single values are read and written far more often than all of them, which is slow in a numpy array.
-        self._hits, self._claimed = (array("d", bytes(8 * _BINS)) for _ in range(2))
-        self._all_hits, self._all_claimed = np.frombuffer(self._hits), np.frombuffer(self._claimed)
+        self._hits, self._claimed = [0.0] * _BINS, [0.0] * _BINS
+        self.factors = array("d", [1.0] * _BINS)  # for each bin, how many tokens were accepted for one that was claimed
 
     def add(self, place: int, claimed: float, hit: bool) -> None:
         self._hits[place] = _BIN_KEEP * self._hits[place] + hit
         self._claimed[place] = _BIN_KEEP * self._claimed[place] + claimed
         if self._above is not None:
             self._above.add(place, claimed, hit)
+        self._update(place)
 
-    def factors(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """For each bin, how many tokens were accepted for one that was claimed."""
-        above = self._above.factors() if self._above is not None else 1.0
-        return (self._all_hits + _BIN_WEIGHT * above) / (self._all_claimed + _BIN_WEIGHT)
+    def update(self) -> None:
+        """Takes over what the level above has learnt from other kinds of requests."""
+        for place in range(_BINS):
+            self._update(place)
+
+    def _update(self, place: int) -> None:
+        above = _BIN_WEIGHT * (self._above.factors[place] if self._above is not None else 1.0)
+        self.factors[place] = (self._hits[place] + above) / (self._claimed[place] + _BIN_WEIGHT)
 
 
 class Estimate:
     """Acceptance probabilities of one request's drafted tokens."""
 
     def __init__(self, kind: Record) -> None:
+        kind.update()
         self._kind = kind
         self._hits, self._expected = [0.0] * len(Source), [0.0] * len(Source)
-        # Single factors are read far more often than all of them, which is slow in a numpy array.
-        self._factors = array("d", kind.factors().tobytes())
+        self._factors = kind.factors[:]  # those of the kind times the request's own
         self._stale = False
 
     def own_factor(self, source: Source = Source.DRAFTER) -> float:
@@ -100,18 +106,20 @@ class Estimate:
 
     def _current(self) -> array[float]:
         if self._stale:
-            own = [self.own_factor(source) for source in Source]
-            np.multiply(self._kind.factors(), np.repeat(own, _SOURCE_BINS), out=self._all_factors)
+            for kind, own, source in zip(*self._arrays, Source, strict=True):
+                np.multiply(kind, self.own_factor(source), out=own)
             self._stale = False
         return self._factors
 
     @cached_property
-    def _all_factors(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.frombuffer(self._factors)
+    def _arrays(self) -> tuple[Factors, Factors]:
+        """The factors of the kind and of this request, a row for each source."""
+        rows = len(Source), _SOURCE_BINS
+        return np.frombuffer(self._kind.factors).reshape(rows), np.frombuffer(self._factors).reshape(rows)
 
     @cached_property
     def _table(self) -> CalibrationTable:
-        sizes, factors = (len(_CLAIM_EDGES), len(_DEPTH_EDGES)), self._all_factors.ctypes.data
+        sizes, factors = (len(_CLAIM_EDGES), len(_DEPTH_EDGES)), self._arrays[1].ctypes.data
         return CalibrationTable(*sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, factors)
 
 

@@ -222,7 +222,7 @@ class Policy:
         return [view.policy.slots for view in views]
 
     def _subject(self, present: Sequence[View] | Sequence[Offer], rest: Rest) -> list[object]:
-        return [self.costs, rest._replace(context=0), *[each.policy for each in present]]
+        return [self.costs, rest.rows, rest.sequences, rest.sampled, *[each.policy for each in present]]
 
     def _plan(self, views: Sequence[View], rest: Rest) -> _HeldPlan:
         self._explored = max((view.policy.explore for view in views), default=0.0)
