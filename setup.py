@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path("src/slipstream/kernels/cpu/native")
 # every kernel is compiled once per instruction set, and the module picks the best one the machine has
 KERNELS = ("matmul.cpp", "attention.cpp", "step.cpp", "sampling.cpp", "growth.cpp", "floors.cpp")
-COMMON = ("team.cpp", "module.cpp", "pack.cpp", "rows.cpp")
+COMMON = ("team.cpp", "module.cpp", "pack.cpp", "rows.cpp", "text_index.cpp")
 FLAGS = [
     "-std=c++17",
     "-O3",

@@ -26,7 +26,7 @@ from slipstream.speculative import choose, estimate, policy, suffix_index, text_
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import DraftJob
-from slipstream.speculative.suffix_index import SuffixIndex
+from slipstream.speculative.suffix_index import text_index
 from slipstream.speculative.tree import Growth
 from slipstream.stats import Decision
 from slipstream.types import Gate, Mode, Proposal, Source, Verdict
@@ -153,14 +153,14 @@ def fixed_ms(answer: Answer, nodes: int) -> float:
 def auto_ms(answer: Answer, deciding: policy.Policy, rng: random.Random, text: bool) -> float:
     """The time of an answer if the policy decides about every step."""
     own = deciding.sequence(Mode("auto"), Gate("auto"), PROPOSALS, answer.sampled)
-    index, position, ms = SuffixIndex(), 0, 0.0
+    index, position, ms = text_index(), 0, 0.0
     index.extend([*answer.prompt, *answer.tokens[:1]])
     while position + 1 < len(answer.tokens):
         room = len(answer.tokens) - position - 1
         index.extend(answer.tokens[index.length - len(answer.prompt) : position + 1])
         found = None
         if text and room > 1:
-            found = text_drafts.text_growth(index, room - 1, own.estimate.chance, own.floor, own.first_from_text)
+            found = index.grow(text_drafts.MOST_TEXT_NODES, room - 1, own.estimate, own.floor, own.first_from_text)
         offered = found.survivals[1:] if found is not None else ()
         view = choose.View(own, index.length, answer.sampled, room, offered)
         slots, draft = deciding.plan_drafts([view])[0], answer.draft(position)

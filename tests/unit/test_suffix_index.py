@@ -12,18 +12,33 @@ from typing import Any, NamedTuple
 import pytest
 
 from scripts.suffix_replay import replay
+from slipstream.kernels.cpu.native_library import library
 from slipstream.speculative import suffix_index
-from slipstream.speculative.suffix_index import LONGEST_MATCH, MOST_OCCURRENCES, SuffixIndex
+from slipstream.speculative.suffix_index import (
+    LONGEST_MATCH,
+    MOST_OCCURRENCES,
+    CompiledIndex,
+    SuffixIndex,
+    TextIndex,
+    text_index,
+)
 from slipstream.speculative.tree import Growth
 from tests.unit.test_sequence import make
 
 SPANS = (16, 8, 4, 2, 1)  # a match of at least as many tokens is preferred to any shorter one
 
 
-def index_of(text: list[int]) -> SuffixIndex:
-    index = SuffixIndex()
+def index_of(text: list[int], create: Callable[[], TextIndex] = SuffixIndex) -> TextIndex:
+    index = create()
     index.extend(text)
     return index
+
+
+both = pytest.mark.parametrize("create", [SuffixIndex, text_index], ids=["python", "compiled"])
+
+
+def test_an_engine_uses_the_compiled_index_where_there_is_one() -> None:
+    assert isinstance(text_index(), CompiledIndex if library() is not None else SuffixIndex)
 
 
 def match(text: list[int], end: int) -> int:
@@ -68,7 +83,7 @@ def naive_paths(text: list[int], depth: int) -> dict[tuple[int, ...], Path]:
     return paths
 
 
-def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> None:
+def check(index: TextIndex, text: list[int], most_nodes: int, depth: int) -> None:
     assert index.length == len(text)
     assert index.occurrences() == naive_occurrences(text)
     if not text:
@@ -88,11 +103,12 @@ def check(index: SuffixIndex, text: list[int], most_nodes: int, depth: int) -> N
     assert products == pytest.approx(sorted((path.product for path in expected.values()), reverse=True)[: drafts.nodes])
 
 
+@both
 @pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_operations_finds_what_a_naive_search_finds(seed: int) -> None:
+def test_any_order_of_operations_finds_what_a_naive_search_finds(create: Callable[[], TextIndex], seed: int) -> None:
     chance = random.Random(seed)
     alphabet = chance.choice([1, 2, 3, 5, 20])
-    pairs: list[tuple[SuffixIndex, list[int]]] = [(SuffixIndex(), [])]
+    pairs: list[tuple[TextIndex, list[int]]] = [(create(), [])]
     for _ in range(120):
         number = chance.randrange(len(pairs))
         index, text = pairs[number]
@@ -145,8 +161,9 @@ def test_a_new_token_has_no_continuation() -> None:
     assert index_of([1, 2, 3, 1, 2, 9]).grow(8, 8).nodes == 0
 
 
-def test_a_fork_and_its_origin_change_on_their_own() -> None:
-    index = index_of([1, 2, 3, 1])
+@both
+def test_a_fork_and_its_origin_change_on_their_own(create: Callable[[], TextIndex]) -> None:
+    index = index_of([1, 2, 3, 1], create)
     fork = index.fork()
     fork.extend([2])
     index.truncate(1)
@@ -219,10 +236,13 @@ def test_a_replay_commits_the_answer_and_says_what_helped() -> None:
     assert [len(step.path) for step in steps] == [2, 0, 0, 1]
 
 
+@both
 @pytest.mark.parametrize("seed", range(12))
-def test_an_index_follows_a_sequence_through_commits_rollbacks_and_pauses(seed: int) -> None:
+def test_an_index_follows_a_sequence_through_commits_rollbacks_and_pauses(
+    create: Callable[[], TextIndex], seed: int
+) -> None:
     chance = random.Random(seed)
-    alphabet, index = chance.choice([1, 2, 4, 30]), SuffixIndex()
+    alphabet, index = chance.choice([1, 2, 4, 30]), create()
     state, _, _ = make(1, pages=128, drafting=False)
     for _ in range(80):
         match chance.choice(["commit", "commit", "commit", "silent commit", "rollback", "pause"]):
@@ -244,10 +264,11 @@ def test_an_index_follows_a_sequence_through_commits_rollbacks_and_pauses(seed: 
         check(index, state.tokens, chance.choice([1, 8, 31]), chance.choice([1, 4, 12]))
 
 
-def test_a_long_prompt_is_followed_in_pieces() -> None:
+@both
+def test_a_long_prompt_is_followed_in_pieces(create: Callable[[], TextIndex]) -> None:
     chance = random.Random(2)
     text = [chance.randrange(9) for _ in range(5_000)]
-    index = SuffixIndex()
+    index = create()
     assert not index.follow(text) and 0 < index.length < len(text)
     first = index.length
     assert index.occurrences() == index_of(text[:first]).occurrences()

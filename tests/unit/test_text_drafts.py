@@ -7,8 +7,8 @@ import random
 import pytest
 
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
-from slipstream.speculative.suffix_index import SuffixIndex
-from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
+from slipstream.speculative.suffix_index import text_index
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
@@ -112,10 +112,10 @@ def test_a_text_that_offers_nothing_leaves_the_drafters_tree_alone() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None:
     chance = random.Random(seed)
-    estimate, index = some_estimate(chance), SuffixIndex()
+    estimate, index = some_estimate(chance), text_index()
     index.extend([chance.randrange(3) for _ in range(200)])
     depth, floor = chance.choice([1, 6, 30]), chance.choice([0.0, 0.05, 0.5])
-    growth = text_growth(index, depth, estimate.chance, floor)
+    growth = index.grow(MOST_TEXT_NODES, depth, estimate, floor)
     check_tree(growth)
     assert max(growth.depths) <= depth and growth.nodes <= MOST_TEXT_NODES
     assert min(growth.survivals) >= floor and set(growth.sources) == {Source.TEXT}
@@ -131,10 +131,9 @@ def test_a_text_offers_its_likely_continuations_and_no_others(seed: int) -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_a_text_without_a_likely_first_token_is_not_searched(seed: int) -> None:
     chance = random.Random(seed)
-    estimate, index = some_estimate(chance), SuffixIndex()
+    estimate, index = some_estimate(chance), text_index()
     index.extend([chance.randrange(4) for _ in range(100)])
-    everything = text_growth(index, 8, estimate.chance, 0.0)
+    everything = index.grow(MOST_TEXT_NODES, 8, estimate)
     likeliest = max(everything.survivals[1:])
-    assert estimate.chance(index.largest_claim(), 1, Source.TEXT) >= likeliest
-    assert text_growth(index, 8, estimate.chance, 0.0, first=likeliest) == everything
-    assert text_growth(index, 8, estimate.chance, 0.0, first=1.01).nodes == 0
+    assert index.grow(MOST_TEXT_NODES, 8, estimate, first=likeliest) == everything
+    assert index.grow(MOST_TEXT_NODES, 8, estimate, first=1.01).nodes == 0

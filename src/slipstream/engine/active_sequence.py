@@ -11,7 +11,7 @@ from slipstream.engine.scheduler import Requirements, ScheduledSequence
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import SequencePolicy
 from slipstream.speculative.sampling import RowSampler
-from slipstream.speculative.suffix_index import SuffixIndex
+from slipstream.speculative.suffix_index import TextIndex
 from slipstream.stats import RequestStats, novel_steps
 from slipstream.text.detokenize import IncrementalDetokenizer
 from slipstream.text.stops import StopMatcher
@@ -43,7 +43,7 @@ class ActiveSequence(ScheduledSequence):
         self.row_limit = 1  # rows of a step at most, the anchor included
         self.policy: SequencePolicy | None = None
         self.gate: EmaGate | EntropyGate | None = None
-        self.index: SuffixIndex | None = None  # over prompt and answer, where the text itself is a source of drafts
+        self.index: TextIndex | None = None  # over prompt and answer, where the text itself is a source of drafts
         self.next_step_plain = False  # the last drafts led to logits that are not numbers: the next step drafts nothing
         self._warned = False
         self._detokenizer = IncrementalDetokenizer(tokenizer)

@@ -20,8 +20,8 @@ from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import ALONE, MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
-from slipstream.speculative.suffix_index import SuffixIndex
-from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered, text_growth
+from slipstream.speculative.suffix_index import text_index
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered
 from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -86,7 +86,7 @@ class Proposer:
         if request.mode.kind == "plain" or not (self.proposals or reads_text):
             return
         sequence.row_limit = MAX_AUTO_ROWS if request.mode.kind == "auto" else request.mode.width or self.positions + 1
-        sequence.index = SuffixIndex() if reads_text else None
+        sequence.index = text_index() if reads_text else None
         if request.gate.kind == "auto":
             sequence.policy = self.policy.sequence(
                 request.mode, request.gate, self.positions, not sequence.greedy, sequence.state.variant
@@ -163,11 +163,11 @@ class Proposer:
             return None
         if not index.follow(sequence.state.tokens) or not (policy or sequence.drafts_fixed):
             return None
+        depth = sequence.room - 1
         if policy is None:
-            growth = text_growth(index, sequence.room - 1, as_claimed, 0.0)
+            growth = index.grow(MOST_TEXT_NODES, depth)
         else:
-            chance = policy.estimate.chance
-            growth = text_growth(index, sequence.room - 1, chance, policy.floor, policy.first_from_text)
+            growth = index.grow(MOST_TEXT_NODES, depth, policy.estimate, policy.floor, policy.first_from_text)
         if growth.nodes and sequence.sampler.guide is not None:
             growth = allowed_part(sequence.sampler.guide, growth)
         return growth if growth.nodes else None

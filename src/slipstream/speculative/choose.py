@@ -81,6 +81,8 @@ def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price:
 
     The value is the expected tokens minus `price` (tokens per millisecond) times the step's milliseconds.
     """
+    if step.batch == 1:
+        return [_best_prefix(step, offer, price) for offer in offers]
     order = _merged(offers)
     counts, expected = [0] * len(offers), [1.0] * len(offers)
     best, best_value = 0, -price * step.plain_ms
@@ -91,12 +93,12 @@ def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price:
         counts[index] += 1
         gained += survival
         straight = straight and counts[index] <= offer.straight
-        if 1 < step.batch == len(offers):  # other sequences of the step expect a single token
+        if step.batch == len(offers):  # other sequences of the step expect a single token
             expected[index] += survival
             fewest = min(expected)
         ms = step.straight[taken] if straight else step.branched[taken]
         value = gained - price * ms
-        if value > best_value and (step.batch == 1 or step.fair(spent_ms + ms, fewest)):
+        if value > best_value and step.fair(spent_ms + ms, fewest):
             best, best_value = taken, value
     chosen = [0] * len(offers)
     for index in order[:best]:
@@ -104,10 +106,20 @@ def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price:
     return chosen
 
 
+def _best_prefix(step: StepTimes, offer: Offer, price: float) -> int:
+    """The same for a sequence that is alone in its step; a loop over all offers takes 1 % of a small step longer."""
+    times = step.straight[: offer.straight + 1] + step.branched[offer.straight + 1 :]
+    best, best_value, gained = 0, -price * step.plain_ms, 0.0
+    for taken, survival in enumerate(offer.survivals, start=1):
+        gained += survival
+        value = gained - price * times[taken]
+        if value > best_value:
+            best, best_value = taken, value
+    return best
+
+
 def _merged(offers: Sequence[Offer]) -> list[int]:
     """The offers' indices in the order in which their nodes are taken, the likeliest node first."""
-    if len(offers) == 1:
-        return [0] * len(offers[0].survivals)
     ranked = sorted((-survival, index) for index, offer in enumerate(offers) for survival in offer.survivals)
     return [index for _, index in ranked]
 

@@ -99,10 +99,10 @@ class Estimate:
             self._kind.add(place, claimed, hit)
         self._stale = bool(outcomes) or self._stale
 
-    def table(self) -> CalibrationTable:
-        """The same for a drafter's tokens in compiled code and on a GPU; it is valid until the next outcome."""
+    def table(self, source: Source = Source.DRAFTER) -> CalibrationTable:
+        """The same for one source's tokens in compiled code and on a GPU; it is valid until the next outcome."""
         self._current()
-        return self._table
+        return self._tables[source]
 
     def _current(self) -> array[float]:
         if self._stale:
@@ -118,9 +118,9 @@ class Estimate:
         return np.frombuffer(self._kind.factors).reshape(rows), np.frombuffer(self._factors).reshape(rows)
 
     @cached_property
-    def _table(self) -> CalibrationTable:
-        sizes, factors = (len(_CLAIM_EDGES), len(_DEPTH_EDGES)), self._arrays[1].ctypes.data
-        return CalibrationTable(*sizes, _CLAIMS.ctypes.data, _DEPTHS.ctypes.data, LEAST, MOST, factors)
+    def _tables(self) -> list[CalibrationTable]:
+        edges = len(_CLAIM_EDGES), len(_DEPTH_EDGES), _CLAIMS.ctypes.data, _DEPTHS.ctypes.data
+        return [CalibrationTable(*edges, LEAST, MOST, row.ctypes.data) for row in self._arrays[1]]
 
 
 def _bounded(chance: float) -> float:

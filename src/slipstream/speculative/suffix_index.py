@@ -7,9 +7,13 @@ the tokens of its prompt and its answer.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
+from slipstream.kernels.cpu.native_text import CompiledText, compiled_text
+from slipstream.speculative.estimate import Estimate
 from slipstream.speculative.tree import Calibrate, Growth, as_claimed
 from slipstream.types import Source
 
@@ -23,35 +27,48 @@ LONGEST_MATCH = 32
 # How many earlier occurrences one query looks at. Its time grows with them. With 4, drafts commit up to 4 % fewer
 # tokens a step in a text of 12,000 tokens, and 16 win nothing (docs/log.md).
 MOST_OCCURRENCES = 8
-MOST_FOLLOWED = 2048  # tokens of a prompt that one step takes over: about 6 ms
+MOST_FOLLOWED = 2048  # tokens of a prompt that one step takes over: about 6 ms in Python
 _NAME_BITS = 32  # A gram's key holds the names of both halves; tokens and positions are below 2**31.
 
 Occurrence = tuple[int, int]  # how many tokens match, and the position of the last of them
 
 
-class SuffixIndex:
+class TextIndex(ABC):
     """The tokens of one sequence, and where its last tokens occurred before."""
 
-    def __init__(self) -> None:
-        self._text = array("i")
-        self._levels = [_Grams(span) for span in _SPANS]
+    length = 0  # tokens of the text
 
-    @property
-    def length(self) -> int:
-        return len(self._text)
-
-    @property
-    def last(self) -> int:
-        """The last token of the text."""
-        return self._text[-1]
-
+    @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the text, each in constant time."""
-        self._text.extend(tokens)
-        halves = self._text
-        for level in self._levels:
-            level.extend(halves)
-            halves = level.names
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens of the text; the time depends on the tokens that go."""
+
+    @abstractmethod
+    def fork(self) -> TextIndex:
+        """Returns an index of the same text that changes on its own; it takes a copy of everything."""
+
+    @abstractmethod
+    def occurrences(self) -> list[Occurrence]:
+        """Returns earlier occurrences of the text's end: the longest match first, and the most recent of equal ones.
+
+        Matches of at least 16 tokens are taken first, then those of at least 8, and so on, each time the most recent
+        ones, until there are MOST_OCCURRENCES.
+        """
+
+    @abstractmethod
+    def grow(
+        self, most_nodes: int, depth: int, estimate: Estimate | None = None, floor: float = 0.0, first: float = 0.0
+    ) -> Growth:
+        """Returns the likeliest continuations as a tree: no node deeper than `depth` or less likely than `floor`.
+
+        A row stands for the earlier occurrences that went on as the path to that row does; docs/log.md compares what
+        rows claim with what was accepted. Without an estimate, claims are taken as they are. The tree has no node if
+        the last token is new, or if the likeliest next token is less likely than `first`, which saves the search. The
+        text must not be empty.
+        """
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Takes over the end of a longer or shorter text that begins alike; returns whether it has all of it.
@@ -63,31 +80,82 @@ class SuffixIndex:
         self.extend(tokens[self.length : self.length + MOST_FOLLOWED])
         return self.length == len(tokens)
 
+
+def text_index() -> TextIndex:
+    """Returns an index of an empty text, compiled if this machine has compiled kernels."""
+    text = compiled_text(len(_SPANS), LONGEST_MATCH, MOST_OCCURRENCES)
+    return SuffixIndex() if text is None else CompiledIndex(text)
+
+
+class CompiledIndex(TextIndex):
+    """The index in compiled memory; it finds what SuffixIndex finds."""
+
+    def __init__(self, text: CompiledText, length: int = 0) -> None:
+        self.length = length
+        self._text = text
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._text.extend(tokens)
+        self.length += len(tokens)
+
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens of the text; the time depends on the tokens that go."""
+        self._text.truncate(length)
+        self.length = length
+
+    def fork(self) -> CompiledIndex:
+        return CompiledIndex(self._text.copy(), self.length)
+
+    def occurrences(self) -> list[Occurrence]:
+        return self._text.occurrences(MOST_OCCURRENCES)
+
+    def grow(
+        self, most_nodes: int, depth: int, estimate: Estimate | None = None, floor: float = 0.0, first: float = 0.0
+    ) -> Growth:
+        table = estimate.table(Source.TEXT) if estimate is not None else None
+        nodes = self._text.grow(table, most_nodes, depth, floor, first)
+        rows = nodes.rows
+        if rows == 1:  # the usual case; reading all lists takes ten times as long
+            return Growth([nodes.tokens[0]], sources=[Source.TEXT])
+        return Growth(*nodes.lists(), [Source.TEXT] * rows)
+
+
+class SuffixIndex(TextIndex):
+    """The index in Python."""
+
+    def __init__(self) -> None:
+        self._text = array("i")
+        self._levels = [_Grams(span) for span in _SPANS]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._text.extend(tokens)
+        self.length = len(self._text)
+        halves = self._text
+        for level in self._levels:
+            level.extend(halves)
+            halves = level.names
+
+    def truncate(self, length: int) -> None:
         halves = [self._text, *(level.names for level in self._levels)]
         for number in reversed(range(len(self._levels))):
             self._levels[number].truncate(halves[number], length)
         del self._text[length:]
+        self.length = length
 
     def fork(self) -> SuffixIndex:
-        """Returns an index of the same text that changes on its own; it takes a copy of everything."""
         copied = SuffixIndex()
         copied._text = self._text[:]
         copied._levels = [level.copy() for level in self._levels]
+        copied.length = self.length
         return copied
 
-    def grow(self, most_nodes: int, depth: int, calibrate: Calibrate = as_claimed, floor: float = 0.0) -> Growth:
-        """Returns the likeliest continuations as a tree: no node deeper than `depth` or less likely than `floor`.
-
-        A row stands for the earlier occurrences that went on as the path to that row does; docs/log.md compares what
-        rows claim with what was accepted. The tree has no node if the last token is new. The text must not be empty.
-        """
+    def grow(
+        self, most_nodes: int, depth: int, estimate: Estimate | None = None, floor: float = 0.0, first: float = 0.0
+    ) -> Growth:
+        calibrate = as_claimed if estimate is None else partial(estimate.chance, source=Source.TEXT)
+        claim = claim_of(1.0, self._longest_match())
+        if not claim or calibrate(claim, 1) < max(floor, first):
+            return Growth([self._text[-1]], sources=[Source.TEXT])
         return _grow(self._text, self.occurrences(), most_nodes, depth, calibrate, floor)
-
-    def largest_claim(self) -> float:
-        """Returns what the likeliest next token may claim, or a little more, without a search; 0 if the last is new."""
-        return claim_of(1.0, self._longest_match())
 
     def _longest_match(self) -> int:
         """Returns how many tokens of the text's end occurred together before, or a few more."""
@@ -99,11 +167,6 @@ class SuffixIndex:
         return LONGEST_MATCH
 
     def occurrences(self) -> list[Occurrence]:
-        """Returns earlier occurrences of the text's end: the longest match first, and the most recent of equal ones.
-
-        Matches of at least 16 tokens are taken first, then those of at least 8, and so on, each time the most recent
-        ones, until there are MOST_OCCURRENCES.
-        """
         last = len(self._text) - 1
         found: dict[int, int] = {}
         for level in reversed(self._levels):

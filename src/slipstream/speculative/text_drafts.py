@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
 
-from slipstream.speculative.suffix_index import SuffixIndex
 from slipstream.speculative.tree import Growth
 from slipstream.types import Source
 
@@ -17,17 +15,6 @@ class Chance(Protocol):
     """The acceptance probability of a token with some claim, at some depth (from 1), from some source."""
 
     def __call__(self, claimed: float, depth: int, source: Source) -> float: ...
-
-
-def text_growth(index: SuffixIndex, depth: int, chance: Chance, floor: float, first: float = 0.0) -> Growth:
-    """At most MOST_TEXT_NODES continuations of a text, the likeliest first and none less likely than `floor`.
-
-    There are none unless the likeliest next token is at least as likely as `first`, which saves the search.
-    """
-    claim = index.largest_claim()
-    if not claim or chance(claim, 1, Source.TEXT) < max(floor, first):
-        return Growth([index.last])
-    return index.grow(MOST_TEXT_NODES, depth, partial(chance, source=Source.TEXT), floor)
 
 
 def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:

@@ -11,12 +11,11 @@
 #include <new>
 #include <type_traits>
 
-#include "calibration.h"
+#include "growth.h"
 #include "simd.h"
 
 extern "C" {
 
-constexpr int32_t kMostRows = 256;
 enum SlipFloatType : int32_t { kFloat = 0, kHalf = 1, kBrain = 2 };
 enum SlipGrowthState : int32_t { kGrown = 0, kBroken = 1, kUnknownToken = 2 };
 
@@ -37,12 +36,6 @@ struct SlipBlock {
     const float* confidence;  // [slots], the slot's own part of the confidence; null if there is no confidence head
     double scale;             // the factor from a correction to a score
     double min_confidence;
-};
-
-struct SlipGrown {
-    int32_t rows;
-    int32_t tokens[kMostRows], parents[kMostRows], depths[kMostRows];
-    double claims[kMostRows], survivals[kMostRows];
 };
 
 }  // extern "C"
@@ -160,12 +153,12 @@ public:
     }
 
     void chain(SlipGrown& grown, int32_t anchor, int length) {
-        start(grown, anchor);
+        begin_growth(grown, anchor);
         extend(grown, length);
     }
 
     void tree(SlipGrown& grown, int32_t anchor, int nodes, int depth, bool seeded, double floor) {
-        start(grown, anchor);
+        begin_growth(grown, anchor);
         waiting_.clear();
         order_ = 0;
         if (seeded) {
@@ -189,23 +182,9 @@ public:
     int32_t state = kGrown;
 
 private:
-    static void start(SlipGrown& grown, int32_t anchor) {
-        grown.rows = 1;
-        grown.tokens[0] = anchor;
-        grown.parents[0] = -1;
-        grown.depths[0] = 0;
-        grown.claims[0] = grown.survivals[0] = 1.0;
-    }
-
     int add(SlipGrown& grown, int parent, int branch, int rank, double survival) {
-        const int row = grown.rows++;
         const int place = branches_[branch].first + rank;
-        grown.tokens[row] = static_cast<int32_t>(tokens_[place]);
-        grown.parents[row] = parent;
-        grown.depths[row] = grown.depths[parent] + 1;
-        grown.claims[row] = chances_[place];
-        grown.survivals[row] = survival;
-        return row;
+        return add_node(grown, parent, static_cast<int32_t>(tokens_[place]), chances_[place], survival);
     }
 
     void extend(SlipGrown& grown, int length) {

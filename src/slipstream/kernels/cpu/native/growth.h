@@ -1,4 +1,4 @@
-// What a claimed probability is worth: the factors that growth reads.
+// What growth reads and returns: the factors that say what a claimed probability is worth, and the grown nodes.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,15 @@ struct SlipCalibration {
     const double* factors;  // [claims + 1, depths + 1]
 };
 
+constexpr int32_t kMostRows = 256;
+
+// Nodes in the order in which they were added, the anchor first.
+struct SlipGrown {
+    int32_t rows;
+    int32_t tokens[kMostRows], parents[kMostRows], depths[kMostRows];
+    double claims[kMostRows], survivals[kMostRows];
+};
+
 }  // extern "C"
 
 namespace slip {
@@ -25,6 +34,24 @@ inline int edges_upto(const double* edges, int count, double value) {
     int below = 0;
     while (below < count && edges[below] <= value) ++below;
     return below;
+}
+
+inline void begin_growth(SlipGrown& grown, int32_t anchor) {
+    grown.rows = 1;
+    grown.tokens[0] = anchor;
+    grown.parents[0] = -1;
+    grown.depths[0] = 0;
+    grown.claims[0] = grown.survivals[0] = 1.0;
+}
+
+inline int add_node(SlipGrown& grown, int parent, int32_t token, double claim, double survival) {
+    const int row = grown.rows++;
+    grown.tokens[row] = token;
+    grown.parents[row] = parent;
+    grown.depths[row] = grown.depths[parent] + 1;
+    grown.claims[row] = claim;
+    grown.survivals[row] = survival;
+    return row;
 }
 
 inline double calibrated(const SlipCalibration* c, double claimed, int depth) {
