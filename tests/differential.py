@@ -255,7 +255,7 @@ class Episode:
 
         with ExitStack() as stack:
             for name in variants.names:
-                blocks = variants[name].blocks
+                blocks = variants[name].drafter
                 assert isinstance(blocks, BlockDrafter)
                 stack.enter_context(patch.object(blocks, "draft", knowing(blocks.draft)))
             yield

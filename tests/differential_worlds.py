@@ -80,7 +80,7 @@ class World:
             drafter = base.drafter if base is not None else None
             executor = CpuExecutor.sized(executor.target, drafter, llm.config, llm.max_context, llm.draft_window, None)
             for variant in self.variants:
-                executor.variants.install(replace(variant, blocks=executor.blocks(variant.blocks.drafter)))
+                executor.variants.install(replace(variant, drafter=executor.blocks(variant.drafter.drafter)))
         elif self.last_engine is not None and self.last_engine.prefix is not None:
             # Captured steps belong to the executor, which is too expensive to rebuild, so its memory is handed on.
             self.last_engine.prefix.clear()

@@ -578,14 +578,14 @@ def test_the_slowest_of_many_count_unless_somebody_waits(
     told = Mock()
     monkeypatch.setattr(planner_of(llm).gate, "observe", told)
     batch = DeviceBatch.of(tiny_sequences(llm, count))
-    drafts, plain = (BatchPlan.of(batch, [Wish()] * count, [Decision()] * count, free) for free in (True, False))
+    drafts, plain = (BatchPlan.of(batch, [Wish()] * count, [Decision()] * count, may) for may in (True, False))
     tokens = [1] * (count // 4) + [4] * (count - count // 4)
     for _ in range(30):
-        planner_of(llm).time(batch, drafts, TimedStep(4, range(count), tokens, 0.002, crowded), captured=False)
+        planner_of(llm).tell_gate(batch, drafts, TimedStep(4, range(count), tokens, 0.002, crowded), captured=False)
     size, drafting, rows, counted, seconds = told.call_args.args
     assert (size, drafting, rows, seconds) == (count, True, 4, 0.002)
     assert counted == pytest.approx(0.7 * 3.25 if heeded else 3.25)
-    planner_of(llm).time(batch, plain, TimedStep(1, range(count), [1] * count, 0.001, crowded), captured=False)
+    planner_of(llm).tell_gate(batch, plain, TimedStep(1, range(count), [1] * count, 0.001, crowded), captured=False)
     assert told.call_args.args == (count, False, 1, 1.0, 0.001)
 
 

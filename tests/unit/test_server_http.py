@@ -33,8 +33,8 @@ from slipstream.server.operations.server_state import (
     MAX_JSON_DEPTH,
     ServerSettings,
     ServerState,
+    parse_binary_size,
     read_api_keys,
-    read_bytes,
 )
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.server.serving.router import ModelRouter
@@ -390,10 +390,10 @@ def test_speculative_settings_become_modes() -> None:
 
 
 def test_sizes_and_keys_are_read(tmp_path: Path) -> None:
-    assert [read_bytes(text) for text in ("7", "1k", "2M", "1.5GiB")] == [7, 1024, 2 << 20, 3 << 29]
+    assert [parse_binary_size(text) for text in ("7", "1k", "2M", "1.5GiB")] == [7, 1024, 2 << 20, 3 << 29]
     for bad in ("", "x", "4X", "-1", "0", "nan", "inf", "1e300"):
         with pytest.raises(ConfigError):
-            read_bytes(bad)
+            parse_binary_size(bad)
     file = tmp_path / "keys"
     file.write_text("# mine\nthree\n\n  one \n")
     assert read_api_keys(["one"], file, {"SLIPSTREAM_API_KEY": "two,one"}) == ("one", "two", "three")

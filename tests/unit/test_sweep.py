@@ -74,7 +74,7 @@ def test_every_column_answers_every_prompt_in_every_run_with_its_own_variant() -
     assert {name for name, mode, _ in asked if mode == "plain"} == {None}
     cell = result.cell(result.columns[0], ALL_SETS)
     assert result.complete and cell is not None
-    assert (len(cell.steps), cell.answers, cell.same) == (10, 20, 20)
+    assert (len(cell.steps), cell.answers, cell.same_or_near) == (10, 20, 20)
     # two runs of the same prompt are one sample with twice the tokens
     assert cell.steps[0][0] == 2 * 23 and cell.tau == pytest.approx(23 / 6)
 

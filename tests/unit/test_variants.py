@@ -51,7 +51,7 @@ def adapted(folder: Path, sources: dict[str, str]) -> LLM:
 
 
 def drafter_of(llm: LLM, name: str) -> DFlashDrafter:
-    return llm.engine.executor.variants[name].blocks.drafter
+    return llm.engine.executor.variants[name].drafter.drafter
 
 
 def run(llm: LLM, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[StepRecord], RequestStats]]:

@@ -128,7 +128,7 @@ class ModeRun:
     """The sums of one mode over all prompts."""
 
     stats: RequestStats = field(default_factory=RequestStats)
-    texts: list[list[int]] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)  # per prompt: tokens and milliseconds of all its turns
     steps: list[Sample] = field(default_factory=list)  # per prompt: tokens and verify steps of all its turns
     same: int = 0
@@ -137,7 +137,7 @@ class ModeRun:
     def add(self, prompt: int, answer: BenchAnswer) -> None:
         stats = answer.stats
         self.stats.add(stats)
-        self.texts.append(answer.token_ids)
+        self.token_ids.append(answer.token_ids)
         for samples, cost in ((self.samples, stats.decode_ms), (self.steps, stats.steps)):
             if prompt == len(samples):
                 samples.append((0, 0.0))
@@ -147,13 +147,13 @@ class ModeRun:
     @property
     def text_hash(self) -> str:
         """One hash over the token ids of all answers, with one line per answer."""
-        lines = "".join(",".join(map(str, ids)) + "\n" for ids in self.texts)
+        lines = "".join(",".join(map(str, ids)) + "\n" for ids in self.token_ids)
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One mode's decoding speed over another's, with its 95 % interval if there are enough prompts for one."""
+    """One measured value (speed, tau or speed-up) over another, with its 95 % interval if there are enough prompts."""
 
     over: str
     value: float

@@ -52,7 +52,7 @@ class Cell:
     fast: list[Sample] = field(default_factory=list)  # tokens and milliseconds with speculation
     plain: list[Sample] = field(default_factory=list)  # tokens and milliseconds without it
     answers: int = 0
-    same: int = 0  # answers whose texts equal plain decoding's in every mode, or differ only from a near-tie on
+    same_or_near: int = 0  # answers whose texts equal plain decoding's in every mode, or differ only from a near-tie on
 
     def add(self, seen: Comparison, modes: Sequence[str]) -> None:
         first, last = seen.modes[modes[0]], seen.modes[modes[-1]]
@@ -60,7 +60,7 @@ class Cell:
         self.fast = _added(self.fast, last.samples)
         self.plain = _added(self.plain, seen.plain.samples)
         self.answers += seen.answers
-        self.same += min(run.same + run.near_ties for run in seen.speculative.values())
+        self.same_or_near += min(run.same + run.near_ties for run in seen.speculative.values())
 
     @property
     def tau(self) -> float:
@@ -120,7 +120,7 @@ class Sweep:
             [sample for part in parts for sample in part.fast],
             [sample for part in parts for sample in part.plain],
             sum(part.answers for part in parts),
-            sum(part.same for part in parts),
+            sum(part.same_or_near for part in parts),
         )
 
     def tau_against(self, column: ColumnResult, name: str) -> Ratio | None:
@@ -167,7 +167,7 @@ class Sweep:
             "tau_against": ratio_json(self.tau_against(column, name)),
             "speedup": ratio_json(cell.speedup()),
             "speedup_against": ratio_json(self.speedup_against(column, name)),
-            "same_texts": {"same": cell.same, "of": cell.answers},
+            "same_texts": {"same": cell.same_or_near, "of": cell.answers},
         }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TAU_HEADS = ("prompts", "column", "tau", "difference, 95 %", "verdict")
-SPEED_HEADS = ("prompts", "column", "speed-up, 95 %", "difference, 95 %", "verdict", "same")
+SPEED_HEADS = ("prompts", "column", "speed-up, 95 %", "difference, 95 %", "verdict", "same or near-tie")
 FILE_HEADS = ("file", "size", "weights", "made")
 _COLOURS = ("#2a78b5", "#d9822b", "#4f9d69", "#8a5aa8", "#9a9a9a")
 _REFERENCE = "reference"
@@ -51,7 +51,7 @@ def speed_rows(sweep: Sweep) -> list[tuple[str, ...]]:
                         column.name,
                         "-" if speedup is None else speedup_text(speedup),
                         *_difference(sweep, column, against),
-                        f"{cell.same}/{cell.answers}",
+                        f"{cell.same_or_near}/{cell.answers}",
                     )
                 )
     return rows
@@ -154,6 +154,7 @@ def write_picture(sweep: Sweep, path: Path, title: str) -> None:
 
 
 def _percent(found: Ratio) -> Ratio:
+    """Returns the difference from 1 in percent, for `_point` only: the result's verdict has no meaning."""
     low, high = found.interval or (found.value, found.value)
     return Ratio(found.over, 100 * (found.value - 1), (100 * (low - 1), 100 * (high - 1)))
 
@@ -167,7 +168,11 @@ def _point(axes: Axes, found: Ratio | None, place: float, colour: str) -> None:
 
 
 class SweepFolder:
-    """The folder of a sweep: sweep.json and sweep.md after every step, one log per run, and the picture at the end."""
+    """The folder of a sweep.
+
+    It gets sweep.json and sweep.md after each set of prompts, a log per column, set and run, and at the end or at an
+    interruption the picture.
+    """
 
     def __init__(self, path: Path, title: str, about: Mapping[str, object]) -> None:
         self.path = path
@@ -215,6 +220,6 @@ class SweepFolder:
         write_picture(sweep, self.path / "sweep.png", self._title)
 
     def _replace(self, name: str, text: str) -> None:
-        # A reader or an interruption in the middle of writing finds the last complete file.
+        # A reader always finds a complete file, even if the sweep is interrupted while this one is written.
         (self.path / f"{name}.new").write_text(text, encoding="utf-8")
         os.replace(self.path / f"{name}.new", self.path / name)

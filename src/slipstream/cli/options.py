@@ -78,7 +78,7 @@ NoTextDrafts = Annotated[
     bool,
     typer.Option(
         "--no-text-drafts",
-        help="Draft only with the drafter, not from the text itself, in mode auto.",
+        help="Do not draft from the text itself: auto uses only the drafter, and tree:ROWS:text is refused.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -111,7 +111,8 @@ GateName = Annotated[
         metavar="NAME",
         rich_help_panel=_SPECULATION,
         show_default="auto in mode auto, else off",
-        help="The rule that ends speculation: entropy, ema, auto or off; KIND:name=value,... sets thresholds.",
+        help="The rule that ends speculation: entropy, ema, auto or off; KIND:name=value,... sets thresholds. "
+        "With one other than auto, the default of --mode is chain.",
     ),
 ]
 Confidence = Annotated[

@@ -233,7 +233,7 @@ def command(
     json_output: JsonLines = False,
 ) -> None:
     """Serve one or several models until SIGTERM or Ctrl-C; a second one ends running requests at once."""
-    from slipstream.server.operations.server_state import ServerSettings, read_api_keys, read_bytes
+    from slipstream.server.operations.server_state import ServerSettings, parse_binary_size, read_api_keys
 
     options = SingleModelOptions(
         model,
@@ -259,13 +259,13 @@ def command(
         cors_origins=tuple(cors or ()),
         allowed_hosts=tuple(allow_host or ()),
         allow_priority=allow_priority,
-        max_body_bytes=read_bytes(max_body),
+        max_body_bytes=parse_binary_size(max_body),
         timeout_s=timeout,
         grace_s=grace,
         log_prompts=log_prompts,
         draft_lora_folder=draft_lora_folder,
     )
-    router = _router(options, models, None if memory is None else read_bytes(memory), idle)
+    router = _router(options, models, None if memory is None else parse_binary_size(memory), idle)
     _serve(Ui(json_output), settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
 
 

@@ -1,7 +1,7 @@
 """Plans what each sequence proposes in a device step, before its draft exists: the host does not wait for the draft.
 
-A plan serves several steps, and the policy learns from two sequences of a step, which take turns. Where a step takes a
-millisecond, the host's time is what slows batches down, and of sixty outcomes a few say nearly as much as all.
+To save the host's time, which limits batches whose steps take a millisecond, a plan serves several steps and the policy
+learns from at most two sequences a step. The sequences take turns; two outcomes of sixty teach nearly as much as all.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class DeviceBatch:
         return tuple(place for place in self.places if self.columns[place].policy is not None)
 
     @property
-    def left_to_policy(self) -> bool:
-        """Returns whether the batch drafts without asking its gate: it has no policies, or only small drafts to lose.
+    def skips_gate(self) -> bool:
+        """Returns whether the batch's gate is not asked.
 
-        Without a drafter a draft costs a few percent of a small batch's step, which is less than speeds of different
-        texts differ, so a comparison of speeds would often give up what the text offers.
+        It is not asked if no sequence has a policy, or if few sequences draft from text only. A draft from the text
+        costs a few percent of a small batch's step. Speeds of different texts differ by more, so the gate's comparison
+        would often stop drafts that pay.
         """
         return not self.governed or (self.variant is None and len(self.columns) <= _FEW_SEQUENCES)
 
@@ -107,28 +108,30 @@ class BatchPlan:
 
     wishes: Sequence[Wish]
     decisions: Sequence[Decision]
-    free: bool  # the gate of the batch lets it draft
+    may_draft: bool  # whether sequences with a policy may draft: the batch's gate lets them, or it was not asked
     branching: bool  # some column proposes more than a chain
 
     @classmethod
-    def of(cls, batch: DeviceBatch, wishes: Sequence[Wish], decisions: Sequence[Decision], free: bool) -> BatchPlan:
+    def of(
+        cls, batch: DeviceBatch, wishes: Sequence[Wish], decisions: Sequence[Decision], may_draft: bool
+    ) -> BatchPlan:
         """From the wishes of the sequences that are there; empty columns wish for nothing."""
         count = len(batch.columns)
         spread, reasons = [NO_SEQUENCE] * count, [Decision()] * count
         for place, wish, decision in zip(batch.places, wishes, decisions, strict=True):
             spread[place], reasons[place] = wish, decision
-        return cls(spread, reasons, free, any(wish.nodes > 1 and wish.shape != CHAIN for wish in wishes))
+        return cls(spread, reasons, may_draft, any(wish.nodes > 1 and wish.shape != CHAIN for wish in wishes))
 
     def left_to(self, batch: DeviceBatch) -> BatchPlan:
         """The same plan for the sequences that are still there."""
         there = set(batch.places)
         wishes = [wish if place in there else NO_SEQUENCE for place, wish in enumerate(self.wishes)]
-        return BatchPlan(wishes, self.decisions, self.free, self.branching)
+        return BatchPlan(wishes, self.decisions, self.may_draft, self.branching)
 
     @classmethod
     def plain(cls, batch: DeviceBatch, reason: str) -> BatchPlan:
         count = len(batch.places)
-        return cls.of(batch, [Wish()] * count, [Decision("plain", reason)] * count, free=False)
+        return cls.of(batch, [Wish()] * count, [Decision("plain", reason)] * count, may_draft=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,10 @@ class TimedStep:
 
 
 class BatchPlanner:
-    """Asks gates and policy as the proposer does. Device steps come in a few widths; all of one width cost the same."""
+    """Plans the steps of device batches; owns the batch's gate and the plan held for the next steps.
+
+    Device steps come in a few widths, and all of one width cost the same.
+    """
 
     def __init__(self, proposer: Proposer, steps: DeviceSteps) -> None:
         self._proposer = proposer
@@ -168,7 +174,8 @@ class BatchPlanner:
     def plan(self, batch: DeviceBatch, alone: bool) -> BatchPlan:
         """What the sequences of a step propose.
 
-        A step is not `alone` where prompts are computed before it. It waits for these, so nothing is tried or learnt.
+        A step is not `alone` if it waits for a host step with prompts or other sequences. The batch's gate then runs no
+        trial, and neither it nor the shared policy gets the step's time; the sequences' own policies learn as always.
         """
         count = len(batch.places)
         if batch is not self._batch:
@@ -180,25 +187,25 @@ class BatchPlanner:
         if not batch.speculates:
             return self._plain
         size = len(batch.columns)
-        free = batch.left_to_policy or (self.gate.drafts(size) if alone else self.gate.better(size))
-        if not free and len(batch.governed) == count:
+        may_draft = batch.skips_gate or (self.gate.drafts(size) if alone else self.gate.better(size))
+        if not may_draft and len(batch.governed) == count:
             return self._plain
         self._age += 1
         held = self._held
         longest = min(_LONGEST_HELD_STEPS, max(_SHORTEST_HELD_STEPS, count // 2))
-        if held is None or held.free != free or self._age >= longest:
+        if held is None or held.may_draft != may_draft or self._age >= longest:
             once = any(sequence.next_step_plain for sequence in batch.sequences)
-            held = self._held = self._made(batch, free)
+            held = self._held = self._made(batch, may_draft)
             self._age = 0
             if once or any(sequence.policy is not None and sequence.policy.trial for sequence in batch.sequences):
                 self._held = None  # for a single step: a trial is paid for once, and a plain step follows bad numbers
         return held
 
-    def _made(self, batch: DeviceBatch, free: bool) -> BatchPlan:
+    def _made(self, batch: DeviceBatch, may_draft: bool) -> BatchPlan:
         sequences = batch.sequences
         few = len(sequences) <= _FEW_SEQUENCES
         slots = self._proposer.slots(sequences) if few else self._proposer.most_slots(sequences)
-        if not free:
+        if not may_draft:
             slots = [0 if own.policy else depth for own, depth in zip(sequences, slots, strict=True)]
         rows = self._widest_paying(batch, self._rates(batch, slots))
         most_nodes = max(1, self._steps.most_rows // bucket(len(batch.columns))) - 1
@@ -207,7 +214,7 @@ class BatchPlanner:
             for sequence, depth in zip(sequences, slots, strict=True)
         ]
         decisions = [_decision(*each) for each in zip(sequences, wishes, strict=True)]
-        return BatchPlan.of(batch, wishes, decisions, free)
+        return BatchPlan.of(batch, wishes, decisions, may_draft)
 
     def _widest_paying(self, batch: DeviceBatch, rates: dict[int, float]) -> int:
         """The rows per sequence that promise most; nearly as much is enough if that shape is captured already."""
@@ -260,8 +267,11 @@ class BatchPlanner:
             if policy is not None:
                 policy.rows_ms = max(0.0, per_node) * _nodes(batch, landed, plan, place)
 
-    def time(self, batch: DeviceBatch, plan: BatchPlan, step: TimedStep, captured: bool) -> None:
-        """Tells the gate of the batch what a step came to, the host's part included."""
+    def tell_gate(self, batch: DeviceBatch, plan: BatchPlan, step: TimedStep, captured: bool) -> None:
+        """Tells the batch's gate the tokens and the time of a step, the host's work included.
+
+        If a graph was captured meanwhile, the time only counts as lost.
+        """
         size = len(batch.columns)
         if not batch.governed:
             return
@@ -269,11 +279,11 @@ class BatchPlanner:
             self.gate.pay(size, step.seconds)
             return
         tokens = sum(step.tokens) / len(batch.places)
-        if plan.free and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
+        if plan.may_draft and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
             share = self._shares_in(batch).slowest_share(step.places, step.tokens)
             # While other sequences wait for a column, one that is done early makes room for them.
             tokens *= 1.0 if step.crowded else share
-        self.gate.observe(size, plan.free, step.rows, tokens, step.seconds)
+        self.gate.observe(size, plan.may_draft, step.rows, tokens, step.seconds)
 
     def _shares_in(self, batch: DeviceBatch) -> SlowestShare:
         """How the sequences of a batch differ; what is known of one batch says something about the next of its size."""
@@ -283,8 +293,11 @@ class BatchPlanner:
             shares.restart(len(batch.columns))
         return shares
 
-    def cost(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
-        """Tells the policy what a step came to, and refreshes the cost table and the gates that read it."""
+    def tell_policy(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, committed: int, seconds: float) -> None:
+        """Tells the policy the tokens and the time of a step.
+
+        In some steps it also refreshes the cost table and the EMA gates.
+        """
         ms = seconds * 1e3
         if batch.governed:
             self._proposer.policy.progress(committed, ms)
@@ -318,22 +331,22 @@ def _shape(batch: DeviceBatch, landed: Landed, plan: BatchPlan) -> StepShape:
     return StepShape(count, rows, batch.context, batch.sampled, plan.branching and rows > count)
 
 
-def _wish(sequence: ActiveSequence, depth: int, proposals: int, governed_rows: int, most_nodes: int) -> Wish:
+def _wish(sequence: ActiveSequence, depth: int, positions: int, policy_rows: int, most_nodes: int) -> Wish:
     """What a sequence proposes; a batch leaves each of its sequences `most_nodes`.
 
-    A fixed shape stays the same up to the last token: unused rows cost nothing, a graph of another shape does.
+    A request with a fixed shape keeps it even if fewer tokens are left, because another shape could need another graph.
     """
     policy, mode, text = sequence.policy, sequence.request.mode, sequence.index is not None
     if not depth or not most_nodes:
         return Wish()
     if policy is not None:
-        nodes = min(governed_rows - 1, policy.max_nodes, most_nodes)
+        nodes = min(policy_rows - 1, policy.max_nodes, most_nodes)
         shape = CHAIN if policy.chains_only else TREE
         return Wish(nodes if shape == TREE else min(nodes, depth), depth, shape, policy.estimate, text)
     if mode.kind == "tree":
         nodes = min(sequence.row_limit - 1, most_nodes)
-        return Wish(nodes, proposals, SEEDED_TREE if mode.seeded else TREE, text=text)
-    return Wish(min(proposals, sequence.row_limit - 1, most_nodes), proposals, CHAIN)
+        return Wish(nodes, positions, SEEDED_TREE if mode.seeded else TREE, text=text)
+    return Wish(min(positions, sequence.row_limit - 1, most_nodes), positions, CHAIN)
 
 
 def _decision(sequence: ActiveSequence, wish: Wish) -> Decision:

@@ -36,7 +36,7 @@ class DraftContexts:
         """
         drafts: list[BlockDrafts | None] = [None] * len(jobs)
         for name, places in _by_variant([job.state for job in jobs]).items():
-            found = self._variants[name].blocks.draft([jobs[place] for place in places])
+            found = self._variants[name].drafter.draft([jobs[place] for place in places])
             for place, block in zip(places, found, strict=True):
                 drafts[place] = block
         return drafts
@@ -79,7 +79,7 @@ class DraftContexts:
             own_pages, own_offsets = state.places(start, count)
             pages += own_pages
             offsets += own_offsets
-        self._variants[variant].blocks.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
+        self._variants[variant].drafter.write_context(taps, RowPlaces(positions, pages, offsets, max(positions) + 1))
 
 
 def _by_variant(states: Sequence[SequenceState]) -> dict[str, list[int]]:

@@ -186,9 +186,9 @@ class LaunchAhead:
         captured = step.launched.captured or (self._in_flight is not None and self._in_flight.launched.captured)
         if step.ahead and alone:
             timed = TimedStep(step.launched.rows, landed.present, counts, landed.seconds, crowded)
-            self.planner.time(step.batch, step.plan, timed, captured)
+            self.planner.tell_gate(step.batch, step.plan, timed, captured)
             if not (captured or dropped):
-                self.planner.cost(step.batch, landed.results, step.plan, sum(counts), landed.seconds)
+                self.planner.tell_policy(step.batch, landed.results, step.plan, sum(counts), landed.seconds)
 
     def _forget_device(self) -> None:
         """A sequence did not move on as the device believes: the step in flight and the held plan are void."""

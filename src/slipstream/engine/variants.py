@@ -27,7 +27,7 @@ class DraftVariant:
 
     name: str
     context_key: str  # distinguishes its draft context from the base's; empty if both are the same
-    blocks: BlockDrafter
+    drafter: BlockDrafter
 
 
 class DraftVariants:
@@ -43,7 +43,7 @@ class DraftVariants:
     def drafter(self) -> BlockDrafter | None:
         """The drafter without an adapter; all variants have its shape."""
         base = self._variants.get(BASE_VARIANT)
-        return base.blocks if base is not None else None
+        return base.drafter if base is not None else None
 
     @property
     def names(self) -> list[str]:
@@ -123,6 +123,9 @@ class DrafterFile:
 
 
 def _fingerprint(path: Path) -> str:
-    """Returns a key for the weights that wrote a draft context, so that another drafter never reads that context."""
+    """Returns a key of a file or folder from its path, size and time of change.
+
+    It names the drafter that wrote a draft context.
+    """
     stat = path.stat()
     return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]

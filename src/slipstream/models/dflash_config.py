@@ -192,7 +192,8 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     kinds = reader.values.get("layer_types")
     used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
     ropes = {
-        read_rope(reader, head_dim, reader.integer("max_position_embeddings"), kind, partial=True) for kind in used
+        read_rope(reader, head_dim, reader.integer("max_position_embeddings"), kind, allows_partial=True)
+        for kind in used
     }
     if len(ropes) > 1:
         raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")

@@ -120,7 +120,7 @@ def read_hf(config: ConfigReader) -> Gemma4Config:
             layer_dims=dims,
             layer_kv_heads=layer_kv_heads,
             layer_inner=tuple(inner * (2 if wide and index >= own else 1) for index in range(layers)),
-            full_rope=read_rope(config, dims[-1], max_positions, FULL, partial=True),
+            full_rope=read_rope(config, dims[-1], max_positions, FULL, allows_partial=True),
             keys_are_values=tuple(key_values and not slides for slides in sliding),
             sharing=sharing,
             side_size=side,

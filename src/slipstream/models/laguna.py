@@ -79,7 +79,7 @@ def read_hf(config: ConfigReader) -> tuple[LagunaConfig, FamilyNames]:
     mlps = ("dense", *["sparse"] * (layers - 1))
     if config.has("mlp_layer_types"):
         mlps = config.layer_kinds("mlp_layer_types", layers, ("dense", "sparse"))
-    ropes = {kind: read_rope(config, head_dim, max_positions, kind, partial=True) for kind in sorted(set(kinds))}
+    ropes = {kind: read_rope(config, head_dim, max_positions, kind, allows_partial=True) for kind in sorted(set(kinds))}
     read = LagunaConfig(
         family=ARCH,
         hidden_size=hidden,

@@ -155,7 +155,7 @@ def hf_config(
         intermediate_size=moe.intermediate_size if moe is not None else text.integer("intermediate_size"),
         vocab_size=text.integer("vocab_size"),
         rms_eps=text.number("rms_norm_eps"),
-        rope=read_rope(rope_source, head_dim, max_positions, partial=True),
+        rope=read_rope(rope_source, head_dim, max_positions, allows_partial=True),
         max_positions=max_positions,
         tied_head=tied,
         qk_norm=True,

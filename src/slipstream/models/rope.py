@@ -40,11 +40,12 @@ class RopeConfig:
 
 
 def read_rope(
-    config: ConfigReader, head_dim: int, max_positions: int, layer_type: str | None = None, partial: bool = False
+    config: ConfigReader, head_dim: int, max_positions: int, layer_type: str | None = None, allows_partial: bool = False
 ) -> RopeConfig:
     """Reads theta and scaling from `rope_parameters` first, then the legacy top-level keys; theta has no default.
 
-    Where layers of different types turn differently, `rope_parameters` has a section for each type.
+    Where layers of different types turn differently, `rope_parameters` has a section for each type. A partial
+    rotation is refused unless `allows_partial`.
     """
     nested = config.section("rope_parameters")
     if layer_type is not None and nested.has(layer_type):
@@ -62,7 +63,7 @@ def read_rope(
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     holder = nested if nested.has("partial_rotary_factor") else config
     share = holder.number("partial_rotary_factor", 1.0)
-    if share != 1.0 and not partial:
+    if share != 1.0 and not allows_partial:
         raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
     if kind == "proportional":
         return _proportional(theta, head_dim, share, scaling.number("factor", 1.0))
@@ -98,8 +99,8 @@ def _scaled_rope(
         )
     if kind == "yarn":
         return _read_yarn(scaling, theta, dim, original, max_positions)
-    supported = "supported: default, linear, llama3, yarn"
-    raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", supported)
+    hint = "use default, linear, llama3, yarn or proportional"
+    raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", hint)
 
 
 def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool = False) -> RopeConfig:
@@ -158,7 +159,7 @@ def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max
 
 
 def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:
-    """The order of a projection's rows that turns a partial rotation into one of whole heads.
+    """Returns the order of a projection's rows with which a kernel for whole heads computes a partial rotation.
 
     A kernel pairs dimension i with i + head_dim / 2. The `dim` turning dimensions of a head are paired among
     themselves, so their halves are moved to the beginning of the head's halves; what is after them has no frequency.
@@ -214,12 +215,12 @@ class RotaryTable:
         self._sin = torch.empty(0, width)
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos, and sin with its first half negated, [rows, 1, dim] for positions below `end`."""
+        """Returns cos, and sin with its first half negated, as [rows, 1, width]; each position must be below `end`."""
         cos, sin = self.tables(end)
         return cos[positions][:, None], sin[positions][:, None]
 
     def tables(self, end: int) -> tuple[Tensor, Tensor]:
-        """The same tables by position [positions, dim], at least up to `end`."""
+        """Returns the whole tables [positions, width], which reach at least to `end`."""
         if end > self._cos.shape[0]:
             self._grow(max(end, 2 * self._cos.shape[0], _FIRST_TABLE_POSITIONS))
         return self._cos, self._sin

@@ -1,8 +1,8 @@
 """What is known about a text's tokens before it is tokenised: how many there are at least, and where it may be cut.
 
-Tokenising takes up to 300 bytes of memory per byte of text. A text that is far too long should therefore be refused by
-its size in bytes, and a long text tokenised piece by piece. Neither may ever change a token id or refuse a text that
-would fit, so both are used only with tokenizers whose every part is known to allow them.
+Tokenising takes up to 300 bytes of memory per byte of text. A text that is far too long is therefore refused by a lower
+bound of its tokens, which its bytes give, and a long text is tokenised piece by piece. Neither may ever change a token
+id or refuse a text that would fit, so both are used only with tokenizers whose every part is known to allow them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from slipstream.text.token_bytes import SPACE_MARK, parts_of
 # Tokenising a piece of ASCII takes up to 2.5 MB, of 4-byte characters up to four times that; half as many characters
 # would cost 1 % more time.
 PIECE_CHARS = 1 << 13
-# A text may be cut before a single space or after a single line break, if the characters on both sides are no spaces.
-# The known patterns match nothing across such a place and do not look back over it, and a text that ends there has the
-# same matches before it.
+# A text may be cut before a space or after a line break, if the characters around that space or break are no
+# whitespace. The known patterns match nothing across such a place and do not look back over it, and a text that ends
+# there has the same matches before it.
 _CUT = re.compile(r"[ \n](?<=\S.)(?=\S)", re.DOTALL)
 _SEARCH_CHARS = 1 << 16  # a search blocks other threads, and this many take 3 ms at most
 _COUNT_BYTES = 1 << 16  # counting takes 8 bytes of memory for each of them
@@ -66,10 +66,11 @@ def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
 
 
 def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None:
-    """Returns, for each value of a byte, the least share of a token it makes up; None if a text may lose bytes.
+    """Returns the least share of a token for each byte value, 0 if the byte may vanish.
 
-    The share of a byte is 1 / (the length of the longest token that contains it). The shares of a token's bytes add up
-    to 1 at most, so the shares of a text's bytes add up to at most the number of its tokens.
+    Returns None if no share is certain with this tokenizer. The share of a byte is 1 / (the length of the longest token
+    that contains it). The shares of a token's bytes add up to 1 at most, so the shares of a text's bytes add up to at
+    most the number of its tokens.
     """
     parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     if not _is_plain_bpe(backend) or _strips(backend) or not all(map(_keeps_bytes, parts)):
@@ -89,7 +90,7 @@ def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None
 
 
 def fewest_tokens(data: bytes, shares: Shares) -> int:
-    """Returns a number of tokens that the text of these bytes certainly has."""
+    """Returns a lower bound of the number of tokens of the text with these bytes."""
     values = np.frombuffer(data, np.uint8)
     if not shares[128:].any() and not data.isascii():
         # an ASCII character before another one stays as it is; before an accent it may be joined with it

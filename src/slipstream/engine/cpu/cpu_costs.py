@@ -55,7 +55,7 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
     pages = -(-(_CONTEXT + max(_ROWS)) // PAGE_TOKENS) + 1
     pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, drafter))
     executor = CpuExecutor(target, drafter, pools, pages, draft_window=0)
-    blocks = executor.variants[BASE_VARIANT].blocks if drafter is not None else None
+    blocks = executor.variants[BASE_VARIANT].drafter if drafter is not None else None
     contexts = DraftContexts(executor.variants)
     state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=drafter is not None)
     state.start([1] * (_CONTEXT + 1), [])

@@ -161,4 +161,4 @@ class DecodeLoop:
 
 def device_drafter(variant: DraftVariant | None) -> GpuDrafter | None:
     """Returns the drafter of a variant as device steps use it; None if the variant is not on the device."""
-    return variant.blocks.gpu if variant is not None and isinstance(variant.blocks, GpuBlocks) else None
+    return variant.drafter.gpu if variant is not None and isinstance(variant.drafter, GpuBlocks) else None

@@ -92,9 +92,9 @@ class GpuExecutor:
         return GpuBlocks(self.passes, gpu, self._draft_window)
 
     def forget(self, variant: DraftVariant) -> None:
-        if isinstance(variant.blocks, GpuBlocks):
-            self.device_steps.forget_drafter(variant.blocks.gpu)
-            variant.blocks.forget()
+        if isinstance(variant.drafter, GpuBlocks):
+            self.device_steps.forget_drafter(variant.drafter.gpu)
+            variant.drafter.forget()
 
     @torch.inference_mode()
     def measure_costs(self) -> CostTable:

@@ -1,4 +1,4 @@
-"""Weights in the types in which their file stores them, repacked once and multiplied by the compiled row kernels.
+"""Packs weights for the compiled row kernels and multiplies with them; a type that no kernel reads becomes Q8_0 or F32.
 
 A row's sum has one fixed order, whatever rows are beside it, so speculative text equals plain text to the last bit.
 """
@@ -98,7 +98,10 @@ class PackedLinear:
         self.address = ctypes.addressof(self._struct)
 
     def struct(self, bias: Tensor | None) -> SlipLinear:
-        """Returns the struct that native code reads; the caller keeps the bias alive."""
+        """Returns the struct that native code reads.
+
+        It holds plain addresses, so the caller keeps this object and the bias alive.
+        """
         return SlipLinear(
             len(self.data),
             self.out_features,
@@ -171,7 +174,10 @@ def _product(library: Library) -> Any:
 
 
 def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
-    """Multiplies rows [n, in] with the weights, in fp32."""
+    """Returns the products of fp32 rows [n, in] with the weights, in fp32.
+
+    The kernel rounds rows to int8 unless the weights are floats.
+    """
     rows = rows.contiguous()
     out = torch.empty(rows.shape[0], linear.out_features)
     _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
@@ -179,8 +185,9 @@ def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int)
 
 
 def reference_product(rows: Tensor, weight: Tensor, float_rows: bool) -> Tensor:
-    """Computes what `multiply` does in plain torch: rows are rounded to int8 per 32 inputs, unless they stay floats.
+    """Computes in plain torch what `multiply` computes; `float_rows` says whether the weight is of a float type.
 
+    If it is not, rows are rounded to int8 in blocks of 32 inputs.
     Blocks with a spike are rounded in two steps, because the spike alone would use up the 8 bits.
     """
     if not float_rows:

@@ -311,8 +311,8 @@ def _with_text(  # type: ignore[no-untyped-def]
     """Adds what the text offers after the part of it that the tree has already.
 
     Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
-    if the token is more likely. Nodes that both have stay as they are. Returns the
-    changed rows, and how many of them came from the text.
+    if the token is more likely. Nodes that both have stay as they are. Returns the changed rows, and how many of them
+    came from the text.
     """
     known, here, reached = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float64)
     offered = tl.load(tokens, mask=depth > 0, other=-1)
@@ -416,9 +416,9 @@ def grow(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
     page_tokens: int, grown: Grown, branches: Branches, text: TextDraft | None = None,
 ) -> None:
-    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores.
+    """Fills `branches`, `rows` (except base, earliest and pages) and `grown` from candidates and their scores.
 
-    With `text`, a tree also takes what the sequence's own text offers.
+    Candidates and scores are [sequences, slots, K]. With `text`, a tree also takes what the sequence's own text offers.
     """
     sequences, slots, candidates = tokens.shape
     before = branches.counts.shape[2]

@@ -19,7 +19,10 @@ def grow_reference(
     tokens: Tensor, scores: Tensor, wishes: Wishes, heads: HeadScores | None, rows: DeviceRows, scratch_place: int,
     page_tokens: int, grown: Grown, branches: Branches, text: TextDraft | None = None,
 ) -> None:
-    """Fills `rows` (except base, earliest and pages) and `grown` from candidates [sequences, slots, K] and scores."""
+    """Fills `branches`, `rows` (except base, earliest and pages) and `grown` from candidates and their scores.
+
+    Candidates and scores are [sequences, slots, K].
+    """
     _rank(scores, wishes.calibration, heads, branches)
     unknown = (scores.isnan() | (scores == _UNKNOWN_SCORE)).flatten(1).any(dim=1).tolist()
     rows.paths.zero_()
@@ -122,7 +125,10 @@ class _Tree:
             self._open_below(len(self.parents) - 1, depth)
 
     def add_text(self, offered: list[tuple[int, float, float]], limit: int, floor: float) -> int:
-        """Adds what the text offers (token, claim, worth) after what is there of it; returns the number of nodes."""
+        """Adds what the text offers (token, claim, worth) after the part of it that the tree has.
+
+        If no row is free, a likelier token replaces the last node of the tree. Returns how many tokens were added.
+        """
         here, reached, known = 0, 1.0, 0
         while known < len(offered):
             token, _, worth = offered[known]

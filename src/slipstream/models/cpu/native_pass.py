@@ -89,7 +89,7 @@ class ContextWriter:
     def __init__(self, compiled: Library, fc: PackedLinear, projection: PackedLinear, bias: Tensor | None) -> None:
         self._library = compiled
         self._fc = fc
-        self._bias = bias
+        self._owners = projection, bias  # the struct has only their addresses, so they are kept alive here
         self._projection = projection.struct(bias)
 
     @classmethod

@@ -38,7 +38,8 @@ class ServerSettings:
     grace_s: float = 30.0  # how long running requests may go on after the server was asked to end
     keep_alive_s: float = 5.0  # silence on a stream after which a comment is sent
     stall_s: float = 60.0  # how long a client may pause while it sends a body or reads a response
-    retry_after_s: float = 5.0  # the Retry-After that clients get while the server drains
+    # the Retry-After of requests refused while the server drains, and of /health while it is not ready
+    retry_after_s: float = 5.0
     log_prompts: bool = False
     draft_lora_folder: Path | None = None  # the folder of adapters that clients may load; None allows none
 
@@ -71,7 +72,10 @@ class ServerSettings:
 
     @property
     def checks_pages(self) -> bool:
-        """Whether Host and Origin are checked against web pages; on a public server with keys, the keys suffice."""
+        """Returns whether Host and Origin are checked to refuse web pages of other sites.
+
+        On a public server with keys, the keys suffice.
+        """
         return self.is_local or not self.api_keys
 
     @property
@@ -107,7 +111,7 @@ def read_api_keys(given: Sequence[str], file: Path | None, environment: Mapping[
     return tuple(dict.fromkeys(keys))
 
 
-def read_bytes(text: str) -> int:
+def parse_binary_size(text: str) -> int:
     """Reads a size such as 4194304, 512K, 4M or 2G (binary multiples)."""
     units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
     short = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -123,7 +127,11 @@ def read_bytes(text: str) -> int:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server; `phase` is loading until the first models are loaded, and draining once it was asked to end."""
+    """One server.
+
+    Its `phase` is loading until each model with `preload` is loaded or has failed, and draining once the server is to
+    end.
+    """
 
     settings: ServerSettings
     router: ModelRouter

@@ -14,7 +14,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import NAMED_DRAFTS, NO_DRAFT, PAIRS, SUFFIX
-from slipstream.server.operations.server_state import read_bytes
+from slipstream.server.operations.server_state import parse_binary_size
 from slipstream.types import BASE_VARIANT, Gate, Mode, Request, SamplingParams
 
 ANY = "any"  # the name by which a request asks for the model that was used last
@@ -185,7 +185,7 @@ def read_models(path: Path) -> ModelsFile:
     if idle_s is not None and not 0 <= idle_s < float("inf"):
         raise ConfigError(f"{path}: idle_s is {idle_s}", "it must be 0 (never) seconds or more")
     try:
-        budget = read_bytes(table["memory_budget"]) if "memory_budget" in table else None
+        budget = parse_binary_size(table["memory_budget"]) if "memory_budget" in table else None
     except ConfigError as error:
         raise ConfigError(f"{path}: memory_budget: {error.message}", error.hint) from None
     return ModelsFile(tuple(_model(path, name, entry) for name, entry in table["models"].items()), budget, idle_s)
