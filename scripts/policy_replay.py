@@ -48,7 +48,7 @@ STEPS = {
     64: 21.3,
 }
 DRAFTS = {3: 1.6, 7: 1.65, 15: 1.96}
-GROW_MS, CHOOSE_MS, TEXT_MS = 0.12, 0.13, 0.06  # what the host takes for a draft, for a choice, and for a text's index
+GROW_MS, CHOOSE_MS, TEXT_MS = 0.12, 0.13, 0.02  # what the host takes for a draft, for a choice, and for a text's index
 BRANCHING = 1.05  # trees that branch take this many times as long as chains
 NOISE, SLOW_SHARE, SLOW = 0.04, 0.02, 2.5  # deviations of timings, and how often a timing is how many times too long
 WIDTHS = (0, 3, 5, 7, 9, 11, 15)  # nodes of the fixed shapes

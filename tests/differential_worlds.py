@@ -85,7 +85,7 @@ class World:
             # Captured steps belong to the executor, which is too expensive to rebuild, so its memory is handed on.
             self.last_engine.prefix.clear()
         executor.measure_costs = lambda: costs
-        self.last_engine = Engine(executor, llm.tokenizer, llm.config, llm.max_context, self.name, text_drafts=True)
+        self.last_engine = Engine(executor, llm.tokenizer, llm.config, llm.max_context, self.name)
         self.last_engine.grammars = llm.engine.grammars  # compiled grammars depend only on the tokenizer
         return self.last_engine
 

@@ -106,7 +106,7 @@ class RequestStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
-    bad_drafts: int = 0  # steps that ran without speculation because the draft's logits were not finite
+    bad_drafts: int = 0  # steps that ran without the drafter's nodes because its logits were not finite
     draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
 

@@ -165,7 +165,7 @@ def test_the_text_can_be_left_out_beside_a_drafter(tmp_path: Path) -> None:
     llm = gpu_llm(tmp_path, True, text_drafts=False)
     done = answer(llm, prompt(30, 1) * 3, "auto")
     assert from_text(done) == 0
-    with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts out"):
+    with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts and"):
         answer(llm, prompt(30, 1), "tree:8:text")
 
 

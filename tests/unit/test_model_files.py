@@ -105,6 +105,11 @@ def test_what_is_in_effect(tmp_path: Path) -> None:
     [
         ("none", {"defaults": {"mode": "auto"}}, "mode 'auto' needs a drafter, and draft is 'none'"),
         ("suffix", {"defaults": {"mode": "chain"}}, "mode 'chain' needs a drafter, and draft is 'suffix'"),
+        (
+            "auto",
+            {"defaults": {"mode": "tree:8:text"}, "engine": EngineConfig(text_drafts=False)},
+            "leave text_drafts out",
+        ),
         ("suffix", {"defaults": {"gate": "ema"}}, "mode 'chain' needs a drafter"),
         ("suffix", {"draft_lora": ("a=b",)}, "has adapters, but draft is 'suffix'"),
     ],

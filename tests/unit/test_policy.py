@@ -114,6 +114,24 @@ def test_a_draft_teaches_what_fewer_slots_would_have_brought() -> None:
     assert own.prospect(20) == own.prospect(15) and own.prospect(5) == own.prospect(7)
 
 
+def test_a_draft_brings_no_more_tokens_than_it_has_slots() -> None:
+    """Deeper nodes of a verified tree come from the text, which needs no drafter."""
+    own = sequence(policy())
+    for _ in range(200):
+        own.slots, own.rows_ms = 3, 10.0
+        own.learn(chain_proposal(9), accepted(9))
+    assert own.prospect(3).tokens == pytest.approx(3.0, abs=0.01)
+
+
+def test_no_sequence_drafts_deeper_than_its_mode_beside_one_that_may() -> None:
+    owner = Policy(CostTable(FREE_STEPS, {3: 0.8, 15: 0.9}))
+    spent(owner)
+    deep, flat = sequence(owner), sequence(owner, "chain:4")
+    for own in (deep, flat):
+        seen(own, right=own.deepest, nodes=own.deepest)
+    assert owner.plan_drafts([view(deep), view(flat)]) == [15, 3]
+
+
 def test_a_draft_that_was_right_to_its_end_promises_more_of_a_deeper_one() -> None:
     ended, cut = sequence(policy()), sequence(policy())
     for own, right in ((ended, 6), (cut, 7)):

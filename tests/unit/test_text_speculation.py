@@ -201,7 +201,7 @@ def test_a_tree_takes_nodes_from_the_text_if_it_is_asked_to(speculating: LLM, mo
 
 
 def test_a_tree_from_the_text_is_refused_where_the_text_is_no_source(folder: Path) -> None:
-    with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts out"):
+    with pytest.raises(RequestError, match="'tree:8:text' needs drafts from the text .*leave --no-text-drafts and"):
         tiny_llm(folder, text_drafts=False).generate("abc", mode="tree:8:text")
 
 

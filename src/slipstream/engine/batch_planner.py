@@ -307,7 +307,7 @@ class BatchPlanner:
         costs = self._proposer.policy.costs
         draft_ms = costs.draft_ms(drafting, self._proposer.positions, shape.context) if drafting else 0.0
         step_ms = max(_LEAST_VERIFY_SHARE * ms, ms - draft_ms)
-        gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if landed.nodes[place]]
+        gates = [(gate, landed.taken[place]) for place, gate in batch.ema_gates if _nodes(batch, landed, plan, place)]
         self._proposer.refresh(MeasuredStep(shape, step_ms, ms), gates)
 
 

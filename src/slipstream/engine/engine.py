@@ -40,15 +40,8 @@ class Engine:
     """Runs any number of requests, each with its own settings, with one target forward per step."""
 
     def __init__(
-        self,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        max_context: int,
-        draft_key: str | None,
-        text_drafts: bool,
+        self, executor: Executor, tokenizer: Tokenizer, config: EngineConfig, max_context: int, draft_key: str | None
     ) -> None:
-        """With `text_drafts`, the text of a sequence is a source of drafts."""
         self.executor = executor
         self._tokenizer = tokenizer
         self._config = config
@@ -67,7 +60,9 @@ class Engine:
         self.grammars = Grammars(tokenizer, executor.target.config.vocab_size)
         self.contexts = DraftContexts(executor.variants)
         on_device = executor.device_steps is not None
-        self.proposer = Proposer(self.contexts, executor.variants, executor.measure_costs, text_drafts, on_device)
+        self.proposer = Proposer(
+            self.contexts, executor.variants, executor.measure_costs, config.text_drafts, on_device
+        )
         self.ahead: LaunchAhead | None = None  # a CPU has no device steps
         if executor.device_steps is not None:
             planner = BatchPlanner(self.proposer, executor.device_steps)
@@ -330,7 +325,9 @@ class Engine:
             return False
         text_drafts = self.proposer.text_drafts
         if request.mode.text and not text_drafts:
-            raise RequestError(f"mode '{request.mode}' needs drafts from the text", "leave --no-text-drafts out")
+            raise RequestError(
+                f"mode '{request.mode}' needs drafts from the text", "leave --no-text-drafts and --draft none out"
+            )
         if self.executor.variants.drafter is None and not (text_drafts and request.mode.reads_text):
             other = "auto" if text_drafts else "plain"
             raise RequestError(f"mode '{request.mode}' needs a drafter", f"load one with --draft, or use mode {other}")

@@ -75,6 +75,8 @@ class LLM:
     ) -> None:
         _spare_the_collector()
         self.config = config or EngineConfig()
+        if draft in (None, NO_DRAFT):
+            self.config = replace(self.config, text_drafts=False)
         self.threads = prepare_torch(self.config.threads)
         self._gpu = chosen_gpu(self.config)
         self.config = replace(self.config, prefill_chunk=self.config.chunk_rows(self._gpu is not None))
@@ -92,7 +94,6 @@ class LLM:
         self._progress = progress
         self._draft_file = self._load_drafter(target, draft, progress)
         self.max_context = self.config.max_context or self._target.config.max_positions
-        self._text_drafts = self.config.text_drafts and draft not in (None, NO_DRAFT)
         self.engine = self._build_engine()
         self._ids = itertools.count()
         self._inbox: dict[str, deque[GenEvent]] = {}
@@ -125,7 +126,7 @@ class LLM:
             self._gpu, self._target, self._drafter, self.config, self.max_context, self.draft_window, self._progress
         )
         key = self._draft_file.key if self._draft_file else None
-        return Engine(executor, self.tokenizer, self.config, self.max_context, key, self._text_drafts)
+        return Engine(executor, self.tokenizer, self.config, self.max_context, key)
 
     def measure_costs(self) -> dict[str, object]:
         """Returns the step costs that the policy decides with; measures them now if no request has needed them yet."""

@@ -26,7 +26,8 @@ from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
 
-# One of so many plain or drafting steps refreshes the cost table, because a refresh takes time as well.
+# One of so many plain steps, and on a CPU one of so many drafting steps, refreshes the cost table, because a refresh
+# takes time as well.
 _TIMED_STEPS = 4
 
 
@@ -199,6 +200,7 @@ class Proposer:
                 slots[index] = 0
                 if sequence.policy is not None:
                     sequence.policy.slots = 0  # otherwise a draft that was not made would count as a useless one
+                    sequence.policy.first_from_text = 0.0  # no draft is left that the text would have to outdo
         return slots
 
     def most_slots(self, sequences: Sequence[ActiveSequence]) -> list[int]:

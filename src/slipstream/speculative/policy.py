@@ -218,7 +218,7 @@ class Policy:
         for view, slots in zip(views, plan.slots, strict=True):
             # Where the text itself promises as much, the time of a draft pass is saved.
             outbid = slots and view.text and text_speed(plan.step, view) >= plan.speed
-            view.policy.slots = 0 if outbid else max(0, min(slots, view.room - 1))
+            view.policy.slots = 0 if outbid else max(0, min(slots, view.policy.deepest, view.room - 1))
         return [view.policy.slots for view in views]
 
     def _subject(self, present: Sequence[View] | Sequence[Offer], rest: Rest) -> list[object]:
@@ -346,6 +346,7 @@ def _chain(slots: int) -> float:
 def _brought(depths: Sequence[int], accepted: int, slots: int, rows_ms: float) -> list[float]:
     """The accepted tokens that a draft would have brought with each of SLOT_OPTIONS, and then the time of its rows."""
     tokens, times, nodes = list[float](), list[float](), len(depths) - 1
+    accepted = min(accepted, slots)  # what is deeper came from the text
     for option in SLOT_OPTIONS:
         if option < slots:
             within = sum([depth <= option for depth in depths]) - 1

@@ -237,6 +237,8 @@ def _check_defaults(spec: ModelSpec) -> None:
     drafts = mode.kind == "plain" or spec.draft != NO_DRAFT and (spec.draft != SUFFIX or mode.reads_text)
     if not drafts:
         raise ConfigError(f"mode '{mode}' needs a drafter, and draft is '{spec.draft}'", "leave the mode out")
+    if mode.text and not spec.engine.text_drafts:
+        raise ConfigError(f"mode '{mode}' needs drafts from the text", "leave text_drafts out")
     variants = (BASE_VARIANT, *spec.adapters)
     if said.get("draft_lora", BASE_VARIANT) not in variants:
         raise ConfigError(f"there is no draft variant '{said['draft_lora']}'", f"draft_lora has {', '.join(variants)}")
