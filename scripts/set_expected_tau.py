@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
-from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import ValueKind, as_read, copied_tensors, number_entry, stored_metadata, write_gguf
+from slipstream.formats.gguf_write import ValueKind, as_read, number_entry, stored_metadata, write_gguf
 from slipstream.formats.weight_files import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU
+from slipstream.tools.convert_plans import tensor_plan
 
 
 def parse(text: str) -> tuple[str, float]:
@@ -35,7 +35,8 @@ def rewrite(path: Path, taus: dict[str, float]) -> None:
         # A value that the drafter's reader would refuse must not reach the file.
         file.metadata = as_read(entries)
         read_drafter_config(path, file)
-    write_gguf(path, entries, copied_tensors(path, read_gguf(path)))
+        tensors = [tensor_plan(tensor.name, tensor, tensor.type_name) for tensor in map(file.tensor, file.names())]
+        write_gguf(path, entries, tensors)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slipstream.bench.intervals import Sample, ratio, ratio_interval
+from slipstream.bench.intervals import Sample
 from slipstream.bench.measure import Ratio
 from slipstream.bench.sweep_columns import QuantFiles, Side
 from slipstream.bench.workloads import read_prompts
@@ -84,9 +84,9 @@ def _tau(samples: Sequence[Sample]) -> float:
 
 
 def compared(over: str, mine: Sequence[Sample], theirs: Sequence[Sample]) -> Ratio:
-    value = ratio(mine, theirs)
-    assert value is not None, "nothing was decoded"
-    return Ratio(over, value, ratio_interval(mine, theirs))
+    found = Ratio.of(over, mine, theirs)
+    assert found is not None, "nothing was decoded"
+    return found
 
 
 # ---- llama.cpp

@@ -405,7 +405,7 @@ class OurDrafts:
         target: Any = SimpleNamespace(
             embed=_Table(embedding), draft_head=lambda hidden: hidden, config=SimpleNamespace(softcap=0.0)
         )
-        self._blocks = CpuBlocks(target, drafter, self.pools, PAGE_TOKENS, window)
+        self._blocks = CpuBlocks(target, drafter, self.pools, window)
         self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []
         forward = drafter.forward

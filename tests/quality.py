@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.engine.scoring import ScratchSequence, text_logits
+from slipstream.engine.block_scoring import ScratchSequence, text_logits
 from slipstream.models.decoder import Decoder
 
 _CONTEXT = 64  # tokens after which steps are timed

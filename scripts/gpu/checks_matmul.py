@@ -96,7 +96,7 @@ def random_planes(kind: BlockKind, outputs: int, inputs: int, device: torch.devi
 
 def make(name: str, outputs: int, inputs: int, scratch: Scratch, dtype: torch.dtype) -> GpuMatrix:
     if name in KINDS:
-        return GpuQuantised(random_planes(KINDS[name], outputs, inputs, scratch.device), name, scratch, dtype)
+        return GpuQuantised(random_planes(KINDS[name], outputs, inputs, scratch.device), scratch, dtype)
     weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=scratch.device).mul_(0.02)
     return GpuDense(weight, scratch, dtype, fixed_order=name == "in order")
 
@@ -167,7 +167,7 @@ def check_packing(name: str, device: torch.device) -> Iterator[str]:
         one, other = getattr(there, part), getattr(here, part)
         if one is not None and not torch.equal(one.cpu(), other):
             yield f"{name}: {part} packed on the device differ"
-    weights = GpuQuantised(there, name, Scratch(device)).dense().cpu()
+    weights = GpuQuantised(there, Scratch(device)).dense().cpu()
     found = error(weights, dequantised(torch.from_numpy(raw), kind).double())
     if not found < BF16_ERROR:
         yield f"{name}: packed weights are off by {found:.1e}"

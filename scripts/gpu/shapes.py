@@ -171,7 +171,7 @@ class RandomMatrices:
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         if not self._quantises(inputs) or outputs <= _WHOLE_OUTPUTS:
             return GpuDense(self.dense_weights(outputs, inputs), self._scratch)
-        return GpuQuantised(self._packed(outputs, inputs), self._kind, self._scratch)
+        return GpuQuantised(self._packed(outputs, inputs), self._scratch)
 
     def experts(self, each: Sequence[Sequence[tuple[int, ...]]]) -> ExpertStack:
         outputs, inputs = sum(shape[0] for expert in each for shape in expert), each[0][0][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -12,6 +13,7 @@ from slipstream.errors import RequestError
 from slipstream.stats import Decision, RequestStats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Progress = Callable[[str, int, int], None]  # takes a label, how much is done and how much there is in all
 MAX_SEED = 2**63 - 1
 MAX_TREE_ROWS = 256  # rows of one proposal that a mode may ask for
 MAX_EXPLORED = 0.2  # the share of its time that a gate may let trials lose; a larger share would be a wasteful mistake

@@ -361,7 +361,7 @@ def assert_near(ours: Tensor, truth: Tensor, rows: int, unused: tuple[int, ...])
 def test_a_block_computes_what_it_does_on_a_processor(name: str, kernels: Kernels, tmp_path: Path) -> None:
     shape, rows, unused = SHAPES[name], 5, (3,)
     file = write_moe(tmp_path, shape)
-    own, there = Weights(file, "fp32"), GpuWeights(file, "auto", Scratch(CPU))
+    own, there = Weights(file, "fp32"), GpuWeights(Scratch(CPU), file, "auto")
     block = DeviceExpertBlock(gpu_kernels(kernels), load_expert_block(there, "mlp.", shape))
     x = some_rows(16, 64, 6)
     truth = run_expert_block(load_expert_block(own, "mlp.", shape), x.float())
@@ -378,7 +378,7 @@ def test_a_block_computes_what_it_does_on_a_processor(name: str, kernels: Kernel
 def test_a_router_may_read_other_rows_and_weigh_experts(kernels: Kernels, tmp_path: Path) -> None:
     shape, rows = SHAPES["softmax"], 4
     file = write_moe(tmp_path, shape)
-    own, there = Weights(file, "fp32"), GpuWeights(file, "bf16", Scratch(CPU))
+    own, there = Weights(file, "fp32"), GpuWeights(Scratch(CPU), file, "bf16")
     scale = own.vector("router.scale", shape.experts)
     router_rows, expert_rows = some_rows(16, 64, 1), some_rows(16, 64, 2)
     routed, there_routed = (load_experts(one, "mlp.gate.weight", "mlp.experts.", shape, "gelu") for one in (own, there))
@@ -401,7 +401,7 @@ def test_a_step_that_was_broken_off_leaves_no_counts_behind(tmp_path: Path) -> N
             raise failures.pop()
         down(*given)
 
-    loaded = load_expert_block(GpuWeights(file, "auto", Scratch(CPU)), "mlp.", shape)
+    loaded = load_expert_block(GpuWeights(Scratch(CPU), file, "auto"), "mlp.", shape)
     block = DeviceExpertBlock(replace(kernels, expert_down=short_of_memory_once), loaded)
     with pytest.raises(MemoryError):
         block(x, device_rows(rows, ()), SCRATCH)

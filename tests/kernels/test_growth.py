@@ -48,9 +48,6 @@ class TableWalk:
         self._confidence = None if found is None else found[sequence].numpy()
         self._tokens = case.tokens[sequence].tolist()
 
-    def first_state(self) -> object:
-        return None
-
     def _line(self, slot: int, previous: int) -> int:
         return self._tokens[slot - 1].index(previous) if slot else 0
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from slipstream.kernels.gpu.head_tables import HeadWeights, score_heads, score_heads_reference
 from slipstream.kernels.gpu.tree_growth import HeadScores
-from slipstream.models.gpu.device_heads import device_heads
+from slipstream.models.gpu.device_models import device_heads
 from slipstream.models.heads import DraftHeads
 from tests.models.test_heads import FOLDER_VOCAB, HIDDEN, RANK, confidence_tensors, load_heads, markov_tensors, noise
 

@@ -169,7 +169,9 @@ def test_types_are_stacked_behind_each_other() -> None:
     matrix = make_gpu_matrix(sources, Scratch(CPU))
     assert isinstance(matrix, GpuStacked)
     assert [part.out_features for part in matrix.parts] == [96, 64, 64, 40]
-    assert (matrix.out_features, matrix.in_features, matrix.format) == (264, 256, "Q4_K+Q6_K+bf16")
+    kinds = [part.planes.kind if isinstance(part, GpuQuantised) else None for part in matrix.parts]
+    assert kinds == [KINDS["Q4_K"], KINDS["Q4_K"], KINDS["Q6_K"], None]
+    assert (matrix.out_features, matrix.in_features) == (264, 256)
     rows = some_rows(16, 256, seed=10)
     weight = torch.cat([source.dense() for source in sources])
     out = poisoned(16, 264, dtype=torch.bfloat16)

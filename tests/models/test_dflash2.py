@@ -101,7 +101,7 @@ def greedy_proposals(drafter: DFlashDrafter, hidden: Tensor, head: nn.Linear, an
     hidden = hidden[drafter.config.first_slot :]
     unary, candidates = torch.topk(drafter.shape_logits(head(hidden)), heads.candidate_limit, dim=-1)
     walk, previous, chosen = heads.begin(hidden, candidates), anchor, []
-    state = walk.first_state()
+    state = None
     for slot in range(drafter.config.proposals):
         added, state = walk.correct(slot, previous, state)
         previous = int(candidates[slot, int(np.argmax(unary[slot].numpy() + added))])

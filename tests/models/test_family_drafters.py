@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from slipstream.engine.block_scoring import OurBlocks
 from slipstream.errors import ConfigError, PairError
-from slipstream.models.dflash import DFlashDrafter, load_drafter
+from slipstream.models.dflash import DFlashDrafter, check_pair, load_drafter
 from slipstream.models.dflash_names import canonical_name, gguf_spellings
-from slipstream.models.pair import check_pair
 from tests.families import assert_close, check_speculation, ids_of, load, open_pair, write_family_pair
 from tests.models.test_gemma4 import build as build_gemma4
 from tests.models.test_laguna import build as build_laguna

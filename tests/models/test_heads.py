@@ -107,7 +107,7 @@ def test_a_greedy_walk_over_the_whole_vocabulary_matches(
     walk = heads.begin(hidden, torch.arange(FOLDER_VOCAB).expand(SLOTS, -1))
     for anchor in range(5, 15):
         mine = theirs = anchor
-        state, memory = walk.first_state(), np.zeros(RANK)
+        state, memory = None, np.zeros(RANK)
         for slot, row in enumerate(hidden.double().numpy()):
             chance = walk.confidence(slot, mine)
             expected = reference.confidence(row, theirs) if confidence != "none" else None
@@ -127,8 +127,8 @@ def test_a_walk_may_branch_and_sees_its_candidates_only(kind: str, tmp_path: Pat
     hidden, candidates = noise(2, HIDDEN, seed=7), torch.tensor([[9, 3, 200], [4, 4, 258]])
     walk = heads.begin(hidden, candidates)
     whole = heads.begin(hidden, torch.arange(FOLDER_VOCAB).expand(2, -1))
-    first, behind = walk.correct(0, 30, walk.first_state())
-    all_first, all_behind = whole.correct(0, 30, whole.first_state())
+    first, behind = walk.correct(0, 30, None)
+    all_first, all_behind = whole.correct(0, 30, None)
     np.testing.assert_allclose(first, all_first[candidates[0].numpy()], atol=1e-5)
     branches = {token: walk.correct(1, token, behind)[0].copy() for token in (9, 3, 200)}
     for token in (200, 9, 3):
@@ -140,8 +140,8 @@ def test_a_walk_may_branch_and_sees_its_candidates_only(kind: str, tmp_path: Pat
 def test_a_recurrent_head_remembers_more_than_the_last_token(tmp_path: Path) -> None:
     heads = load_heads(tmp_path, markov_tensors("rnn"), markov_rank=RANK)
     walk = heads.begin(noise(2, HIDDEN, seed=7), torch.arange(FOLDER_VOCAB).expand(2, -1))
-    _, one = walk.correct(0, 30, walk.first_state())
-    _, other = walk.correct(0, 31, walk.first_state())
+    _, one = walk.correct(0, 30, None)
+    _, other = walk.correct(0, 31, None)
     assert float(np.abs(walk.correct(1, 8, one)[0] - walk.correct(1, 8, other)[0]).max()) > 0.1
 
 
@@ -155,7 +155,7 @@ def test_a_confidence_head_alone_corrects_nothing(shape: tuple[int, ...], tmp_pa
     walk = heads.begin(hidden, torch.zeros(SLOTS, 5, dtype=torch.long))
     reference = Reference("vanilla", tensors)
     for slot in range(SLOTS):
-        added, _ = walk.correct(slot, 40, walk.first_state())
+        added, _ = walk.correct(slot, 40, None)
         assert added.tolist() == [0.0] * 5
         assert walk.confidence(slot, 40) == pytest.approx(
             reference.confidence(hidden[slot].double().numpy(), 40), abs=1e-5

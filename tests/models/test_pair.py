@@ -16,10 +16,9 @@ import torch
 from slipstream.errors import ConfigError, FormatError, PairError, SlipstreamError
 from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.decoder import DecoderConfig
-from slipstream.models.dflash import DFlashDrafter, load_drafter
+from slipstream.models.dflash import DFlashDrafter, check_pair, load_drafter
 from slipstream.models.dflash_config import read_gguf, read_hf
 from slipstream.models.loading import load_target
-from slipstream.models.pair import check_pair
 from tests.oracles import FOLDER_VOCAB, MASK, edit_config, edit_tensors, save_model, tiny_drafter, tiny_target
 
 SLIDING, FULL = "sliding_attention", "full_attention"

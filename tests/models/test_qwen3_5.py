@@ -31,18 +31,11 @@ from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.engine.cpu.cpu_executor import CpuExecutor
 from slipstream.engine.executor import RowWork
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
-from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import (
-    TensorPlan,
-    ValueKind,
-    copied_tensors,
-    number_entry,
-    replaced,
-    stored_metadata,
-    write_gguf,
-)
+from slipstream.formats.gguf_write import TensorPlan, ValueKind, number_entry, replaced, stored_metadata, write_gguf
+from slipstream.formats.weight_files import open_weights
 from slipstream.kernels.cpu.native_library import library
 from slipstream.models.loading import load_target
+from slipstream.tools.convert_plans import tensor_plan
 from slipstream.types import Proposal
 from tests.families import (
     assert_close,
@@ -271,8 +264,9 @@ def test_a_drafter_of_the_models_own_is_left_alone(tmp_path: Path) -> None:
     ones = TensorPlan("blk.4.nextn.enorm.weight", "F32", (64,), lambda: [np.ones(64, "<f4").tobytes()])
     told = {"block_count": 5, "nextn_predict_layers": 1}
     entries = [number_entry(f"qwen35.{key}", value, ValueKind.UINT32) for key, value in told.items()]
-    tensors = [*copied_tensors(path, read_gguf(path)), ones]
-    write_gguf(tmp_path / "more.gguf", replaced(stored_metadata(path), *entries), tensors)
+    with open_weights(path) as file:
+        tensors = [tensor_plan(tensor.name, tensor, tensor.type_name) for tensor in map(file.tensor, file.names())]
+        write_gguf(tmp_path / "more.gguf", replaced(stored_metadata(path), *entries), [*tensors, ones])
     check_logits(load(tmp_path / "more.gguf"), theirs, chunks=())
 
 

@@ -102,7 +102,7 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
     for module, (a, b) in PAIRS.items():
         pair = found[f"{module}.weight"]
         assert torch.equal(pair.down.dense(), a) and torch.equal(pair.up.dense(), b)
-        assert (pair.rank, pair.factor) == (RANK, 0.5 * 8 / RANK)
+        assert (pair.down.shape[0], pair.factor) == (RANK, 0.5 * 8 / RANK)
     as_file = read_adapter(AdapterSource("a", tmp_path / PEFT_WEIGHTS, 0.5))
     assert as_file.fingerprint == adapter.fingerprint and adapter.architecture is None
 
@@ -112,7 +112,7 @@ def test_ranks_alphas_and_rslora(tmp_path: Path) -> None:
     patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 9}, "alpha_pattern": {f"^{K}$": 3, "k_proj": 100}}
     plain = by_name(peft(tmp_path / "plain", tensors, **patterns))
     rooted = by_name(peft(tmp_path / "root", tensors, use_rslora=True, **patterns))
-    assert (plain[f"{Q}.weight"].rank, plain[f"{Q}.weight"].factor) == (9, 8 / 9)
+    assert (plain[f"{Q}.weight"].down.shape[0], plain[f"{Q}.weight"].factor) == (9, 8 / 9)
     assert plain[f"{K}.weight"].factor == 3 / RANK
     assert rooted[f"{Q}.weight"].factor == 8 / 3
     assert rooted[f"{K}.weight"].factor == 3 / math.sqrt(RANK)
@@ -230,7 +230,7 @@ def test_a_gguf_adapter_is_read(kind: str, tmp_path: Path) -> None:
         found = by_name(read_adapter(AdapterSource("a", place, 2.0)))
         assert list(found) == ["blk.0.attn_q.weight", "blk.1.attn_k.weight"]
         for pair, (a, b) in zip(found.values(), PAIRS.values(), strict=True):
-            assert (pair.rank, pair.factor) == (RANK, 2.0 * 6 / RANK)
+            assert (pair.down.shape[0], pair.factor) == (RANK, 2.0 * 6 / RANK)
             assert float((pair.down.dense() - a).abs().max()) <= (0.0 if kind == "F32" else 0.01)
             assert pair.up.shape == b.shape
 
@@ -239,7 +239,7 @@ def test_a_pair_of_rank_one_may_lack_a_dimension(tmp_path: Path) -> None:
     a, b = noise(HIDDEN), noise(16, 1)
     path = write_gguf_adapter(tmp_path / "a.gguf", {"blk.0.attn_k.weight.lora_a": a, "blk.0.attn_k.weight.lora_b": b})
     (pair,) = read_adapter(AdapterSource("a", path)).pairs
-    assert (pair.rank, pair.factor) == (1, 8.0)
+    assert (pair.down.shape[0], pair.factor) == (1, 8.0)
     assert torch.equal(pair.up.dense() @ pair.down.dense(), b @ a[None])
 
 

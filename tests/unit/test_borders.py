@@ -38,9 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "grammar": BASE,
     "speculative": BASE | {"kernels", "models", "cache", "grammar"},
     "engine": BASE | {"text", "formats", "kernels", "cache", "models", "speculative", "grammar"},
-    "tools": BASE
-    | ENGINE_API
-    | {"", "text", "formats", "models", "engine.memory_estimate", "engine.scoring", "engine.block_scoring"},
+    "tools": BASE | ENGINE_API | {"", "text", "formats", "models", "engine.memory_estimate", "engine.block_scoring"},
     "bench": SURFACE,
     # what a pair will take is asked before it is loaded, and so is what an adapter will be called
     "server": SURFACE | {"engine.memory_estimate", "formats.adapters"},

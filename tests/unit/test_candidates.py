@@ -36,15 +36,12 @@ class Walk:
         self.trust = confidence
         self.size = size
 
-    def first_state(self) -> object:
-        return 0
-
     def bias(self, previous: int) -> NDArray[np.float32]:
         """Over the vocabulary; the walk hands out the candidates' part."""
         return self.size * np.random.default_rng(previous).standard_normal(VOCAB).astype(np.float32)
 
     def correct(self, slot: int, previous: int, state: object) -> tuple[NDArray[np.float32], object]:
-        assert state == slot, "the state of another depth"
+        assert (state or 0) == slot, "the state of another depth"
         return self.bias(previous)[self.drafts.tokens[slot]], slot + 1
 
     def confidence(self, slot: int, previous: int) -> float | None:

@@ -47,12 +47,12 @@ def test_int8_products_pass_and_uneven_ones_do_not(monkeypatch: pytest.MonkeyPat
 
 def test_uneven_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exactness, "attention", uneven(exactness.attention))
-    assert not exactness.attention_is_exact(6, 2, 32, 64)
+    assert not exactness.attention_is_exact(6, 2, 32)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 64)])
 def test_the_attention_of_this_machine_is_exact(heads: int, kv_heads: int, dim: int) -> None:
-    assert exactness.attention_is_exact(heads, kv_heads, dim, 64)
+    assert exactness.attention_is_exact(heads, kv_heads, dim)
 
 
 def test_attention_that_is_uneven_only_in_trees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_attention_that_is_uneven_only_in_trees_is_noticed(monkeypatch: pytest.M
         return out * (1 + 2.0**-22) if groups[0].parents is not None else out
 
     monkeypatch.setattr(exactness, "attention", changed)
-    assert not exactness.attention_is_exact(6, 2, 32, 64)
+    assert not exactness.attention_is_exact(6, 2, 32)
 
 
 def test_an_engine_promises_exactness_only_where_the_probe_passes(

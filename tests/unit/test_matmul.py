@@ -105,7 +105,7 @@ def test_int4_multiplies_the_files_own_weights(tmp_path: Path, kind: Kind) -> No
     rebuilt = codes.float() * scale.repeat_interleave(32, dim=1) + minimum.repeat_interleave(32, dim=1)
     assert torch.allclose(rebuilt, source.dense(), atol=1e-6)
     matrix = make_matrix([source], "int4")
-    assert matrix.format == "int4"
+    assert isinstance(matrix, Int4Matrix)
     seen = matrix(torch.eye(96))  # a unit row reads one column of weights
     assert torch.allclose(seen.t(), source.dense(), atol=0.03), "bf16 scales of weights up to 4"
     assert error(matrix, randn(7, 96, seed=2), source.dense()) < 0.05

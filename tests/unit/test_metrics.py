@@ -22,7 +22,6 @@ from slipstream.server.apis import status_api
 from slipstream.server.operations import errors_http
 from slipstream.server.operations.canary import CanaryRules, Promise
 from slipstream.server.operations.metrics import Metrics, rounded_choice
-from slipstream.server.operations.recording import Recorder
 from slipstream.server.operations.server_state import ServerSettings, ServerState
 from slipstream.server.serving.answering import report
 from slipstream.server.serving.generation import start
@@ -204,7 +203,7 @@ def with_tiny_server(folder: Path, work: Callable[[ServerState], Coroutine[Any, 
     specs = [ModelSpec("tiny", str(target), str(draft), engine), ModelSpec("absent", str(folder / "nothing.gguf"))]
 
     async def run() -> None:
-        state = ServerState(ServerSettings(), ModelRouter(specs), Metrics(), Recorder(None))
+        state = ServerState(ServerSettings(), ModelRouter(specs), Metrics())
         state.metrics.watch(state.router)
         try:
             await asyncio.wait_for(work(state), 60)
@@ -317,7 +316,7 @@ def test_a_question_is_answered_on_the_engines_thread_and_cannot_hurt_it(tmp_pat
                 worker.ask(gate.wait, timeout_s=0.05)
             gate.set()
             assert worker.ask(lambda: 8) == 8
-            worker.stop(drain=False, timeout_s=10)
+            worker.stop(10)
             with pytest.raises(EngineFailedError):
                 worker.ask(lambda: 9)
 

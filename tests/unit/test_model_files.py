@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.cli.serve import SingleModelOptions
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.server.serving.model_files import ModelSpec, read_models, served_name
@@ -207,8 +208,8 @@ def test_one_model_from_options(tmp_path: Path) -> None:
     assert served_name(str(tmp_path / "tiny.Q4_0.gguf")) == "tiny.Q4_0"
     assert served_name(str(tmp_path)) == tmp_path.name
     assert (served_name("smollm2"), served_name("owner/name")) == ("smollm2", "owner/name")
-    spec = ModelSpec.from_options("smollm2", "none", defaults={"temperature": 0.5})
-    assert (spec.name, spec.preload, spec.defaults) == ("smollm2", True, {"temperature": 0.5})
+    spec = SingleModelOptions("smollm2", "none", "plain").spec()
+    assert (spec.name, spec.draft, spec.preload, spec.defaults) == ("smollm2", "none", True, {"mode": "plain"})
     with pytest.raises(ConfigError, match="cannot be called 'any'"):
         ModelSpec("any", "smollm2")
 

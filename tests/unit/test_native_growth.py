@@ -56,9 +56,6 @@ class Walk:
     head: Head
     drafts: BlockDrafts
 
-    def first_state(self) -> None:
-        return None
-
     def correct(self, slot: int, previous: int, state: None) -> tuple[Floats, None]:
         rows = self.head.after[torch.from_numpy(self.drafts.tokens[slot])].float().numpy()
         with np.errstate(invalid="ignore"):

@@ -20,7 +20,6 @@ class Parts:
     content: str = ""
     reasoning: str = ""
     calls: list[list[str]] = field(default_factory=list)
-    closed: int = 0
 
 
 def gather(pieces: list[Piece]) -> Parts:
@@ -37,7 +36,6 @@ def gather(pieces: list[Piece]) -> Parts:
             parts.calls[piece.call][1] += piece.text
         else:
             assert piece.text == ""
-        parts.closed += piece.closes
     return parts
 
 
@@ -111,7 +109,6 @@ def test_tool_calls(text: str, content: str, calls: list[list[str]]) -> None:
     for pieces in ([text], list(text)):
         found = split(pieces)
         assert (found.content, found.calls) == (content, calls)
-        assert found.closed == len(calls)
 
 
 def test_without_tools_every_text_is_content() -> None:
@@ -148,8 +145,7 @@ def test_arguments_stream_as_they_arrive() -> None:
     begun = gather(splitter.push('ok <tool_call>{"name": "add", "arguments": {"a": '))
     assert begun.content == "ok" and begun.calls == [["add", '{"a": ']]
     assert [piece.text for piece in splitter.push("12, ")] == ["12, "]
-    closing = splitter.push('"b": 3}')
-    assert [piece.text for piece in closing] == ['"b": 3}'] and closing[-1].closes
+    assert [piece.text for piece in splitter.push('"b": 3}')] == ['"b": 3}']
     assert not any(piece.text for piece in splitter.push("}</tool_call>") + splitter.finish())
 
 

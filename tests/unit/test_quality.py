@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.engine.scoring import text_logits
+from slipstream.engine.block_scoring import text_logits
 from tests.quality import Prediction, agreement, compare_predictions, perplexity, predictions, row_times, windows
 from tests.tiny import VOCAB, prompt, tiny_llm
 

@@ -352,13 +352,13 @@ def test_checkpoints_take_no_more_room_than_their_keys() -> None:
     config = EngineConfig(max_sequences=3)
     large = DeltaShape(layers=48, key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
     assert large.state_bytes == 48 * 4 * (3 * 10240 + 48 * 128 * 128)
-    room = StateRoom.plan(large, config, 64, 131072)
+    room = StateRoom.plan(large, config, 131072)
     assert room.stride == -(-large.state_bytes // (64 * 131072)) and room.token_bytes <= 131072
     assert room.slots(10 * room.stride) == 10 + 6 and room.reserved_bytes == 6 * large.state_bytes
-    small = StateRoom.plan(SHAPE, config, 64, 131072)
+    small = StateRoom.plan(SHAPE, config, 131072)
     assert small.stride == 1
-    assert StateRoom.plan(large, EngineConfig(prefix_cache=False, max_sequences=3), 64, 131072).slots(100) == 6
-    assert StateRoom.plan(None, config, 64, 131072).slots(100) == 0
+    assert StateRoom.plan(large, EngineConfig(prefix_cache=False, max_sequences=3), 131072).slots(100) == 6
+    assert StateRoom.plan(None, config, 131072).slots(100) == 0
 
 
 def test_who_writes_a_state_beside_the_one_it_reads_stands_in_two_slots() -> None:

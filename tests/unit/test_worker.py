@@ -60,7 +60,14 @@ def worker(served: LLM) -> Iterator[EngineWorker]:
     made = EngineWorker(served, "tiny")
     made.start()
     yield made
-    made.stop(drain=False, timeout_s=WAIT_S)
+    made.stop(WAIT_S)
+
+
+def pause(worker: EngineWorker, name: str) -> list[int]:
+    """Pauses a request as soon as possible; the list then gets the epoch that resumes it."""
+    epochs: list[int] = []
+    worker.pause_at(name, 0, lambda epoch, _: epochs.append(epoch))
+    return epochs
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -87,7 +94,7 @@ def test_requests_of_many_threads_give_the_texts_they_give_alone(folder: Path) -
         assert reader.last().finish_reason == alone.finish_reason and reader.ids == alone.token_ids
         assert "".join(event.text for event in reader.events) == alone.text
         assert reader.last().stats is not None
-    assert worker.stop(drain=True, timeout_s=WAIT_S) and worker.failure is None
+    assert worker.stop(WAIT_S) and worker.failure is None
     assert_idle(llm)
 
 
@@ -163,14 +170,14 @@ def test_who_was_let_in_is_not_refused_after_a_pause(worker: EngineWorker) -> No
     assert readers[0].begun.wait(WAIT_S)
     for index in (1, 2, 3):
         worker.submit(ask(f"r{index}", prompt(5)), readers[index])
-    epochs = [worker.pause(f"r{index}") for index in (1, 2, 3)]
+    epochs = [pause(worker, f"r{index}") for index in (1, 2, 3)]
     readers[0].gate.set()
     readers[0].last()
-    until(lambda: worker.snapshot().waiting == 0)
+    until(lambda: all(epochs) and worker.snapshot().waiting == 0)
     readers[4].gate.clear()
     worker.submit(ask("r4", prompt(5)), readers[4])
     assert readers[4].begun.wait(WAIT_S)
-    for index, epoch in zip((1, 2, 3), epochs, strict=True):
+    for index, (epoch,) in zip((1, 2, 3), epochs, strict=True):
         worker.resume(f"r{index}", epoch)
     worker.submit(ask("r5", prompt(5)), readers[5])
     readers[4].gate.set()
@@ -183,7 +190,7 @@ def test_paused_requests_count_among_the_open_ones(worker: EngineWorker) -> None
     for name in list(readers)[:5]:  # two slots and a line of three
         worker.check_room(preparing=0)
         worker.submit(ask(name, prompt(5)), readers[name])
-        epochs[name] = worker.pause(name)
+        epochs[name] = pause(worker, name)
         until(lambda: [slot.phase for slot in worker.snapshot().slots] == ["paused"] * len(epochs))
     assert worker.snapshot().waiting == 0, "nothing stands in line"
     for refuse in (lambda: worker.check_room(preparing=0), lambda: worker.submit(ask("r5", prompt(5)), readers["r5"])):
@@ -196,7 +203,7 @@ def test_paused_requests_count_among_the_open_ones(worker: EngineWorker) -> None
         worker.check_room(preparing=1)  # one is on its way already
     worker.submit(ask("r5", prompt(5)), readers["r5"])
     for name in list(readers)[1:5]:
-        worker.resume(name, epochs[name])
+        worker.resume(name, *epochs[name])
     assert all(reader.last().finish_reason == "length" for name, reader in readers.items() if name != "r0")
 
 
@@ -221,26 +228,28 @@ def test_a_paused_request_resumes_to_the_same_text_and_stale_epochs_are_refused(
     reader.gate.clear()
     worker.submit(ask("r", prompt(20), mode="tree:16", max_tokens=60), reader)
     assert reader.begun.wait(WAIT_S)
-    epoch = worker.pause("r")
-    assert worker.pause("r") == epoch == 1
+    pause(worker, "r")
     reader.gate.set()
     worker.submit(ask("other", prompt(5)), other)
     other.last()
     count = len(reader.events)
     (slot,) = worker.snapshot().slots
     assert (slot.request_id, slot.phase, slot.paused, slot.epoch) == ("r", "paused", True, 1)
+    again = pause(worker, "r")
+    until(lambda: again == [1])
+    assert [each.epoch for each in worker.snapshot().slots] == [1], "a second pause is the same pause"
     assert 0 < slot.generated == len(reader.ids) < slot.max_tokens == 60 and slot.mode == "tree:16"
     with pytest.raises(StaleEpochError, match="at epoch 1, not 7"):
         worker.resume("r", 7)
     with pytest.raises(StaleEpochError, match="at epoch 1, not 0"):
         worker.cancel("r", epoch=0)
     assert len(reader.events) == count
-    worker.resume("r", epoch)
+    worker.resume("r", 1)
     with pytest.raises(StaleEpochError):
-        worker.resume("r", epoch)
+        worker.resume("r", 1)
     assert reader.last().finish_reason == "length" and reader.ids == whole.ids
     with pytest.raises(StaleEpochError, match="does not run"):
-        worker.pause("r")
+        pause(worker, "r")
 
 
 def test_a_request_pauses_by_itself_where_it_was_told_to(worker: EngineWorker) -> None:
@@ -274,12 +283,12 @@ def test_a_held_request_takes_part_in_no_step_and_keeps_its_epoch(worker: Engine
     assert reader.begun.wait(WAIT_S)
     worker.hold("r", True)
     worker.hold("r", True)
-    epoch = worker.pause("r")
+    epochs = pause(worker, "r")
     reader.gate.set()
     worker.submit(ask("other", prompt(5)), other)
     other.last()
     seen = len(reader.events)
-    worker.resume("r", epoch)
+    worker.resume("r", *epochs)
     assert worker.snapshot().slots[0].paused is False
     late = Reader()
     worker.submit(ask("late", prompt(5)), late)
@@ -288,7 +297,7 @@ def test_a_held_request_takes_part_in_no_step_and_keeps_its_epoch(worker: Engine
     worker.hold("r", False)
     assert reader.last().finish_reason == "length" and reader.ids == whole.ids
     worker.hold("r", True)
-    assert not worker.knows("r")
+    assert not worker.cancel("r")
 
 
 def test_a_sink_that_fails_costs_its_own_request_only(worker: EngineWorker, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,19 +383,18 @@ def test_a_question_is_answered_between_steps_or_refused_when_the_engine_ends(
     assert found and "ended: SystemExit" in str(found[0]), "it does not wait for its time to be up"
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_stopping_lets_what_runs_finish_or_cancels_it(folder: Path, drain: bool) -> None:
+def test_stopping_cancels_what_runs_and_what_is_paused(folder: Path) -> None:
     llm: LLM = tiny_llm(folder, weight_format="int8", max_sequences=1)
     worker = EngineWorker(llm, "tiny")
     worker.start()
     running, paused = Reader(), Reader()
     worker.submit(ask("paused", prompt(5), max_tokens=300), paused)
     assert paused.begun.wait(WAIT_S)
-    worker.pause("paused")
+    pause(worker, "paused")
     running.gate.clear()
     worker.submit(ask("r", prompt(5), max_tokens=40), running)
     assert running.begun.wait(WAIT_S)
-    stopping = threading.Thread(target=worker.stop, args=(drain, WAIT_S))
+    stopping = threading.Thread(target=worker.stop, args=(WAIT_S,))
     stopping.start()
     until(lambda: not worker.alive)
     with pytest.raises(EngineFailedError, match="asked to stop"):
@@ -394,18 +402,5 @@ def test_stopping_lets_what_runs_finish_or_cancels_it(folder: Path, drain: bool)
     running.gate.set()
     stopping.join(WAIT_S)
     assert not worker.thread.is_alive() and worker.failure is None
-    assert running.last().finish_reason == ("length" if drain else "cancelled")
-    assert paused.last().finish_reason == "cancelled"
-    assert_idle(llm)
-
-
-def test_draining_ends_when_its_time_is_up(folder: Path) -> None:
-    llm = tiny_llm(folder, weight_format="int8")
-    worker = EngineWorker(llm, "tiny")
-    worker.start()
-    reader = Reader()
-    worker.submit(ask("r", prompt(5), mode="plain", max_tokens=500), reader)
-    assert reader.begun.wait(WAIT_S)
-    assert worker.stop(drain=True, timeout_s=0.05)
-    assert reader.last().finish_reason == "cancelled"
+    assert running.last().finish_reason == paused.last().finish_reason == "cancelled"
     assert_idle(llm)

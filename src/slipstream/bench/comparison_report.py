@@ -119,7 +119,7 @@ def _among(ratio: Ratio) -> str:
 
 def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
     """Compares plain decoding with the time of reading the weights once per token; empty if it was not measured."""
-    floor_ms, bandwidth, weights = (_number(describe, key) for key in ("floor_ms", "bandwidth_gbs", "weight_bytes"))
+    floor_ms, bandwidth, weights = (number_in(describe, key) for key in ("floor_ms", "bandwidth_gbs", "weight_bytes"))
     if not floor_ms:
         return ""
     reached = result.plain.stats.tokens_per_second * floor_ms / 1000
@@ -196,6 +196,7 @@ def idle_sentence(result: Race) -> str:
     return f"{sentence}; the rest of the machine kept {others:.2f} cores busy{remark}."
 
 
-def _number(describe: Mapping[str, object], key: str) -> float:
+def number_in(describe: Mapping[str, object], key: str) -> float:
+    """One number of an engine's description; 0 if it was not measured."""
     value = describe.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

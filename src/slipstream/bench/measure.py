@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 PLAIN, AUTO = "plain", "auto"
-# Every mode answers this question before the measurement, because its first request also pays for work that happens
-# once.
 _WARM_UP = "Say hello."
 _WARM_UP_TOKENS = 8
 
@@ -159,6 +157,13 @@ class Ratio:
     value: float
     interval: tuple[float, float] | None
 
+    @classmethod
+    def of(cls, over: str, *sides: Sequence[Sample], least_prompts: int = 0) -> Ratio | None:
+        """Compares sides as `intervals.ratio` does; None if nothing was decoded."""
+        value = ratio(*sides)
+        interval = ratio_interval(*sides) if len(sides[0]) >= least_prompts else None
+        return None if value is None else cls(over, value, interval)
+
     @property
     def verdict(self) -> str:
         """Whether the difference is "real", because its interval does not contain equality, or "within noise"."""
@@ -167,8 +172,8 @@ class Ratio:
         low, high = self.interval
         return "within noise" if low <= 1 <= high else "real"
 
-    def to_json(self) -> dict[str, object]:
-        return {"mode": self.over, "ratio": round(self.value, 4), "interval": _rounded(self.interval)}
+    def to_json(self, over: str = "over") -> dict[str, object]:
+        return {over: self.over, "ratio": round(self.value, 4), "interval": _rounded(self.interval)}
 
 
 @dataclass(slots=True)
@@ -188,9 +193,7 @@ class Comparison:
 
     def speedup(self, mode: str, over: str = PLAIN) -> Ratio | None:
         """Decoding speed of one mode over another's, without prefill; None if nothing was decoded."""
-        mine, theirs = self.modes[mode].samples, self.modes[over].samples
-        value = ratio(mine, theirs)
-        return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
+        return Ratio.of(over, self.modes[mode].samples, self.modes[over].samples)
 
     def best_fixed(self) -> str:
         """The fastest mode except auto; plain decoding takes part."""
@@ -214,7 +217,7 @@ class Comparison:
         }
         if name == AUTO:
             against = self.auto_against_best()
-            result["vs_best"] = None if against is None else against.to_json()
+            result["vs_best"] = None if against is None else against.to_json("mode")
         return result
 
 
@@ -232,9 +235,7 @@ def compare(
     """Decodes every prompt in every mode; `on_turn` gets the answers of all modes to each turn as they come."""
     if not llm.speculates:
         raise RequestError(f"{target} has nothing to draft with", "name a drafter, or suffix, with --draft")
-    for mode in plan.modes:
-        # The first request of a mode also pays for work that happens once and is no part of decoding.
-        _answer(llm, [_user(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
+    warm_up(llm, plan)
     result = Comparison({mode: ModeRun() for mode in plan.modes})
     for index, conversation in enumerate(conversations):
         for turn in _play(llm, index, conversation, plan):
@@ -260,17 +261,24 @@ def _play(llm: LLM, index: int, conversation: Conversation, plan: BenchPlan) -> 
     order = (*plan.modes[first:], *plan.modes[:first])
     history: list[Message] = []
     for question in conversation if plan.all_turns else conversation[:1]:
-        history.append(_user(question))
-        answers = {mode: _answer(llm, history, plan, mode, plan.max_tokens) for mode in order}
+        history.append(user_message(question))
+        answers = {mode: answer_of(llm, history, plan, mode, plan.max_tokens) for mode in order}
         yield Turn(index, list(history), answers)
         history.append({"role": "assistant", "content": answers[PLAIN].text})
 
 
-def _user(text: str) -> Message:
+def user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> BenchAnswer:
+def warm_up(llm: LLM, plan: BenchPlan) -> None:
+    """Asks every mode a question, because a mode's first request also pays for work that happens once."""
+    for mode in plan.modes:
+        answer_of(llm, [user_message(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
+
+
+def answer_of(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> BenchAnswer:
+    """Decodes one answer in one mode, alone and without the prompt cache; an engine's error is raised."""
     events = list(
         llm.stream(
             history,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.bench.intervals import Sample, ratio, ratio_interval
+from slipstream.bench.intervals import Sample
 from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, Ratio, Turn, compare, turns_of
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import SlipstreamError
@@ -68,19 +68,13 @@ class Cell:
         return tokens / steps if steps else 0.0
 
     def speedup(self) -> Ratio | None:
-        return _ratio(PLAIN, self.fast, self.plain)
+        return Ratio.of(PLAIN, self.fast, self.plain, least_prompts=LEAST_PROMPTS)
 
 
 def _added(before: list[Sample], more: list[Sample]) -> list[Sample]:
     if not before:
         return list(more)
     return [(tokens + t, cost + c) for (tokens, cost), (t, c) in zip(before, more, strict=True)]
-
-
-def _ratio(over: str, *sides: Sequence[Sample]) -> Ratio | None:
-    value = ratio(*sides)
-    interval = ratio_interval(*sides) if len(sides[0]) >= LEAST_PROMPTS else None
-    return None if value is None else Ratio(over, value, interval)
 
 
 @dataclass(slots=True)
@@ -125,20 +119,19 @@ class Sweep:
 
     def tau_against(self, column: ColumnResult, name: str) -> Ratio | None:
         """Tau over the reference's tau; None for the reference itself, or if either is missing."""
-        mine, theirs = self._pair(column, name)
-        return None if mine is None or theirs is None else _ratio(self.reference.name, mine.steps, theirs.steps)
+        return self._against(column, name, lambda cell: (cell.steps,))
 
     def speedup_against(self, column: ColumnResult, name: str) -> Ratio | None:
         """The speed-up over the reference's speed-up, which cancels changes of the machine's speed between columns."""
-        mine, theirs = self._pair(column, name)
-        if mine is None or theirs is None:
-            return None
-        return _ratio(self.reference.name, mine.fast, mine.plain, theirs.fast, theirs.plain)
+        return self._against(column, name, lambda cell: (cell.fast, cell.plain))
 
-    def _pair(self, column: ColumnResult, name: str) -> tuple[Cell | None, Cell | None]:
-        if column is self.reference:
-            return None, None
-        return self.cell(column, name), self.cell(self.reference, name)
+    def _against(
+        self, column: ColumnResult, name: str, samples: Callable[[Cell], tuple[list[Sample], ...]]
+    ) -> Ratio | None:
+        mine, theirs = self.cell(column, name), self.cell(self.reference, name)
+        if column is self.reference or mine is None or theirs is None:
+            return None
+        return Ratio.of(self.reference.name, *samples(mine), *samples(theirs), least_prompts=LEAST_PROMPTS)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -164,18 +157,15 @@ class Sweep:
         return {
             "prompts": len(cell.steps),
             "tau": round(cell.tau, 4),
-            "tau_against": ratio_json(self.tau_against(column, name)),
-            "speedup": ratio_json(cell.speedup()),
-            "speedup_against": ratio_json(self.speedup_against(column, name)),
+            "tau_against": _ratio_json(self.tau_against(column, name)),
+            "speedup": _ratio_json(cell.speedup()),
+            "speedup_against": _ratio_json(self.speedup_against(column, name)),
             "same_texts": {"same": cell.same_or_near, "of": cell.answers},
         }
 
 
-def ratio_json(found: Ratio | None) -> dict[str, object] | None:
-    if found is None:
-        return None
-    known = found.to_json()
-    return {"over": known.pop("mode"), **known, "verdict": found.verdict}
+def _ratio_json(found: Ratio | None) -> dict[str, object] | None:
+    return None if found is None else {**found.to_json(), "verdict": found.verdict}
 
 
 OnTurn = Callable[[str, str, int, Turn], None]

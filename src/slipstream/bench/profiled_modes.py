@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.bench.measure import PLAIN, BenchPlan, Message
+from slipstream.bench.measure import PLAIN, BenchPlan, Message, answer_of, user_message, warm_up
 from slipstream.bench.workloads import Conversation
-from slipstream.errors import RequestError, SlipstreamError
+from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.engine.llm import LLM, Completion, StepProfile
+    from slipstream.engine.llm import LLM, StepProfile
 
-# Every mode answers this question first, because its first request also pays for work that happens once.
-_WARM_UP = "Say hello."
-_WARM_UP_TOKENS = 8
 _RARE_SHARE = 0.1  # A kind of step gets no column if it is less than this share of a mode's steps.
 
 
@@ -74,37 +71,21 @@ def profile_modes(
     """Decodes every prompt in every mode, each request alone and without the prompt cache."""
     if not llm.speculates:
         raise RequestError("without drafts there is only plain decoding to profile", "name a drafter with --draft")
-    for mode in plan.modes:
-        # The first request of a mode also pays for work that happens once and is no part of decoding.
-        _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)
+    warm_up(llm, plan)
     profilers = {mode: llm.profiler() for mode in plan.modes}
     answers = 0
     for conversation in conversations:
         history: list[Message] = []
         for question in conversation if plan.all_turns else conversation[:1]:
-            history.append({"role": "user", "content": question})
+            history.append(user_message(question))
             texts = {}
             for mode, profiler in profilers.items():
                 with profiler:
-                    texts[mode] = _answer(llm, history, plan, mode, plan.max_tokens).text
+                    texts[mode] = answer_of(llm, history, plan, mode, plan.max_tokens).text
             history.append({"role": "assistant", "content": texts[PLAIN]})
             answers += 1
             on_turn()
     return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
-
-
-def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> Completion:
-    done = llm.chat(
-        history,
-        max_tokens=max_tokens,
-        temperature=plan.temperature,
-        seed=plan.seed,
-        cache_prompt=False,
-        **plan.settings(mode),
-    )
-    if done.finish_reason == "error":
-        raise SlipstreamError(done.error or f"the engine ended a request in mode {mode} with an error")
-    return done
 
 
 def phase_rows(result: Profiled) -> list[tuple[str, ...]]:

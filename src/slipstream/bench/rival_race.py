@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.bench.intervals import Sample, ratio, ratio_interval
+from slipstream.bench.intervals import Sample, ratio_interval
 from slipstream.bench.measure import PLAIN, BenchPlan, Ratio
 from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
 from slipstream.bench.workloads import PUBLIC, Conversation, read_prompts
@@ -99,9 +99,7 @@ class Race:
         return statistics.median(speeds) if speeds else 0.0
 
     def against(self, side: str, over: str) -> Ratio | None:
-        mine, theirs = self.samples[side], self.samples[over]
-        value = ratio(mine, theirs)
-        return None if value is None else Ratio(over, value, ratio_interval(mine, theirs))
+        return Ratio.of(over, self.samples[side], self.samples[over])
 
     def ratios(self) -> list[tuple[str, Ratio]]:
         """Every mode of ours over llama.cpp, and every speculative mode over plain decoding."""
@@ -122,15 +120,10 @@ class Race:
         }
         return {
             "sides": sides,
-            "ratios": [_ratio_json(side, found) for side, found in self.ratios()],
+            "ratios": [{"side": side, **found.to_json()} for side, found in self.ratios()],
             "same_texts": {"same": self.same, "of": self.prompts},
             "idle_core_share": None if self.watch is None else self.watch.to_json(),
         }
-
-
-def _ratio_json(side: str, found: Ratio) -> dict[str, object]:
-    known = found.to_json()
-    return {"side": side, "over": known.pop("mode"), **known}
 
 
 def race(
@@ -224,7 +217,8 @@ class PrefillRace:
             "tokens": self.tokens,
             "ours_per_second": round(self.ours_per_second, 2),
             "rival_per_second": round(self.rival_per_second, 2),
-            **_ratio_json("ours", self.against),
+            "side": "ours",
+            **self.against.to_json(),
         }
 
 

@@ -15,13 +15,12 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, RequestError
 from slipstream.formats.sources import drafter_source, resolve
 from slipstream.tools.quantize_recipes import RecipeName
-from slipstream.types import BASE_VARIANT
+from slipstream.types import BASE_VARIANT, Progress
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 Side = Literal["draft", "target"]
-Progress = Callable[[str, int, int], None]
 SIDES: tuple[Side, ...] = get_args(Side)
 AS_IS = "as-is"
 TYPES: tuple[str, ...] = (AS_IS, *get_args(RecipeName))

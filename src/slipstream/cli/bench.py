@@ -3,7 +3,7 @@
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 
 With --sweep or --draft-lora it compares preparations of the pair instead (cli/bench_sweep.py), with --rival it races
-llama.cpp (cli/bench_race.py), and with --profile it shows where a step's time goes (cli/bench_profile.py).
+llama.cpp (cli/bench_race.py), and with --profile it shows where a step's time goes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.bench_profile import check_profile, profile
-from slipstream.cli.bench_race import check_race, race
+from slipstream.cli.bench_race import race
 from slipstream.cli.bench_sweep import MODES as SWEEP_MODES
 from slipstream.cli.bench_sweep import (
     Adapters,
@@ -137,13 +136,34 @@ def command(
     about["count"] = len(conversations)
     load = partial(o.load, ui, target, draft, config)
     if profiling:
-        check_profile({"--rival": rival is not None, **files})
-        profile(ui, load, conversations, plan, about)
+        o.refuse_beside("--profile", {"--rival": rival is not None, **files})
+        _profile(ui, load, conversations, plan, about)
     elif rival is not None:
-        check_race(rival, {"--turns all": plan.all_turns, **files})
+        o.refuse_beside("--rival", {"--turns all": plan.all_turns, **files})
         race(ui, load, rival, conversations, plan, about)
     else:
         _compare_modes(ui, load, conversations, plan, about, plot, trace)
+
+
+def _profile(
+    ui: Ui, load: Callable[[], LLM], conversations: list[Conversation], plan: BenchPlan, about: Mapping[str, object]
+) -> None:
+    """Decodes the prompts in every mode and prints how long each phase of their steps took."""
+    from slipstream.bench import profiled_modes as bench
+    from slipstream.bench.measure import turns_of
+
+    with closing(load()) as llm, ui.counting("answers", turns_of(conversations, plan)) as advance:
+        result = bench.profile_modes(llm, conversations, plan, advance)
+    if ui.json_output:
+        ui.print_json({**about, **result.to_json()})
+        return
+    title = f"{about['target']} on {about['prompts']}: milliseconds of a decoding step over {result.answers} answers"
+    ui.table(title, columns_table(("phase", *result.columns), bench.phase_rows(result)))
+    launches = bench.launch_rows(result)
+    if launches:
+        ui.table(bench.launch_title(result), columns_table(("phase", *result.columns), launches))
+    for sentence in bench.sentences(result):
+        ui.line(sentence)
 
 
 def _compare_modes(

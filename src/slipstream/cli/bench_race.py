@@ -41,16 +41,6 @@ class RaceResult:
         }
 
 
-def check_race(program: str, unfit: Mapping[str, bool]) -> None:
-    """Refuses what cannot run, before a model is loaded in vain; `unfit` says which other options were given."""
-    from slipstream.bench.rival import find
-
-    for option, given in unfit.items():
-        if given:
-            raise RequestError(f"{option} does not go with --rival", "leave one of them out")
-    find(program)
-
-
 def race(
     ui: Ui,
     load: Callable[[], LLM],
@@ -59,7 +49,10 @@ def race(
     plan: BenchPlan,
     about: Mapping[str, object],
 ) -> None:
-    """Runs the whole comparison and prints it as JSON or draws it."""
+    """Runs the whole comparison and prints it as JSON or draws it; without llama.cpp no model is loaded."""
+    from slipstream.bench.rival import find
+
+    find(program)
     with closing(load()) as llm:
         if not llm.speculates:
             raise RequestError(f"{about['target']} has nothing to draft with", "name a drafter with --draft")
@@ -75,6 +68,7 @@ def run_race(ui: Ui, llm: LLM, program: str, conversations: list[Conversation], 
     """Measures row costs, then both sides in alternation; llama.cpp is started for this and stopped afterwards."""
     from slipstream.bench import rival
     from slipstream.bench import rival_race as bench
+    from slipstream.bench.comparison_report import number_in
     from slipstream.bench.floors import row_costs
 
     describe = llm.describe()
@@ -82,13 +76,13 @@ def run_race(ui: Ui, llm: LLM, program: str, conversations: list[Conversation], 
     assert isinstance(steps, dict)
     costs = row_costs(
         steps,
-        _number(describe, "weight_bytes"),
-        1e9 * _number(describe, "bandwidth_gbs"),
-        _number(describe, "row_products"),
-        _number(describe, "peak_products"),
+        number_in(describe, "weight_bytes"),
+        1e9 * number_in(describe, "bandwidth_gbs"),
+        number_in(describe, "row_products"),
+        number_in(describe, "peak_products"),
     )
     context = bench.context_needed(llm, conversations, plan)
-    model, threads = llm.target_source.path, int(_number(describe, "threads"))
+    model, threads = llm.target_source.path, int(number_in(describe, "threads"))
     with rival.start(model, threads, context, program) as opponent, ui.counting("prompts", len(conversations)) as done:
         prefill = bench.race_prefill(llm, opponent)
         return RaceResult(
@@ -115,8 +109,3 @@ def draw_race(ui: Ui, result: RaceResult, title: str) -> None:
     ):
         if sentence:
             ui.line(sentence)
-
-
-def _number(describe: Mapping[str, object], key: str) -> float:
-    value = describe.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0

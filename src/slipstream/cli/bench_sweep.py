@@ -92,10 +92,7 @@ class PairComparison:
             raise RequestError("--sweep does not go with --draft-lora", "leave one of them out")
         if self.sides and not self.sweep:
             raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
-        for option, given in others.items():
-            if given:
-                name = "--sweep" if self.sweep else "--draft-lora"
-                raise RequestError(f"{option} does not go with {name}", "leave one of them out")
+        o.refuse_beside("--sweep" if self.sweep else "--draft-lora", others)
 
 
 def compare_pairs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -181,6 +181,13 @@ def engine_config(
         graphs=not no_graphs,
         exact=exact,
     )
+
+
+def refuse_beside(chosen: str, others: Mapping[str, bool]) -> None:
+    """Refuses the first of the other options that was given, before a model is loaded in vain."""
+    for option, given in others.items():
+        if given:
+            raise RequestError(f"{option} does not go with {chosen}", "leave one of them out")
 
 
 def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequence[str] = ()) -> LLM:

@@ -181,8 +181,8 @@ class SingleModelOptions:
         return name if name is None else "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
     def spec(self) -> ModelSpec:
-        """What the router needs to load the model."""
-        from slipstream.server.serving.model_files import ModelSpec
+        """What the router needs to load the model, which it does at the start."""
+        from slipstream.server.serving.model_files import ModelSpec, served_name
 
         config = o.engine_config(
             self.dtype, self.threads, self.max_context, None, self.device, self.kernels, self.no_graphs, self.exact
@@ -195,7 +195,8 @@ class SingleModelOptions:
         )
         defaults = {} if self.mode is None else {"mode": str(o.speculation(self.mode).mode)}
         target, draft = self.model or _DEFAULT_MODEL, self.draft or "auto"
-        return ModelSpec.from_options(target, draft, engine=engine, defaults=defaults, draft_lora=self.draft_lora)
+        lora = tuple(self.draft_lora)
+        return ModelSpec(served_name(target), target, draft, engine, defaults, preload=True, draft_lora=lora)
 
 
 def command(
@@ -297,7 +298,7 @@ def _serve(
     listener = listen(settings.host, settings.port)
     url = url_of(listener)
     names = [model.name for model in router.describe()]
-    state = ServerState(settings, router, Metrics(), Recorder(record))
+    state = ServerState(settings, router, Metrics(), None if record is None else Recorder(record))
 
     def ready() -> None:
         if ui.json_output:
@@ -314,8 +315,8 @@ def _serve(
     )
     if settings.host not in LOOPBACK and not settings.api_keys:
         ui.warn(f"Anyone who can reach {settings.host} may use this server; --api-key makes it require a key.")
-    assert state.recorder is not None
-    state.recorder.start()
+    if state.recorder is not None:
+        state.recorder.start()
     if ui.json_output:
         ui.print_json({"event": "listening", "url": url, "pid": os.getpid(), "models": names})
     else:

@@ -1,8 +1,8 @@
-"""Runs a drafter on given tokens outside any request, for the logits of its block after any position of a text."""
+"""Runs a target or a drafter on given tokens outside any request, for the logits of a text and of draft blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,40 @@ from slipstream.engine.executor import RowWork
 from slipstream.errors import IntegrityError
 from slipstream.kernels.rows import RowPlaces
 from slipstream.models.decoder import Decoder
-from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.pair import check_pair
+from slipstream.models.dflash import DFlashDrafter, check_pair
 from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import SamplingParams
 
-_CHUNK = 256  # tokens of the text that one target forward reads
+_CHUNK = 256  # tokens of a text that one target forward reads
+
+
+class ScratchSequence:
+    """A small cache with one sequence in it, apart from the engine's cache."""
+
+    def __init__(self, target: Decoder, tokens: Sequence[int], room: int) -> None:
+        pages = -(-room // PAGE_TOKENS) + 1
+        pools = KvPools(pages, PAGE_TOKENS, *pool_shapes(target, None))
+        self._executor = CpuExecutor(target, None, pools, pages, draft_window=0)
+        self.state = SequenceState(PageTable(pages), PAGE_TOKENS, pools, drafting=False)
+        self.state.start(tokens, [])
+        self.state.reserve(room)
+
+    def run(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
+        """Runs tokens after the committed ones and returns the logits of the last `logit_rows` of them."""
+        return self._executor.forward([RowWork(self.state, self.state.length, tokens, logit_rows)]).logits[0]
+
+
+def text_logits(target: Decoder, ids: Sequence[int], chunk: int = _CHUNK) -> Iterator[Tensor]:
+    """Yields the logits after every token of a text, `chunk` rows at a time, from the forward that requests use too."""
+    scratch = ScratchSequence(target, ids, len(ids))
+    for start in range(0, len(ids), chunk):
+        rows = ids[start : start + chunk]
+        # The mode does not span the whole loop, because the caller's code between two chunks must not inherit it.
+        with torch.inference_mode():
+            logits = scratch.run(rows, len(rows))
+        yield logits
+        scratch.state.commit(range(len(rows)), [], 0)
 
 
 class OurBlocks:
@@ -96,7 +123,7 @@ class OurBlocks:
             return [int(token) for token in logits.argmax(-1)]
         best = logits.topk(min(heads.candidate_limit or CANDIDATES, logits.shape[-1]))
         walk = heads.begin(hidden, best.indices)
-        state, chosen = walk.first_state(), []
+        state, chosen = None, []
         for slot in range(len(logits)):
             before = self._ids[min(position + slot, len(self._ids) - 1)]
             correction, state = walk.correct(slot, before, state)

@@ -13,7 +13,7 @@ from slipstream.engine.executor import Executor
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.weights import Progress
+from slipstream.types import Progress
 
 if TYPE_CHECKING:
     from slipstream.engine.gpu.gpu_device import GpuDevice

@@ -22,7 +22,7 @@ from slipstream.engine.launch_ahead import LaunchAhead
 from slipstream.engine.outcomes import Proposed, SequenceOutcome, decode_outcome, prefill_outcome
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.scheduler import PrefillChunk, Requirements, Scheduler, SchedulerLimits, StepPlan
-from slipstream.engine.snapshots import EngineSnapshot, LineSnapshot, sequence_snapshots
+from slipstream.engine.snapshots import EngineSnapshot, LineSnapshot, sequence_snapshot
 from slipstream.engine.stepping import StepLock
 from slipstream.engine.variants import DraftVariant
 from slipstream.errors import RequestError
@@ -384,7 +384,7 @@ class Engine:
         """Requests and pages as plain values; another thread may ask too, and may then see the middle of a step."""
         cached = self.prefix.size if self.prefix is not None else 0
         used, total = self.table.total - self.table.free, self.table.total
-        return EngineSnapshot(sequence_snapshots(list(self.sequences.values())), used, cached, total)
+        return EngineSnapshot(tuple(map(sequence_snapshot, list(self.sequences.values()))), used, cached, total)
 
     def line(self) -> LineSnapshot:
         """How many requests wait for a slot; only the thread that steps the engine may ask."""

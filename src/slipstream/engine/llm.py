@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, overload
 
@@ -24,16 +24,14 @@ from slipstream.formats.adapters import parse_source
 from slipstream.formats.sources import NO_DRAFT, SUFFIX, drafter_source, resolve
 from slipstream.kernels.cpu.native_library import availability, library, set_threads
 from slipstream.kernels.machine import int8_peak, prepare_torch, read_bandwidth
-from slipstream.models.dflash import DFlashDrafter
+from slipstream.models.dflash import DFlashDrafter, check_pair
 from slipstream.models.loading import load_target
-from slipstream.models.pair import check_pair
 from slipstream.models.weights import Weights
 from slipstream.stats import RequestStats
 from slipstream.text.chat_template import helper, render
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import FinishReason, GenEvent, Request, TokenOut
+from slipstream.types import FinishReason, GenEvent, Progress, Request, TokenOut
 
-Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, object]]
 DraftSource = Literal["drafter", "suffix"]  # a drafter (and beside it the text), or the text alone
 

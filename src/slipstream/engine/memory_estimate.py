@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.kernels.cpu.native_library import library
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.loading import read_target_config
+from slipstream.types import Progress
 
-Progress = Callable[[str, int, int], None]
 # Bytes of one weight in torch's formats, scales included; native weights take as much as in their file. If a number is
 # too small, a pair may be loaded that does not fit.
 _WEIGHT_BYTES: dict[WeightFormat, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.125, "int4": 0.75}
@@ -65,9 +64,9 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
         files.append(draft_path)
         per_token += PoolShape.alike(drafter.layers, drafter.kv_heads, drafter.head_dim).bytes_per_token()
     max_context = config.max_context or shape.max_positions
-    states = StateRoom.plan(shape.states, config, PAGE_TOKENS, per_token)
+    states = StateRoom.plan(shape.states, config, per_token)
     per_token += states.token_bytes
-    pages = pool_pages(config.cache_tokens, max_context, PAGE_TOKENS, per_token, states.reserved_bytes)
+    pages = pool_pages(config.cache_tokens, max_context, per_token, states.reserved_bytes)
     return Footprint(tuple(files), weights, per_token, max_context, pages * PAGE_TOKENS, states.reserved_bytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import EngineConfig
+from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
 
@@ -48,7 +48,7 @@ class StateRoom:
 
     @classmethod
     def plan(
-        cls, states: DeltaShape | None, config: EngineConfig, page_tokens: int, token_bytes: int, per_sequence: int = 1
+        cls, states: DeltaShape | None, config: EngineConfig, token_bytes: int, per_sequence: int = 1
     ) -> StateRoom:
         """Spaces checkpoints so far apart that they take no more room than the keys that they stand beside."""
         if states is None:
@@ -56,8 +56,8 @@ class StateRoom:
         size, sequences = states.state_bytes, _STATES_PER_SLOT * config.max_sequences * per_sequence
         if not config.prefix_cache:
             return cls(sequences, 0, size)
-        stride = max(1, -(-size // max(1, page_tokens * token_bytes)))
-        return cls(sequences, stride, size, -(-size // (stride * page_tokens)))
+        stride = max(1, -(-size // max(1, PAGE_TOKENS * token_bytes)))
+        return cls(sequences, stride, size, -(-size // (stride * PAGE_TOKENS)))
 
     @property
     def reserved_bytes(self) -> int:
@@ -67,9 +67,7 @@ class StateRoom:
         return self.sequences + (pages // self.stride if self.stride else 0)
 
 
-def pool_pages(
-    asked_tokens: int, max_context: int, page_tokens: int, bytes_per_token: int, reserved_bytes: int = 0
-) -> int:
+def pool_pages(asked_tokens: int, max_context: int, bytes_per_token: int, reserved_bytes: int = 0) -> int:
     """Returns the pages of the pool: as many as were asked for, or as free memory allows beside the reserved bytes."""
     free = available_bytes()
     if free is not None and reserved_bytes > free:
@@ -84,10 +82,10 @@ def pool_pages(
                 f"{free >> 20} MiB are free",
                 "ask for fewer tokens",
             )
-        return -(-asked_tokens // page_tokens)
+        return -(-asked_tokens // PAGE_TOKENS)
     tokens = _CONTEXTS * max_context
     if free is not None:
         tokens = min(tokens, int((free - reserved_bytes) * _SHARE) // bytes_per_token)
-    if tokens < page_tokens:
+    if tokens < PAGE_TOKENS:
         raise ConfigError("there is no memory left for a cache", "free some memory or use a smaller model")
-    return tokens // page_tokens
+    return tokens // PAGE_TOKENS

@@ -6,7 +6,6 @@ the engine can change without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,11 +54,7 @@ class LineSnapshot:
     waiting: int
 
 
-def sequence_snapshots(sequences: Iterable[ActiveSequence]) -> tuple[SequenceSnapshot, ...]:
-    return tuple(map(_snapshot, sequences))
-
-
-def _snapshot(sequence: ActiveSequence) -> SequenceSnapshot:
+def sequence_snapshot(sequence: ActiveSequence) -> SequenceSnapshot:
     request, stats = sequence.request, sequence.stats
     return SequenceSnapshot(
         request_id=request.id,

@@ -16,9 +16,9 @@ from slipstream.models.dflash import DFlashDrafter, read_drafter_config
 from slipstream.models.dflash_names import names_in
 from slipstream.models.loading import MakeWeights
 from slipstream.models.lora import MergedWeights, load_adapter, merged_weights
-from slipstream.models.weights import BuiltParts, Progress, Weights
+from slipstream.models.weights import BuiltParts, Weights
 from slipstream.speculative.draft import BlockDrafter
-from slipstream.types import BASE_VARIANT
+from slipstream.types import BASE_VARIANT, Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from slipstream.errors import ConfigError, FormatError, SourceError
 from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.quants import decode_rows
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor, find_gguf, open_weights
+from slipstream.types import BASE_VARIANT
 
-BASE_NAME = "base"  # the name of the drafter without an adapter
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FACTOR_TYPES = ("F32", "F16", "BF16", "Q8_0")  # the types that the known writers store
 MAX_RANK = 2**16  # far above any real rank; a larger number in a file is a mistake
@@ -101,10 +101,6 @@ class AdapterPair:
     up: Factor
     factor: float
 
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
@@ -140,9 +136,9 @@ def parse_source(text: str) -> AdapterSource:
     name = name or (path.stem if path.suffix in (".gguf", ".safetensors") else path.resolve().name)
     if not _NAME.fullmatch(name):
         raise SourceError(f"'{name}' cannot be the name of an adapter", "name it with letters and digits: NAME=PATH")
-    if name == BASE_NAME:
+    if name == BASE_VARIANT:
         raise SourceError(
-            f"an adapter cannot be called '{BASE_NAME}'", "the drafter without an adapter has it: use NAME=PATH"
+            f"an adapter cannot be called '{BASE_VARIANT}'", "the drafter without an adapter has it: use NAME=PATH"
         )
     return AdapterSource(name, path, scale)
 

@@ -18,15 +18,14 @@ import numpy as np
 from slipstream.errors import FormatError, IntegrityError
 from slipstream.formats.atomic import atomic_file
 from slipstream.formats.file_bytes import FileBytes
-from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, GgufHeader, parse_header
+from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, parse_header
 from slipstream.formats.quants import GGML_TYPES, Bytes
+from slipstream.types import Progress
 
 VERSION = 3
 MAX_TENSOR_NAME_BYTES = 63  # ggml keeps a name in 64 bytes, of which the last is a zero
 Piece = bytes | memoryview | Bytes
-Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
 
-_COPY_BYTES = 2**22  # copied at a time
 _TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
 
 
@@ -134,24 +133,6 @@ def write_gguf(
 def as_read(entries: Sequence[MetadataEntry]) -> dict[str, object]:
     """Returns metadata as a reader of the finished file sees it, rounded to the types in which it is stored."""
     return parse_header(_header(entries, [], DEFAULT_ALIGNMENT), "metadata").metadata
-
-
-def copied_tensors(path: Path, header: GgufHeader) -> list[TensorPlan]:
-    """Returns plans that copy the tensors of a GGUF file as they are stored."""
-
-    def copy_of(offset: int, end: int) -> Callable[[], Iterable[Piece]]:
-        def pieces() -> Iterable[Piece]:
-            with path.open("rb") as file:
-                file.seek(offset)
-                while (left := end - file.tell()) > 0:
-                    yield file.read(min(left, _COPY_BYTES))
-
-        return pieces
-
-    return [
-        TensorPlan(entry.name, entry.type_name, entry.shape, copy_of(entry.offset, entry.end))
-        for entry in header.tensors
-    ]
 
 
 def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], alignment: int) -> bytes:

@@ -9,15 +9,13 @@ import sys
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from slipstream.errors import SourceError
 from slipstream.paths import user_cache
-
-Progress = Callable[[str, int, int], None]  # label, bytes done, bytes in all
+from slipstream.types import Progress
 
 CHUNK_BYTES = 1 << 20  # copied and hashed at a time
 

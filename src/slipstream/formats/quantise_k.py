@@ -11,7 +11,6 @@ import numpy as np
 from slipstream.formats.quantise_search import fit_range, fit_scale, inverse, to_halves
 from slipstream.formats.quants import Bytes, Floats
 
-SUPER_BLOCK = 256
 _GROUP, _SMALL_GROUP = 32, 16
 _TOP_SCALE = 63  # scales and minima of Q4_K and Q5_K have six bits
 _LEVELS = 32  # the codes of Q6_K are -32 ... 31

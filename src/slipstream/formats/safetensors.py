@@ -21,8 +21,9 @@ from slipstream.formats.file_bytes import (
     refuse_overlaps,
     refuse_truncation,
 )
-from slipstream.formats.gguf_write import Progress, TensorPlan, refuse_repeats, write_pieces
+from slipstream.formats.gguf_write import TensorPlan, refuse_repeats, write_pieces
 from slipstream.formats.quants import NUMPY_TYPES
+from slipstream.types import Progress
 
 # The limits are those of the reference reader or far above real files; they bound what a damaged header can cause.
 MAX_HEADER_BYTES = 100_000_000

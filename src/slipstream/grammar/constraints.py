@@ -56,11 +56,6 @@ class Grammars:
         self.trial.close()
         self._masks.helper.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the child processes that run now."""
-        return [pid for helper in (self.trial, self._masks.helper) if (pid := helper.pid) is not None]
-
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
         """Returns what holds a new request to its constraint and its budget, or None if it has neither."""
         budget = None

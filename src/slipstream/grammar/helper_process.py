@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from slipstream.errors import RequestError
-from slipstream.grammar.llguidance_calls import GrammarError, compiled, library_tokenizer, on_a_stack, one_line, refusal
+from slipstream.grammar.llguidance_calls import GrammarError, compiled, on_a_stack, one_line, refusal
 from slipstream.grammar.reference_bounds import check_bounds
 
 # The library takes up to 21 KiB of stack for a reference, and a constraint may have 500 (`reference_bounds.py`).
@@ -157,7 +157,7 @@ def _raise_failure(matcher: LLMatcher) -> None:
 
 def tokenizer_of(*vocabulary: Any) -> LLTokenizer:
     source = _Vocabulary(*vocabulary)
-    source.tokenizer = library_tokenizer(source, source.ends)
+    source.tokenizer = LLTokenizer(TokenizerWrapper(source), n_vocab=len(source.tokens), eos_token=source.ends)
     return source.tokenizer
 
 

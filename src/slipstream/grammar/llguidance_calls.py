@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Result = TypeVar("Result")
 
@@ -26,24 +26,6 @@ _one_at_a_time = threading.Lock()
 
 class GrammarError(Exception):
     """The library refuses a constraint; the message is the library's reason."""
-
-
-class TokenSource(Protocol):
-    """A tokenizer in the form that llguidance asks for."""
-
-    @property
-    def eos_token_id(self) -> int: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def tokens(self) -> Sequence[bytes]: ...
-    @property
-    def special_token_ids(self) -> Sequence[int]: ...
-    def __call__(self, text: str) -> list[int]: ...
-
-
-def library_tokenizer(source: TokenSource, ends: Sequence[int]) -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(source), n_vocab=len(source.tokens), eos_token=list(ends))
 
 
 def written(kind: str, source: str, before: str | None) -> str:

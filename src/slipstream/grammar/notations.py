@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from slipstream.errors import RequestError
 from slipstream.types import Constraint
@@ -17,23 +18,22 @@ _MOST_CALLS = 16
 _BLANKS = {"whitespace_pattern": r"( |\n[ \t]{0,16})"}
 
 
-class ToolLike(Protocol):
-    """A function that the model may call."""
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of the tool's arguments; an empty one allows any object."""
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema; an empty one allows any object
+    strict: bool = False
 
 
-class ChoiceLike(Protocol):
-    """Whether tools may or must be called; a name allows that tool only."""
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may, must or must not be called; with a `name`, only that tool may be called."""
 
-    @property
-    def kind(self) -> Literal["auto", "none", "required"]: ...
-    @property
-    def name(self) -> str | None: ...
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
 
 
 def json_schema(schema: Mapping[str, Any]) -> Constraint:
@@ -56,7 +56,7 @@ def regex(pattern: str) -> Constraint:
     return Constraint("regex", pattern)
 
 
-def tool_constraint(tools: Sequence[ToolLike], choice: ChoiceLike, *, parallel: bool = True) -> Constraint | None:
+def tool_constraint(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
     """Calls are `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` with arguments that fit the schemas.
 
     If no call is required, any text may be written too, but a `<tool_call>` must be followed by a call. A named tool is
@@ -95,7 +95,7 @@ def _optional_call_rules(once: bool) -> list[str]:
     ]
 
 
-def _call_rule(tool: ToolLike) -> str:
+def _call_rule(tool: Tool) -> str:
     """Returns the rule of one tool's call; its schema stays a document of its own, so that its references are valid."""
     head = json.dumps(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     schema = tool.parameters if tool.parameters else {"type": "object"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import WeightFormat
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, PairError
 from slipstream.formats.weight_files import WeightFile, open_weights, read_config
 from slipstream.kernels.cpu.linear import Matrix
 from slipstream.kernels.cpu.torch_kernels import softcapped
@@ -18,6 +18,7 @@ from slipstream.kernels.rows import RowBatch, RowPlaces
 from slipstream.lazy import cached_property
 from slipstream.models import dflash_config
 from slipstream.models.cpu.cpu_models import CpuDrafter
+from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import names_in, shapes_in
 from slipstream.models.heads import DraftHeads
@@ -39,6 +40,7 @@ from slipstream.models.weights import Embedding, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
 LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # both writers use the same keys
+_PAIR_HINT = "use the drafter that was trained for this target"
 
 
 class DFlashDrafter:
@@ -221,3 +223,42 @@ def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
     elif arch != "dflash":
         raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
     return dflash_config.read_gguf(metadata, file.path.name, None, shapes_in(file))
+
+
+def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
+    """Raises PairError with the first reason why this target and this drafter cannot work together.
+
+    Without this check only a low acceptance would show that they do not belong together.
+    """
+    config = drafter.config
+    if config.target_family is not None and config.target_family != target.family:
+        said = f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
+        raise PairError(said, _PAIR_HINT)
+    if config.vocab_size != target.vocab_size:
+        raise PairError(
+            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}", _PAIR_HINT
+        )
+    shares = drafter.embed is None or drafter.head is None
+    if shares and config.hidden_size != target.hidden_size:
+        raise PairError(
+            f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide",
+            _PAIR_HINT,
+        )
+    width = drafter.tap_width // len(config.target_layer_ids)
+    if width != target.hidden_size:
+        raise PairError(f"the drafter reads taps {width} wide, the target's are {target.hidden_size}", _PAIR_HINT)
+    if config.num_target_layers is not None and config.num_target_layers != target.layers:
+        raise PairError(
+            f"the drafter was trained on a target of {config.num_target_layers} layers, this one has {target.layers}",
+            _PAIR_HINT,
+        )
+    outside = [layer for layer in config.target_layer_ids if not -1 <= layer < target.layers]
+    if outside:
+        raise PairError(
+            f"the drafter taps layer {outside[0]}, the target has layers 0 to {target.layers - 1}", _PAIR_HINT
+        )
+    if config.mask_token_id >= target.vocab_size:
+        raise PairError(
+            f"the drafter's mask token {config.mask_token_id} is not in the target's vocabulary of {target.vocab_size}",
+            _PAIR_HINT,
+        )

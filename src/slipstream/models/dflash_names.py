@@ -22,7 +22,7 @@ _HF_OTHER = {
     "candidate_selector.predecessor_codebook.weight": ("candidate_selector.predecessor_codebook",),
     "candidate_selector.successor_codebook.weight": ("candidate_selector.successor_codebook",),
 }
-_GGUF_GLOBAL = {
+GGUF_GLOBAL = {
     "fc.weight": ("fc.weight", "dflash.fc.weight", "dflash_fc.weight"),
     "hidden_norm.weight": ("enc.output_norm.weight", "dflash.hidden_norm.weight", "dflash_hidden_norm.weight"),
     "norm.weight": ("output_norm.weight",),
@@ -100,7 +100,7 @@ def gguf_spellings(name: str) -> tuple[str, ...]:
     if found := _GGUF_TAP_NORM.match(name):
         return (f"dflash.aux_hidden_norm.{found[1]}.weight", f"dflash.aux_hidden_norm.{found[1]}")
     if not name.startswith("layers."):
-        return _GGUF_GLOBAL.get(name, (name,))
+        return GGUF_GLOBAL.get(name, (name,))
     _, index, rest = name.split(".", 2)
     if rest in _GGUF_CONVOLUTION:
         return (f"blk.{index}.{_GGUF_CONVOLUTION[rest]}",)

@@ -6,6 +6,7 @@ can need in a few tensor calls. After that it works with numpy on small arrays, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from slipstream.models.weights import FLOAT_TYPES, Weights
 
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
-State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None: it remembers nothing
+State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None: nothing, as at a path's start
 
 _HALF_LIMIT = float(torch.finfo(torch.float16).max)
 
@@ -60,12 +61,7 @@ class TokenRows:
 class _Walk(Protocol):
     """A correcting head at work on one block."""
 
-    def first_state(self) -> State: ...
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]: ...
-
-
-class _Corrector(Protocol):
-    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk: ...
 
 
 class MarkovHead:
@@ -91,55 +87,48 @@ class MarkovHead:
     def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
         output = self.output.rows(candidates)
         if self.kind == "vanilla":
-            return _VanillaWalk(self, output)
+            return _TableWalk(self.embedding, output)
         from_hidden = _numpy(hidden @ self.of_hidden.t() + self.bias)
         return (_GatedWalk if self.kind == "gated" else _RecurrentWalk)(self, output, from_hidden)
 
 
-class _VanillaWalk:
-    def __init__(self, head: MarkovHead, output: Floats) -> None:
-        self.embedding = head.embedding
-        self._output = output
+@dataclass(frozen=True, slots=True)
+class _TableWalk:
+    """The product of the previous token's row and the candidates' rows, without memory."""
 
-    def first_state(self) -> State:
-        return None
+    before: TokenRows
+    after: Floats
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        return self._output[slot] @ self.embedding.row(previous), None
+        return self.after[slot] @ self.before.row(previous), None
 
 
+@dataclass(frozen=True, slots=True)
 class _GatedWalk:
-    def __init__(self, head: MarkovHead, output: Floats, from_hidden: Floats) -> None:
-        self._head = head
-        self._output = output
-        self._from_hidden = from_hidden
-
-    def first_state(self) -> State:
-        return None
+    head: MarkovHead
+    output: Floats
+    from_hidden: Floats
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        embedded = self._head.embedding.row(previous)
-        gate = _sigmoid(self._head.inner @ embedded + self._from_hidden[slot])
-        return self._output[slot] @ (gate * embedded), None
+        embedded = self.head.embedding.row(previous)
+        gate = _sigmoid(self.head.inner @ embedded + self.from_hidden[slot])
+        return self.output[slot] @ (gate * embedded), None
 
 
+@dataclass(frozen=True, slots=True)
 class _RecurrentWalk:
-    def __init__(self, head: MarkovHead, output: Floats, from_hidden: Floats) -> None:
-        self._head = head
-        self._output = output
-        self._from_hidden = from_hidden
-
-    def first_state(self) -> State:
-        return np.zeros(self._head.rank, np.float32)
+    head: MarkovHead
+    output: Floats
+    from_hidden: Floats
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        rank = self._head.rank
+        rank = self.head.rank
         before = np.zeros(rank, np.float32) if state is None else state
-        joined = np.concatenate((before, self._head.embedding.row(previous)))
-        mixed = self._head.inner @ joined + self._from_hidden[slot]
+        joined = np.concatenate((before, self.head.embedding.row(previous)))
+        mixed = self.head.inner @ joined + self.from_hidden[slot]
         keep = _sigmoid(mixed[:rank])
         after = keep * before + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
-        return self._output[slot] @ np.tanh(mixed[2 * rank :]), after
+        return self.output[slot] @ np.tanh(mixed[2 * rank :]), after
 
 
 class CandidateSelector:
@@ -155,19 +144,7 @@ class CandidateSelector:
     def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
         # The successors are weighed here once, so that no node of the walk has to compute this product again.
         weighed = self.successors.rows(candidates) * _numpy(hidden @ self.projection.t())[:, None]
-        return _SelectorWalk(self.predecessors, weighed)
-
-
-class _SelectorWalk:
-    def __init__(self, predecessors: TokenRows, successors: Floats) -> None:
-        self._predecessors = predecessors
-        self.successors = successors
-
-    def first_state(self) -> State:
-        return None
-
-    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        return self.successors[slot] @ self._predecessors.row(previous), None
+        return _TableWalk(self.predecessors, weighed)
 
 
 class ConfidenceHead:
@@ -205,7 +182,7 @@ class HeadPass:
 
     def __init__(
         self,
-        corrector: _Corrector | None,
+        corrector: MarkovHead | CandidateSelector | None,
         confidence: ConfidenceHead | None,
         tables: HeadTables | None,
         hidden: Tensor,
@@ -226,9 +203,6 @@ class HeadPass:
             return None
         return self.corrector.begin(_on_host(self._hidden), torch.as_tensor(self._candidates).to("cpu"))
 
-    def first_state(self) -> State:
-        return self._walk.first_state() if self._walk is not None else None
-
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
         """What to add to the logits of the slot's candidates after token `previous`, and the state after the slot."""
         if self._walk is None:
@@ -248,7 +222,7 @@ class DraftHeads:
     def __init__(self, weights: Weights, config: DFlashConfig) -> None:
         parts = config.parts
         markov = MarkovHead(weights, config) if parts.markov_rank else None
-        self.corrector: _Corrector | None = markov
+        self.corrector: MarkovHead | CandidateSelector | None = markov
         if parts.selector_rank:
             self.corrector = CandidateSelector(weights, config)
         self.trust = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None

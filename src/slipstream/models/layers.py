@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,33 +21,13 @@ from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Embedding, Weights
 
+if TYPE_CHECKING:
+    from slipstream.models.decoder import DecoderConfig
+    from slipstream.models.dflash_config import DFlashConfig
+
 Activation = Literal["silu", "gelu"]
+LayerShape: TypeAlias = "DecoderConfig | DFlashConfig"  # the config that has the numbers of a layer
 RotaryRows = Callable[[int, int], Tensor]  # (heads, head_dim) -> the row order that undoes a file's interleaving
-
-
-class LayerShape(Protocol):
-    """The numbers of a model's config that loading a layer needs."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def rms_eps(self) -> float: ...
-    @property
-    def rope(self) -> RopeConfig: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def attention_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
 
 
 class LayerPart(Protocol):

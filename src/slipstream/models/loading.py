@@ -15,7 +15,8 @@ from slipstream.kernels.machine import measure_formats, pick_format
 from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.weights import Progress, Weights, keep_name
+from slipstream.models.weights import Weights, keep_name
+from slipstream.types import Progress
 
 MakeWeights = Callable[..., Weights]
 # Families by Hugging Face's model type and, where that is another name, by GGUF's architecture. The module of a family

@@ -19,35 +19,18 @@ from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource,
 from slipstream.formats.file_bytes import MemoryBytes, StoredBytes, TensorEntry
 from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor
-from slipstream.models.dflash_names import canonical_name, gguf_spellings, names_in
-from slipstream.models.weights import Progress
+from slipstream.models.dflash_names import GGUF_GLOBAL, canonical_name, gguf_spellings, names_in
+from slipstream.models.llama import GGUF_LAYER
+from slipstream.types import Progress
 
 # All matrices and tables of a drafter. Norms, convolution kernels and biases are not among them, because they are too
 # small for a low rank to mean anything.
 _LAYER_MATRICES = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
+    *(name for name in GGUF_LAYER if "norm" not in name),
     "attention_conv.kernel_projection",
     "mlp_conv.kernel_projection",
 )
-_OTHER_MATRICES = (
-    "fc",
-    "embed_tokens",
-    "lm_head",
-    "markov_head.markov_w1",
-    "markov_head.markov_w2",
-    "markov_head.gate_proj",
-    "markov_head.joint_proj",
-    "confidence_head.proj",
-    "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook",
-    "candidate_selector.hidden_projection",
-)
+_OTHER_MATRICES = tuple(name for name in GGUF_GLOBAL if name.endswith(".weight") and "norm" not in name)
 # Some trainers adapt several matrices as one matrix, with the outputs of one after those of another.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -159,9 +142,9 @@ def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
     names, layers = names_in(file), 0
     while names(f"layers.{layers}.self_attn.q_proj.weight") in file:
         layers += 1
-    known = [*_OTHER_MATRICES, *(f"layers.{index}.{name}" for index in range(layers) for name in _LAYER_MATRICES)]
+    own = [f"layers.{index}.{name}.weight" for index in range(layers) for name in _LAYER_MATRICES]
     shapes: dict[str, tuple[int, int]] = {}
-    for name in (f"{module}.weight" for module in known):
+    for name in (*_OTHER_MATRICES, *own):
         if names(name) not in file:
             continue
         shape = file.tensor(names(name)).shape

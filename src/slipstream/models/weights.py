@@ -14,9 +14,9 @@ from slipstream.formats.weight_files import WeightFile, WeightTensor
 from slipstream.kernels.cpu.linear import Matrix, make_matrix
 from slipstream.kernels.cpu.native_library import library
 from slipstream.kernels.cpu.native_matrix import RowTable
+from slipstream.types import Progress
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Progress = Callable[[str, int, int], None]
 BuiltParts = dict[tuple[str, ...], object]  # what was built of a file's tensors, by its form and their names
 _Part = TypeVar("_Part")
 

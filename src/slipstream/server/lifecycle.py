@@ -124,7 +124,6 @@ class Service(uvicorn.Server):
 
     async def _begin(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._state.metrics.watch(self._state.router)
         if threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGHUP, lambda: self._keep(self._reload()))
         try:

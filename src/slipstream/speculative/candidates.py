@@ -18,9 +18,8 @@ _NONE = Branch((), ())  # a branch without any candidate, at which growing ends
 
 
 class HeadWalk(Protocol):
-    """A drafter's heads on one block; they are asked token by token."""
+    """A drafter's heads on one block; they are asked token by token, with the state None before the first."""
 
-    def first_state(self) -> object: ...
     def correct(self, slot: int, previous: int, state: Any) -> tuple[NDArray[np.float32], Any]: ...
     def confidence(self, slot: int, previous: int) -> float | None: ...
 
@@ -130,8 +129,7 @@ class BlockDrafts:
         confidence = walk.confidence(slot, previous)
         if confidence is not None and confidence < self._min_confidence:
             return _NONE
-        state = walk.first_state() if slot == 0 else memory
-        correction, state = walk.correct(slot, previous, state)
+        correction, state = walk.correct(slot, previous, memory)
         corrected = self._scores[slot].astype(np.float64) + self._scale * correction
         if not np.isfinite(correction).all() or (confidence is not None and not np.isfinite(confidence)):
             self.broken = True

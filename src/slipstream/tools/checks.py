@@ -6,7 +6,7 @@ Every check says what it looked at and lists everything that it found, so that o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from slipstream.models.dflash_config import DFlashConfig
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.tools.file_report import inspect_file
 from slipstream.tools.model_file import ModelFile, open_model
+from slipstream.types import Progress
 
-Progress = Callable[[str, int, int], None]
 # Rows of each tensor that are checked, evenly spread, with the first and the last. More rows take longer; fewer miss
 # damage that covers only a part of a tensor.
 SAMPLED_ROWS = 32

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from slipstream.errors import RequestError, SourceError
 from slipstream.formats.atomic import atomic_folder
-from slipstream.formats.gguf_write import Progress, write_gguf
+from slipstream.formats.gguf_write import write_gguf
 from slipstream.formats.safetensors import write_safetensors
 from slipstream.formats.weight_files import SINGLE, open_weights, read_config
 from slipstream.tools import convert_drafter, convert_target
 from slipstream.tools.convert_drafter import NAMINGS, Naming
 from slipstream.tools.convert_plans import FLOATS, Conversion
 from slipstream.tools.convert_vocab import write_folder
+from slipstream.types import Progress
 
 TYPES = {name.lower(): name for name in FLOATS}
 

@@ -13,7 +13,6 @@ import torch
 from slipstream.errors import ConfigError, PairError
 from slipstream.formats.gguf_write import (
     MetadataEntry,
-    Progress,
     TensorPlan,
     ValueKind,
     array_entry,
@@ -27,12 +26,12 @@ from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash import LUCEBOX_ARCH, LUCEBOX_ARCHS, read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU, DFlashConfig
 from slipstream.models.dflash_names import gguf_spellings, names_in, shapes_in
-from slipstream.models.rope import RopeConfig
 from slipstream.tools.convert_plans import (
     Conversion,
     general_entries,
     gguf_type,
     hf_dtype,
+    rounded,
     safetensors_type,
     shortest,
     tensor_plan,
@@ -43,6 +42,7 @@ from slipstream.tools.convert_target import read_target
 from slipstream.tools.convert_vocab import MASK_KEY, target_entries
 from slipstream.tools.family_configs import rope_entries, rope_section, stack_shape
 from slipstream.tools.tensor_lists import drafter_tensors, take_tensors
+from slipstream.types import Progress
 
 Naming = Literal["llama.cpp", "lucebox"]
 NAMINGS: tuple[Naming, ...] = get_args(Naming)
@@ -249,21 +249,12 @@ def _refuse_what_is_lost(config: DFlashConfig, metadata: list[MetadataEntry], na
         found = dflash_config.llama_cpp_keys(found, _ARCH[naming])
     back = dflash_config.read_gguf(found, config.label, None, shapes_in(file))
     for item in fields(config):
-        one, other = _rounded(getattr(config, item.name)), _rounded(getattr(back, item.name))
+        one, other = rounded(getattr(config, item.name)), rounded(getattr(back, item.name))
         if one != other:
             what = _WORDLESS.get(item.name, f"its '{item.name}' ({getattr(config, item.name)!r})")
             raise ConfigError(
                 f"{config.label}: GGUF cannot express {what}", "use the drafter from its folder of safetensors"
             )
-
-
-def _rounded(value: object) -> object:
-    """A value with the precision of a 32-bit float."""
-    if isinstance(value, float):
-        return float(np.float32(value))
-    if isinstance(value, RopeConfig):
-        return tuple(_rounded(getattr(value, item.name)) for item in fields(value))
-    return value
 
 
 def check_target(config: DFlashConfig, tap_width: int, target: Path) -> None:

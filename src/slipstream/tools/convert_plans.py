@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 import torch
@@ -170,6 +170,15 @@ def hf_dtype(plans: Sequence[TensorPlan]) -> str:
 def shortest(value: float) -> float:
     """The shortest decimal of a 32-bit float: 1e-06 instead of 9.999999974752427e-07."""
     return float(str(np.float32(value)))
+
+
+def rounded(value: object) -> object:
+    """A value with the precision of 32-bit floats, which files have; an object becomes a tuple of its fields."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(rounded(getattr(value, item.name)) for item in fields(value) if item.compare)
+    return value
 
 
 def _main_type(plans: Sequence[TensorPlan]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
-from slipstream.formats.gguf_write import MetadataEntry, Progress, TensorPlan, ValueKind, as_read, number_entry
+from slipstream.formats.gguf_write import MetadataEntry, TensorPlan, ValueKind, as_read, number_entry
 from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
@@ -25,6 +25,7 @@ from slipstream.tools.convert_plans import (
     general_entries,
     gguf_type,
     hf_dtype,
+    rounded,
     safetensors_type,
     tensor_plan,
     widened_entries,
@@ -34,6 +35,7 @@ from slipstream.tools.convert_vocab import NO_END, folder_entries, names_an_end
 from slipstream.tools.family_configs import FAMILY_NAMES, gguf_entries, hf_config
 from slipstream.tools.family_tensors import folder_tensors, gguf_tensors
 from slipstream.tools.tensor_lists import decoder_tensors, take_tensors
+from slipstream.types import Progress
 
 _FACTORS = "rope_freqs.weight"
 _STANDS_STILL = 1e30  # llama.cpp divides a frequency by this if it does not rotate
@@ -145,7 +147,7 @@ def _traits(config: DecoderConfig) -> dict[str, object]:
     """What the model will compute, independent of the file's notation; numbers have the precision of 32-bit floats."""
     layers = [config.layer(index) for index in range(config.layers)]
     traits: dict[str, object] = {
-        item.name: _rounded(getattr(config, item.name)) for item in fields(config) if item.name not in _SPELLING
+        item.name: rounded(getattr(config, item.name)) for item in fields(config) if item.name not in _SPELLING
     }
     return traits | {
         "heads": [(one.heads, one.kv_heads, one.head_dim) for one in layers],
@@ -153,14 +155,6 @@ def _traits(config: DecoderConfig) -> dict[str, object]:
         "intermediate_size": [one.intermediate_size for one in layers],
         "window": [config.pattern(index) for index in range(config.layers)],
     }
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(np.float32(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return tuple(_rounded(getattr(value, item.name)) for item in fields(value) if item.compare)
-    return value
 
 
 def _turn_alike(one: RopeConfig, other: RopeConfig) -> bool:

@@ -13,7 +13,6 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.file_bytes import read_json_object
 from slipstream.formats.gguf_write import (
     MetadataEntry,
-    Progress,
     ValueKind,
     array_entry,
     as_read,
@@ -23,6 +22,7 @@ from slipstream.formats.gguf_write import (
 )
 from slipstream.text import gguf_vocab
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import Progress
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MASK_KEY = "tokenizer.ggml.mask_token_id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from slipstream.tools.convert_plans import Source
 from slipstream.tools.family_tensors import gguf_tensors
 from slipstream.tools.model_file import open_model
 from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
+from slipstream.types import Progress
 
-Progress = Callable[[str, int, int], None]
 # Python, torch and the work space of a step, as measured in a process with the default pair beyond weights and cache.
 # If it is too small, a pair that is said to fit runs out of memory.
 RUNTIME_BYTES = 480 * 10**6

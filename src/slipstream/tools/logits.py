@@ -6,7 +6,7 @@ would begin, so that the number of steps that each needs for the same text, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig, WeightFormat
-from slipstream.engine.block_scoring import OurBlocks
+from slipstream.engine.block_scoring import OurBlocks, text_logits
 from slipstream.engine.llm import LLM
-from slipstream.engine.scoring import text_logits
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
+from slipstream.types import Progress
 
-Progress = Callable[[str, int, int], None]
 _CHUNK_TOKENS = 256  # tokens of a text that go through a target at a time; it bounds the memory for logits
 
 

@@ -13,7 +13,9 @@ from slipstream.formats.weight_files import WeightFile, open_weights, read_confi
 from slipstream.models.decoder import DecoderConfig, FamilyNames
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
+from slipstream.models.dflash_names import GGUF_GLOBAL as DRAFTER_GLOBAL
 from slipstream.models.dflash_names import names_in
+from slipstream.models.llama import GGUF_GLOBAL as TARGET_GLOBAL
 from slipstream.models.llama import GGUF_LAYER, gguf_name
 from slipstream.models.loading import read_target_config
 from slipstream.models.weights import keep_name
@@ -26,25 +28,6 @@ Kind = Literal["target", "drafter"]
 DRAFTER_ARCH = "dflash"  # it is part of every architecture name that drafters have in GGUF files
 
 _LAYER = re.compile(r"(?:^|\.)(?:blk|layers)\.(\d{1,6})\.")
-_TARGET_GLOBAL = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-_DRAFTER_GLOBAL = (
-    "fc.weight",
-    "hidden_norm.weight",
-    "norm.weight",
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "markov_head.markov_w1.weight",
-    "markov_head.markov_w2.weight",
-    "markov_head.gate_proj.weight",
-    "markov_head.gate_proj.bias",
-    "markov_head.joint_proj.weight",
-    "markov_head.joint_proj.bias",
-    "confidence_head.proj.weight",
-    "confidence_head.proj.bias",
-    "candidate_selector.predecessor_codebook.weight",
-    "candidate_selector.successor_codebook.weight",
-    "candidate_selector.hidden_projection.weight",
-)
 _CONVOLUTIONS = tuple(
     f"{module}.{part}"
     for module in ("attention_conv", "mlp_conv")
@@ -174,7 +157,7 @@ def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:
     """Every name that a tensor of a model of this kind with these layers could have."""
     layers = sorted({int(found[1]) for name in names if (found := _LAYER.search(name))})
     prefix = "model.layers" if kind == "target" else "layers"
-    yield from _TARGET_GLOBAL if kind == "target" else _DRAFTER_GLOBAL
+    yield from TARGET_GLOBAL if kind == "target" else DRAFTER_GLOBAL
     for layer in layers:
         for module in GGUF_LAYER:
             yield f"{prefix}.{layer}.{module}.weight"

@@ -12,7 +12,6 @@ import numpy as np
 from slipstream.errors import FormatError, RequestError
 from slipstream.formats.gguf_write import (
     MetadataEntry,
-    Progress,
     TensorPlan,
     ValueKind,
     number_entry,
@@ -24,6 +23,7 @@ from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
 from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
+from slipstream.types import Progress
 
 CHUNK_ELEMENTS = 2**21  # values that are decoded at a time; this bounds the memory, however large a tensor is
 QUANTISATION_VERSION = 2  # ggml's number for the block layouts that are written here

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from slipstream.errors import ConfigError
 from slipstream.models.llama import stored_rotary_rows
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.model_file import ModelFile, open_model
+from slipstream.types import Progress
 
-Progress = Callable[[str, int, int], None]
 Array = NDArray[np.float64]
 CHUNK_ELEMENTS = 2**20  # values of each file that are in memory at once
 # A tensor is an outlier if its error is this many times the median error of tensors stored in the same two types...

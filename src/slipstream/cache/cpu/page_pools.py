@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,9 @@ from torch import Tensor
 from slipstream.cache.cpu.state_tensors import StateTensors, zeros
 from slipstream.cache.recurrent import StatePool
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.kernels.cpu.native_pools import RowMover
+from slipstream.kernels.cpu.native_library import library
+
+Place = tuple[int, int]  # page and offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,41 @@ class PoolShape:
 
     def bytes_per_token(self) -> int:
         return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self.layers) * torch.float32.itemsize
+
+
+PoolShapes = tuple[PoolShape, PoolShape | None]  # the target's shape, and that of the draft context
+
+
+class RowMover:
+    """Moves the same rows in several pools, each an fp32 tensor [pages, heads, page tokens, dim], by compiled code."""
+
+    def __init__(self, pools: Sequence[Tensor], handle: ctypes.CDLL) -> None:
+        _, self._heads, self._page_tokens, self._dim = pools[0].shape
+        self._pools = list(pools)  # keeps the memory alive whose addresses are stored below
+        self._addresses = (ctypes.c_void_p * len(pools))(*[pool.data_ptr() for pool in pools])
+        self._call = handle.slip_move_rows
+        number = ctypes.c_int
+        self._call.argtypes = [ctypes.c_void_p, number, number, number, number, ctypes.c_void_p, number]
+        self._call.restype = None
+
+    @classmethod
+    def make(cls, pools: Sequence[Tensor]) -> RowMover | None:
+        """Returns None if nothing was compiled, or if the pools are not in the CPU's memory."""
+        found = library()
+        return cls(pools, found.handle) if found and pools and pools[0].device.type == "cpu" else None
+
+    def move(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
+        """Moves rows; all are read before any is written."""
+        places = array("i", [n for pair in zip(sources, destinations, strict=True) for place in pair for n in place])
+        self._call(
+            ctypes.addressof(self._addresses),
+            len(self._pools),
+            self._heads,
+            self._page_tokens,
+            self._dim,
+            places.buffer_info()[0],
+            len(sources),
+        )
 
 
 class KvPools:
@@ -75,7 +114,7 @@ class KvPools:
             self.draft_keys[:, destination] = self.draft_keys[:, source]
             self.draft_values[:, destination] = self.draft_values[:, source]
 
-    def move_rows(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
+    def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
         if self.movers is None:
             self.move_rows_plainly(sources, destinations)
@@ -83,13 +122,13 @@ class KvPools:
         for mover in self.movers:
             mover.move(sources, destinations)
 
-    def move_rows_plainly(self, sources: Sequence[tuple[int, int]], destinations: Sequence[tuple[int, int]]) -> None:
+    def move_rows_plainly(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves the rows with torch, for machines without the compiled mover and as its reference in tests."""
         (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
         for pool in (tensor for layer in self.target for tensor in layer):
             pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
 
-    def clear_rows(self, places: Sequence[tuple[int, int]]) -> None:
+    def clear_rows(self, places: Sequence[Place]) -> None:
         """Zeroes target keys and values at (page, offset) places."""
         pages, offsets = torch.tensor(places).t()
         for pool in (tensor for layer in self.target for tensor in layer):

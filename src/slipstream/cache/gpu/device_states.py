@@ -11,7 +11,7 @@ from slipstream.cache.cpu.state_tensors import SlotTensors
 from slipstream.cache.recurrent import RecurrentState, StatePool, StatesInSlots
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeltaLog, DeviceStates, Replay
+from slipstream.kernels.gpu.delta_net_launch import DeltaKernels, DeltaLog, DeviceStates, Replay, Walk
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH, DeviceRows
 
 # A step reads one slot and writes the other, so that a launched step can be dropped without losing the state.
@@ -74,15 +74,9 @@ class GpuStateTensors(SlotTensors):
 
         The pass writes states into the slots that `saves` names; without `saves` they are committed from a log later.
         """
-        return DeviceStates.over(
-            self.shape,
-            (self.windows, self.memories),
-            source,
-            self._log(rows.tokens.shape[0], saves is None),
-            rows,
-            scratch_place,
-            saves,
-        )
+        log = self._log(rows.tokens.shape[0], saves is None)
+        pools = self.windows, self.memories
+        return DeviceStates(self.shape, *pools, source, log, Walk.empty(rows), scratch_place, saves)
 
     def _log(self, rows: int, every_layer: bool) -> DeltaLog:
         """Returns the log that all passes of this capacity share; each pass is committed before the next one begins."""

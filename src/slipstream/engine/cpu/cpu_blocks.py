@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slipstream.cache.cpu.page_pools import KvPools
+from slipstream.config import PAGE_TOKENS
 from slipstream.kernels.rows import RowBatch, RowPlaces, make_group
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
@@ -16,10 +17,9 @@ from slipstream.speculative.draft import BlockDrafter, DraftJob
 class CpuBlocks(BlockDrafter):
     """Drafts over the shared pages; the block itself stands in the page slots that verify is about to use."""
 
-    def __init__(self, target: Decoder, drafter: DFlashDrafter, pools: KvPools, page_tokens: int, window: int) -> None:
+    def __init__(self, target: Decoder, drafter: DFlashDrafter, pools: KvPools, window: int) -> None:
         super().__init__(drafter, window)
         self._pools = pools
-        self._page_tokens = page_tokens
         self._embed = drafter.borrow(target.embed, target.config.softcap)
         self._head = drafter.head or target.draft_head
         self._patterns = tuple(dict.fromkeys(drafter.config.patterns))
@@ -60,7 +60,7 @@ class CpuBlocks(BlockDrafter):
                     index * size,
                     range(job.state.length, job.state.length + size),
                     job.state.pages,
-                    self._page_tokens,
+                    PAGE_TOKENS,
                     pattern,
                     earliest=max(0, job.state.length - self.window) if self.window else 0,
                 )

@@ -25,7 +25,7 @@ from slipstream.speculative.choose import SLOT_OPTIONS
 from slipstream.speculative.costs import CostTable, StepShape
 from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.sampling import RowSampler
-from slipstream.types import BASE_VARIANT, Proposal, SamplingParams
+from slipstream.types import BASE_VARIANT, Progress, Proposal, SamplingParams
 
 # Rows of the timed steps. Kernels work on several rows at once, so costs rise in steps: with a straight line between 4
 # and 8 rows the policy chose 5 rows, which cost nearly as much as 8 (docs/log.md).
@@ -38,7 +38,6 @@ _CONTEXT = 64  # tokens after which steps are timed; real steps teach what a lon
 _CLEAN_RUNS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
 
 Action = tuple[str, int]
-Progress = Callable[[str, int, int], None]
 
 
 class TimedRun(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.cache.cpu.page_pools import KvPools, PoolShape
+from slipstream.cache.cpu.page_pools import KvPools, PoolShape, PoolShapes
 from slipstream.cache.cpu.state_tensors import StateTensors, Stretch
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.engine.cpu.cpu_blocks import CpuBlocks
@@ -17,10 +17,8 @@ from slipstream.kernels.rows import AttentionPattern, RowBatch, RowGroup, make_g
 from slipstream.lazy import cached_property
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.weights import Progress
 from slipstream.speculative.costs import CostTable
-
-PoolShapes = tuple[PoolShape, PoolShape | None]  # the target's shape, and that of the draft context
+from slipstream.types import Progress
 
 
 class CpuExecutor:
@@ -61,10 +59,8 @@ class CpuExecutor:
         """With pools as large as the configuration asks for, or as free memory allows."""
         shapes = pool_shapes(target, draft)
         per_token = sum(shape.bytes_per_token() for shape in shapes if shape is not None)
-        room = StateRoom.plan(shapes[0].states, config, PAGE_TOKENS, per_token)
-        pages = pool_pages(
-            config.cache_tokens, max_context, PAGE_TOKENS, per_token + room.token_bytes, room.reserved_bytes
-        )
+        room = StateRoom.plan(shapes[0].states, config, per_token)
+        pages = pool_pages(config.cache_tokens, max_context, per_token + room.token_bytes, room.reserved_bytes)
         pools = KvPools(pages, PAGE_TOKENS, *shapes, room.slots(pages), room.stride)
         return cls(target, draft, pools, pages, draft_window, progress)
 
@@ -76,7 +72,7 @@ class CpuExecutor:
         return (
             self.target.weight_format in ROW_INVARIANT_FORMATS
             and all(matrix_is_exact(matrix) for layer in one_of_each for matrix in layer.matrices)
-            and all(attention_is_exact(*shape, PAGE_TOKENS) for shape in heads)
+            and all(attention_is_exact(*shape) for shape in heads)
             and (config.states is None or delta_is_exact(config.states))
         )
 
@@ -94,7 +90,7 @@ class CpuExecutor:
         return ForwardResult(works, parts, taps, starts)
 
     def blocks(self, drafter: DFlashDrafter) -> CpuBlocks:
-        return CpuBlocks(self.target, drafter, self.memory, PAGE_TOKENS, self._draft_window)
+        return CpuBlocks(self.target, drafter, self.memory, self._draft_window)
 
     def forget(self, variant: DraftVariant) -> None:
         """The variant's matrices go with the variant; nothing else is kept for it."""

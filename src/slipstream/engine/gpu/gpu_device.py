@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from slipstream.config import EngineConfig, WeightFormat
+from slipstream.config import EngineConfig
 from slipstream.engine.gpu.graphs import Graphs
 from slipstream.engine.pool_sizes import available_bytes
 from slipstream.errors import ConfigError
-from slipstream.formats.weight_files import WeightFile
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS
 from slipstream.kernels.gpu.kernel_set import GpuKernels, gpu_kernels
 from slipstream.kernels.gpu.matrices import Scratch
 from slipstream.models.gpu.device_weights import GpuWeights
-from slipstream.models.weights import BuiltParts, Progress, Weights, keep_name
+from slipstream.models.loading import MakeWeights
 
 # Rows of a step up to which a row has the same bits whatever the other rows are; it follows from the matmul kernels. If
 # it were larger, speculative text could differ from plain text although `exact` promises that it does not.
@@ -37,21 +36,9 @@ class GpuDevice:
         self.device = device
         self.config = replace(config, prefill_chunk=config.chunk_rows(on_gpu=True))
         self.scratch = Scratch(device)
+        self.weights: MakeWeights = partial(GpuWeights, self.scratch)
         self.kernels: GpuKernels = gpu_kernels(config.kernels)
         self.graphs = Graphs(device, config.graphs and config.kernels == "triton")
-
-    def weights(
-        self,
-        file: WeightFile,
-        weight_format: WeightFormat,
-        file_name: Callable[[str], str] = keep_name,
-        progress: Progress | None = None,
-        rough: bool = False,
-        parts: BuiltParts | None = None,
-        changed: Collection[str] = (),
-        norm_shift: float = 0.0,
-    ) -> Weights:
-        return GpuWeights(file, weight_format, self.scratch, file_name, progress, parts, changed, norm_shift)
 
     @property
     def most_rows(self) -> int:

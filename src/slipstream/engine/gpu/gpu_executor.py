@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from slipstream.cache.cpu.page_pools import PoolShape
+from slipstream.cache.cpu.page_pools import PoolShapes
 from slipstream.cache.gpu.device_pools import GpuPools
 from slipstream.cache.gpu.device_states import SLOTS_PER_SEQUENCE, gpu_state_pool
 from slipstream.config import PAGE_TOKENS
@@ -27,8 +27,8 @@ from slipstream.kernels.gpu.tree_growth import MOST_ROWS
 from slipstream.models.decoder import Decoder
 from slipstream.models.dflash import DFlashDrafter
 from slipstream.models.gpu.device_models import GpuDrafter, GpuTarget
-from slipstream.models.weights import Progress
 from slipstream.speculative.costs import CostTable
+from slipstream.types import Progress
 
 # Share of the memory that is free once the weights are loaded; graphs and scratch tensors need the rest. With a larger
 # share a capture may run out of memory, with a smaller one fewer tokens fit into the pool.
@@ -37,7 +37,6 @@ _LEFT_FREE_BYTES = 2**30  # a capture that could wait is left out if less memory
 # Positions beyond the longest context. The device may be a few steps beyond a sequence's last token, and unused rows
 # stand after those; with too few, such a row would read beyond the rotary tables.
 _AHEAD_POSITIONS = 4 * MOST_ROWS
-PoolShapes = tuple[PoolShape, PoolShape | None]
 
 
 class GpuExecutor:
@@ -169,7 +168,7 @@ class GpuExecutor:
     def _state_room(self, shapes: PoolShapes) -> StateRoom:
         """Plans the memory of recurrent states beside the pages."""
         config = self.device.config
-        return StateRoom.plan(shapes[0].states, config, PAGE_TOKENS, _token_bytes(shapes), SLOTS_PER_SEQUENCE)
+        return StateRoom.plan(shapes[0].states, config, _token_bytes(shapes), SLOTS_PER_SEQUENCE)
 
     def _pool_pages(self, shapes: PoolShapes, max_context: int, states: StateRoom) -> int:
         """Returns the number of pages: what was asked for, or a share of the memory that the weights have left free."""

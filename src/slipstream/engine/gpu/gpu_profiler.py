@@ -17,6 +17,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.executor import BatchColumn, Wish
 from slipstream.engine.gpu.decode_loop import Flight
 from slipstream.engine.gpu.decode_step import DecodeStep
+from slipstream.engine.gpu.gpu_costs import StepMaker
 from slipstream.engine.gpu.gpu_executor import GpuExecutor
 from slipstream.engine.profiler import DRAFTING, HOST, PHASES, PLAIN, ClockedStep, DeviceProfile, Profiler, StepProfile
 from slipstream.engine.variants import DraftVariant
@@ -25,7 +26,6 @@ from slipstream.models.gpu.device_models import GpuDrafter
 _ROUNDS = 8  # replays of each kind of step, of which the medians count
 _COPIES = ("Memcpy", "Memset")  # the profiler's names of copies, which are not counted as kernels
 Milliseconds = Callable[[], float]  # a measured time, which may be asked for once the device is done
-StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
 Launch = Callable[
     [tuple[Hashable, ...], Callable[[], Sequence[BatchColumn]], Sequence[Wish], DraftVariant | None], Flight
 ]

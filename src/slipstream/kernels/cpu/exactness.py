@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.config import PAGE_TOKENS
 from slipstream.kernels.cpu.linear import Matrix
 from slipstream.kernels.cpu.native_attention import attention
 from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_group
@@ -15,21 +16,21 @@ ROW_INVARIANT_FORMATS = ("native", "int4", "int8")
 
 
 @torch.inference_mode()
-def attention_is_exact(heads: int, kv_heads: int, head_dim: int, page_tokens: int) -> bool:
+def attention_is_exact(heads: int, kv_heads: int, head_dim: int) -> bool:
     """Whether a row's attention has the same bits alone, together with other rows, in a chain and in a tree."""
     source = torch.Generator().manual_seed(0)
-    pages = -(-(max(_LENGTHS) + _ROWS) // page_tokens)
-    keys, values = (torch.randn(pages, kv_heads, page_tokens, head_dim, generator=source) for _ in range(2))
+    pages = -(-(max(_LENGTHS) + _ROWS) // PAGE_TOKENS)
+    keys, values = (torch.randn(pages, kv_heads, PAGE_TOKENS, head_dim, generator=source) for _ in range(2))
     queries = torch.randn(_ROWS, heads, head_dim, generator=source)
 
     def attend(length: int, start: int, stop: int) -> torch.Tensor:
         span = range(length + start, length + stop)
-        group = make_group(0, span, range(pages), page_tokens, AttentionPattern())
+        group = make_group(0, span, range(pages), PAGE_TOKENS, AttentionPattern())
         return attention(queries[start:stop], keys, values, [group], head_dim**-0.5)
 
     for length in _LENGTHS:
         together = attend(length, 0, _ROWS)
-        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), page_tokens, AttentionPattern())
+        tree = make_tree_group(0, length, range(-1, _ROWS - 1), range(pages), PAGE_TOKENS, AttentionPattern())
         if not torch.equal(attention(queries, keys, values, [tree], head_dim**-0.5), together):
             return False
         for start in range(0, _ROWS, 5):

@@ -37,7 +37,6 @@ class Matrix(ABC):
     out_features: int
     in_features: int
     nbytes: int
-    format: str
 
     @abstractmethod
     def __call__(self, rows: Tensor) -> Tensor:
@@ -51,7 +50,6 @@ class DenseMatrix(Matrix):
         self.weight = weight.to(dtype).contiguous()
         self.out_features, self.in_features = weight.shape
         self.nbytes = self.weight.nbytes
-        self.format = str(dtype).removeprefix("torch.")
 
     def __call__(self, rows: Tensor) -> Tensor:
         return F.linear(rows.to(self.weight.dtype), self.weight).float()
@@ -63,8 +61,6 @@ class Int8Matrix(Matrix):
     Products and sums are integers and therefore exact in any order. A rough matrix uses one term only, which is half
     the work and accurate enough for drafts.
     """
-
-    format = "int8"
 
     def __init__(self, weight: Tensor, rough: bool = False) -> None:
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
@@ -95,8 +91,6 @@ class Int8Matrix(Matrix):
 class Int4Matrix(Matrix):
     """4-bit weights in groups of 32 as the file has them, with bf16 rows and fp32 sums in the order of the inputs."""
 
-    format = "int4"
-
     def __init__(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> None:
         self.out_features, self.in_features = codes.shape
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
@@ -113,8 +107,6 @@ class Int4Matrix(Matrix):
 
 class NativeMatrix(Matrix):
     """Weights in the types of the file, multiplied by the compiled kernels in one fixed order per row."""
-
-    format = "native"
 
     def __init__(self, compiled: Library, sources: Sequence[StoredTensor]) -> None:
         self._library = compiled

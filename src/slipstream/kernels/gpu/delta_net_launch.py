@@ -88,13 +88,6 @@ class DeviceStates:
     scratch_place: int  # rows stored at this place or after it are padding
     saves: Tensor | None = None  # int32 [rows], for chains: the slot that gets the state after a row, or -1
 
-    @classmethod
-    def over(
-        cls, shape: DeltaShape, pools: tuple[Tensor, Tensor], source: Tensor, log: DeltaLog, rows: DeviceRows,
-        scratch_place: int, saves: Tensor | None = None,
-    ) -> DeviceStates:
-        return cls(shape, *pools, source, log, Walk.empty(rows), scratch_place, saves)
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:

@@ -39,7 +39,6 @@ Product = Callable[..., Tensor]
 class GpuKernels:
     """The launchers, by what they do; the module of each describes its arguments."""
 
-    choice: Kernels
     multiply: Product
     multiply_in_parts: Product
     embed: Product
@@ -94,12 +93,12 @@ def gpu_kernels(choice: Kernels) -> GpuKernels:
         modules = {**_MODULES, "grow": tree_growth_reference}
         launchers = {name: getattr(module, f"{name}_reference") for name, module in modules.items()}
         return GpuKernels(
-            choice=choice, multiply=matmul_reference, multiply_in_parts=matmul_reference, embed=_embed_reference,
+            multiply=matmul_reference, multiply_in_parts=matmul_reference, embed=_embed_reference,
             delta=delta_reference.REFERENCE, **launchers,
         )
     launchers = {name: getattr(module, name) for name, module in _MODULES.items()}
     return GpuKernels(
-        choice=choice, multiply=_multiply, multiply_in_parts=_multiply_in_parts, embed=_embed,
+        multiply=_multiply, multiply_in_parts=_multiply_in_parts, embed=_embed,
         delta=delta_net_launch.TRITON, **launchers,
     )
 

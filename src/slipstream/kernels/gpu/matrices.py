@@ -64,10 +64,6 @@ class Scratch:
     def seal(self) -> None:
         self._sealed = True
 
-    @property
-    def nbytes(self) -> int:
-        return self.partials.nbytes + self.dense.nbytes
-
 
 class GpuMatrix(ABC):
     """A weight [out, in] on the device that is ready to multiply rows."""
@@ -75,7 +71,6 @@ class GpuMatrix(ABC):
     out_features: int
     in_features: int
     nbytes: int
-    format: str
     result_dtype: torch.dtype
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -109,8 +104,6 @@ class GpuDense(GpuMatrix):
     """bf16 weights. cuBLAS multiplies large ones if it sums 16, 32 and 64 rows alike; otherwise this package's kernel
     does.
     """
-
-    format = "bf16"
 
     def __init__(
         self, weight: Tensor, scratch: Scratch, result_dtype: torch.dtype = torch.bfloat16,
@@ -168,11 +161,8 @@ class GpuQuantised(GpuMatrix):
     """Blocks of one type, which are multiplied as they are; for a prefill they are expanded to bf16 in scratch memory.
     """
 
-    def __init__(
-        self, planes: QuantPlanes, format: str, scratch: Scratch, result_dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    def __init__(self, planes: QuantPlanes, scratch: Scratch, result_dtype: torch.dtype = torch.bfloat16) -> None:
         self.planes = planes
-        self.format = format
         self.out_features, self.in_features, self.nbytes = planes.outputs, planes.inputs, planes.nbytes
         self.result_dtype = result_dtype
         self.plan = plans.quant_plan(planes.kind, planes.tiles, planes.steps)
@@ -252,7 +242,6 @@ class GpuStacked(GpuMatrix):
         self.in_features, self.result_dtype = parts[0].in_features, parts[0].result_dtype
         self.out_features = sum(part.out_features for part in parts)
         self.nbytes = sum(part.nbytes for part in parts)
-        self.format = "+".join(dict.fromkeys(part.format for part in parts))
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         start = 0
@@ -334,7 +323,7 @@ def make_gpu_matrix(
             parts.append(GpuDense(brain_floats(run, scratch.device), scratch, result_dtype))
         else:
             planes = pack([source.raw() for source in run], KINDS[kind], run[0].shape[1], scratch.device)
-            parts.append(GpuQuantised(planes, kind, scratch, result_dtype))
+            parts.append(GpuQuantised(planes, scratch, result_dtype))
     return parts[0] if len(parts) == 1 else GpuStacked(parts)
 
 

@@ -12,14 +12,15 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.linear import Matrix
 from slipstream.kernels.gpu.delta_net_launch import DeviceStates
 from slipstream.kernels.gpu.device_rows import DeviceRows
+from slipstream.kernels.gpu.head_tables import CorrectionGate, HeadWeights, Trust
 from slipstream.kernels.gpu.kernel_set import GpuKernels
 from slipstream.kernels.gpu.paged_attention import DEEPEST_ROW
 from slipstream.models.decoder import Decoder, DecoderConfig
 from slipstream.models.dflash import DFlashDrafter
-from slipstream.models.gpu.device_heads import device_heads
 from slipstream.models.gpu.device_parts import DevicePools, DeviceSetting, RotaryPair
 from slipstream.models.gpu.device_stack import GpuContext, GpuStack
 from slipstream.models.gpu.device_weights import GpuEmbedding
+from slipstream.models.heads import CandidateSelector, ConfidenceHead, DraftHeads
 from slipstream.models.layers import SideEmbeddings
 from slipstream.models.rope import RotaryTable
 
@@ -171,3 +172,34 @@ def logits(kernels: GpuKernels, head: Matrix, hidden: Tensor) -> Tensor:
 def rotary_pair(table: RotaryTable, positions: int, device: torch.device) -> RotaryPair:
     cos, sin = table.tables(positions)
     return RotaryPair(cos[:positions].to(device), sin[:positions].to(device))
+
+
+def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
+    """The heads as tables on a device; None if one of them remembers the whole path to a token."""
+    corrector = heads.corrector
+    trust = _trust(heads.trust, device) if heads.trust is not None else None
+    if corrector is None:
+        return HeadWeights(trust=trust)
+    if isinstance(corrector, CandidateSelector):
+        before, after = corrector.predecessors.table.to(device), corrector.successors.table.to(device)
+        return HeadWeights(before, after, weigh=_floats(corrector.projection, device), trust=trust)
+    if corrector.kind == "rnn":
+        return None
+    gate = None
+    if corrector.kind == "gated":
+        inner = torch.from_numpy(corrector.inner)
+        gate = CorrectionGate(*(_floats(part, device) for part in (inner, corrector.of_hidden, corrector.bias)))
+    before, after = corrector.embedding.table.to(device), corrector.output.table.to(device)
+    return HeadWeights(before, after, gate=gate, trust=trust)
+
+
+def _trust(head: ConfidenceHead, device: torch.device) -> Trust:
+    of_hidden = _floats(head.of_hidden, device)
+    if head.embedding is None or head.of_token is None:
+        return Trust(of_hidden, head.bias)
+    of_before = torch.from_numpy(head.of_token)
+    return Trust(of_hidden, head.bias, head.embedding.table.to(device), _floats(of_before, device))
+
+
+def _floats(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(device, torch.float32).contiguous()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.config import WeightFormat
-from slipstream.formats.weight_files import WeightFile, WeightTensor
+from slipstream.formats.weight_files import WeightTensor
 from slipstream.kernels.cpu.linear import Matrix
 from slipstream.kernels.gpu.expert_mixture import make_expert_stack, stack_kind
 from slipstream.kernels.gpu.matrices import GpuMatrix, Scratch, make_gpu_matrix
-from slipstream.models.weights import BuiltParts, Embedding, Progress, Weights, keep_name, rounded_scale
+from slipstream.models.weights import Embedding, Weights, rounded_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,13 @@ class GpuWeights(Weights):
 
     joins_gates = True  # a launch of its own for a gate's few rows would take as long as one with many rows
 
-    def __init__(
-        self,
-        file: WeightFile,
-        weight_format: WeightFormat,
-        scratch: Scratch,
-        file_name: Callable[[str], str] = keep_name,
-        progress: Progress | None = None,
-        parts: BuiltParts | None = None,
-        changed: Collection[str] = (),
-        norm_shift: float = 0.0,
-    ) -> None:
-        # Matrices of the same tensors are built once, so that a tied head and embedding share their memory.
-        shared = {} if parts is None else parts
-        super().__init__(file, weight_format, file_name, progress, parts=shared, changed=changed, norm_shift=norm_shift)
+    def __init__(self, scratch: Scratch, *given: Any, **options: Any) -> None:
+        """`given` and `options` are what `Weights` takes."""
+        super().__init__(*given, **options)
         self._scratch = scratch
+        if self._parts is None:
+            # Matrices of the same tensors are built once, so that a tied head and embedding share their memory.
+            self._parts = {}
 
     def vector(self, name: str, size: int) -> Tensor:
         return super().vector(name, size).to(self._scratch.device)

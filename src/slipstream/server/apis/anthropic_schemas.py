@@ -31,14 +31,8 @@ JsonDict = Annotated[
 ]
 
 
-def _without_nulls(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None or key not in _NOT_OFFERED}
-
-
 class AnthropicBlock(Strict):
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class CacheControl(Strict):
@@ -175,7 +169,7 @@ class PromptRequest(Strict):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
     def prompt_job(self) -> Job:
         messages = to_messages(self.system, self.messages)

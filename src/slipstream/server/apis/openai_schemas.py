@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -40,22 +40,22 @@ _NOT_OFFERED = (
 )
 
 
-def _without_nulls(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None or key not in _NOT_OFFERED}
-
-
 class Strict(BaseModel):
     """Refuses unknown fields and converts nothing: a number in a string is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    not_offered: ClassVar[tuple[str, ...]] = ()  # unknown fields that are dropped where they are null
+
     @model_validator(mode="before")
     @classmethod
     def _few_unknown_fields(cls, value: Any) -> Any:
         """Drops most of very many unknown fields: each would become an error, and one error is enough to refuse."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _SHOWN_UNKNOWN_FIELDS:
+        if not isinstance(value, dict):
+            return value
+        if cls.not_offered:
+            value = {key: item for key, item in value.items() if item is not None or key not in cls.not_offered}
+        if len(value) <= len(cls.model_fields) + _SHOWN_UNKNOWN_FIELDS:
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = itertools.islice((key for key in value if key not in known), _SHOWN_UNKNOWN_FIELDS)
@@ -125,7 +125,7 @@ class AssistantMessage(Strict):
     tool_calls: Many[ToolCallPart] | None = None
     name: str | None = None
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class ToolMessage(Strict):
@@ -287,7 +287,7 @@ class GenerationRequest(CommonFields):
         default=None, description="Extension: chunks say which tokens were drafted, and describe their step"
     )
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
     @property
     def choices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from slipstream.server.apis.extensions import Extensions, allowed_priority
 from slipstream.server.apis.openai_schemas import MAX_TOKENS, Many, Metadata, ObjectFormat, Several, Strict, TextFormat
@@ -41,19 +41,13 @@ _NOT_OFFERED = (
 )
 
 
-def _without_nulls(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if item is not None or key not in _NOT_OFFERED}
-
-
 class Item(Strict):
     """Fields that clients send back with items of earlier responses; the server does not use them."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class ResponsesTextPart(Strict):
@@ -115,7 +109,7 @@ class ResponsesFunctionTool(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(default=None, description="Calls always follow the schema")
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class ResponsesNamedChoice(Strict):
@@ -136,7 +130,7 @@ class ResponsesSchemaFormat(Strict):
 class TextConfig(Strict):
     format: Annotated[TextFormat | ObjectFormat | ResponsesSchemaFormat, Field(discriminator="type")] | None = None
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class Reasoning(Strict):
@@ -144,7 +138,7 @@ class Reasoning(Strict):
         default=None, description="`none` switches thinking off; thinking_budget limits it"
     )
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
 
 class ResponsesStreamOptions(Strict):
@@ -185,7 +179,7 @@ class ResponsesRequest(Extensions):
         default=None, ge=0, le=MAX_TOKENS, description="Extension: the most tokens of reasoning"
     )
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    not_offered = _NOT_OFFERED
 
     @property
     def with_logprobs(self) -> bool:

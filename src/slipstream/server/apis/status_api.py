@@ -103,7 +103,7 @@ def _add_control(router: APIRouter, state: ServerState) -> None:
         except ConfigError as error:
             # This is a 400, because the operator can correct the file; the models stay as they were.
             raise ApiError(400, error.message, error.hint, code="models_file") from None
-        return JSONResponse({**asdict(report), "data": _model_objects(state)})
+        return JSONResponse({**report, "data": _model_objects(state)})
 
     @router.post("/models/{name:path}/load", response_model=None, summary="Load a model now")
     async def load(name: str) -> JSONResponse:
@@ -210,6 +210,5 @@ def _settings(state: ServerState) -> dict[str, object]:
     settings["api_keys"] = len(state.settings.api_keys)
     folder = state.settings.draft_lora_folder
     settings["draft_lora_folder"] = None if folder is None else str(folder)
-    recorder = state.recorder
-    settings["recording"] = str(recorder.path) if recorder is not None and recorder.active else None
+    settings["recording"] = None if state.recorder is None else str(state.recorder.path)
     return settings

@@ -201,10 +201,6 @@ class CanaryBoard:
         elif before.state == "warning" and after.state != "warning":
             log.info("the drafter of %s keeps its promise again", model, extra={"fields": fields})
 
-    def forget(self, model: str) -> None:
-        with self._lock:
-            self._canaries.pop(model, None)
-
     def reports(self) -> dict[str, CanaryReport]:
         with self._lock:
             return {name: canary.report() for name, canary in self._canaries.items()}

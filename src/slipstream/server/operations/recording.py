@@ -39,13 +39,13 @@ class _Item:
 
 
 class Recorder:
-    """Appends every finished conversation to `conversations-NNNNNN.jsonl` in a folder; without one it does nothing.
+    """Appends every finished conversation to `conversations-NNNNNN.jsonl` in a folder.
 
     After `start`, only its thread touches the file. The file is kept as a file object and never as a descriptor number,
     because a number that outlives its file refers to whatever the process opens next, such as a client's connection.
     """
 
-    def __init__(self, folder: Path | None, rotate_bytes: int = ROTATE_BYTES, queue_length: int = QUEUE_LENGTH) -> None:
+    def __init__(self, folder: Path, rotate_bytes: int = ROTATE_BYTES, queue_length: int = QUEUE_LENGTH) -> None:
         self.folder = folder
         self.written = 0
         self.dropped = 0
@@ -56,14 +56,8 @@ class Recorder:
         self._number = 0
         self._complaints: set[str] = set()
 
-    @property
-    def active(self) -> bool:
-        return self._thread is not None
-
     def start(self) -> None:
         """Opens the folder now, so that a mistake is reported before the first request, and logs where it writes."""
-        if self.folder is None or self._thread is not None:
-            return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._number = max(
@@ -83,9 +77,9 @@ class Recorder:
         self._thread.start()
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Path:
         """The file that lines are written to now."""
-        return None if self.folder is None else self._path(self._number)
+        return self._path(self._number)
 
     def record(self, job: Job, answer: Answer, request_id: str = "") -> None:
         """Queues a finished answer and never waits; failed answers are left out, because training cannot use them."""
@@ -168,7 +162,6 @@ class Recorder:
             self._complain("recording_lost", f"closing {self.path} failed: {error.strerror}; lines may be lost")
 
     def _path(self, number: int) -> Path:
-        assert self.folder is not None
         return self.folder / f"conversations-{number:06d}.jsonl"
 
     def _open(self, number: int) -> io.FileIO:

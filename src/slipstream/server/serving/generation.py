@@ -45,14 +45,13 @@ class GenerationError(SlipstreamError):
     status = 500
 
 
-async def start(lease: Lease, job: Job, request_id: str | None = None) -> Generation:
+async def start(lease: Lease, job: Job) -> Generation:
     """Hands a job to the lease's engine; the lease is released when the answer is over or cannot begin."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
         lease.worker.check_room(lease.preparation.count)
-        work = (_prepare, lease, job, request_id or new_request_id())
-        prompt, request = await lease.preparation.run(prompt_chars(job), *work)
+        prompt, request = await lease.preparation.run(prompt_chars(job), _prepare, lease, job)
         generation = Generation(lease, job, prompt, request)
         generation.submit(None if job.deadline_s is None else began + job.deadline_s)
     except BaseException:
@@ -61,11 +60,7 @@ async def start(lease: Lease, job: Job, request_id: str | None = None) -> Genera
     return generation
 
 
-def new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
-def _prepare(lease: Lease, job: Job, request_id: str) -> tuple[Prompt, Request]:
+def _prepare(lease: Lease, job: Job) -> tuple[Prompt, Request]:
     prompt = build_prompt(lease.llm, job)
     settings: dict[str, object] = {"max_tokens": DEFAULT_MAX_TOKENS, **lease.spec.defaults, **job.settings}
     if "mode" in job.settings and "gate" not in job.settings:
@@ -76,7 +71,7 @@ def _prepare(lease: Lease, job: Job, request_id: str) -> tuple[Prompt, Request]:
     if prompt.thinking and (constraint is not None or job.thinking_budget is not None):
         settings["thinking"] = Thinking(job.thinking_budget, prompt.opened)
     request = lease.llm.request(prompt.ids, **settings)
-    return prompt, replace(request, id=request_id, priority=job.priority)
+    return prompt, replace(request, id=uuid.uuid4().hex, priority=job.priority)
 
 
 class Generation:

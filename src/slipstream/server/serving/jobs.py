@@ -6,28 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from slipstream.grammar.notations import Tool, ToolChoice
 from slipstream.stats import RequestStats
 from slipstream.types import FinishReason, StepRecord, TokenOut
 
 JsonObject = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function the model may call."""
-
-    name: str
-    description: str = ""
-    parameters: JsonObject = field(default_factory=dict)  # a JSON schema; an empty one allows any object
-    strict: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether tools may, must or must not be called; with a `name`, only that tool may be called."""
-
-    kind: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

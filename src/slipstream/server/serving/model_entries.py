@@ -74,15 +74,6 @@ class ModelInfo:
     adapters: Mapping[str, str] = field(default_factory=dict)  # the source of each adapter by the name of its variant
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadReport:
-    """The names of the models that reading the models file again has changed."""
-
-    added: tuple[str, ...]
-    removed: tuple[str, ...]
-    changed: tuple[str, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """One name: the spec it stands for now, and the state of the model behind it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -102,27 +102,6 @@ class ModelSpec:
         if len(self.adapters) != len(self.draft_lora):
             raise ConfigError(f"two adapters of model '{self.name}' have one name", "name them apart: NAME=PATH")
         _check_defaults(self)
-
-    @classmethod
-    def from_options(
-        cls,
-        target: str,
-        draft: str = "auto",
-        *,
-        engine: EngineConfig | None = None,
-        defaults: Mapping[str, object] | None = None,
-        draft_lora: Sequence[str] = (),
-    ) -> ModelSpec:
-        """The only model of a server that was started without a models file; it is loaded at the start."""
-        return cls(
-            served_name(target),
-            target,
-            draft,
-            engine or EngineConfig(),
-            dict(defaults or {}),
-            preload=True,
-            draft_lora=tuple(draft_lora),
-        )
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ State = Literal["start", "reasoning", "between", "content", "header", "whole", "
 class Piece:
     """The next stretch of the text, which ends at `end`, and the part of it that clients see as `text`.
 
-    `begins` is the name of a tool call that begins here; `closes` says that a tool call ends here. Markup is not shown.
+    `begins` is the name of a tool call that begins here. Markup is not shown.
     """
 
     kind: Kind
@@ -33,7 +33,6 @@ class Piece:
     end: int
     call: int = 0
     begins: str | None = None
-    closes: bool = False
 
 
 class Splitter:
@@ -53,11 +52,6 @@ class Splitter:
         self._scanner = _ArgumentScanner()
         self._pieces: list[Piece] = []
         self._over = False
-
-    @property
-    def calls(self) -> int:
-        """How many tool calls have begun."""
-        return self._calls
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -84,16 +78,13 @@ class Splitter:
         done, self._pieces = self._pieces, []
         return done
 
-    def _give(
-        self, kind: Kind, length: int, text: str | None = None, *, begins: str | None = None, closes: bool = False
-    ) -> None:
+    def _give(self, kind: Kind, length: int, text: str | None = None, *, begins: str | None = None) -> None:
         """Adds a piece of the next `length` held characters, shown as they are or as `text`."""
         raw, self._held = self._held[:length], self._held[length:]
         self._end += length
-        if raw or begins is not None or closes:
-            self._pieces.append(
-                Piece(kind, raw if text is None else text, self._end, max(0, self._calls - 1), begins, closes)
-            )
+        if raw:
+            shown = raw if text is None else text
+            self._pieces.append(Piece(kind, shown, self._end, max(0, self._calls - 1), begins))
 
     def _look_for_reasoning(self) -> bool:
         rest = self._held.lstrip(_SPACE)
@@ -170,7 +161,7 @@ class Splitter:
         call = _whole_call(self._held[start:stop])
         if call is not None and call[0] in self._tools:
             self._calls += 1
-            self._give("tool_call", end, call[1], begins=call[0], closes=True)
+            self._give("tool_call", end, call[1], begins=call[0])
             self._state = "between"
         else:
             # Only the tag becomes content now, because a valid call may begin after it.
@@ -181,7 +172,7 @@ class Splitter:
     def _in_arguments(self) -> bool:
         length, done = self._scanner.take(self._held)
         cut_off = self._over and not done
-        self._give("tool_call", len(self._held) if cut_off else length, closes=done or cut_off)
+        self._give("tool_call", len(self._held) if cut_off else length)
         self._state = "tail" if done else "between" if cut_off else "arguments"
         return done and bool(self._held)
 

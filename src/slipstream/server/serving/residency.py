@@ -18,7 +18,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, EngineFailedError
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.preparing import Preparation
-from slipstream.types import Mode
+from slipstream.types import Mode, Progress
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream.server.models")
 
-Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 # How long unloading waits for a step that is still running. With a shorter wait, the models of a slow engine would be
 # dropped while its step reads them.
@@ -66,7 +65,7 @@ class Resident:
         """Ends the engine's thread and returns all its memory; it waits up to `_STOP_S` for a step that is running."""
         worker, self.running = self.running, None
         if worker is not None:
-            if worker.stop(drain=False, timeout_s=_STOP_S):
+            if worker.stop(_STOP_S):
                 self.llm.close()
             else:  # closing it would take the weights away under the step
                 log.error("model '%s' is still in a step after %.0f s; its memory is not returned", self.name, _STOP_S)

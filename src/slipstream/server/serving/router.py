@@ -20,7 +20,6 @@ from slipstream.server.serving.model_entries import (
     Lease,
     ModelFailedError,
     ModelInfo,
-    ReloadReport,
     State,
     describe_entry,
     failed_model,
@@ -133,10 +132,11 @@ class ModelRouter:
         """What a name stands for; `any` is the model that was used last."""
         return self._catalogue.find(name)
 
-    async def reload(self) -> ReloadReport:
+    async def reload(self) -> dict[str, list[str]]:
         """Reads the models file again; a file with mistakes changes nothing.
 
-        Running requests finish with the model and the settings they began with.
+        Running requests finish with the model and the settings they began with. The result has the names of the models
+        that were added, removed and changed.
         """
         if self._source is None:
             raise ConfigError("this server has no models file to read again", "start it with one")
@@ -161,7 +161,7 @@ class ModelRouter:
             "changed": [name for name in wanted if name in [entry.spec.name for entry in changed]],
         }
         log.info("models file read again", extra={"fields": names})
-        return ReloadReport(*map(tuple, names.values()))
+        return names
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Refuses new requests, lets running ones finish for `grace_s` seconds, then unloads every model."""

@@ -21,9 +21,6 @@ T = TypeVar("T")
 Sink = Callable[[GenEvent], None]
 PauseSink = Callable[[int, int], None]  # called with the epoch of the pause and the number of tokens written so far
 _log = logging.getLogger("slipstream.worker")
-# How long `stop` waits for the last step after all requests were cancelled. With a shorter wait, a slow engine would
-# still run when its models are closed.
-_STOP_WAIT_S = 5.0
 # The shortest and the longest time that a refused client is told to wait. With a shorter one, clients would ask again
 # before anything can have ended; with a longer one, they would stay away from a line that is empty again.
 _RETRY_LIMITS_S = (1.0, 60.0)
@@ -138,20 +135,11 @@ class EngineWorker:
             self._tell(partial(self._engine.cancel, request_id))
             return True
 
-    def pause(self, request_id: str) -> int:
-        """Stops a request at the next step, which frees its slot; returns the epoch that resumes it.
-
-        The request keeps its pages until other requests cannot start without them.
-        """
-        with self._wake:
-            known = self._known(request_id)
-            self._note_pause(request_id, known)
-            return known.epoch
-
     def pause_at(self, request_id: str, tokens: int, on_pause: PauseSink) -> None:
-        """Pauses a request after the step in which the number of its tokens reaches `tokens`.
+        """Pauses a request after the step in which the number of its tokens reaches `tokens`, which frees its slot.
 
-        `on_pause` is called on the engine's thread, after the sink has got that step's event.
+        The request keeps its pages until other requests cannot start without them. `on_pause` is called on the engine's
+        thread, after the sink has got that step's event.
         """
         with self._wake:
             known = self._known(request_id)
@@ -218,25 +206,20 @@ class EngineWorker:
             with self._wake:
                 self._questions.discard(answer)
 
-    def stop(self, drain: bool, timeout_s: float) -> bool:
-        """Refuses new requests and ends the thread; with `drain`, running requests get `timeout_s` to finish.
+    def stop(self, timeout_s: float) -> bool:
+        """Refuses new requests, cancels the open ones and waits for the end of the thread; returns whether it is over.
 
-        Paused requests are cancelled at once, because no client could resume them. Returns whether the thread is over.
+        With a short `timeout_s`, the step of a slow engine may still run.
         """
         with self._wake:
             self._stopping = True
-            for request_id in [name for name, known in self._open.items() if known.paused or not drain]:
+            for request_id in self._open:
                 self._tell(partial(self._engine.cancel, request_id))
             self._wake.notify_all()
         if self.thread.ident is None:
             self._end(None)
             return True
-        if drain:
-            self.thread.join(timeout_s)
-            with self._wake:
-                for request_id in self._open:
-                    self._tell(partial(self._engine.cancel, request_id))
-        self.thread.join(_STOP_WAIT_S if drain else timeout_s)
+        self.thread.join(timeout_s)
         return not self.thread.is_alive()
 
     def _require_alive(self) -> None:
