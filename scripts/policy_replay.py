@@ -22,6 +22,7 @@ from statistics import fmean
 
 from slipstream.bench.workloads import BUILT_IN, read_prompts
 from slipstream.engine.llm import LLM
+from slipstream.kernels.rows import TREE
 from slipstream.speculative import choose, estimate, policy, suffix_index, text_drafts
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.costs import CostTable, StepShape
@@ -92,7 +93,7 @@ def record(prompts: int, tokens: int) -> list[Answer]:
         blocks = draft(jobs)
         for job, block in zip(jobs, blocks, strict=True):
             anchor = job.state.tokens[job.state.length]
-            grown = block.grow(anchor, 0, MOST_NODES, block.slots, floor=LEAST_CLAIM)[1] if block is not None else None
+            grown = block.grow(anchor, TREE, MOST_NODES, block.slots, floor=LEAST_CLAIM) if block is not None else None
             seen.append(grown)
         return blocks
 

@@ -81,7 +81,9 @@ def test_chains_are_refused_by_the_limit_they_pass(server: Server, kind: str) ->
 )
 def test_what_swallows_time_or_memory_is_refused(server: Server, grammar: str, said: str) -> None:
     before = psutil.Process(server.process.pid).memory_info().rss
-    assert said in refused(server, response_format={"type": "grammar", "grammar": grammar})
+    # On a busy machine compiling takes more processor time, so that its limit may be met first.
+    message = refused(server, response_format={"type": "grammar", "grammar": grammar})
+    assert said in message or "s of processor time" in message
     assert psutil.Process(server.process.pid).memory_info().rss - before < GROWTH_BYTES
 
 

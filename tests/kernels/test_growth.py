@@ -106,17 +106,8 @@ def expected(case: Case, sequence: int, most: int) -> Growth:
     if heads is not None:
         drafts.bind(TableWalk(case, sequence))
     nodes, depth, shape = (int(part[sequence]) for part in (wishes.nodes, wishes.depth, wishes.shape))
-    nodes = min(nodes, most)
-    chain, tree = drafts.grow_plainly(
-        int(wishes.anchors[sequence]),
-        min(nodes, depth),
-        nodes,
-        depth,
-        case.estimates[sequence],
-        shape == SEEDED_TREE,
-        float(wishes.floor[sequence]),
-    )
-    return chain if shape == CHAIN else tree
+    anchor, floor = int(wishes.anchors[sequence]), float(wishes.floor[sequence])
+    return drafts.grow_plainly(anchor, shape, min(nodes, most), depth, case.estimates[sequence], floor)
 
 
 def moved(record: object) -> object:

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from slipstream.errors import IntegrityError
 from slipstream.kernels.cpu.native_growth import BRAIN, FLOAT, HALF, CompiledWalk, Grower, HeadTables
+from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.estimate import DraftOutcome, Estimate, Record
 from slipstream.speculative.tree import Growth
 from tests.native import libraries
 
+SHAPES = (CHAIN, TREE, SEEDED_TREE)
 VOCAB = 300
 Floats = NDArray[np.float32]
 TYPES = {FLOAT: torch.float32, HALF: torch.float16, BRAIN: torch.bfloat16}
@@ -112,10 +114,10 @@ def bound(block: tuple[NDArray[np.int64], Floats], head: Head | None, **settings
     return drafts
 
 
-def natively(grower: Grower, drafts: BlockDrafts, estimate: Estimate | None, **asked: float) -> list[Growth]:
+def natively(grower: Grower, drafts: BlockDrafts, estimate: Estimate | None, **asked: float) -> Growth:
     table = estimate.table() if estimate is not None else None
-    chain, tree, drafts.broken = grower.grow(drafts.block(), table, **asked)  # type: ignore[arg-type]
-    return [Growth(*chain.lists()), Growth(*tree.lists())]
+    grown, drafts.broken = grower.grow(drafts.block(), table, **asked)  # type: ignore[arg-type]
+    return Growth(*grown.lists())
 
 
 def assert_alike(compiled_growth: Growth, plain_growth: Growth) -> None:
@@ -143,17 +145,15 @@ def test_the_compiled_growth_is_the_plain_one(grower: Grower, seed: int) -> None
     block, estimate = random_block(source, slots, hidden=source.random() < 0.3), random_estimate(source)
     asked = {
         "anchor": source.randrange(VOCAB),
-        "length": source.randint(0, 16),
+        "shape": source.choice(SHAPES),
         "nodes": source.choice([0, 1, 8, 63, 255]),
         "depth": source.randint(0, 16),
-        "seeded": source.random() < 0.3,
         "floor": source.choice([0.0, 0.0, 1e-3, 0.05]),
     }
     plain = bound(block, head, **settings)
     expected = plain.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
     compiled = bound(block, head, **settings)
-    for compiled_growth, plain_growth in zip(natively(grower, compiled, estimate, **asked), expected, strict=True):
-        assert_alike(compiled_growth, plain_growth)
+    assert_alike(natively(grower, compiled, estimate, **asked), expected)
     assert compiled.broken == plain.broken
 
 
@@ -163,45 +163,50 @@ def test_the_random_cases_hold_what_they_should() -> None:
     for seed in range(40):
         source = random.Random(seed)
         drafts = bound(random_block(source, 12), random_head(source, 12), min_confidence=0.4)
-        chain, tree = drafts.grow_plainly(3, 12, 63, 12)
+        chain, tree = drafts.grow_plainly(3, CHAIN, 12, 12), drafts.grow_plainly(3, TREE, 63, 12)
         branching += tree.proposal().branching
         cut += chain.nodes < 12
         full += tree.nodes == 63
     assert branching > 10 and cut > 3 and full > 10
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibrated: bool) -> None:
+def test_without_a_head_the_two_agree_to_the_last_digits(grower: Grower, calibrated: bool, shape: int) -> None:
     source = random.Random(7)
     estimate = Estimate(Record(Record())) if calibrated else None
     if estimate is not None:
         estimate.learn([DraftOutcome(source.random(), source.randint(1, 12), source.random() < 0.6) for _ in range(40)])
     drafts = bound(random_block(source, 15), None)
-    asked = {"anchor": 1, "length": 15, "nodes": 200, "depth": 15, "seeded": False, "floor": 0.0}
+    asked = {"anchor": 1, "shape": shape, "nodes": 200, "depth": 15, "floor": 0.0}
     expected = drafts.grow_plainly(estimate=estimate, **asked)  # type: ignore[arg-type]
-    for compiled_growth, plain_growth in zip(natively(grower, drafts, estimate, **asked), expected, strict=True):
-        np.testing.assert_allclose(compiled_growth.survivals, plain_growth.survivals, rtol=1e-12)
-        np.testing.assert_allclose(compiled_growth.claims, plain_growth.claims, rtol=1e-12)
+    compiled_growth = natively(grower, drafts, estimate, **asked)
+    np.testing.assert_allclose(compiled_growth.survivals, expected.survivals, rtol=1e-12)
+    np.testing.assert_allclose(compiled_growth.claims, expected.claims, rtol=1e-12)
 
 
-def test_equals_keep_their_order(grower: Grower) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_keep_their_order(grower: Grower, shape: int) -> None:
     tokens = np.arange(40, dtype=np.int64).reshape(4, 10)
     drafts = bound((tokens, np.full((4, 10), np.log(0.1), np.float32)), None)
-    asked = {"anchor": 1, "length": 4, "nodes": 60, "depth": 4, "seeded": False, "floor": 0.0}
+    asked = {"anchor": 1, "shape": shape, "nodes": 60, "depth": 4, "floor": 0.0}
     expected = drafts.grow_plainly(**asked)  # type: ignore[arg-type]
-    for compiled_growth, plain_growth in zip(natively(grower, drafts, None, **asked), expected, strict=True):
-        assert (compiled_growth.tokens, compiled_growth.parents) == (plain_growth.tokens, plain_growth.parents)
+    compiled_growth = natively(grower, drafts, None, **asked)
+    assert (compiled_growth.tokens, compiled_growth.parents) == (expected.tokens, expected.parents)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [200.0, -200.0, 2000.0, -2000.0])
-def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(grower: Grower, size: float) -> None:
+def test_a_strong_correction_neither_overflows_nor_loses_every_candidate(
+    grower: Grower, size: float, shape: int
+) -> None:
     source = random.Random(3)
     block = random_block(source, 1)
     head = Head(torch.ones(VOCAB, 1), torch.full((VOCAB, 1), size), FLOAT)
-    asked = {"anchor": 1, "length": 1, "nodes": 20, "depth": 1, "seeded": False, "floor": 0.0}
-    for compiled_growth in natively(grower, bound(block, head), None, **asked):
-        assert all(0.0 <= chance <= 1.0 for chance in compiled_growth.claims)
-        assert (compiled_growth.nodes > 0) == (size > -2000)
+    asked = {"anchor": 1, "shape": shape, "nodes": 20, "depth": 1, "floor": 0.0}
+    compiled_growth = natively(grower, bound(block, head), None, **asked)
+    assert all(0.0 <= chance <= 1.0 for chance in compiled_growth.claims)
+    assert (compiled_growth.nodes > 0) == (size > -2000)
 
 
 def test_nobody_overtakes_a_first_candidate_that_is_doubted(grower: Grower) -> None:
@@ -209,14 +214,13 @@ def test_nobody_overtakes_a_first_candidate_that_is_doubted(grower: Grower) -> N
     block, head = random_block(source, 1), random_head(source, 1, trusting=True)
     assert head.confidence_of is not None and block[0].shape[1] > 2
     head.confidence_of[0], head.trusted = -4.0, None
-    asked = {"anchor": 1, "length": 1, "nodes": 60, "depth": 1, "seeded": False, "floor": 0.0}
+    asked = {"anchor": 1, "shape": TREE, "nodes": 60, "depth": 1, "floor": 0.0}
     drafts = bound(block, head)
-    chain, tree = natively(grower, drafts, None, **asked)
-    expected = drafts.grow_plainly(**asked)  # type: ignore[arg-type]
-    assert chain.claims[1] == pytest.approx(1 / (1 + np.exp(4.0)))
+    tree, expected = natively(grower, drafts, None, **asked), drafts.grow_plainly(**asked)  # type: ignore[arg-type]
+    assert tree.claims[1] == pytest.approx(1 / (1 + np.exp(4.0)))
     assert tree.claims[2] == tree.claims[1], "the second would be likelier"
-    assert tree.tokens == expected[1].tokens
-    np.testing.assert_allclose(tree.claims, expected[1].claims, rtol=2e-5)
+    assert tree.tokens == expected.tokens
+    np.testing.assert_allclose(tree.claims, expected.claims, rtol=2e-5)
 
 
 def spoil_before(head: Head) -> None:
@@ -232,14 +236,17 @@ def spoil_confidence(head: Head) -> None:
     head.confidence_of[0] = np.nan
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spoil", [spoil_before, spoil_after, spoil_confidence])
-def test_numbers_that_are_none_offer_nothing_and_are_told(grower: Grower, spoil: Callable[[Head], None]) -> None:
+def test_numbers_that_are_none_offer_nothing_and_are_told(
+    grower: Grower, spoil: Callable[[Head], None], shape: int
+) -> None:
     source = random.Random(11)
     block, head = random_block(source, 6), random_head(source, 6, trusting=True)
     spoil(head)
-    asked = {"anchor": 5, "length": 6, "nodes": 30, "depth": 6, "seeded": False, "floor": 0.0}
+    asked = {"anchor": 5, "shape": shape, "nodes": 30, "depth": 6, "floor": 0.0}
     drafts, plain = bound(block, head), bound(block, head)
-    assert [growth.nodes for growth in natively(grower, drafts, None, **asked)] == [0, 0]
+    assert natively(grower, drafts, None, **asked).nodes == 0
     plain.grow_plainly(**asked)  # type: ignore[arg-type]
     assert drafts.broken and plain.broken
 
@@ -249,10 +256,10 @@ def test_a_token_that_the_tables_do_not_hold_is_refused(grower: Grower, anchor: 
     source = random.Random(12)
     drafts = bound(random_block(source, 3), random_head(source, 3, trusting=False))
     with pytest.raises(IntegrityError, match="not in the table"):
-        natively(grower, drafts, None, anchor=anchor, length=3, nodes=0, depth=0, seeded=False, floor=0.0)
+        natively(grower, drafts, None, anchor=anchor, shape=CHAIN, nodes=3, depth=3, floor=0.0)
     drafts.tokens[0, 0] = anchor
     with pytest.raises(IntegrityError, match="not in the table"):
-        natively(grower, drafts, None, anchor=1, length=3, nodes=0, depth=0, seeded=False, floor=0.0)
+        natively(grower, drafts, None, anchor=1, shape=CHAIN, nodes=3, depth=3, floor=0.0)
 
 
 def test_the_block_grows_natively_where_it_can(grower: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,10 +274,9 @@ def test_the_block_grows_natively_where_it_can(grower: Grower, monkeypatch: pyte
         lambda self, slot, previous, state, old=Walk.correct: (calls.append(slot), old(self, slot, previous, state))[1],
     )
     drafts = bound(block, head)
-    native = drafts.grow(1, 5, 20, 5)
+    native = drafts.grow(1, TREE, 20, 5)
     assert not calls
     drafts.bind(head.walk(drafts))
-    plain = drafts.grow(1, 5, 20, 5)
+    plain = drafts.grow(1, TREE, 20, 5)
     assert calls
-    for compiled_growth, plain_growth in zip(native, plain, strict=True):
-        assert_alike(compiled_growth, plain_growth)
+    assert_alike(native, plain)

@@ -192,9 +192,9 @@ def test_a_verified_tree_teaches_along_the_accepted_path_only() -> None:
         (claim, depth): own.estimate.chance(claim, depth) / rest - fresh.estimate.chance(claim, depth)
         for claim, depth in zip(claims[1:], (1, 1, 1, 1, 2, 2, 2), strict=True)
     }
-    assert told[0.55, 1] < 0 and told[0.15, 1] < 0 and told[0.7, 2] < 0 and told[0.25, 2] < 0, "they were wrong"
+    wrong = ((0.55, 1), (0.15, 1), (0.07, 1), (0.7, 2), (0.25, 2))
+    assert all(told[other] < 0 for other in wrong), "they were wrong"
     assert told[0.3, 1] > 0, "it was right"
-    assert told[0.07, 1] == pytest.approx(0), "of many children the unlikely ones are left out"
     assert told[0.95, 2] == pytest.approx(0), "its parent was wrong"
 
 
@@ -516,8 +516,6 @@ def test_time_is_priced_by_the_speed_seen_so_far() -> None:
         nodes.append(owner.choose([offer(sequence(owner), chain(0.85))])[0].nodes)
     assert nodes[0] == nodes[1] > nodes[2] > nodes[3] > 0, "slower than plain is no reason to waste more time"
     assert owner.row_price(100, sampled=False) > 1.5 * policy().row_price(100, sampled=False) > 0.0
-    made(owner, 1e9)
-    assert owner.row_price(100, sampled=False) < 10 * policy().row_price(100, sampled=False), "a step was mistimed"
 
 
 def test_the_time_of_rows_is_shared_out_by_nodes() -> None:

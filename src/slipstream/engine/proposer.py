@@ -14,6 +14,7 @@ from slipstream.engine.active_sequence import ActiveSequence
 from slipstream.engine.draft_context import DraftContexts
 from slipstream.engine.outcomes import Proposed, SequenceOutcome
 from slipstream.engine.variants import DraftVariants
+from slipstream.kernels.rows import CHAIN, SEEDED_TREE, TREE
 from slipstream.speculative.candidates import BlockDrafts
 from slipstream.speculative.constrained_drafts import allowed_part
 from slipstream.speculative.costs import CostTable, StepShape
@@ -21,7 +22,7 @@ from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.gates import EmaGate, EntropyGate
 from slipstream.speculative.policy import ALONE, MAX_AUTO_ROWS, Offer, Policy, Rest, VerifyChoice, View
 from slipstream.speculative.suffix_index import text_index
-from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged, ordered
+from slipstream.speculative.text_drafts import MOST_TEXT_NODES, merged
 from slipstream.speculative.tree import Growth, as_claimed
 from slipstream.stats import Decision
 from slipstream.types import Proposal
@@ -164,11 +165,11 @@ class Proposer:
             return None
         if not index.follow(sequence.state.tokens) or not (policy or sequence.drafts_fixed):
             return None
-        depth = sequence.room - 1
+        nodes, depth = min(MOST_TEXT_NODES, sequence.row_limit - 1), sequence.room - 1
         if policy is None:
-            growth = index.grow(MOST_TEXT_NODES, depth)
+            growth = index.grow(nodes, depth)
         else:
-            growth = index.grow(MOST_TEXT_NODES, depth, policy.estimate, policy.floor, policy.first_from_text)
+            growth = index.grow(nodes, depth, policy.estimate, policy.floor, policy.first_from_text)
         if growth.nodes and sequence.sampler.guide is not None:
             growth = allowed_part(sequence.sampler.guide, growth)
         return growth if growth.nodes else None
@@ -248,12 +249,12 @@ class Proposer:
         anchor, policy = sequence.anchor, sequence.policy
         nodes = sequence.row_limit - 1
         if block is None or policy is None:
-            return ordered(text, nodes) if text is not None else Growth([anchor])
+            return text if text is not None else Growth([anchor])
         depth = min(block.slots, sequence.room - 1)
         if policy.chains_only:
-            return block.grow(anchor, min(depth, nodes), 0, 0, policy.estimate)[0]
+            return block.grow(anchor, CHAIN, nodes, depth, policy.estimate)
         floor = 0.0 if policy.trial else policy.floor
-        growth = block.grow(anchor, 0, nodes, depth, policy.estimate, floor=floor)[1]
+        growth = block.grow(anchor, TREE, nodes, depth, policy.estimate, floor)
         return growth if text is None else merged(growth, text, policy.estimate.chance, nodes)
 
     @staticmethod
@@ -332,10 +333,8 @@ def _fixed(sequence: ActiveSequence, block: BlockDrafts | None, text: Growth | N
     mode, nodes = sequence.request.mode, sequence.row_limit - 1
     growth = Growth([sequence.anchor])
     if block is not None:
-        depth = min(block.slots, sequence.room - 1)
-        length, most = (0, nodes) if mode.kind == "tree" else (min(depth, nodes), 0)
-        chain, tree = block.grow(sequence.anchor, length, most, depth, seeded=mode.seeded)
-        growth = tree if mode.kind == "tree" else chain
+        shape = CHAIN if mode.kind != "tree" else SEEDED_TREE if mode.seeded else TREE
+        growth = block.grow(sequence.anchor, shape, nodes, min(block.slots, sequence.room - 1))
     if text is not None:
         growth = merged(growth, text, as_claimed, nodes)
     if not growth.nodes:

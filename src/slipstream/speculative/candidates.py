@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from slipstream.kernels.cpu.native_growth import MOST_ROWS, CandidateBlock, CompiledWalk, grower
 from slipstream.kernels.cpu.native_library import address
+from slipstream.kernels.rows import CHAIN, SEEDED_TREE
 from slipstream.lazy import cached_property
 from slipstream.speculative.constrained_drafts import DraftRule
 from slipstream.speculative.estimate import Estimate
@@ -61,42 +62,29 @@ class BlockDrafts:
         return np.maximum(0.0, 1.0 - self._chances.sum(axis=1))
 
     def grow(
-        self,
-        anchor: int,
-        length: int,
-        nodes: int,
-        depth: int,
-        estimate: Estimate | None = None,
-        seeded: bool = False,
-        floor: float = 0.0,
-    ) -> tuple[Growth, Growth]:
-        """A chain of at most `length` nodes and a tree of at most `nodes`; grow_chain and grow_tree define both."""
+        self, anchor: int, shape: int, nodes: int, depth: int, estimate: Estimate | None = None, floor: float = 0.0
+    ) -> Growth:
+        """At most `nodes` nodes no deeper than `depth`, in a shape that grow_chain or grow_tree defines."""
         compiled = grower()
         if compiled is None or (self._walk is not None and self._compiled is None) or self.slots >= MOST_ROWS:
-            return self.grow_plainly(anchor, length, nodes, depth, estimate, seeded, floor)
+            return self.grow_plainly(anchor, shape, nodes, depth, estimate, floor)
         table = estimate.table() if estimate is not None else None
-        chain, tree, broken = compiled.grow(self.block(), table, anchor, length, nodes, depth, seeded, floor)
+        nodes_grown, broken = compiled.grow(self.block(), table, anchor, shape, nodes, depth, floor)
         self.broken = self.broken or broken
-        grown = Growth(*chain.lists()), Growth(*tree.lists())
-        if self.rule is not None and not self.rule.fits(*grown):
-            return self.grow_plainly(anchor, length, nodes, depth, estimate, seeded, floor)
+        grown = Growth(*nodes_grown.lists())
+        if self.rule is not None and not self.rule.fits(grown):
+            return self.grow_plainly(anchor, shape, nodes, depth, estimate, floor)
         return grown
 
     def grow_plainly(
-        self,
-        anchor: int,
-        length: int,
-        nodes: int,
-        depth: int,
-        estimate: Estimate | None = None,
-        seeded: bool = False,
-        floor: float = 0.0,
-    ) -> tuple[Growth, Growth]:
+        self, anchor: int, shape: int, nodes: int, depth: int, estimate: Estimate | None = None, floor: float = 0.0
+    ) -> Growth:
         """`grow` without compiled code, for any head and any constraint."""
         calibrate = estimate.chance if estimate is not None else as_claimed
         drafts = self if self.rule is None else self.rule.held(self)
-        chain = grow_chain(drafts, anchor, length, calibrate)
-        return chain, grow_tree(drafts, anchor, nodes, depth, calibrate, seeded, floor)
+        if shape == CHAIN:
+            return grow_chain(drafts, anchor, min(nodes, depth), calibrate)
+        return grow_tree(drafts, anchor, nodes, depth, calibrate, shape == SEEDED_TREE, floor)
 
     def block(self) -> CandidateBlock:
         """The candidates in the layout that compiled code reads; the memory it points to belongs to this object."""

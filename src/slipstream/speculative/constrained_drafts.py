@@ -25,17 +25,14 @@ class DraftRule:
     def held(self, drafts: Drafts) -> Drafts:
         return GuidedDrafts(drafts, self.guide, self.ranked)
 
-    def fits(self, *growths: Growth) -> bool:
+    def fits(self, growth: Growth) -> bool:
         """Whether the constraint allows all of these nodes; in running text it nearly always does."""
-        try:
-            return all(map(self._fits, growths))
-        except GuideError:
-            return False
-
-    def _fits(self, growth: Growth) -> bool:
         paths: list[Path] = [()]
         for token, parent in zip(growth.tokens[1:], growth.parents[1:], strict=True):
-            mask = self.guide.draft_mask(paths[parent])
+            try:
+                mask = self.guide.draft_mask(paths[parent])
+            except GuideError:
+                return False
             if mask is not None and (mask.end or token not in mask):
                 return False
             paths.append((*paths[parent], token))

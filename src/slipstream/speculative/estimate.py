@@ -24,7 +24,8 @@ LEAST, MOST = 0.001, 0.999
 _CLAIM_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _DEPTH_EDGES = (2, 4, 8)
 _SOURCE_BINS = (len(_CLAIM_EDGES) + 1) * (len(_DEPTH_EDGES) + 1)
-_BINS = len(Source) * _SOURCE_BINS
+_SOURCES = tuple(Source)  # walking through the enumeration itself takes ten times as long
+_BINS = len(_SOURCES) * _SOURCE_BINS
 # The accepted tokens that the level above counts for: in a bin of a kind or of the engine, and for a whole request. A
 # smaller number follows luck, a larger one follows a bad drafter or an easy text too late.
 _BIN_WEIGHT, _REQUEST_WEIGHT = 6.0, 20.0
@@ -76,7 +77,7 @@ class Estimate:
     def __init__(self, kind: Record) -> None:
         kind.update()
         self._kind = kind
-        self._hits, self._expected = [0.0] * len(Source), [0.0] * len(Source)
+        self._hits, self._expected = [0.0] * len(_SOURCES), [0.0] * len(_SOURCES)
         self._factors = kind.factors[:]  # those of the kind times the request's own
         self._stale = False
 
@@ -90,7 +91,7 @@ class Estimate:
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Takes in outcomes of verified drafts."""
-        factors, own = self._current(), [self.own_factor(source) for source in Source]
+        factors, own = self._current(), [self.own_factor(source) for source in _SOURCES]
         for claimed, depth, hit, source in outcomes:
             place = _place(claimed, depth, source)
             expected = _bounded(claimed * factors[place] / own[source])
@@ -106,7 +107,7 @@ class Estimate:
 
     def _current(self) -> array[float]:
         if self._stale:
-            for kind, own, source in zip(*self._arrays, Source, strict=True):
+            for kind, own, source in zip(*self._arrays, _SOURCES, strict=True):
                 np.multiply(kind, self.own_factor(source), out=own)
             self._stale = False
         return self._factors
@@ -114,7 +115,7 @@ class Estimate:
     @cached_property
     def _arrays(self) -> tuple[Factors, Factors]:
         """The factors of the kind and of this request, a row for each source."""
-        rows = len(Source), _SOURCE_BINS
+        rows = len(_SOURCES), _SOURCE_BINS
         return np.frombuffer(self._kind.factors).reshape(rows), np.frombuffer(self._factors).reshape(rows)
 
     @cached_property

@@ -34,8 +34,8 @@ __all__ = ["MAX_AUTO_ROWS", "Offer", "Policy", "Rest", "SequencePolicy", "Verify
 # Rows that one sequence may verify in auto mode. A GPU's matmuls of up to 64 rows agree bit for bit with those
 # of fewer rows; a larger value would leave that range.
 MAX_AUTO_ROWS = 64
-# The time that trials may lose, in plain steps: at the start, and the most that is saved up for later.
-_FREE_STEPS, _SAVED_STEPS = 3.0, 3.0
+# The time that trials may lose at the start, and the most that is saved up for later, in plain steps.
+_SAVED_STEPS = 3.0
 _TRIAL_NODES = 3  # nodes that a trial verifies at least; without any, it would teach nothing
 # The share of the newest draft in the means of one request, and in those of its kind. A larger share follows luck, a
 # smaller one follows a change of the text too slowly.
@@ -49,9 +49,6 @@ _FLOOR_SHARE = 0.7
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
-_FASTEST = 8.0  # the largest speed-up that is believed; without a bound, a mistimed step would make rows look too dear
-# Children per visited row that are learnt from. With all children, the many unlikely ones would drown the likely ones.
-_OBSERVED_CHILDREN = 3
 _SIZES = (
     1,
     3,
@@ -180,7 +177,7 @@ class Policy:
         self._engine = Record()
         self._kinds: dict[tuple[str, bool], _Kind] = {}
         self._plain_ms = costs.step_ms(StepShape(1, 1, 0, sampled=False, branching=False))
-        self._budget_ms = _FREE_STEPS * self._plain_ms
+        self._budget_ms = _SAVED_STEPS * self._plain_ms
         self._explored = 0.0  # the share of the current step's time that trials may lose later
         self._missing_ms = 0.0  # what the budget lacks for the next trial
         self._held: _HeldPlan | None = None
@@ -314,8 +311,7 @@ class Policy:
         self._budget_ms = min(_SAVED_STEPS * self._plain_ms, self._budget_ms + self._explored * ms)
         if self._plain_rate:
             made, plain = self._speed
-            made, plain = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
-            self._speed = (min(made, _FASTEST * plain), plain)
+            self._speed = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
 
     def charge(self, ms: float) -> None:
         """Takes time off the budget of trials: a trial after plain steps first writes the draft context they left."""
@@ -380,20 +376,15 @@ def _interpolated(means: RecentMeans, nodes: int) -> float:
 
 
 def _outcomes(proposal: Proposal, verdict: Verdict, depths: Sequence[int]) -> list[DraftOutcome]:
-    """What came of the children of every accepted row, the likeliest first and at most a few of each."""
-    tokens, claims = proposal.tokens, proposal.claims
-    children: dict[int, list[int]] = {row: [] for row in verdict.path}
-    for row, parent in enumerate(proposal.parents):
-        if parent in children:
-            children[parent].append(row)
-    outcomes: list[DraftOutcome] = []
-    for siblings, chosen in zip(children.values(), verdict.tokens, strict=False):
-        if len(siblings) > 1:
-            siblings.sort(key=claims.__getitem__, reverse=True)
-        for child in siblings[:_OBSERVED_CHILDREN]:
-            source = proposal.sources[child] if proposal.sources else Source.DRAFTER
-            outcomes.append(DraftOutcome(claims[child], depths[child], tokens[child] == chosen, source))
-    return outcomes
+    """What came of the children of every accepted row."""
+    chosen = dict(zip(verdict.path, verdict.tokens, strict=False))
+    sources = proposal.sources or [Source.DRAFTER] * len(depths)
+    facts = zip(proposal.parents, proposal.tokens, proposal.claims, depths, sources, strict=True)
+    return [
+        DraftOutcome(claim, depth, token == chosen[parent], source)
+        for parent, token, claim, depth, source in facts
+        if parent in chosen
+    ]
 
 
 def _choice(offer: Offer, nodes: int, ms: float, plain_rate: float) -> VerifyChoice:

@@ -94,7 +94,7 @@ class Grower:
     """The compiled growth of chains and trees; several threads may call it at once."""
 
     def __init__(self, kernels: Library) -> None:
-        arguments = (_pointer, _pointer, _int, _int, _int, _int, _int, _double, _pointer, _pointer)
+        arguments = (_pointer, _pointer, _int, _int, _int, _int, _double, _pointer)
         self._call = kernels.function("slip_grow", arguments, _int)
 
     def grow(
@@ -102,32 +102,20 @@ class Grower:
         block: CandidateBlock,
         calibration: CalibrationTable | None,
         anchor: int,
-        length: int,
+        shape: int,
         nodes: int,
         depth: int,
-        seeded: bool,
         floor: float,
-    ) -> tuple[GrownNodes, GrownNodes, bool]:
-        """Returns a chain of at most `length` nodes, a tree of at most `nodes`, and whether a head gave NaN or Inf."""
-        chain, tree = GrownNodes(), GrownNodes()
+    ) -> tuple[GrownNodes, bool]:
+        """Returns at most `nodes` nodes in one of the shapes of `kernels.rows`, and whether a head gave NaN or Inf."""
+        grown = GrownNodes()
         table = None if calibration is None else ctypes.addressof(calibration)
-        state = self._call(
-            ctypes.addressof(block),
-            table,
-            anchor,
-            length,
-            nodes,
-            depth,
-            seeded,
-            floor,
-            ctypes.addressof(chain),
-            ctypes.addressof(tree),
-        )
+        state = self._call(ctypes.addressof(block), table, anchor, shape, nodes, depth, floor, ctypes.addressof(grown))
         if state == _UNKNOWN_TOKEN:
             raise IntegrityError(
                 "a drafted token is not in the table of the drafter's head", "the drafter belongs to another target"
             )
-        return chain, tree, state == _BROKEN
+        return grown, state == _BROKEN
 
 
 @functools.cache

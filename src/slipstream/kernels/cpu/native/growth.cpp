@@ -364,14 +364,15 @@ private:
 }  // namespace SLIP_ISA
 }  // namespace slip
 
-// Grows the two shapes that a policy chooses between; a `length` of 0 grows no chain, and `nodes` of 0 no tree.
+// Grows one of the shapes of kernels/rows.py.
 SLIP_EXPORT(int32_t, slip_grow)
-(const SlipBlock* block, const SlipCalibration* calibration, int32_t anchor, int32_t length, int32_t nodes,
- int32_t depth, int32_t seeded, double floor, SlipGrown* chain, SlipGrown* tree) {
+(const SlipBlock* block, const SlipCalibration* calibration, int32_t anchor, int32_t shape, int32_t nodes,
+ int32_t depth, double floor, SlipGrown* grown) {
     static thread_local slip::SLIP_ISA::Grower grower;
     grower.begin(*block, calibration);
-    const int32_t deepest = std::min(block->slots, kMostRows - 1);
-    grower.chain(*chain, anchor, std::min(length, deepest));
-    grower.tree(*tree, anchor, std::min(nodes, kMostRows - 1), std::min(depth, deepest), seeded, floor);
+    nodes = std::min(nodes, kMostRows - 1);
+    depth = std::min({depth, block->slots, kMostRows - 1});
+    if (shape == kChain) grower.chain(*grown, anchor, std::min(nodes, depth));
+    else grower.tree(*grown, anchor, nodes, depth, shape == kSeededTree, floor);
     return grower.state;
 }

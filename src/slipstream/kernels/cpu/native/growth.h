@@ -17,6 +17,7 @@ struct SlipCalibration {
 };
 
 constexpr int32_t kMostRows = 256;
+constexpr int32_t kChain = 0, kSeededTree = 2;  // CHAIN and SEEDED_TREE of kernels/rows.py; 1 is a tree
 
 // Nodes in the order in which they were added, the anchor first.
 struct SlipGrown {
