@@ -174,7 +174,7 @@ class PromptRequest(Strict):
     speed: Literal["standard"] | None = Field(
         default=None, description="Accepted without effect, because there is one speed"
     )
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: TemplateKwargs = None
 
     not_offered = _NOT_OFFERED
 

@@ -150,11 +150,14 @@ class Speculative(Strict):
 
 
 Model = Annotated[str, Field(min_length=1, max_length=256, description="A model of this server, or `any`")]
-TemplateKwargs = Annotated[dict[str, Any], Field(description="Extension: such as enable_thinking")]
+OptionalModel = Annotated[
+    str | None, Field(min_length=1, max_length=256, description="Needed where several are served")
+]
+TemplateKwargs = Annotated[dict[str, Any] | None, Field(description="Extension: such as enable_thinking")]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-ModelName = Annotated[str, Field(min_length=1, max_length=256, description="Needed where several are served")]
-User = Annotated[str, Field(max_length=512, description="Written to the log")]
+User = Annotated[str | None, Field(max_length=512, description="Written to the log")]
 
+_OFTEN_EXTENSION = "Extension of Responses and Messages"
 # The common fields that are no settings of an engine's request.
 _NO_SETTINGS = ("model", "stream", "speculative", "priority", "timeout")
 
@@ -182,10 +185,10 @@ class CommonFields(Strict):
     timeout: float | None = Field(
         default=None, gt=0, le=86400, description="Extension: the most seconds that the request may take"
     )
-    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="0 is off")
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    top_k: int | None = Field(default=None, ge=0, le=MAX_TOKENS, description="Extension of OpenAI's APIs; 0 is off")
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description=_OFTEN_EXTENSION)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description=_OFTEN_EXTENSION)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description=_OFTEN_EXTENSION)
 
     def to_job(self, server: ServerSettings, settings: Mapping[str, object], **more: Any) -> Job:
         """The job of this request; settings that are None are left to the defaults of the model.
@@ -211,12 +214,7 @@ class CommonFields(Strict):
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(
-        max_length=16,
-        description="Written to the log; the canary uses `prompt_class` to choose the expected acceptance",
-    ),
-    at_most(16),
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16), at_most(16)
 ]
 
 
@@ -231,9 +229,11 @@ class ConversationFields(CommonFields):
     service_tier: Literal["auto", "default"] | None = Field(
         default=None, description="Accepted without effect, because there is one tier"
     )
-    metadata: Metadata | None = None
-    safety_identifier: User | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    metadata: Metadata | None = Field(
+        default=None, description="Written to the log; the canary uses `prompt_class` to choose the expected acceptance"
+    )
+    safety_identifier: User = None
+    chat_template_kwargs: TemplateKwargs = None
     thinking_budget: int | None = Field(
         default=None, ge=0, le=MAX_TOKENS, description="Extension: the most tokens of reasoning"
     )

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from slipstream.errors import ConfigError, FormatError, PairError, RequestError, SourceError
 from slipstream.formats.adapters import PEFT_CONFIG
-from slipstream.server.apis.common_schemas import ModelName, Strict
+from slipstream.server.apis.common_schemas import OptionalModel, Strict
 from slipstream.server.apis.text_api import model_asked
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
@@ -34,7 +34,7 @@ log = logging.getLogger("slipstream.server.models")
 MAX_VARIANTS = 16  # of one model; each keeps the matrices that it adapts in memory, so that more could exhaust it
 _BAD_ADAPTER = (SourceError, FormatError, ConfigError, PairError)
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_InQuery = Annotated[ModelName | None, Query()]
+_InQuery = Annotated[OptionalModel, Query()]
 
 
 class AddRequest(Strict):
@@ -43,7 +43,7 @@ class AddRequest(Strict):
     path: str = Field(min_length=1, max_length=1024, description="A PEFT folder or a GGUF file in the server's folder")
     name: str | None = Field(default=None, pattern=_NAME_PATTERN, description="Left out: the file's or folder's own")
     scale: float = Field(default=1.0, description="How much the adapter counts")
-    model: ModelName | None = None
+    model: OptionalModel = None
 
 
 def routes(state: ServerState) -> APIRouter:

@@ -157,7 +157,7 @@ class GenerationRequest(CommonFields):
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None = None
     stop: Stop | Annotated[Several[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    user: User | None = None
+    user: User = None
     ignore_eos: bool | None = Field(default=None, description="Extension: continue after an end-of-text token")
     include_draft_info: bool | None = Field(
         default=None, description="Extension: chunks say which tokens were drafted, and describe their step"

@@ -156,7 +156,7 @@ class ResponsesRequest(ConversationFields):
     include: Several[Literal["message.output_text.logprobs"]] | None = Field(default=None, max_length=1)
     stream_options: ResponsesStreamOptions | None = None
     truncation: Literal["disabled"] | None = Field(default=None, description="A prompt that does not fit is refused")
-    user: User | None = None
+    user: User = None
     prompt_cache_key: str | None = Field(default=None, max_length=512, description="One cache serves all requests")
     background: Literal[False] | None = None
 
