@@ -68,11 +68,11 @@ class _GenerationResponse(ABC, Generic[Body]):
         self._state = state
 
     @abstractmethod
-    def whole(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
         """The fields of a choice whose answer is complete."""
 
     @abstractmethod
-    def part(self, news: _News) -> dict[str, object]:
+    def partial_choice(self, news: _News) -> dict[str, object]:
         """The fields of a choice in a chunk."""
 
     async def send(self, request: Request) -> Response:
@@ -86,7 +86,7 @@ class _GenerationResponse(ABC, Generic[Body]):
             ended = await asyncio.gather(*tasks)
         answers = [running.answer for running in ended]
         choices = [
-            {"index": index, **self.whole(index, running), "finish_reason": shared.finish_reason(running.answer)}
+            {"index": index, **self.whole_choice(index, running), "finish_reason": shared.finish_reason(running.answer)}
             for index, running in enumerate(ended)
         ]
         return {**self._head(self.kind), "model": answers[0].model, "choices": choices, **self._totals(answers)}
@@ -113,7 +113,7 @@ class _GenerationResponse(ABC, Generic[Body]):
                         more["timings"] = shared.timings([ended[index] for index in sorted(ended)])
                 elif news.delta is not None and self.body.include_draft_info:
                     more["slipstream"] = marks[news.index].mark(news.delta)
-                choice = {"index": news.index, **self.part(news), "finish_reason": reason}
+                choice = {"index": news.index, **self.partial_choice(news), "finish_reason": reason}
                 yield sse.event({**head, "model": answer.model, "choices": [choice], **more})
         if with_usage:
             answers = [ended[index] for index in sorted(ended)]
@@ -173,7 +173,7 @@ class _ChatResponse(_GenerationResponse[ChatRequest]):
     api, prefix = "chat", "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def whole(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
         answer = running.answer
         message: dict[str, object] = {
             "role": "assistant",
@@ -192,7 +192,7 @@ class _ChatResponse(_GenerationResponse[ChatRequest]):
             "logprobs": shared.chat_logprobs(answer.tokens, running.tokenizer) if self.body.logprobs else None,
         }
 
-    def part(self, news: _News) -> dict[str, object]:
+    def partial_choice(self, news: _News) -> dict[str, object]:
         if news.delta is None:
             return {"delta": {} if news.over else {"role": "assistant", "content": ""}, "logprobs": None}
         shown = self.body.logprobs and news.delta.kind == "content"
@@ -219,14 +219,14 @@ class _CompletionResponse(_GenerationResponse[CompletionRequest]):
         super().__init__(state, body)
         self._logprobs: dict[int, shared.CompletionLogprobs] = {}  # of each choice of a stream, by its index
 
-    def whole(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
         answer, logprobs = running.answer, None
         if self.body.logprobs is not None:
             logprobs = shared.CompletionLogprobs(running.tokenizer).take(answer.tokens, answer.token_texts)
         # Raw text is no conversation, so text that looks like reasoning is part of it.
         return {"text": self._echo(index, running) + answer.reasoning + answer.content, "logprobs": logprobs}
 
-    def part(self, news: _News) -> dict[str, object]:
+    def partial_choice(self, news: _News) -> dict[str, object]:
         if news.delta is None:
             return {"text": "" if news.over else self._echo(news.index, news.running), "logprobs": None}
         logprobs = None
