@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from slipstream.server.apis.openai_schemas import MAX_ITEMS
+from slipstream.server.apis.common_schemas import MAX_ITEMS
 from slipstream.server.operations.bodies import MAX_JSON_STRUCTURE, MAX_JSON_VALUES
 
 MODEL = "smollm2"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server.apis.extensions import allowed_priority
+from slipstream.server.apis.openai_schemas import CompletionRequest
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.limits import Gatekeeper
 from slipstream.server.operations.logs import Rarely
@@ -140,10 +140,14 @@ def test_a_key_that_is_empty_does_not_open_the_server() -> None:
 
 def test_only_servers_that_allow_it_let_a_request_go_first() -> None:
     closed, opened = ServerSettings(), ServerSettings(allow_priority=True)
-    assert [allowed_priority(asked, closed) for asked in (None, 0, -100)] == [0, 0, -100]
-    assert allowed_priority(100, opened) == 100
+
+    def priority(asked: int | None, settings: ServerSettings) -> int:
+        return CompletionRequest(model="m", prompt="a", priority=asked).jobs(settings)[0].priority
+
+    assert [priority(asked, closed) for asked in (None, 0, -100)] == [0, 0, -100]
+    assert priority(100, opened) == 100
     with pytest.raises(ApiError, match="--allow-priority") as caught:
-        allowed_priority(1, closed)
+        priority(1, closed)
     assert caught.value.status == 400 and caught.value.param == "priority"
 
 

@@ -16,8 +16,9 @@ from fastapi import FastAPI, Request
 from slipstream.cli import serve
 from slipstream.errors import BusyError, ConfigError, RequestError
 from slipstream.server.apis import sse
-from slipstream.server.apis.openai_schemas import Speculative
-from slipstream.server.apis.openai_shared import DraftMarks, timings, usage, with_seeds
+from slipstream.server.apis.common_schemas import Speculative
+from slipstream.server.apis.openai_schemas import with_seeds
+from slipstream.server.apis.openai_shared import DraftMarks, timings, usage
 from slipstream.server.operations.bodies import ParsedRequest, check_json
 from slipstream.server.operations.errors_http import (
     ApiError,
@@ -370,7 +371,7 @@ def test_choices_seeds_usage_and_timings_add_up() -> None:
         stats = RequestStats(prompt_tokens=10, cached_tokens=4, completion_tokens=5)
         stats.record_step(4, 4, accepted, accepted + 1)
         answers.append(Answer("m", "chain", "d", stats=stats))
-    counted = usage([answers])
+    counted = usage(answers, 2)
     assert (counted["prompt_tokens"], counted["completion_tokens"], counted["total_tokens"]) == (10, 10, 20)
     assert counted["completion_tokens_details"] == {
         "reasoning_tokens": 0,

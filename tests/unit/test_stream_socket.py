@@ -19,7 +19,7 @@ import pytest
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.server.apis import stream_frames, stream_socket
-from slipstream.server.apis.stream_frames import Outbox, read_line
+from slipstream.server.apis.stream_frames import Outbox
 from slipstream.server.apis.stream_socket import StreamSocket
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.server_state import ServerSettings, ServerState
@@ -392,11 +392,12 @@ def test_a_draining_server_ends_what_is_paused_and_starts_nothing(folder: Path, 
 
 def test_the_documented_session_speaks_the_protocol() -> None:
     text = (Path(__file__).parents[2] / "docs" / "stream-socket.md").read_text(encoding="utf-8")
-    asked = [read_line(line[2:].encode()).operation for line in text.splitlines() if line.startswith("> ")]
+    lines = [line[2:].encode() for line in text.splitlines() if line.startswith("> ")]
+    asked = [stream_frames.read(line, ServerSettings()) for line in lines]
     told = [json.loads(line[2:]) for line in text.splitlines() if line.startswith("< ")]
-    assert {operation.op for operation in asked} == {"start", "continue", "cancel", "list"}
+    assert {getattr(one.operation, "op", None) for one in asked} == {"start", "continue", "cancel", "list"}
     assert {frame["type"] for frame in told} == {"token", "continue", "done", "error"}
-    assert {frame["id"] for frame in told} == {operation.id for operation in asked}
+    assert {frame["id"] for frame in told} == {one.id for one in asked}
 
 
 def test_the_socket_file_is_its_owners_and_goes_with_the_server(folder: Path, path: Path) -> None:

@@ -13,8 +13,7 @@ from fastapi.responses import HTMLResponse
 from slipstream.server.apis import (
     anthropic_api,
     draft_lora_api,
-    openai_chat,
-    openai_completions,
+    openai_api,
     responses_api,
     status_api,
     text_api,
@@ -29,8 +28,7 @@ from slipstream.version import __version__
 Hook = Callable[[], Awaitable[None]]
 # Every API as a function that makes its routes; `create_app` includes them in this order.
 APIS: tuple[Callable[[ServerState], APIRouter], ...] = (
-    openai_chat.routes,
-    openai_completions.routes,
+    openai_api.routes,
     responses_api.routes,
     anthropic_api.routes,
     text_api.routes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,6 @@ from pydantic_core import from_json
 from slipstream.server.apis import sse
 from slipstream.server.apis.anthropic_schemas import MessagesRequest, PromptRequest
 from slipstream.server.operations.bodies import ParsedRoute
-from slipstream.server.operations.errors_http import ApiError, anthropic_body
 from slipstream.server.operations.logs import note
 from slipstream.server.operations.server_state import ServerState
 from slipstream.server.serving import prompts
@@ -23,7 +22,13 @@ from slipstream.server.serving.jobs import AnswerDelta, Job
 from slipstream.server.serving.preparing import prompt_chars
 
 _API = "messages"
-_BLOCK_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}
+# The type of the deltas of each kind of text, and the field that has the text.
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
+Event = dict[str, object]
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -35,34 +40,33 @@ def routes(state: ServerState) -> APIRouter:
         job = body.job(state.settings)
         note(api=_API, user=body.metadata.user_id if body.metadata else None)
         if body.stream:
-            return await sse.respond(request, _events(state, job), state.settings, _error_event)
-        return JSONResponse(await sse.unless_gone(request, _message(state, job)))
+            return await sse.respond(request, _events(state, job), state.settings)
+        return JSONResponse(await sse.unless_gone(request.receive, _message(state, job)))
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: PromptRequest, request: Request) -> Response:
         """Counts the tokens that the prompt of such a message has."""
-        return JSONResponse({"input_tokens": await sse.unless_gone(request, _count(state, body.prompt_job()))})
+        job = Job(body.model, **body.prompt())
+        return JSONResponse({"input_tokens": await sse.unless_gone(request.receive, _count(state, job))})
 
     return router
 
 
 async def _count(state: ServerState, job: Job) -> int:
-    lease = await state.router.lease(job.model)
-    try:
+    async with await state.router.lease(job.model) as lease:
         return await lease.preparation.run(prompt_chars(job), prompts.count_tokens, lease.llm, job)
-    finally:
-        lease.release()
 
 
 async def _message(state: ServerState, job: Job) -> dict[str, object]:
     async with answering(state, job, _API) as running:
         generation, blocks = running.generation, _Blocks()
         async for delta in generation:
-            blocks.add(delta)
+            list(blocks.take(delta))
         running.raise_failure()
+        list(blocks.close())
         return {
             **_head(generation),
-            "content": blocks.finished(),
+            "content": blocks.done,
             **_stop(generation),
             "usage": _usage(generation),
             "timings": generation.answer.timings(),
@@ -71,37 +75,19 @@ async def _message(state: ServerState, job: Job) -> dict[str, object]:
 
 async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
     async with answering(state, job, _API) as running:
-        generation = running.generation
+        generation, blocks = running.generation, _Blocks()
         usage = {**_usage(generation), "input_tokens": generation.prompt_tokens}
         start = {**_head(generation), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _event("message_start", message=start)
-        blocks, open_block = _Blocks(), -1
+        yield sse.event({"type": "message_start", "message": start})
         async for delta in generation:
-            index = blocks.add(delta)
-            if index != open_block:
-                if open_block >= 0:
-                    yield _event("content_block_stop", index=open_block)
-                yield _event("content_block_start", index=index, content_block=blocks.begun(index))
-                if index == 0:
-                    yield _event("ping")
-                open_block = index
-            if delta.text:
-                yield _event("content_block_delta", index=index, delta=_block_delta(delta))
+            for event in blocks.take(delta):
+                yield sse.event(event)
         running.raise_failure()
-        if open_block >= 0:
-            yield _event("content_block_stop", index=open_block)
-        yield _event(
-            "message_delta", delta=_stop(generation), usage=_usage(generation), timings=generation.answer.timings()
-        )
-        yield _event("message_stop")
-
-
-def _event(kind: str, **fields: object) -> bytes:
-    return sse.event({"type": kind, **fields}, kind)
-
-
-def _error_event(error: ApiError) -> bytes:
-    return sse.event(anthropic_body(error), "error")
+        for event in blocks.close():
+            yield sse.event(event)
+        totals = {"usage": _usage(generation), "timings": generation.answer.timings()}
+        yield sse.event({"type": "message_delta", "delta": _stop(generation), **totals})
+        yield sse.event({"type": "message_stop"})
 
 
 def _head(generation: Generation) -> dict[str, object]:
@@ -137,42 +123,41 @@ def _stop(generation: Generation) -> dict[str, object]:
     return {"stop_reason": reason, "stop_sequence": answer.stop_sequence}
 
 
-def _block_delta(delta: AnswerDelta) -> dict[str, str]:
-    if delta.kind == "content":
-        return {"type": "text_delta", "text": delta.text}
-    if delta.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": delta.text}
-    return {"type": "input_json_delta", "partial_json": delta.text}
-
-
 class _Blocks:
-    """The content blocks of a message, in the order in which they began."""
+    """The content blocks of a message while they grow, and the events that report them; one block is open at a time."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[AnswerDelta, list[str]]] = []  # the first delta of each block, and the block's texts
+        self._first: AnswerDelta | None = None  # the first delta of the open block
+        self._text = ""
+        self.done: list[dict[str, object]] = []
 
-    def add(self, delta: AnswerDelta) -> int:
-        """Adds a delta and returns the index of the block that it belongs to."""
-        last = self._blocks[-1][0] if self._blocks else None
-        if last is None or last.kind != delta.kind or (delta.kind == "tool_call" and delta.call != last.call):
-            self._blocks.append((delta, []))
-        self._blocks[-1][1].append(delta.text)
-        return len(self._blocks) - 1
+    def take(self, delta: AnswerDelta) -> Iterator[Event]:
+        index, first = len(self.done), self._first
+        if first is None or first.kind != delta.kind or first.call != delta.call:
+            yield from self.close()
+            self._first, self._text, index = delta, "", len(self.done)
+            yield {"type": "content_block_start", "index": index, "content_block": _block(delta)}
+            if index == 0:
+                yield {"type": "ping"}
+        if delta.text:
+            self._text += delta.text
+            kind, field = _DELTAS[delta.kind]
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: delta.text}}
 
-    def begun(self, index: int) -> dict[str, Any]:
-        """A block as its start event announces it, without text."""
-        first = self._blocks[index][0]
-        kind = _BLOCK_KINDS[first.kind]
-        if kind == "tool_use":
-            return {"type": kind, "id": first.call_id, "name": first.name, "input": {}}
-        return {"type": kind, kind: "", "signature": ""} if kind == "thinking" else {"type": kind, kind: ""}
+    def close(self) -> Iterator[Event]:
+        if self._first is not None:
+            yield {"type": "content_block_stop", "index": len(self.done)}
+            self.done.append(_block(self._first, self._text))
+            self._first = None
 
-    def finished(self) -> list[dict[str, Any]]:
-        done = []
-        for index, (_, texts) in enumerate(self._blocks):
-            block, text = self.begun(index), "".join(texts)
-            done.append(block | ({"input": _input(text)} if block["type"] == "tool_use" else {block["type"]: text}))
-        return done
+
+def _block(first: AnswerDelta, text: str = "") -> dict[str, object]:
+    """The block that began with `first`; its start event announces it without text."""
+    if first.kind == "tool_call":
+        return {"type": "tool_use", "id": first.call_id, "name": first.name, "input": _input(text)}
+    if first.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
 
 
 def _input(arguments: str) -> dict[str, Any]:

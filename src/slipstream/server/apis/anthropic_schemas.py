@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from slipstream.server.apis.extensions import Extensions, allowed_priority
-from slipstream.server.apis.openai_schemas import MAX_STOPS, MAX_TOKENS, Many, Several, Stop, Strict
+from slipstream.server.apis.common_schemas import (
+    MAX_STOPS,
+    MAX_TOKENS,
+    CommonFields,
+    JsonSchema,
+    Many,
+    Model,
+    Several,
+    Stop,
+    Strict,
+    TemplateKwargs,
+    TextItem,
+    named_tool,
+    output_format,
+    text_of,
+)
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerSettings
-from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
+from slipstream.server.serving.jobs import Job, Tool, ToolChoice
 
-# Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
-# objects as they got them send such nulls.
 _NOT_OFFERED = ("container", "diagnostics", "inference_geo", "citations", "caller", "toolset_name")
 
 
@@ -42,9 +53,8 @@ class CacheControl(Strict):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(AnthropicBlock):
+class TextBlock(AnthropicBlock, TextItem):
     type: Literal["text"]
-    text: str
     cache_control: CacheControl | None = None
 
 
@@ -135,11 +145,8 @@ class ThinkingOff(Strict):
     type: Literal["disabled"]
 
 
-class AnthropicSchemaFormat(Strict):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, serialize_by_alias=True)
-
+class AnthropicSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
@@ -156,7 +163,7 @@ class Metadata(Strict):
 class PromptRequest(Strict):
     """POST /v1/messages/count_tokens: the fields that decide the prompt; `MessagesRequest` has them too."""
 
-    model: str = Field(min_length=1, max_length=256, description="A model of this server, or `any`")
+    model: Model
     messages: Many[Message] = Field(min_length=1)
     system: str | Many[TextBlock] | None = None
     tools: Several[CustomTool] | None = Field(default=None, max_length=128)
@@ -167,76 +174,55 @@ class PromptRequest(Strict):
     speed: Literal["standard"] | None = Field(
         default=None, description="Accepted without effect, because there is one speed"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Extension: such as enable_thinking")
+    chat_template_kwargs: TemplateKwargs = None
 
     not_offered = _NOT_OFFERED
 
-    def prompt_job(self) -> Job:
+    def prompt(self) -> dict[str, Any]:
+        """The fields of a job that decide its prompt."""
         messages = to_messages(self.system, self.messages)
-        return Job(
-            model=self.model,
-            messages=messages,
-            continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
-            tools=[
+        thinking, kwargs = self.thinking, dict(self.chat_template_kwargs or {})
+        if thinking is not None:
+            kwargs["enable_thinking"] = thinking.type != "disabled"
+        return {
+            "messages": messages,
+            "continues": messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+            "tools": [
                 Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict))
                 for tool in self.tools or ()
             ],
-            tool_choice=self._choice(),
-            parallel_tools=not getattr(self.tool_choice, "disable_parallel_tool_use", False),
-            format=self._format(),
-            template_kwargs=self._template_kwargs(),
-            thinking_budget=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOn) else None,
-        )
+            "tool_choice": self._choice(),
+            "parallel_tools": not getattr(self.tool_choice, "disable_parallel_tool_use", False),
+            "format": output_format(self.output_config and self.output_config.format),
+            "template_kwargs": kwargs,
+            "thinking_budget": thinking.budget_tokens if isinstance(thinking, ThinkingOn) else None,
+        }
 
     def _choice(self) -> ToolChoice:
         chosen = self.tool_choice
         if chosen is None or chosen.type == "none":
             return ToolChoice("auto" if chosen is None else "none")
-        names = [tool.name for tool in self.tools or ()]
-        if not names:
+        if not self.tools:
             raise ApiError(400, "'tool_choice' was given without tools", "give tools as well", param="tool_choice")
         if isinstance(chosen, AnthropicNamedChoice):
-            if chosen.name not in names:
-                raise ApiError(400, f"there is no tool '{chosen.name}'", "name one of tools", param="tool_choice.name")
-            return ToolChoice("required", chosen.name)
+            return named_tool(chosen.name, [tool.name for tool in self.tools])
         return ToolChoice("auto" if chosen.type == "auto" else "required")
 
-    def _format(self) -> OutputFormat | None:
-        wanted = self.output_config.format if self.output_config is not None else None
-        return None if wanted is None else OutputFormat("json_schema", wanted.json_schema)
 
-    def _template_kwargs(self) -> dict[str, object]:
-        kwargs: dict[str, object] = dict(self.chat_template_kwargs or {})
-        if self.thinking is not None:
-            kwargs["enable_thinking"] = self.thinking.type != "disabled"
-        return kwargs
-
-
-class MessagesRequest(PromptRequest, Extensions):
+class MessagesRequest(PromptRequest, CommonFields):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stop_sequences: Several[Stop] | None = Field(default=None, max_length=MAX_STOPS)
-    stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(
         default=None, description="Accepted without effect, because there is one tier"
     )
 
-    def job(self, settings: ServerSettings) -> Job:
-        return replace(
-            self.prompt_job(),
-            settings=self.sampling(),
-            priority=allowed_priority(self.priority, settings),
-            deadline_s=settings.deadline(self.timeout),
-            prompt_class=self.metadata.prompt_class if self.metadata is not None else None,
-        )
-
-    def sampling(self) -> dict[str, object]:
-        said: dict[str, object] = {**super().sampling(), "max_tokens": self.max_tokens}
-        if self.stop_sequences:
-            said["stop"] = tuple(self.stop_sequences)
-        return said
+    def job(self, server: ServerSettings) -> Job:
+        settings = {"max_tokens": self.max_tokens, "stop": tuple(self.stop_sequences or ()) or None}
+        prompt_class = self.metadata.prompt_class if self.metadata is not None else None
+        return self.to_job(server, settings, prompt_class=prompt_class, **self.prompt())
 
     @model_validator(mode="after")
     def _budget_leaves_room(self) -> MessagesRequest:
@@ -249,20 +235,16 @@ def to_messages(system: str | list[TextBlock] | None, messages: list[Message]) -
     """The conversation in the server's own shape; consecutive turns of the same role become one turn."""
     told: list[dict[str, Any]] = []  # while turns are added, the content of each is a list of texts
     if system:
-        _add(told, "system", _joined(system))
+        _add(told, "system", text_of(system, "\n\n"))
     names: dict[str, str] = {}  # the tool of each call so far, by the call's id
     for message in messages:
-        if isinstance(message, SystemMessage):
-            _add(told, "system", _joined(message.content))
-        elif isinstance(message, AnthropicUserMessage):
-            _add_user(told, message, names)
+        if isinstance(message, AnthropicAssistantMessage):
+            _add_assistant(told, message.content, names)
+        elif isinstance(message, SystemMessage):
+            _add(told, "system", text_of(message.content, "\n\n"))
         else:
-            _add_assistant(told, message, names)
+            _add_user(told, message.content, names)
     return [{**turn, "content": "\n\n".join(filter(None, turn["content"]))} for turn in told]
-
-
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
 def _add(told: list[dict[str, Any]], role: str, text: str) -> dict[str, Any]:
@@ -274,11 +256,10 @@ def _add(told: list[dict[str, Any]], role: str, text: str) -> dict[str, Any]:
     return told[-1]
 
 
-def _add_user(told: list[dict[str, Any]], message: AnthropicUserMessage, names: dict[str, str]) -> None:
-    if isinstance(message.content, str):
-        _add(told, "user", message.content)
-        return
-    for block in message.content:
+def _add_user(
+    told: list[dict[str, Any]], content: str | list[TextBlock | ToolResultBlock], names: dict[str, str]
+) -> None:
+    for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
         if isinstance(block, TextBlock):
             _add(told, "user", block.text)
             continue
@@ -289,21 +270,16 @@ def _add_user(told: list[dict[str, Any]], message: AnthropicUserMessage, names: 
                 "send the assistant's message with the call as well",
                 param="messages",
             )
-        text = _joined(block.content or "")
-        told.append(
-            {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "name": names[block.tool_use_id],
-                "content": [f"Error: {text}" if block.is_error else text],
-            }
-        )
+        text = text_of(block.content, "\n\n")
+        named = {"tool_call_id": block.tool_use_id, "name": names[block.tool_use_id]}
+        told.append({"role": "tool", **named, "content": [f"Error: {text}" if block.is_error else text]})
 
 
-def _add_assistant(told: list[dict[str, Any]], message: AnthropicAssistantMessage, names: dict[str, str]) -> None:
-    blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    turn = _add(told, "assistant", text)
+def _add_assistant(
+    told: list[dict[str, Any]], content: str | list[TextBlock | ThinkingBlock | ToolUseBlock], names: dict[str, str]
+) -> None:
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    turn = _add(told, "assistant", text_of([block for block in blocks if isinstance(block, TextBlock)]))
     thoughts = "\n\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     if thoughts:
         turn["reasoning_content"] = thoughts

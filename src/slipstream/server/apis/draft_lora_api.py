@@ -9,7 +9,7 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
@@ -17,12 +17,11 @@ from pydantic import Field
 
 from slipstream.errors import ConfigError, FormatError, PairError, RequestError, SourceError
 from slipstream.formats.adapters import PEFT_CONFIG
-from slipstream.server.apis.openai_schemas import Strict
+from slipstream.server.apis.common_schemas import OptionalModel, Strict
 from slipstream.server.apis.text_api import model_asked
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.model_entries import Entry, ModelInfo
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.residency import in_thread
 from slipstream.types import BASE_VARIANT
@@ -35,7 +34,7 @@ log = logging.getLogger("slipstream.server.models")
 MAX_VARIANTS = 16  # of one model; each keeps the matrices that it adapts in memory, so that more could exhaust it
 _BAD_ADAPTER = (SourceError, FormatError, ConfigError, PairError)
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_ModelName = Query(default=None, min_length=1, max_length=256, description="Needed where several are served")
+_InQuery = Annotated[OptionalModel, Query()]
 
 
 class AddRequest(Strict):
@@ -44,7 +43,7 @@ class AddRequest(Strict):
     path: str = Field(min_length=1, max_length=1024, description="A PEFT folder or a GGUF file in the server's folder")
     name: str | None = Field(default=None, pattern=_NAME_PATTERN, description="Left out: the file's or folder's own")
     scale: float = Field(default=1.0, description="How much the adapter counts")
-    model: str | None = Field(default=None, min_length=1, max_length=256, description="Needed where several are served")
+    model: OptionalModel = None
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -52,11 +51,16 @@ def routes(state: ServerState) -> APIRouter:
     one_at_a_time = asyncio.Lock()  # merging an adapter takes memory that no limit counts
 
     @router.get("/v1/draft-lora", response_model=None, summary="The variants of every model's drafter")
-    async def variants(model: str | None = _ModelName) -> JSONResponse:
+    async def variants(model: _InQuery = None) -> JSONResponse:
         if model is not None:
             model = state.router.find(model).spec.name
         listed = [info for info in state.router.describe() if model in (None, info.name)]
-        return JSONResponse({"object": "list", "data": [entry for info in listed for entry in _variants(info)]})
+        told = [
+            {"name": name, "model": info.name, "source": info.adapters.get(name)}
+            for info in listed
+            for name in info.draft_variants
+        ]
+        return JSONResponse({"object": "list", "data": told})
 
     @router.post("/v1/draft-lora", response_model=None, summary="Add a variant while the model serves")
     async def add(body: AddRequest) -> JSONResponse:
@@ -65,7 +69,7 @@ def routes(state: ServerState) -> APIRouter:
             return JSONResponse(await _add(state, model_asked(state, body.model), source, body.name))
 
     @router.delete("/v1/draft-lora/{name}", response_model=None, summary="Remove a variant that no request uses")
-    async def remove(name: str, model: str | None = _ModelName) -> JSONResponse:
+    async def remove(name: str, model: _InQuery = None) -> JSONResponse:
         _folder(state)
         return JSONResponse(await _remove(state, model_asked(state, model), name))
 
@@ -144,27 +148,23 @@ def _check_room(llm: LLM, name: str | None) -> None:
 async def _remove(state: ServerState, model: str, name: str) -> dict[str, object]:
     entry = state.router.find(model)
     if entry.resident is None and entry.loading is None:
-        return _forget(state, entry, name)
-    async with await state.router.lease(entry.spec.name) as lease:
-        llm = lease.llm
-        _check_removable(name, llm.draft_variants, lease.spec)
-        try:
-            await in_thread(lease.worker.ask, partial(llm.remove_draft_lora, name))
-        except RequestError as error:
-            raise _conflict(error) from None
-        lease.adapters.pop(name, None)
-        state.metrics.forget_variant(lease.name, name)
-        log.info("draft variant removed", extra={"fields": {"model": lease.name, "draft_lora": name}})
-        return {"name": name, "model": lease.name, "draft_variants": llm.draft_variants}
-
-
-def _forget(state: ServerState, entry: Entry, name: str) -> dict[str, object]:
-    """Removes a variant of a model that is not in memory, perhaps because this adapter cannot be loaded."""
-    _check_removable(name, [BASE_VARIANT, *entry.adapters], entry.spec)
-    del entry.adapters[name]
-    entry.retry_at = 0.0
+        # The model is not loaded for this: perhaps it cannot be, because of this very adapter.
+        _check_removable(name, [BASE_VARIANT, *entry.adapters], entry.spec)
+        del entry.adapters[name]
+        entry.retry_at = 0.0
+        left = [BASE_VARIANT, *entry.adapters]
+    else:
+        async with await state.router.lease(entry.spec.name) as lease:
+            _check_removable(name, lease.llm.draft_variants, lease.spec)
+            try:
+                await in_thread(lease.worker.ask, partial(lease.llm.remove_draft_lora, name))
+            except RequestError as error:
+                raise _conflict(error) from None
+            lease.adapters.pop(name, None)
+            left = lease.llm.draft_variants
     state.metrics.forget_variant(entry.spec.name, name)
-    return {"name": name, "model": entry.spec.name, "draft_variants": [BASE_VARIANT, *entry.adapters]}
+    log.info("draft variant removed", extra={"fields": {"model": entry.spec.name, "draft_lora": name}})
+    return {"name": name, "model": entry.spec.name, "draft_variants": left}
 
 
 def _check_removable(name: str, known: list[str], spec: ModelSpec) -> None:
@@ -184,7 +184,3 @@ def _check_removable(name: str, known: list[str], spec: ModelSpec) -> None:
 
 def _conflict(error: RequestError) -> ApiError:
     return ApiError(409, error.message, error.hint, param="name", kind="conflict_error", code="draft_lora_conflict")
-
-
-def _variants(info: ModelInfo) -> list[dict[str, object]]:
-    return [{"name": name, "model": info.name, "source": info.adapters.get(name)} for name in info.draft_variants]

@@ -1,149 +1,29 @@
-"""What OpenAI's chat and completions answers share: several choices, usage, log-probabilities and draft marks."""
+"""What OpenAI's answers share: what a client says about itself, usage, timings, log-probabilities and draft marks."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import time
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
-from slipstream.server.apis.openai_schemas import GenerationRequest
-from slipstream.server.operations import logs
-from slipstream.server.operations.errors_http import refuse
-from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
-from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
+from slipstream.server.apis.common_schemas import CommonFields
+from slipstream.server.serving.jobs import Answer, AnswerDelta
 from slipstream.stats import RequestStats
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import MAX_SEED, StepRecord, TokenOut
-from slipstream.version import __version__
-
-Result = TypeVar("Result")
+from slipstream.types import StepRecord, TokenOut
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The fields that every chunk and answer of one response shares; the model's name is known later."""
-
-    kind: str  # the value of OpenAI's field `object`
-    prefix: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    tag: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def body(self, model: str, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
-        return {
-            "id": f"{self.prefix}-{self.tag}",
-            "object": self.kind,
-            "created": self.created,
-            "model": model,
-            "system_fingerprint": f"slipstream-{__version__}",
-            "choices": choices,
-            **more,
-        }
+def caller(body: CommonFields) -> dict[str, object]:
+    """What a client says about itself, which is put into its request's log line and nowhere else."""
+    user = getattr(body, "user", None) or getattr(body, "safety_identifier", None)
+    said = {"user": user, "metadata": getattr(body, "metadata", None)}
+    return {name: value for name, value in said.items() if value}
 
 
-def check_common(body: GenerationRequest) -> None:
-    """Refuses fields that only streams use, because otherwise they would be ignored without a word."""
-    if body.stream_options is not None and not body.stream:
-        raise refuse("stream_options", "is only for streams", "set stream, or leave it out")
-    if body.include_draft_info and not body.stream:
-        raise refuse("include_draft_info", "is only for streams", "set stream, or leave it out")
-
-
-def note_caller(user: str | None, metadata: Mapping[str, str] | None = None) -> None:
-    """Puts what a client says about itself into the request's log line, and nowhere else."""
-    if user:
-        logs.note(user=user)
-    if metadata:
-        logs.note(metadata=dict(metadata))
-
-
-def with_seeds(job: Job, count: int) -> list[Job]:
-    """One job per choice; the first keeps the seed, and the seeds of the others are derived from it."""
-    seed = job.settings.get("seed")
-    if seed is None or count == 1:
-        return [job] * count
-    seeds = [seed, *(_derived(seed, index) for index in range(1, count))]
-    return [replace(job, settings={**job.settings, "seed": value}) for value in seeds]
-
-
-def _derived(seed: object, index: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
-
-
-async def answer_all(state: ServerState, jobs: Sequence[Job], api: str) -> list[Running]:
-    """Runs all jobs together until they end; if one fails, the others are cancelled."""
-    return await _together([_answer_one(state, job, api) for job in jobs])
-
-
-async def _answer_one(state: ServerState, job: Job, api: str) -> Running:
-    async with answering(state, job, api) as running:
-        await running.generation.finish()
-        running.raise_failure()
-        return running
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    tasks = [asyncio.ensure_future(part) for part in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """One thing that happened to a choice: it began (without a delta), it grew, or it is over."""
-
-    index: int
-    running: Running
-    delta: AnswerDelta | None = None
-    over: bool = False
-
-
-async def stream_all(state: ServerState, jobs: Sequence[Job], api: str) -> AsyncGenerator[News, None]:
-    """Runs all jobs together and yields their news as it arrives; closing the generator cancels them."""
-    queue: asyncio.Queue[News | BaseException] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_stream_one(state, job, api, index, queue)) for index, job in enumerate(jobs)]
-    left = len(tasks)
-    try:
-        while left:
-            news = await queue.get()
-            if isinstance(news, BaseException):
-                raise news
-            left -= news.over
-            yield news
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _stream_one(
-    state: ServerState, job: Job, api: str, index: int, queue: asyncio.Queue[News | BaseException]
-) -> None:
-    # The queue needs no limit, because every answer has one, and an engine must not wait for a slow reader.
-    try:
-        async with answering(state, job, api) as running:
-            queue.put_nowait(News(index, running))
-            async for delta in running.generation:
-                queue.put_nowait(News(index, running, delta))
-            running.raise_failure()
-        queue.put_nowait(News(index, running, over=True))
-    except Exception as error:
-        queue.put_nowait(error)
-
-
-def usage(groups: Sequence[Sequence[Answer]]) -> dict[str, object]:
-    """The token counts of a response; `groups` are the answers to each prompt, and each prompt counts once."""
-    answers = [answer for group in groups for answer in group]
-    prompt = sum(group[0].stats.prompt_tokens for group in groups)
+def usage(answers: Sequence[Answer], choices: int = 1) -> dict[str, object]:
+    """The token counts of a response; each prompt has as many answers in a row as `choices`, and it counts once."""
+    prompts = [answer.stats for answer in answers[::choices]]
+    prompt = sum(stats.prompt_tokens for stats in prompts)
     completion = sum(answer.stats.completion_tokens for answer in answers)
     accepted = sum(answer.stats.accepted for answer in answers)
     drafted = sum(answer.stats.drafted for answer in answers)
@@ -151,7 +31,7 @@ def usage(groups: Sequence[Sequence[Answer]]) -> dict[str, object]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(group[0].stats.cached_tokens for group in groups)},
+        "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in prompts)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers),
             "accepted_prediction_tokens": accepted,
@@ -177,20 +57,19 @@ def finish_reason(answer: Answer) -> str:
 
 
 def chat_logprobs(tokens: Sequence[TokenOut], tokenizer: Tokenizer) -> dict[str, object]:
-    return {
-        "content": [
-            {
-                **_token_entry(token.id, token.logprob, tokenizer),
-                "top_logprobs": [_token_entry(index, value, tokenizer) for index, value in token.top_logprobs],
-            }
-            for token in tokens
-        ],
-        "refusal": None,
-    }
+    return {"content": token_entries(tokens, tokenizer), "refusal": None}
 
 
-def _token_entry(index: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, object]:
-    return {"token": tokenizer.token_text(index), "logprob": logprob, "bytes": list(tokenizer.token_bytes(index))}
+def token_entries(tokens: Sequence[TokenOut], tokenizer: Tokenizer) -> list[object]:
+    """The log-probabilities of each token and of the likeliest tokens at its place."""
+
+    def entry(index: int, logprob: float | None) -> dict[str, object]:
+        return {"token": tokenizer.token_text(index), "logprob": logprob, "bytes": list(tokenizer.token_bytes(index))}
+
+    return [
+        {**entry(token.id, token.logprob), "top_logprobs": [entry(index, value) for index, value in token.top_logprobs]}
+        for token in tokens
+    ]
 
 
 class CompletionLogprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from itertools import count
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,12 +14,19 @@ from slipstream.server.apis import sse
 from slipstream.server.apis.responses_schemas import ResponsesRequest
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.operations.logs import note
 from slipstream.server.operations.server_state import ServerState
 from slipstream.server.serving.answering import Running, answering
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
 _API = "responses"
 Event = tuple[str, dict[str, object]]  # the type and the fields of an event
+# How the id of an item begins, and what its events and its content part are called.
+_NAMES = {
+    "content": ("msg", "output_text"),
+    "reasoning": ("rs", "reasoning_text"),
+    "tool_call": ("fc", "function_call_arguments"),
+}
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -27,96 +34,101 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/responses", response_model=None, summary="Answer, with text and function calls as items")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        shared.note_caller(body.user or body.safety_identifier, body.metadata)
+        note(**shared.caller(body))
         job = body.job(state.settings)
-        if body.stream:
-            numbers = _Numbers()
-            return await sse.respond(request, _events(state, job, body, numbers), state.settings, numbers.error)
-        return JSONResponse(await sse.unless_gone(request, _whole(state, job, body)))
+        if not body.stream:
+            return JSONResponse(await sse.unless_gone(request.receive, _whole(state, job, body)))
+        numbers = count()
+
+        def failed(error: ApiError) -> bytes:
+            """Ends a stream which could not begin, or which failed where no response object describes it."""
+            return _numbered(numbers, "error", {"code": error.code, "message": error.message, "param": error.param})
+
+        return await sse.respond(request, _events(state, job, body, numbers), state.settings, failed)
 
     return router
 
 
 async def _whole(state: ServerState, job: Job, body: ResponsesRequest) -> dict[str, object]:
     async with answering(state, job, _API) as running:
-        response, items = _Response(running, body), _Items(running, body.with_logprobs)
+        response = _Response(running, body)
         async for delta in running.generation:
-            list(items.take(delta))
-        list(items.close(last=True))
+            list(response.take(delta))
+        list(response.close(last=True))
         running.raise_failure()
-        return response.ended(items)
+        return response.ended()
 
 
 async def _events(
-    state: ServerState, job: Job, body: ResponsesRequest, numbers: _Numbers
+    state: ServerState, job: Job, body: ResponsesRequest, numbers: Iterator[int]
 ) -> AsyncGenerator[bytes, None]:
     async with answering(state, job, _API) as running:
-        response, items = _Response(running, body), _Items(running, body.with_logprobs)
+        response = _Response(running, body)
         for kind in ("response.created", "response.in_progress"):
-            yield numbers.event(kind, {"response": response.in_progress()})
+            yield _numbered(numbers, kind, {"response": response.shown("in_progress")})
         async for delta in running.generation:
-            for kind, fields in items.take(delta):
-                yield numbers.event(kind, fields)
-        for kind, fields in items.close(last=True):
-            yield numbers.event(kind, fields)
-        ended = response.ended(items)
-        yield numbers.event(f"response.{ended['status']}", {"response": ended})
+            for event in response.take(delta):
+                yield _numbered(numbers, *event)
+        for event in response.close(last=True):
+            yield _numbered(numbers, *event)
+        ended = response.ended()
+        yield _numbered(numbers, f"response.{ended['status']}", {"response": ended})
 
 
-class _Numbers:
-    """Numbers the events of one stream."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def event(self, kind: str, fields: dict[str, object]) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._next, **fields}
-        self._next += 1
-        return sse.event(numbered, kind)
-
-    def error(self, error: ApiError) -> bytes:
-        """The event that ends a stream which could not begin, or which failed where no response object describes it."""
-        return self.event("error", {"code": error.code, "message": error.message, "param": error.param})
+def _numbered(numbers: Iterator[int], kind: str, fields: dict[str, object]) -> bytes:
+    return sse.event({"type": kind, "sequence_number": next(numbers), **fields})
 
 
 class _Response:
-    """The response object: the settings of the request as the server understood them, and the result so far."""
+    """A response while its items grow, and the events that report them; one item is open at a time."""
 
     def __init__(self, running: Running, body: ResponsesRequest) -> None:
         self._running = running
         self._body = body
         self._created_at = int(time.time())
+        self._open: _Item | None = None
+        self._done: list[dict[str, object]] = []  # the items that are over
 
-    def in_progress(self) -> dict[str, object]:
-        return self._object("in_progress", [])
+    def take(self, delta: AnswerDelta) -> Iterator[Event]:
+        item = self._open
+        if item is None or item.first.kind != delta.kind or item.first.call != delta.call:
+            yield from self.close()
+            item = self._open = _Item(delta, self._running.generation.request_id, len(self._done))
+            yield from item.added()
+        if delta.text:
+            tokens = delta.tokens if self._body.with_logprobs and delta.kind == "content" else ()
+            yield item.grown(delta.text, shared.token_entries(tokens, self._running.tokenizer))
 
-    def ended(self, items: _Items) -> dict[str, object]:
-        answer = self._running.answer
+    def close(self, last: bool = False) -> Iterator[Event]:
+        """Ends the open item, if there is one; only the last item can be incomplete."""
+        if self._open is not None:
+            whole = not last or self._running.answer.finish_reason == "stop"
+            item, self._open = self._open, None
+            self._done.append(item.shown("completed" if whole else "incomplete"))
+            yield from item.ended()
+            yield "response.output_item.done", {"output_index": item.index, "item": self._done[-1]}
+
+    def ended(self) -> dict[str, object]:
+        answer, stats = self._running.answer, self._running.answer.stats
+        status, more = "completed", dict[str, object]()
         if answer.finish_reason in ("error", "cancelled"):
             said = answer.error or "the server ended this request before its answer was complete"
-            failed = {"error": {"code": "server_error", "message": said}}
-            return self._object("failed", items.done, **failed, usage=self._usage(), timings=answer.timings())
-        late = answer.finish_reason == "length"
-        return self._object(
-            "incomplete" if late else "completed",
-            items.done,
-            incomplete_details={"reason": "max_output_tokens"} if late else None,
-            completed_at=None if late else int(time.time()),
-            usage=self._usage(),
-            timings=answer.timings(),
-        )
-
-    def _usage(self) -> dict[str, object]:
-        stats = self._running.answer.stats
-        return {
+            status, more = "failed", {"error": {"code": "server_error", "message": said}}
+        elif answer.finish_reason == "length":
+            status, more = "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
+        else:
+            more = {"completed_at": int(time.time())}
+        usage = {
             "input_tokens": stats.prompt_tokens,
             "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": stats.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._running.answer.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": stats.prompt_tokens + stats.completion_tokens,
         }
+        return self.shown(status, **more, usage=usage, timings=answer.timings())
 
-    def _object(self, status: str, output: list[dict[str, Any]], **more: object) -> dict[str, object]:
+    def shown(self, status: str, **more: object) -> dict[str, object]:
+        """The response object: the settings of the request as the server understood them, and the result so far."""
         body, request = self._body, self._running.generation.request
         format_ = body.text.format if body.text is not None else None
         choice = body.tool_choice
@@ -129,7 +141,7 @@ class _Response:
             "incomplete_details": None,
             "completed_at": None,
             "model": self._running.answer.model,
-            "output": output,
+            "output": self._done,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -152,92 +164,54 @@ class _Response:
         }
 
 
-class _Items:
-    """The output items of a response while they grow, and the events that report them; one item is open at a time."""
+class _Item:
+    """One output item while it grows; its text is in its only content part, and the arguments of a call in none."""
 
-    def __init__(self, running: Running, with_logprobs: bool) -> None:
-        self._running = running
-        self._with_logprobs = with_logprobs
-        self._first: AnswerDelta | None = None  # the first delta of the open item
+    def __init__(self, first: AnswerDelta, request_id: str, index: int) -> None:
+        self.first = first
+        self.index = index
+        prefix, self._name = _NAMES[first.kind]
+        self._id = f"{prefix}_{request_id}_{index}"
         self._text = ""
-        self._logprobs: list[Any] = []
-        self.done: list[dict[str, Any]] = []
+        self._logprobs: list[object] = []
 
-    def take(self, delta: AnswerDelta) -> Iterator[Event]:
-        first = self._first
-        if first is None or first.kind != delta.kind or first.call != delta.call:
-            yield from self.close()
-            yield from self._open(delta)
-        if delta.text:
-            yield self._grown(delta)
-
-    def _open(self, delta: AnswerDelta) -> Iterator[Event]:
-        self._first, self._text, self._logprobs = delta, "", []
-        item = self._item("in_progress")
-        if delta.kind != "tool_call":
-            item["content"] = []
-        yield "response.output_item.added", {"output_index": len(self.done), "item": item}
-        if delta.kind != "tool_call":
-            yield "response.content_part.added", {**self._place(), "part": self._part()}
-
-    def _grown(self, delta: AnswerDelta) -> Event:
-        self._text += delta.text
-        if delta.kind == "tool_call":
-            return "response.function_call_arguments.delta", {**self._place(), "delta": delta.text}
-        if delta.kind == "reasoning":
-            return "response.reasoning_text.delta", {**self._place(), "delta": delta.text}
-        logprobs = self._logprob_list(delta)
-        self._logprobs += logprobs
-        return "response.output_text.delta", {**self._place(), "delta": delta.text, "logprobs": logprobs}
-
-    def close(self, last: bool = False) -> Iterator[Event]:
-        """Ends the open item, if there is one; only the last item can be incomplete."""
-        if self._first is None:
-            return
-        if self._first.kind == "tool_call":
-            named = {"name": self._first.name, "arguments": self._text}
-            yield "response.function_call_arguments.done", {**self._place(), **named}
+    def added(self) -> Iterator[Event]:
+        item = self.shown("in_progress")
+        if self.first.kind == "tool_call":
+            yield "response.output_item.added", {"output_index": self.index, "item": item}
         else:
-            text = {"text": self._text}
-            if self._first.kind == "reasoning":
-                yield "response.reasoning_text.done", {**self._place(), **text}
-            else:
-                yield "response.output_text.done", {**self._place(), **text, "logprobs": self._logprobs}
-            yield "response.content_part.done", {**self._place(), "part": self._part()}
-        whole = not last or self._running.answer.finish_reason == "stop"
-        item, index = self._item("completed" if whole else "incomplete"), len(self.done)
-        self._first = None
-        self.done.append(item)
-        yield "response.output_item.done", {"output_index": index, "item": item}
+            yield "response.output_item.added", {"output_index": self.index, "item": {**item, "content": []}}
+            yield self._event("content_part.added", part=self._part())
 
-    def _place(self) -> dict[str, object]:
-        assert self._first is not None
-        place: dict[str, object] = {"item_id": self._item_id(), "output_index": len(self.done)}
-        return place if self._first.kind == "tool_call" else {**place, "content_index": 0}
+    def grown(self, text: str, logprobs: list[object]) -> Event:
+        self._text += text
+        self._logprobs += logprobs
+        more = {"logprobs": logprobs} if self.first.kind == "content" else {}
+        return self._event(f"{self._name}.delta", delta=text, **more)
 
-    def _item_id(self) -> str:
-        assert self._first is not None
-        prefix = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}[self._first.kind]
-        return f"{prefix}_{self._running.generation.request_id}_{len(self.done)}"
+    def ended(self) -> Iterator[Event]:
+        if self.first.kind == "tool_call":
+            yield self._event(f"{self._name}.done", name=self.first.name, arguments=self._text)
+            return
+        more = {"logprobs": self._logprobs} if self.first.kind == "content" else {}
+        yield self._event(f"{self._name}.done", text=self._text, **more)
+        yield self._event("content_part.done", part=self._part())
 
-    def _item(self, status: str) -> dict[str, Any]:
-        assert self._first is not None
-        head = {"id": self._item_id(), "status": status}
-        if self._first.kind == "content":
+    def shown(self, status: str) -> dict[str, object]:
+        head: dict[str, object] = {"id": self._id, "status": status}
+        if self.first.kind == "content":
             return {**head, "type": "message", "role": "assistant", "content": [self._part()]}
-        if self._first.kind == "reasoning":
+        if self.first.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": [self._part()]}
-        call = {"call_id": self._first.call_id, "name": self._first.name, "arguments": self._text}
+        call = {"call_id": self.first.call_id, "name": self.first.name, "arguments": self._text}
         return {**head, "type": "function_call", **call}
 
-    def _part(self) -> dict[str, Any]:
-        assert self._first is not None
-        if self._first.kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+    def _part(self) -> dict[str, object]:
+        part: dict[str, object] = {"type": self._name, "text": self._text}
+        return part if self.first.kind == "reasoning" else {**part, "annotations": [], "logprobs": [*self._logprobs]}
 
-    def _logprob_list(self, delta: AnswerDelta) -> list[Any]:
-        if not self._with_logprobs:
-            return []
-        entries = shared.chat_logprobs(delta.tokens, self._running.tokenizer)["content"]
-        return entries if isinstance(entries, list) else []
+    def _event(self, name: str, /, **fields: object) -> Event:
+        place: dict[str, object] = {"item_id": self._id, "output_index": self.index}
+        if self.first.kind != "tool_call":
+            place["content_index"] = 0
+        return f"response.{name}", {**place, **fields}

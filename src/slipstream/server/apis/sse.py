@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.server.operations.errors_http import ApiError, ClientGone, as_api_error, openai_body
+from slipstream.server.operations.errors_http import ApiError, ClientGone, as_api_error, body_for
 from slipstream.server.operations.server_state import ServerSettings
 
 Chunks = AsyncGenerator[bytes, None]
@@ -23,18 +23,17 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def event(value: object, name: str | None = None) -> bytes:
-    """One event with a JSON body; the JSON has no line breaks, so that one data line carries it."""
+def event(value: Mapping[str, object]) -> bytes:
+    """One event with a JSON body, named by its type if it has one.
+
+    The JSON has no line breaks, so that one data line carries it.
+    """
     line = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
-    return (f"event: {name}\n{line}" if name else line).encode("utf-8", "replace")
-
-
-def openai_error(error: ApiError) -> bytes:
-    return event(openai_body(error))
+    return (f"event: {value['type']}\n{line}" if "type" in value else line).encode("utf-8", "replace")
 
 
 async def respond(
-    request: Request, chunks: Chunks, settings: ServerSettings, on_error: Callable[[ApiError], bytes] = openai_error
+    request: Request, chunks: Chunks, settings: ServerSettings, on_error: Callable[[ApiError], bytes] | None = None
 ) -> Response:
     """A response that streams `chunks`; the generator is closed whatever happens.
 
@@ -43,18 +42,18 @@ async def respond(
     """
     first = asyncio.ensure_future(anext(chunks, None))
     try:
-        await unless_gone(request, _patiently(first, settings.keep_alive_s))
+        await unless_gone(request.receive, asyncio.wait({first}, timeout=settings.keep_alive_s))
         if first.done():
             first.result()
     except BaseException:
         await _abandon(first, chunks)
         raise
-    return _EventStream(first, chunks, settings, on_error)
+    return _EventStream(first, chunks, settings, on_error or (lambda error: event(body_for(request.url.path, error))))
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled as soon as the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -63,10 +62,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
     finally:
         await _end(task)
         await _end(gone)
-
-
-async def _patiently(task: asyncio.Future[Any], seconds: float) -> None:
-    await asyncio.wait({task}, timeout=seconds)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -108,14 +103,10 @@ class _EventStream(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending, gone = asyncio.ensure_future(self._send_all(send)), asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with contextlib.suppress(ClientGone):
+                await unless_gone(receive, self._send_all(send))
         finally:
-            await _end(sending)
-            await _end(gone)
             await _abandon(self._next, self._chunks)
 
     async def _send_all(self, send: Send) -> None:
@@ -136,7 +127,7 @@ class _EventStream(Response):
 
     async def _following(self, send: Send) -> bytes | None:
         while True:
-            await _patiently(self._next, self._settings.keep_alive_s)
+            await asyncio.wait({self._next}, timeout=self._settings.keep_alive_s)
             if self._next.done():
                 return self._next.result()
             await self._write(send, KEEP_ALIVE)

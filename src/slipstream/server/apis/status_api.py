@@ -28,13 +28,7 @@ def routes(state: ServerState) -> APIRouter:
     """The routes about the server itself; from now on, the gauges of its metrics read its router."""
     state.metrics.watch(state.router)
     router = APIRouter(tags=["Status"], route_class=ParsedRoute)
-    _add_health(router, state)
-    _add_models(router, state)
-    _add_control(router, state)
-    return router
 
-
-def _add_health(router: APIRouter, state: ServerState) -> None:
     @router.get("/health", response_model=None, summary="Whether the server takes requests")
     async def health() -> JSONResponse:
         phase = phase_of(state)
@@ -54,7 +48,9 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/slots", response_model=None, summary="Open requests and how far they are")
     async def slots() -> JSONResponse:
-        return JSONResponse({"models": [_slots(resident) for resident in state.router.residents()]})
+        models = [(model, model.worker.snapshot()) for model in state.router.residents()]
+        told = [{"model": model.name, "alive": model.worker.alive, **asdict(seen)} for model, seen in models]
+        return JSONResponse({"models": told})
 
     @router.get("/props", response_model=None, summary="What is loaded, how it is set, and what its steps cost")
     async def props(model: str | None = Query(default=None, max_length=256)) -> JSONResponse:
@@ -72,6 +68,9 @@ def _add_health(router: APIRouter, state: ServerState) -> None:
             report = state.metrics.canaries.reports().get(resident.name)
             body["canary"] = None if report is None else report.to_json()
         return JSONResponse(body)
+
+    _add_models(router, state)
+    return router
 
 
 def _add_models(router: APIRouter, state: ServerState) -> None:
@@ -94,8 +93,6 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
     async def model(name: str) -> JSONResponse:
         return JSONResponse(_one(state, name))
 
-
-def _add_control(router: APIRouter, state: ServerState) -> None:
     @router.post("/models/reload", response_model=None, summary="Read the models file again")
     async def reload() -> JSONResponse:
         try:
@@ -125,9 +122,7 @@ def phase_of(state: ServerState) -> str:
 
 
 def _worst(reports: list[CanaryReport]) -> str:
-    if not reports:
-        return "learning"
-    found = {report.state for report in reports}
+    found = {report.state for report in reports} or {"learning"}
     return next((state for state in ("warning", "ok", "learning") if state in found), "no promise")
 
 
@@ -168,11 +163,6 @@ def _one(state: ServerState, name: str) -> dict[str, object]:
         if listed["id"] == name:
             return listed
     raise unknown_model(name, [info.name for info in state.router.describe()])
-
-
-def _slots(resident: Resident) -> dict[str, object]:
-    seen = resident.worker.snapshot()
-    return {"model": resident.name, "alive": resident.worker.alive, **asdict(seen)}
 
 
 def _resident(state: ServerState, name: str | None) -> Resident | None:

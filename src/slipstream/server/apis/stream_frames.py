@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, TypeAdapter, ValidationError
 
-from slipstream.server.apis import openai_chat, openai_completions
 from slipstream.server.apis import openai_shared as shared
-from slipstream.server.apis.openai_schemas import MAX_TOKENS, ChatRequest, CompletionRequest, Strict
+from slipstream.server.apis.common_schemas import MAX_TOKENS, Strict
+from slipstream.server.apis.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from slipstream.server.operations.bodies import check_json
 from slipstream.server.operations.errors_http import ApiError, openai_body, refuse
-from slipstream.server.operations.server_state import ServerState
+from slipstream.server.operations.server_state import ServerSettings
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.text.tokenizer import Tokenizer
 
@@ -66,81 +64,56 @@ class List(Strict):
 
 Operation = Start | Continue | Pause | Cancel | List
 _OPERATION: TypeAdapter[Operation] = TypeAdapter(Annotated[Operation, Field(discriminator="op")])
+Started = tuple[Job, GenerationRequest] | Exception  # what a start begins, or the error that refuses it
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One line of a client: the operation and, for a start, its job or the error that refuses it."""
+class Asked(NamedTuple):
+    """One line of a client: its id if that could be read, its operation or its fault, and what a start begins."""
 
-    operation: Operation
-    body: Mapping[str, Any]
-    job: tuple[Job, ChatRequest | CompletionRequest] | Exception | None = None
-
-
-class BadLine(Exception):
-    """A line that is no valid operation; `request_id` is the line's id if that could be read."""
-
-    def __init__(self, error: Exception, request_id: str | None = None) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.request_id = request_id
+    id: str | None
+    operation: Operation | Exception
+    started: Started | None = None
 
 
-def read_line(line: bytes) -> Asked:
+def read(line: bytes, server: ServerSettings) -> Asked:
+    """Reads a line and its job; for a long line this takes so long that it should run in a thread."""
     try:
         frame = check_json(line)
     except ApiError as error:
-        raise BadLine(error) from None
+        return Asked(None, error)
     if not isinstance(frame, dict):
-        raise BadLine(ApiError(400, "a frame must be a JSON object", code="invalid_frame"))
-    name = frame.get("id")
-    known = name if isinstance(name, str) and len(name) <= MAX_ID else None
-    own = frame
+        return Asked(None, ApiError(400, "a frame must be a JSON object", code="invalid_frame"))
+    name, own, started = frame.get("id"), frame, None
+    request_id = name if isinstance(name, str) and len(name) <= MAX_ID else None
     if frame.get("op") == "start":
         own = {key: value for key, value in frame.items() if key in Start.model_fields}
+        started = {key: value for key, value in frame.items() if key not in Start.model_fields}
     try:
         operation = _OPERATION.validate_python(own)
     except ValidationError as error:
-        if any(found["type"].startswith("union_tag") for found in error.errors()):
-            problem = ApiError(
-                400,
-                f"unknown op {json.dumps(frame.get('op'))[:40]}",
-                "use start, continue, pause, cancel or list",
-                param="op",
-                code="unknown_op",
-            )
-            raise BadLine(problem, known) from None
-        raise BadLine(RequestValidationError(error.errors(), body=own), known) from None
-    return Asked(operation, {key: value for key, value in frame.items() if key not in Start.model_fields})
+        if all(not found["type"].startswith("union_tag") for found in error.errors()):
+            return Asked(request_id, RequestValidationError(error.errors(), body=own))
+        said, hint = f"unknown op {json.dumps(frame.get('op'))[:40]}", "use start, continue, pause, cancel or list"
+        return Asked(request_id, ApiError(400, said, hint, param="op", code="unknown_op"))
+    return Asked(request_id, operation, None if started is None else _started(started, server))
 
 
-def read(line: bytes, state: ServerState) -> Asked:
-    """Reads a line and its job; for a long line this takes so long that it should run in a thread."""
-    asked = read_line(line)
-    if not isinstance(asked.operation, Start):
-        return asked
-    try:
-        return replace(asked, job=to_job(asked.body, state))
-    except Exception as error:
-        return replace(asked, job=error)
-
-
-def to_job(body: Mapping[str, Any], state: ServerState) -> tuple[Job, ChatRequest | CompletionRequest]:
+def _started(body: dict[str, Any], server: ServerSettings) -> Started:
     """The job of a start frame: a conversation if the frame has messages, otherwise a prompt to continue."""
-    for field in _OF_HTTP_ONLY:
-        if body.get(field) is not None:
-            raise refuse(field, "has no meaning on the stream socket")
+    kind = ChatRequest if "messages" in body else CompletionRequest
     try:
-        if "messages" in body:
-            chat = ChatRequest.model_validate(dict(body))
-            return openai_chat.to_job(chat, state), chat
-        completion = CompletionRequest.model_validate(dict(body))
+        for field in _OF_HTTP_ONLY:
+            if body.get(field) is not None:
+                raise refuse(field, "has no meaning on the stream socket")
+        request = kind.model_validate(body)
+        jobs = request.jobs(server)
+        if len(jobs) != 1:
+            raise refuse("prompt", "must be one prompt", "start a request for each")
+        return jobs[0], request
     except ValidationError as error:
-        raise RequestValidationError(error.errors(), body=dict(body)) from None
-    jobs = openai_completions.to_jobs(completion, state)
-    if len(jobs) != 1:
-        raise refuse("prompt", "must be one prompt", "start a request for each")
-    return jobs[0], completion
+        return RequestValidationError(error.errors(), body=body)
+    except Exception as error:
+        return error
 
 
 def token_frame(request_id: str, delta: AnswerDelta, tokenizer: Tokenizer, logprobs: bool) -> Frame:
@@ -157,12 +130,8 @@ def token_frame(request_id: str, delta: AnswerDelta, tokenizer: Tokenizer, logpr
         if delta.call_id:
             frame |= {"call_id": delta.call_id, "name": delta.name}
     if logprobs:
-        frame["logprobs"] = shared.chat_logprobs(delta.tokens, tokenizer)["content"]
+        frame["logprobs"] = shared.token_entries(delta.tokens, tokenizer)
     return frame
-
-
-def continue_frame(request_id: str, epoch: int, generated: int, reason: str) -> Frame:
-    return {"id": request_id, "type": "continue", "epoch": epoch, "generated": generated, "reason": reason}
 
 
 def done_frame(request_id: str, answer: Answer | None) -> Frame:
@@ -175,7 +144,7 @@ def done_frame(request_id: str, answer: Answer | None) -> Frame:
         "type": "done",
         "finish_reason": "cancelled" if cancelled else shared.finish_reason(answer),
         "model": answer.model,
-        "usage": shared.usage([[answer]]),
+        "usage": shared.usage([answer]),
         "timings": answer.timings(),
     }
 
@@ -214,22 +183,20 @@ class Outbox:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._frames: deque[tuple[Frame, int]] = deque()
+        self._frames: asyncio.Queue[tuple[Frame, int]] = asyncio.Queue()
         self._weight = 0
-        self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
 
     def put(self, frame: Frame, weight: int = 1) -> None:
-        self._frames.append((frame, weight))
+        self._frames.put_nowait((frame, weight))
         self._weight += weight
-        self._news.set()
         if self._weight >= self._most:
             self._room.clear()
 
     @property
     def empty(self) -> bool:
-        return not self._frames
+        return self._frames.empty()
 
     @property
     def full(self) -> bool:
@@ -240,10 +207,7 @@ class Outbox:
 
     async def take(self) -> bytes:
         """Waits for the next frame and returns it as a line."""
-        while not self._frames:
-            self._news.clear()
-            await self._news.wait()
-        frame, weight = self._frames.popleft()
+        frame, weight = await self._frames.get()
         self._weight -= weight
         if self._weight <= self._most // 4:
             self._room.set()

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 
-from slipstream.server.apis.openai_schemas import Several, Strict
+from slipstream.server.apis.common_schemas import OptionalModel, Several, Strict
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerState
@@ -22,7 +22,7 @@ from slipstream.text.tokenizer import Tokenizer
 class TokenizeRequest(Strict):
     """`content` becomes tokens; `with_pieces` adds the text of each token."""
 
-    model: str | None = Field(default=None, min_length=1, max_length=256, description="Needed where several are served")
+    model: OptionalModel = None
     content: str
     add_special: bool = Field(default=False, description="Begin as the model's prompts begin (BOS)")
     parse_special: bool = Field(default=True, description="Read `<|...|>` as special tokens")
@@ -30,7 +30,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    model: str | None = Field(default=None, min_length=1, max_length=256, description="Needed where several are served")
+    model: OptionalModel = None
     tokens: Several[int]
 
 
