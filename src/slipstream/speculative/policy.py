@@ -45,7 +45,7 @@ _KIND_DRAFTS = 6  # drafts of a new request's own that the means it takes over f
 # trials grows. Planning anew for each call takes 1 to 2 % of a small step.
 _HELD_DRAFTING, _HELD_PLAIN = 4, 64
 # Nodes down to this share of a row's average price are grown, because costs rise in steps and some rows are free.
-_FLOOR_SHARE = 0.7
+_FLOOR_SHARE = 0.5
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
 # The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
 _SPEED_KEEP = 0.95
