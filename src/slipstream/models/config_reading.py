@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slipstream.errors import ConfigError
 
 MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could make us allocate everything
-_MISSING = object()
+# What config.json files and, after the architecture, GGUF files call the numbers that every model has.
+_LAYERS, _RMS_EPS = ("num_hidden_layers", "block_count"), ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+_COMMON_KEYS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "heads": ("num_attention_heads", "attention.head_count"),
+    "kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+}
 
 
 class ConfigReader:
@@ -84,6 +94,35 @@ class ConfigReader:
         """The section of a multimodal config about its language model, or the whole config of a text model."""
         return self.section("text_config") if self.has("text_config") else self
 
+    def numbers(self, keys: Mapping[str, tuple[str, str]], arch: str = "", **own: Any) -> dict[str, Any]:
+        """Whole numbers by our names for them, and those in `own`, which are not read.
+
+        `keys` has how config.json files call a number, and how GGUF files do after their architecture `arch`.
+        """
+        read = {name: self.integer(_key(both, arch)) for name, both in keys.items() if name not in own}
+        return read | own
+
+    def common(self, arch: str = "", even_heads: bool = False, **own: Any) -> dict[str, Any]:
+        """The numbers that every model has, by the names of our configs, and those in `own`, which are not read.
+
+        With `even_heads`, heads that the config does not describe share the width evenly and have keys of their own,
+        as the formats of Llama-like models define it.
+        """
+        layers, eps = self.layers(_key(_LAYERS, arch)), self.number(_key(_RMS_EPS, arch))
+        if even_heads:
+            hidden, heads = (self.integer(_key(_COMMON_KEYS[name], arch)) for name in ("hidden_size", "heads"))
+            head_dim = self.integer(_key(_COMMON_KEYS["head_dim"], arch), hidden // heads)
+            kv_heads = self.integer(_key(_COMMON_KEYS["kv_heads"], arch), heads)
+            own = {"head_dim": head_dim, "kv_heads": kv_heads} | own
+        return self.numbers(_COMMON_KEYS, arch, **{"layers": layers, "rms_eps": eps} | own)
+
+    def flags(self, key: str, count: int) -> tuple[bool, ...]:
+        """A flag for every layer."""
+        found = self.values.get(key)
+        if not isinstance(found, list) or len(found) != count:
+            raise ConfigError(f"{self.label}: '{key}' must have {count} entries")
+        return tuple(map(bool, found))
+
     def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
         """Refuses a config that asks for behaviour which we would compute wrongly; absent and null are allowed."""
         value = self.values.get(key)
@@ -91,9 +130,12 @@ class ConfigReader:
             raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")
 
     def _get(self, key: str, default: object) -> object:
-        value = self.values.get(key, _MISSING)
-        if value is _MISSING or value is None:
-            if default is None:
-                raise ConfigError(f"{self.label}: the config has no '{key}'", "the file is incomplete or not this kind")
-            return default
-        return value
+        value = self.values.get(key)
+        found = default if value is None else value
+        if found is None:
+            raise ConfigError(f"{self.label}: the config has no '{key}'", "the file is incomplete or not this kind")
+        return found
+
+
+def _key(both: tuple[str, str], arch: str) -> str:
+    return f"{arch}.{both[1]}" if arch else both[0]

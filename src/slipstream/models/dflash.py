@@ -166,23 +166,21 @@ class DFlashDrafter:
     def softcap(self) -> float:
         return self._softcap
 
-    def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
-        return self._on_cpu.forward(self, self._scaled(embedded), batch, keys, values)
-
     def forward_logits(
-        self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix
+        self,
+        embedded: Tensor,
+        batch: RowBatch,
+        keys: Tensor,
+        values: Tensor,
+        wanted: Sequence[int] = (),
+        head: Matrix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All hidden rows of the blocks and the wanted rows' logits under `head`, in one native call where possible."""
-        done = self._on_cpu.native_logits(self, self._scaled(embedded), batch, keys, values, wanted, head)
-        if done is not None:
-            return done
-        hidden = self.forward(embedded, batch, keys, values)
-        return hidden, head(hidden[torch.tensor(wanted)])
+        """All hidden rows of the blocks after the final norm, and the wanted rows' logits under `head`.
 
-    def _scaled(self, embedded: Tensor) -> Tensor:
+        Proposals begin at row `config.first_slot`.
+        """
         scale = self.config.input_embedding_scale
-        return embedded if scale is None else embedded * scale
+        return self._on_cpu.run(embedded if scale is None else embedded * scale, batch, keys, values, wanted, head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
@@ -222,7 +220,7 @@ def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
         metadata = dflash_config.llama_cpp_keys(metadata, str(arch))
     elif arch != "dflash":
         raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
-    return dflash_config.read_gguf(metadata, file.path.name, None, shapes_in(file))
+    return dflash_config.read_gguf(metadata, file.path.name, shapes_in(file))
 
 
 def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:

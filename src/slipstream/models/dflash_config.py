@@ -114,9 +114,8 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
                 return holder(name), name
         return reader, key
 
-    heads, hidden = reader.integer("num_attention_heads"), reader.integer("hidden_size")
-    head_dim = reader.integer("head_dim", hidden // heads)
-    layers = reader.layers("num_hidden_layers")
+    common = reader.common(even_heads=True)
+    hidden, layers, vocabulary = common["hidden_size"], common["layers"], common["vocab_size"]
     taps, taps_key = find("target_layer_ids")
     if not taps.has(taps_key):
         raise ConfigError(
@@ -129,17 +128,10 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
     for key in ("rope_is_neox_style", "is_neox_style"):
         reader.require(key, (True,), "interleaved rotary embeddings")
     scale_key, cap_key = "input_embedding_scale", "final_logit_softcapping"
+    known = holder("draft_vocab_size").integer("draft_vocab_size", 0, least=0)
     return DFlashConfig(
         label=label,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=reader.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=reader.integer("intermediate_size"),
-        vocab_size=reader.integer("vocab_size"),
-        rms_eps=reader.number("rms_norm_eps"),
-        rope=_rope(reader, head_dim),
+        rope=_rope(reader, common["head_dim"]),
         attention_bias=reader.boolean("attention_bias", False),
         block_size=block.integer(block_key),
         mask_token_id=mask.integer(mask_key, least=0),
@@ -154,16 +146,11 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
             "sample_from_anchor", _samples_from_anchor(reader, nested, parts)
         ),
         parts=parts,
-        draft_vocab_size=_draft_vocabulary(holder("draft_vocab_size"), reader.integer("vocab_size")),
+        draft_vocab_size=known if known != vocabulary else 0,
         target_family=_target_family(holder("target_model_type"), "target_model_type", parts) or _verifier(reader),
         expected_tau=_expected_tau(holder("expected_tau")),
+        **common,
     )
-
-
-def _draft_vocabulary(reader: ConfigReader, vocabulary: int) -> int:
-    """How many of the target's tokens the drafter knows; 0 stands for all of them."""
-    found = reader.integer("draft_vocab_size", 0, least=0)
-    return found if found != vocabulary else 0
 
 
 def _target_family(reader: ConfigReader, key: str, parts: DraftParts) -> str | None:
@@ -191,10 +178,7 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
     used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
-    ropes = {
-        read_rope(reader, head_dim, reader.integer("max_position_embeddings"), kind, allows_partial=True)
-        for kind in used
-    }
+    ropes = {read_rope(reader, head_dim, kind, allows_partial=True) for kind in used}
     if len(ropes) > 1:
         raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")
     return ropes.pop()
@@ -243,12 +227,8 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
             return (AttentionPattern(window, bool(forced)),) * layers
         window = _window_alone(reader)
         return (AttentionPattern(window, bool(window) if forced is None else forced),) * layers
-    kinds = reader.values["layer_types"]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise ConfigError(f"{reader.label}: layer_types must name {layers} layers, each one of {', '.join(known)}")
     patterns = []
-    for kind in kinds:
+    for kind in reader.layer_kinds("layer_types", layers, ("full_attention", "sliding_attention")):
         sliding = kind == "sliding_attention"
         window = reader.integer("sliding_window") if sliding else 0
         patterns.append(AttentionPattern(window, sliding if forced is None else forced))
@@ -262,32 +242,20 @@ def _window_alone(reader: ConfigReader) -> int:
     return reader.integer("sliding_window", least=0)
 
 
-def read_gguf(
-    metadata: Mapping[str, object], label: str, vocab_size: int | None, shape_of: ShapeOf | None = None
-) -> DFlashConfig:
+def read_gguf(metadata: Mapping[str, object], label: str, shape_of: ShapeOf | None = None) -> DFlashConfig:
     """Reads a GGUF that follows llama.cpp's conventions, in which `target_layers` are layer ids plus one."""
     reader = ConfigReader(metadata, label)
-    hidden, heads = reader.integer("dflash.embedding_length"), reader.integer("dflash.attention.head_count")
-    head_dim = reader.integer("dflash.attention.key_length", hidden // heads)
-    layers = reader.layers("dflash.block_count")
+    common = reader.common("dflash", even_heads=True)
+    layers = common["layers"]
     if not reader.has("dflash.target_layers"):
         raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; a guess costs acceptance")
     if not reader.has("dflash.rope.freq_base"):
         raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; a guess costs acceptance")
-    vocab = reader.integer("dflash.vocab_size", vocab_size)
-    parts = _gguf_parts(reader, hidden, vocab, shape_of)
+    parts = _gguf_parts(reader, common["hidden_size"], common["vocab_size"], shape_of)
     scale = "dflash.embedding_scale"
     return DFlashConfig(
         label=label,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=reader.integer("dflash.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        intermediate_size=reader.integer("dflash.feed_forward_length"),
-        vocab_size=vocab,
-        rms_eps=reader.number("dflash.attention.layer_norm_rms_epsilon"),
-        rope=read_gguf_rope(reader, "dflash", head_dim),
+        rope=read_gguf_rope(reader, "dflash", common["head_dim"]),
         attention_bias=shape_of is not None and shape_of("layers.0.self_attn.q_proj.bias") is not None,
         block_size=reader.integer("dflash.block_size"),
         mask_token_id=reader.integer("tokenizer.ggml.mask_token_id", least=0),
@@ -307,6 +275,7 @@ def read_gguf(
             for key in metadata
             if key.startswith(GGUF_EXPECTED_TAU)
         },
+        **common,
     )
 
 

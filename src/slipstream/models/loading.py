@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightFile, open_weights, read_config
 from slipstream.kernels.cpu.native_library import availability, library
 from slipstream.kernels.machine import measure_formats, pick_format
-from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.weights import Weights, keep_name
@@ -30,11 +30,11 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
     "qwen35": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen35moe": qwen3_5_moe,
-    "qwen3_moe": qwen3_moe,
-    "qwen3moe": qwen3_moe,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "qwen35moe": qwen3_5,
+    "qwen3_moe": qwen3,
+    "qwen3moe": qwen3,
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightTensor
 from slipstream.kernels.cpu.linear import Matrix
+from slipstream.models.config_reading import ConfigReader
 from slipstream.models.layers import Activation, Layer, Mlp
 from slipstream.models.weights import Weights
 
@@ -26,6 +27,15 @@ GGUF_MOE = {
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
     "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+}
+
+
+# What config.json files and, after the architecture, GGUF files call the numbers of a mixture.
+_KEYS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "experts": ("num_experts", "expert_count"),
+    "active": ("num_experts_per_tok", "expert_used_count"),
+    "intermediate_size": ("moe_intermediate_size", "expert_feed_forward_length"),
 }
 
 
@@ -48,6 +58,11 @@ class MoeShape:
     def __post_init__(self) -> None:
         if self.active > self.experts:
             raise ConfigError(f"{self.active} of {self.experts} experts cannot be active at once")
+
+    @classmethod
+    def read(cls, config: ConfigReader, arch: str = "", **own: Any) -> MoeShape:
+        """The numbers that families spell alike, and in `own` those that a family spells in a way of its own."""
+        return cls(**config.numbers(_KEYS, arch, **own))
 
 
 @dataclass(slots=True, eq=False)
