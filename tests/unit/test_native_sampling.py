@@ -13,20 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.kernels.cpu.ranking import (
-    LEAST_TEMPERATURE,
-    NO_BEST,
-    NativeRanking,
-    torch_best_tokens,
-    torch_noisy_best,
-    torch_noisy_top,
-    torch_top_scores,
-)
+from slipstream.kernels.cpu.ranking import LEAST_TEMPERATURE, NO_BEST, NativeRanking, TorchRanking
 from slipstream.kernels.noise import gumbel_rows
 from slipstream.types import MAX_SEED
 from tests.native import compiled
 
 HIDDEN = float("-inf")
+PLAIN = TorchRanking()
 # one lane, less than a vector, a tile and its neighbours, a stretch and its neighbours, real vocabularies
 SIZES = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 8192, 8193, 20_000]
 
@@ -85,7 +78,7 @@ def test_the_best_token_is_the_first_of_the_largest(native: NativeRanking, vocab
         first = (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1).tolist()
         expected = [token if use else NO_BEST for token, use in zip(first, usable, strict=True)]
         assert ids.tolist() == expected, name
-        assert [part.tolist() for part in torch_best_tokens(logits)] == [expected, usable.tolist()], name
+        assert [part.tolist() for part in PLAIN.best_tokens(logits)] == [expected, usable.tolist()], name
 
 
 def assert_same_ranking(ours: tuple[NDArray, ...], theirs: tuple[NDArray, ...], places: float, name: str) -> None:
@@ -103,7 +96,7 @@ def test_the_best_scores_and_their_logsumexp(native: NativeRanking, vocab: int) 
     for (name, scores), count in itertools.product(rows.items(), (1, 5, 64)):
         count = min(count, vocab)
         ours = native.top_scores(scores, count, 1.0)
-        assert_same_ranking(ours, torch_top_scores(scores, count), 0.0, name)
+        assert_same_ranking(ours, PLAIN.top_scores(scores, count, 1.0), 0.0, name)
         for row in np.flatnonzero(np.isfinite(ours[2])):
             assert ours[0][row].tolist() == scores[row].sort(descending=True).values[:count].tolist(), name
             exact = scores[row].double().logsumexp(dim=0).item()
@@ -115,7 +108,7 @@ def test_the_best_scores_and_their_logsumexp(native: NativeRanking, vocab: int) 
 def test_scores_are_divided_by_the_temperature(native: NativeRanking, temperature: float) -> None:
     scores = random_rows(5, 10_000)
     ours = native.top_scores(scores, 20, temperature)
-    assert_same_ranking(ours, torch_top_scores(scores / temperature, 20), 0.0, str(temperature))
+    assert_same_ranking(ours, PLAIN.top_scores(scores / temperature, 20, 1.0), 0.0, str(temperature))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, MAX_SEED])
@@ -156,11 +149,11 @@ def test_pruning_never_changes_the_choice(native: NativeRanking, vocab: int, tem
 def test_the_lowest_temperature_is_greedy_and_overflow_is_not_usable(native: NativeRanking) -> None:
     logits = random_rows(3, 3000)
     logits[2] *= 1e9
-    for ranked in (native.noisy_best, torch_noisy_best):
+    for ranked in (native.noisy_best, PLAIN.noisy_best):
         ids, usable = ranked(logits, [1, 2, 3], 0, LEAST_TEMPERATURE)
         assert usable.tolist() == [True, True, False]
         assert ids.tolist() == [*logits[:2].argmax(dim=-1).tolist(), NO_BEST]
-    for top in (native.noisy_top, torch_noisy_top):
+    for top in (native.noisy_top, PLAIN.noisy_top):
         assert np.isfinite(top(logits, [1, 2, 3], 0, LEAST_TEMPERATURE, 2)[2]).tolist() == [True, True, False]
 
 
@@ -171,7 +164,7 @@ def test_many_draws_equal_the_unpruned_ones(native: NativeRanking, seed: int, sp
     ids, _ = native.noisy_best(logits, positions, seed, 0.8)
     scores = all_noise(native, logits, positions, seed, 0.8)
     assert ids.tolist() == scores.numpy().argmax(axis=1).tolist()
-    assert ids.tolist() == torch_noisy_best(logits, positions, seed, 0.8)[0].tolist()
+    assert ids.tolist() == PLAIN.noisy_best(logits, positions, seed, 0.8)[0].tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 129, 8193, 20_000])
@@ -195,7 +188,7 @@ def test_the_best_noisy_scores_and_their_logsumexp(native: NativeRanking, vocab:
             assert total[row] == pytest.approx(np.logaddexp.reduce(expected.astype(np.float64)), abs=1e-5, rel=2e-7), (
                 name
             )
-        twin = torch_noisy_top(logits, [8, 9], 4, 0.8, count)
+        twin = PLAIN.noisy_top(logits, [8, 9], 4, 0.8, count)
         assert total == pytest.approx(twin[2], abs=3e-5, rel=1e-6, nan_ok=True)
 
 
@@ -209,11 +202,11 @@ def test_tokens_under_the_floor_are_out_of_the_draw(native: NativeRanking, vocab
     scores = scaled.masked_fill(scaled < torch.from_numpy(floors)[:, None], HIDDEN) + noise
     ids, usable = native.noisy_best(logits, positions, 1, temperature, floors)
     assert usable.all() and ids.tolist() == scores.numpy().argmax(axis=1).tolist()
-    assert ids.tolist() == torch_noisy_best(logits, positions, 1, temperature, floors)[0].tolist()
+    assert ids.tolist() == PLAIN.noisy_best(logits, positions, 1, temperature, floors)[0].tolist()
     assert ids[4] == int(scaled[4].argmax())
     values, tokens, total = native.noisy_top(logits, positions, 1, temperature, 20, floors)
     assert_same_ranking(
-        (values, tokens, total), torch_noisy_top(logits, positions, 1, temperature, 20, floors), 1e-5, "floors"
+        (values, tokens, total), PLAIN.noisy_top(logits, positions, 1, temperature, 20, floors), 1e-5, "floors"
     )
     assert np.isneginf(values[0, 10:]).all() and (tokens[0, 10:] == 0).all()
     assert total == pytest.approx(scores.double().topk(20, dim=-1).values.logsumexp(dim=-1).numpy(), abs=1e-5)

@@ -29,7 +29,6 @@ from slipstream.models.layers import (
     Layer,
     Projections,
     load_attention,
-    load_convolution,
     load_gate,
     load_mlp,
     load_projections,
@@ -52,7 +51,11 @@ class DFlashDrafter:
         # The taps reach 24,000 where the stream has attention sinks; of torch's formats only fp32 takes that well.
         fc_format: WeightFormat = "native" if weights.weight_format == "native" else "fp32"
         self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], fc_format)
-        self.tap_norms = self._load_tap_norms(weights) if config.parts.tap_norms else None
+        self.tap_norms: Tensor | None = None  # one row of weights per tap
+        if config.parts.tap_norms:
+            taps = range(len(config.target_layer_ids))
+            width = self.tap_width // len(taps)
+            self.tap_norms = torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
         self._load_layers(weights)
         self.norm = weights.vector("norm.weight", config.hidden_size)
@@ -61,14 +64,15 @@ class DFlashDrafter:
             if weights.has("embed_tokens.weight")
             else None
         )
+        head_tokens = config.draft_vocab_size or config.vocab_size
         self.head: Matrix | None = (
-            weights.head(weights.source("lm_head.weight", (self._head_tokens, config.hidden_size)))
+            weights.head(weights.source("lm_head.weight", (head_tokens, config.hidden_size)))
             if weights.has("lm_head.weight")
             else None
         )
         self.known_tokens = self._load_known_tokens(weights) if config.draft_vocab_size else None
-        self._softcap = config.final_logit_softcapping
-        self.heads = DraftHeads.load(weights, config)
+        self.softcap = config.final_logit_softcapping
+        self.heads = DraftHeads(weights, config) if config.parts.any_head else None
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         weights.finish(lambda name: name == "t2d")
@@ -76,16 +80,6 @@ class DFlashDrafter:
     @cached_property
     def _on_cpu(self) -> CpuDrafter:
         return CpuDrafter(self)
-
-    @property
-    def _head_tokens(self) -> int:
-        return self.config.draft_vocab_size or self.config.vocab_size
-
-    def _load_tap_norms(self, weights: Weights) -> Tensor:
-        """The norms of taps, one row of weights per tap."""
-        taps = range(len(self.config.target_layer_ids))
-        width = self.tap_width // len(taps)
-        return torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
 
     def _load_layers(self, weights: Weights) -> None:
         """The layers, and the matrices that turn context rows into keys and values of all of them.
@@ -124,15 +118,17 @@ class DFlashDrafter:
         return load_gate(weights, "softplus", source, projections)
 
     def _load_convolution(self, weights: Weights, prefix: str) -> BlockConvolution:
-        config, parts = self.config, self.config.parts
-        sizes = parts.conv_kernel_size, parts.conv_group_size, config.block_size
-        return load_convolution(weights, prefix, config.hidden_size, *sizes)
+        config, taps, group = self.config, self.config.parts.conv_kernel_size, self.config.parts.conv_group_size
+        groups = config.hidden_size // group
+        base = weights.source(prefix + "base_kernel", (2, taps, config.hidden_size)).dense()
+        source = weights.source(prefix + "kernel_projection.weight", (2 * taps * groups, config.hidden_size))
+        return BlockConvolution(base.view(2, taps, groups, group), weights.matrix([source]), config.block_size)
 
     def _load_known_tokens(self, weights: Weights) -> Tensor:
         """The target's id of every token that the head knows; Hugging Face files store the id minus its index."""
         if self.head is None:
             raise ConfigError(f"{self.config.label}: a reduced vocabulary (draft_vocab_size) needs a head of its own")
-        stored = weights.source("d2t", (self._head_tokens,)).dense().long()
+        stored = weights.source("d2t", (self.config.draft_vocab_size,)).dense().long()
         ids = stored if "general.architecture" in weights.file.metadata else stored + torch.arange(len(stored))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise ConfigError(f"{self.config.label}: 'd2t' does not name {len(ids)} tokens of the target's vocabulary")
@@ -160,11 +156,7 @@ class DFlashDrafter:
     def borrow_softcap(self, softcap: float) -> None:
         """Takes the target's softcap together with its head, unless the drafter has a softcap of its own."""
         if self.head is None:
-            self._softcap = self.config.final_logit_softcapping or softcap
-
-    @property
-    def softcap(self) -> float:
-        return self._softcap
+            self.softcap = self.config.final_logit_softcapping or softcap
 
     def forward_logits(
         self,
@@ -185,7 +177,7 @@ class DFlashDrafter:
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
         multiplier, known = self.config.output_multiplier, self.known_tokens
-        logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self._softcap)
+        logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self.softcap)
         if known is None:
             return logits
         return logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf")).index_copy_(1, known, logits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
@@ -71,71 +72,52 @@ def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
 
     `seen` is None if the tensors are not known.
     """
-    merge = _Merge(find, label, seen)
-    rank = merge.number("markov_rank")
-    parts = replace(_context_parts(find, seen), markov_rank=rank)
+
+    def take(key: str, default: _Value) -> _Value:
+        """Takes one value from config and tensors, which must agree; without the key the tensors decide."""
+        reader, name = find(key)
+        shown: _Value | None = getattr(seen, key, None)
+        if not reader.has(name):
+            return default if shown is None else shown
+        reads: dict[type, Callable[[str], Any]] = {
+            bool: reader.boolean,
+            str: reader.text,
+            int: partial(reader.integer, least=0),
+        }
+        declared: _Value = reads[type(default)](name)
+        if shown is not None and declared != shown:
+            found = f"the weights say {shown!r}" if shown else "the weights have no such part"
+            raise ConfigError(
+                f"{label}: '{name}' is {declared!r} but {found}", "the config does not belong to these weights"
+            )
+        return declared
+
+    parts = DraftParts()
+    if seen is not None:
+        # Only the tensors show gates and norms of taps; a config may state the norm of the context.
+        parts = DraftParts(tap_norms=seen.tap_norms, context_norm=seen.context_norm, gate_width=seen.gate_width)
+    reader, key = find("context_kv_layer_norm")
+    rank = take("markov_rank", 0)
+    parts = replace(parts, context_norm=reader.boolean(key, parts.context_norm), markov_rank=rank)
     if rank:
-        kind = merge.text("markov_head_type", "vanilla")
+        kind = take("markov_head_type", "vanilla")
         if kind not in MARKOV_TYPES:
             hint = f"use one of {', '.join(MARKOV_TYPES)}"
             raise ConfigError(f"{label}: Markov heads of type '{kind}' are not supported", hint)
         parts = replace(parts, markov_head_type=kind)
-    if merge.flag("enable_confidence_head"):
-        wide = merge.flag("confidence_head_with_markov")
+    if take("enable_confidence_head", False):
+        wide = take("confidence_head_with_markov", False)
         parts = replace(parts, enable_confidence_head=True, confidence_head_with_markov=wide)
         if wide and not rank:
             raise ConfigError(f"{label}: the confidence head reads a Markov head that is not there")
-    if taps := merge.number("conv_kernel_size"):
-        group = merge.number("conv_group_size")
+    if taps := take("conv_kernel_size", 0):
+        group = take("conv_group_size", 0)
         if not group:
             raise ConfigError(f"{label}: the config has no 'conv_group_size'", "the file is incomplete")
         parts = replace(parts, conv_kernel_size=taps, conv_group_size=group)
-    if selector := merge.number("selector_rank"):
+    if selector := take("selector_rank", 0):
         if rank:
             raise ConfigError(f"{label}: a Markov head and a candidate selector in one drafter are not supported")
         reader, key = find("selector_top_k")
         parts = replace(parts, selector_rank=selector, selector_top_k=reader.integer(key))
     return parts
-
-
-def _context_parts(find: Find, seen: DraftParts | None) -> DraftParts:
-    """Gates and norms of taps, which the tensors show, and the norm of the context, which a config may state."""
-    parts = DraftParts()
-    if seen is not None:
-        parts = DraftParts(tap_norms=seen.tap_norms, context_norm=seen.context_norm, gate_width=seen.gate_width)
-    reader, key = find("context_kv_layer_norm")
-    return replace(parts, context_norm=reader.boolean(key, parts.context_norm))
-
-
-class _Merge:
-    """Takes one value from config and tensors, which must agree; if the config has no such key, the tensors decide."""
-
-    def __init__(self, find: Find, label: str, seen: DraftParts | None) -> None:
-        self._find = find
-        self._label = label
-        self._seen = seen
-
-    def number(self, key: str) -> int:
-        reader, name = self._find(key)
-        seen: int | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.integer(name, least=0) if reader.has(name) else None, seen, 0)
-
-    def text(self, key: str, default: str) -> str:
-        reader, name = self._find(key)
-        seen: str | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.text(name) if reader.has(name) else None, seen, default)
-
-    def flag(self, key: str) -> bool:
-        reader, name = self._find(key)
-        seen: bool | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.boolean(name) if reader.has(name) else None, seen, False)
-
-    def _agreed(self, key: str, declared: _Value | None, seen: _Value | None, default: _Value) -> _Value:
-        if declared is None:
-            return default if seen is None else seen
-        if seen is not None and declared != seen:
-            found = f"the weights say {seen!r}" if seen else "the weights have no such part"
-            raise ConfigError(
-                f"{self._label}: '{key}' is {declared!r} but {found}", "the config does not belong to these weights"
-            )
-        return declared

@@ -257,16 +257,6 @@ def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activ
     return Mlp(gate_up, down, gate_up_bias, weights.vector(prefix + "down_proj.bias", hidden), activation)
 
 
-def load_convolution(
-    weights: Weights, prefix: str, hidden_size: int, kernel_size: int, group_size: int, block_size: int
-) -> BlockConvolution:
-    groups = hidden_size // group_size
-    base = weights.source(prefix + "base_kernel", (2, kernel_size, hidden_size)).dense()
-    name = prefix + "kernel_projection.weight"
-    projection = weights.matrix([weights.source(name, (2 * kernel_size * groups, hidden_size))])
-    return BlockConvolution(base.view(2, kernel_size, groups, group_size), projection, block_size)
-
-
 def load_usual_layer(
     weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, load_feeder: Callable[[str], LayerPart]
 ) -> Layer:

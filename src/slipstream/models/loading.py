@@ -54,16 +54,14 @@ def load_target(
     file = open_weights(path)
     family, reader = _family(path, file)
     decoder_config, names = _read(family, reader, file)
-    if elsewhere is not None:
-        there = elsewhere(file, weight_format, names.file_name, progress, norm_shift=names.norm_shift)
-        reason = "the file's own types" if weight_format != "bf16" else "asked for"
-        return LoadedTarget(family.MODEL(decoder_config, there, names), file.metadata, reason)
-    chosen, reason = choose_format(
-        file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
-    )
-    weights = Weights(file, chosen, names.file_name, progress, norm_shift=names.norm_shift)
-    model: Decoder = family.MODEL(decoder_config, weights, names)
-    return LoadedTarget(model, file.metadata, reason)
+    make, chosen, reason = elsewhere or Weights, weight_format, "asked for"
+    if elsewhere is None:
+        outputs, inputs = 2 * decoder_config.intermediate_size, decoder_config.hidden_size
+        chosen, reason = choose_format(file, weight_format, outputs, inputs)
+    elif weight_format != "bf16":
+        reason = "the file's own types"
+    weights = make(file, chosen, names.file_name, progress, norm_shift=names.norm_shift)
+    return LoadedTarget(family.MODEL(decoder_config, weights, names), file.metadata, reason)
 
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from slipstream.kernels.cpu.native_library import Library, library, threads
 from slipstream.kernels.cpu.native_matrix import PackedLinear
 
 Activation = Callable[[Tensor], Tensor]
-_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -37,11 +34,11 @@ def multiply_grouped(
 ) -> Tensor:
     """Multiplies rows [n, in], sorted by matrix with `counts` of each, with their matrix."""
     touched = [(linear, count) for linear, count in zip(linears, counts, strict=True) if count]
-    addresses = (_POINTER * len(touched))(*[linear.address for linear, _ in touched])
+    addresses = (ctypes.c_void_p * len(touched))(*[linear.address for linear, _ in touched])
     numbers = array("i", [count for _, count in touched])
     rows = rows.contiguous()
     out = torch.empty(rows.shape[0], linears[0].out_features)
-    _grouped_matmul(compiled)(
+    compiled.function("slip_grouped_matmul", "ppippi")(
         ctypes.addressof(addresses),
         numbers.buffer_info()[0],
         len(touched),
@@ -50,11 +47,6 @@ def multiply_grouped(
         team_threads,
     )
     return out
-
-
-@functools.cache
-def _grouped_matmul(compiled: Library) -> Any:
-    return compiled.function("slip_grouped_matmul", [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT])
 
 
 def mix_experts(

@@ -6,12 +6,11 @@ A row's sum has one fixed order, whatever rows are beside it, so speculative tex
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -137,12 +136,12 @@ class Coarsened:
 def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
-    row_bytes, size, pack = _packers(library)
-    data = (_separate_arena.get() or _common).take(size(KINDS[kind], outputs, inputs))
-    if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
+    if rows.nbytes != outputs * library.function("slip_row_bytes", "ii", "l")(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
-    pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
-    return SlipMatrix(KINDS[kind], outputs, inputs, data.ctypes.data), data
+    numbers = KINDS[kind], outputs, inputs
+    data = (_separate_arena.get() or _common).take(library.function("slip_packed_bytes", "iii", "l")(*numbers))
+    library.function("slip_pack", "iiipp")(*numbers, rows.ctypes.data, data.ctypes.data)
+    return SlipMatrix(*numbers, data.ctypes.data), data
 
 
 def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
@@ -158,21 +157,6 @@ def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
     return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
 
 
-@functools.cache
-def _packers(library: Library) -> tuple[Callable[[int, int], int], Callable[[int, int, int], int], Any]:
-    handle = library.handle
-    row_bytes, size, pack = handle.slip_row_bytes, handle.slip_packed_bytes, handle.slip_pack
-    row_bytes.argtypes, row_bytes.restype = [_INT, _INT], ctypes.c_int64
-    size.argtypes, size.restype = [_INT, _INT, _INT], ctypes.c_int64
-    pack.argtypes, pack.restype = [_INT, _INT, _INT, _POINTER, _POINTER], None
-    return row_bytes, size, pack
-
-
-@functools.cache
-def _product(library: Library) -> Any:
-    return library.function("slip_matmul", [_POINTER, _POINTER, _INT, _POINTER, _INT])
-
-
 def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
     """Returns the products of fp32 rows [n, in] with the weights, in fp32.
 
@@ -180,7 +164,7 @@ def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int)
     """
     rows = rows.contiguous()
     out = torch.empty(rows.shape[0], linear.out_features)
-    _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
+    library.function("slip_matmul", "ppipi")(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
     return out
 
 
@@ -210,8 +194,7 @@ class RowTable:
         self._rows = source.raw()
         self._count, self._width = source.shape
         self._kind = KINDS[source.type_name]
-        self._decode = library.handle.slip_decode_rows
-        self._decode.argtypes = [_INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        self._decode = library.function("slip_decode_rows", "iiippip", "i")
         self._address = self._rows.ctypes.data
 
     @staticmethod

@@ -105,7 +105,7 @@ class NativeStack:
     """Layers that native code runs from the embeddings to the final norm, and through the head for chosen rows."""
 
     def __init__(self, compiled: Library, shape: LayerShape, layers: Sequence[Layer], norm: Tensor) -> None:
-        self._forward = compiled.function("slip_forward", [_POINTER])
+        self._forward = compiled.function("slip_forward", "p")
         self._owners = layers, norm  # the structs have only the addresses of what these own
         self._patterns = _patterns(layers)
         self._layers = (SlipLayer * len(layers))(*[_layer_struct(layer, self._patterns) for layer in layers])
@@ -221,7 +221,7 @@ class ContextWriter:
     """Projects the taps of committed rows into the draft layers' keys and values, in one native call."""
 
     def __init__(self, compiled: Library, fc: PackedLinear, projection: PackedLinear, bias: Tensor | None) -> None:
-        self._call = compiled.function("slip_context", [_POINTER])
+        self._call = compiled.function("slip_context", "p")
         self._fc = fc
         self._owners = projection, bias  # the struct has only their addresses, so they are kept alive here
         self._projection = projection.struct(bias)
