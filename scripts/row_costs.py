@@ -73,9 +73,8 @@ class Model:
         layers = [layer() for _ in range(LAYERS)]
         shape = DecoderConfig("llama", HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB, 1e-5, rope, 1024, True)
         self.stack = NativeStack(library, shape, layers, norm)
-        head = linear(VOCAB, kind="Q8_0")
-        self.head = head.packed
-        self.bytes = head.nbytes + sum(matrix.nbytes for each in layers for matrix in each.matrices)
+        self.head = linear(VOCAB, kind="Q8_0")
+        self.bytes = self.head.nbytes + sum(matrix.nbytes for each in layers for matrix in each.matrices)
         pool = (16, KV_HEADS, PAGE, DIM)
         tensors = [torch.randn(pool, generator=torch.Generator().manual_seed(i)) for i in range(2 * LAYERS)]
         self._pools = list(zip(tensors[::2], tensors[1::2], strict=True))

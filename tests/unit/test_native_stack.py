@@ -11,13 +11,12 @@ from torch import Tensor
 from slipstream.kernels.cpu import native_library
 from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library
-from slipstream.kernels.cpu.native_matrix import reference_product
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 from slipstream.models.cpu.native_pass import NativeStack
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.layers import Attention, Layer, Mlp, Sublayer
 from slipstream.models.rope import RopeConfig
-from tests.native import FLOATS, every_library, libraries, stored
+from tests.native import FLOATS, every_library, libraries, reference_product, stored
 
 HEADS, KV_HEADS, DIM, INNER, VOCAB, PAGE, PAGES, LAYERS = 3, 1, 32, 160, 50, 16, 5, 2
 ROWS, CONTEXT = 37, 5
@@ -64,7 +63,7 @@ class Small:
         )
         shape = DecoderConfig("tiny", hidden, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB, 1e-5, rope, 128, False)
         self.stack = NativeStack(library, shape, [layer] * LAYERS, norm)
-        self.hidden, self.norm, self.head = hidden, norm, linear(VOCAB).packed
+        self.hidden, self.norm, self.head = hidden, norm, linear(VOCAB)
         self.head_weight = stored(kind, VOCAB, hidden, seed=VOCAB).dense()
         self.pools = [randn(PAGES, KV_HEADS, PAGE, DIM, seed=9) for _ in range(2 * LAYERS)]
         self._kv = list(zip(self.pools[::2], self.pools[1::2], strict=True))

@@ -38,30 +38,19 @@ class ConfigReader:
         return found
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a whole number")
+        value: int = self._typed(key, default, int, "a whole number")
         if value < least:
             raise ConfigError(f"{self.label}: '{key}' is {value}, it must be at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a number")
-        return float(value)
+        return float(self._typed(key, default, (int, float), "a number"))
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not true or false")
-        return value
+        return bool(self._typed(key, default, bool, "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not text")
-        return value
+        return str(self._typed(key, default, str, "text"))
 
     def integers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
         value = self._get(key, default)
@@ -128,6 +117,12 @@ class ConfigReader:
         value = self.values.get(key)
         if value is not None and value not in allowed:
             raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")
+
+    def _typed(self, key: str, default: object, kinds: type | tuple[type, ...], called: str) -> Any:
+        value = self._get(key, default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not {called}")
+        return value
 
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(key)

@@ -15,7 +15,7 @@ from slipstream.kernels.machine import measure_formats, pick_format
 from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.weights import Weights
 from slipstream.types import Progress
 
 MakeWeights = Callable[..., Weights]
@@ -52,8 +52,7 @@ def load_target(
 ) -> LoadedTarget:
     """Builds the target at `path`, with its weights in the CPU's memory unless `elsewhere` loads them onto a device."""
     file = open_weights(path)
-    family, reader = _family(path, file)
-    decoder_config, names = _read(family, reader, file)
+    family, decoder_config, names = _read(path, file)
     make, chosen, reason = elsewhere or Weights, weight_format, "asked for"
     if elsewhere is None:
         outputs, inputs = 2 * decoder_config.intermediate_size, decoder_config.hidden_size
@@ -66,33 +65,21 @@ def load_target(
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
     """The configuration of the target at `path`, and how its file spells tensors."""
-    return _read(*_family(path, file), file)
+    return _read(path, file)[1:]
 
 
-def _family(path: Path, file: WeightFile) -> tuple[ModuleType, ConfigReader]:
-    """The family of the model at `path`, and a reader of its configuration."""
+def _read(path: Path, file: WeightFile) -> tuple[ModuleType, DecoderConfig, FamilyNames]:
     config = read_config(path)
-    if config is not None:
-        reader = ConfigReader(config, path.name)
-        model_type = reader.text("model_type")
-    else:
-        reader = ConfigReader(file.metadata, file.path.name)
-        model_type = reader.text("general.architecture")
+    label, key = (file.path.name, "general.architecture") if config is None else (path.name, "model_type")
+    reader = ConfigReader(file.metadata if config is None else config, label)
+    model_type = reader.text(key)
     family = FAMILIES.get(model_type)
     if family is None:
         raise ConfigError(
-            f"{reader.label}: model type '{model_type}' is not a supported target",
-            f"supported: {', '.join(sorted(FAMILIES))}",
+            f"{label}: model type '{model_type}' is not a supported target", f"supported: {', '.join(sorted(FAMILIES))}"
         )
-    return family, reader
-
-
-def _read(family: ModuleType, reader: ConfigReader, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
-    stored = reader.values is file.metadata
-    read: tuple[DecoderConfig, FamilyNames] = (
-        family.read_gguf(reader, Weights(file, "fp32", keep_name)) if stored else family.read_hf(reader)
-    )
-    return read
+    read = family.read_gguf(reader, Weights(file, "fp32")) if config is None else family.read_hf(reader)
+    return family, *read
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:

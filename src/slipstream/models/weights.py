@@ -35,24 +35,23 @@ class Embedding:
 
     def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
         self.scale = rounded_scale(scale, source)
-        compiled = library()
-        self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
-        dtype = FLOAT_TYPES.get(source.type_name) if self._compiled is None else None
-        self._table = source.dense().to(dtype) if dtype is not None else None
-        self._stored = source.in_memory() if self._compiled is None and dtype is None else None
+        self.raw = _row_reader(source)  # the rows as the file has them, before the model's scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         rows = self.raw(token_ids)
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def raw(self, token_ids: Tensor) -> Tensor:
-        """The rows as the file has them, before the model's scale."""
-        if self._compiled is not None:
-            return self._compiled(token_ids)
-        if self._stored is not None:
-            return self._stored.rows(token_ids).dense()
-        assert self._table is not None
-        return self._table[token_ids].float()
+
+def _row_reader(source: WeightTensor) -> Callable[[Tensor], Tensor]:
+    """The function that returns the rows of tokens in fp32."""
+    compiled, dtype = library(), FLOAT_TYPES.get(source.type_name)
+    if compiled is not None and RowTable.serves(source):
+        return RowTable(compiled, source)
+    if dtype is None:
+        stored = source.in_memory()
+        return lambda token_ids: stored.rows(token_ids).dense()
+    table = source.dense().to(dtype)
+    return lambda token_ids: table[token_ids].float()
 
 
 class Weights:

@@ -94,7 +94,6 @@ class NativeRanking:
         self._top_scores = compiled.function("slip_top_scores", f"{rows}fippp")
         self._noisy_best = compiled.function("slip_noisy_best", f"{rows}{noise}pp")
         self._noisy_top = compiled.function("slip_noisy_top", f"{rows}{noise}ippp")
-        self._gumbel_row = compiled.function("slip_gumbel_row", "ulip")
 
     def best_tokens(self, logits: Tensor) -> tuple[Ids, Flags]:
         return self._best(self._best_tokens, logits)
@@ -121,12 +120,6 @@ class NativeRanking:
         places, least = _per_row(positions, floors, logits.shape[0])
         floor = None if least is None else least.ctypes.data
         return self._top(self._noisy_top, logits, count, places.ctypes.data, seed, temperature, floor)
-
-    def gumbel_row(self, seed: int, position: int, vocab_size: int) -> Floats:
-        """Returns the noise of all tokens at one position; the rankings compute it only where it can matter."""
-        noise = np.empty(vocab_size, np.float32)
-        self._gumbel_row(seed, position, vocab_size, noise.ctypes.data)
-        return noise
 
     def _best(self, kernel: Any, logits: Tensor, *settings: Any) -> tuple[Ids, Flags]:
         logits, rows, vocab = _prepared(logits)

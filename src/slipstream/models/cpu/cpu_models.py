@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.native_library import library
 from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate
 from slipstream.kernels.rows import RowBatch, RowPlaces
-from slipstream.models.cpu.native_pass import ContextWriter, KvLayers, native_stack, packed
+from slipstream.models.cpu.native_pass import ContextWriter, KvLayers, as_native, native_stack
 from slipstream.models.cpu.part_runs import CpuPass, biased, run_layer, unweighted_norm
 from slipstream.models.layers import Layer, LayerShape
 from slipstream.models.rope import RopeConfig, RotaryTable
@@ -52,7 +51,7 @@ class CpuStack:
         if self._native is not None:
             (table,) = self._rotaries.values()  # compiled code takes layers only if all of them rotate alike
             rotary = table.tables(batch.end)
-            hidden, taps, logits = self._native.run(x, batch, kv, rotary, packed(head), wanted, tap_layers)
+            hidden, taps, logits = self._native.run(x, batch, kv, rotary, as_native(head), wanted, tap_layers)
             if logits is not None:
                 return hidden, taps, logits
         else:
@@ -80,11 +79,11 @@ class CpuDrafter:
         config = drafter.config
         self._stack = CpuStack(config, drafter.layers, drafter.norm, {config.rope: drafter.rotary})
         self._kv: tuple[Tensor, KvLayers] | None = None  # the keys of all layers, and the pools layer by layer
-        compiled, fc, projection = library(), packed(drafter.fc), packed(drafter.context_kv)
+        fc, projection = as_native(drafter.fc), as_native(drafter.context_kv)
         self._context: ContextWriter | None = None
         plain = not config.parts.tap_norms and not config.parts.context_norm
-        if compiled is not None and fc is not None and projection is not None and plain:
-            self._context = ContextWriter(compiled, fc, projection, drafter.context_bias)
+        if fc is not None and projection is not None and plain:
+            self._context = ContextWriter(fc, projection, drafter.context_bias)
 
     def write_context(
         self, model: DFlashDrafter, taps: Tensor, places: RowPlaces, keys: Tensor, values: Tensor

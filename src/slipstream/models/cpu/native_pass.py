@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
 from slipstream.kernels.cpu.native_attention import LANES, MAX_DIM, SlipBatch, batch_struct
 from slipstream.kernels.cpu.native_library import Library, library, threads
-from slipstream.kernels.cpu.native_matrix import PackedLinear, SlipLinear
+from slipstream.kernels.cpu.native_matrix import SlipLinear
 from slipstream.kernels.rows import AttentionPattern, RowBatch, RowPlaces
 from slipstream.models.layers import Attention, Layer, LayerShape, Mlp
 
@@ -128,7 +128,7 @@ class NativeStack:
         batch: RowBatch,
         kv: KvLayers,
         rotary: tuple[Tensor, Tensor],
-        head: PackedLinear | None,
+        head: NativeMatrix | None,
         wanted: Sequence[int],
         tap_layers: Sequence[int],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -179,8 +179,8 @@ def native_stack(shape: LayerShape, layers: Sequence[Layer], norm: Tensor) -> Na
     return NativeStack(compiled, shape, layers, norm)
 
 
-def packed(matrix: Matrix | None) -> PackedLinear | None:
-    return matrix.packed if isinstance(matrix, NativeMatrix) else None
+def as_native(matrix: Matrix | None) -> NativeMatrix | None:
+    return matrix if isinstance(matrix, NativeMatrix) else None
 
 
 def _patterns(layers: Sequence[Layer]) -> list[AttentionPattern]:
@@ -211,7 +211,7 @@ def _layer_struct(layer: Layer, patterns: Sequence[AttentionPattern]) -> SlipLay
     biases = (attention.qkv_bias, attention.output_bias, mlp.gate_up_bias, mlp.down_bias)
     norms = (*(sublayer.norm for sublayer in layer.sublayers), attention.q_norm, attention.k_norm)
     return SlipLayer(
-        *[cast(NativeMatrix, matrix).packed.struct(bias) for matrix, bias in zip(layer.matrices, biases, strict=True)],
+        *[cast(NativeMatrix, matrix).struct(bias) for matrix, bias in zip(layer.matrices, biases, strict=True)],
         *[None if norm is None else norm.data_ptr() for norm in norms],
         patterns.index(attention.pattern),
     )
@@ -220,8 +220,8 @@ def _layer_struct(layer: Layer, patterns: Sequence[AttentionPattern]) -> SlipLay
 class ContextWriter:
     """Projects the taps of committed rows into the draft layers' keys and values, in one native call."""
 
-    def __init__(self, compiled: Library, fc: PackedLinear, projection: PackedLinear, bias: Tensor | None) -> None:
-        self._call = compiled.function("slip_context", "p")
+    def __init__(self, fc: NativeMatrix, projection: NativeMatrix, bias: Tensor | None) -> None:
+        self._call = fc.library.function("slip_context", "p")
         self._fc = fc
         self._owners = projection, bias  # the struct has only their addresses, so they are kept alive here
         self._projection = projection.struct(bias)
