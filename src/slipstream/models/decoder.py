@@ -60,6 +60,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     moe: MoeShape | None = None  # the experts in the place of MLPs
     sparse: tuple[bool, ...] = ()  # which layers have the experts; empty: all of them
+    sliding: tuple[bool, ...] = ()  # which layers see only a window; empty: none of them
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -71,7 +73,7 @@ class DecoderConfig:
 
     def pattern(self, index: int) -> AttentionPattern:
         """Which of the keys before them a layer's rows see."""
-        return AttentionPattern()
+        return AttentionPattern(self.window if self.sliding and self.sliding[index] else 0)
 
     def pool(self, index: int) -> int:
         """Which of the stored keys and values a layer reads."""
@@ -132,10 +134,12 @@ class Decoder:
 
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
         """Says what one layer consists of; families override it, or the two methods that it calls."""
-        config = self.config
-        shape, prefix = config.layer(index), f"model.layers.{index}."
-        mixer = self.make_mixer(weights, names, index, prefix)
-        return load_usual_layer(weights, shape, prefix, mixer, lambda inner: self.make_feeder(weights, index, inner))
+        prefix = f"model.layers.{index}."
+        mixer, feeder = (
+            self.make_mixer(weights, names, index, prefix),
+            self.make_feeder(weights, index, prefix + "mlp."),
+        )
+        return load_usual_layer(weights, self.config, prefix, mixer, feeder)
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
         """What lets a row take something from the rows before it; `prefix` is that of the layer's tensors."""

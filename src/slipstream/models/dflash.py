@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -39,7 +39,6 @@ from slipstream.models.weights import Embedding, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
 LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # both writers use the same keys
-_PAIR_HINT = "use the drafter that was trained for this target"
 
 
 class DFlashDrafter:
@@ -104,7 +103,7 @@ class DFlashDrafter:
         gate = self._load_gate(weights, prefix + "self_attn.", projections) if config.parts.gate_width else None
         pattern = config.patterns[index]
         mixer = load_attention(weights, config, prefix + "self_attn.", pattern, index, projections, gate)
-        layer = load_usual_layer(weights, config, prefix, mixer, lambda inner: load_mlp(weights, config, inner))
+        layer = load_usual_layer(weights, config, prefix, mixer, load_mlp(weights, config, prefix + "mlp."))
         if config.parts.conv_kernel_size:
             for sublayer, name in zip(layer.sublayers, ("attention_conv.", "mlp_conv."), strict=True):
                 sublayer.convolution = self._load_convolution(weights, prefix + name)
@@ -220,35 +219,26 @@ def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
 
     Without this check only a low acceptance would show that they do not belong together.
     """
-    config = drafter.config
+    for reason in _mismatches(target, drafter, drafter.config):
+        raise PairError(reason, "use the drafter that was trained for this target")
+
+
+def _mismatches(target: DecoderConfig, drafter: DFlashDrafter, config: DFlashConfig) -> Iterator[str]:
     if config.target_family is not None and config.target_family != target.family:
-        said = f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
-        raise PairError(said, _PAIR_HINT)
+        yield f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
     if config.vocab_size != target.vocab_size:
-        raise PairError(
-            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}", _PAIR_HINT
-        )
+        yield f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
     shares = drafter.embed is None or drafter.head is None
     if shares and config.hidden_size != target.hidden_size:
-        raise PairError(
-            f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide",
-            _PAIR_HINT,
-        )
+        yield f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide"
     width = drafter.tap_width // len(config.target_layer_ids)
     if width != target.hidden_size:
-        raise PairError(f"the drafter reads taps {width} wide, the target's are {target.hidden_size}", _PAIR_HINT)
+        yield f"the drafter reads taps {width} wide, the target's are {target.hidden_size}"
     if config.num_target_layers is not None and config.num_target_layers != target.layers:
-        raise PairError(
-            f"the drafter was trained on a target of {config.num_target_layers} layers, this one has {target.layers}",
-            _PAIR_HINT,
-        )
-    outside = [layer for layer in config.target_layer_ids if not -1 <= layer < target.layers]
-    if outside:
-        raise PairError(
-            f"the drafter taps layer {outside[0]}, the target has layers 0 to {target.layers - 1}", _PAIR_HINT
-        )
+        yield f"the drafter was trained on a target of {config.num_target_layers} layers, this one has {target.layers}"
+    for layer in config.target_layer_ids:
+        if not -1 <= layer < target.layers:
+            yield f"the drafter taps layer {layer}, the target has layers 0 to {target.layers - 1}"
     if config.mask_token_id >= target.vocab_size:
-        raise PairError(
-            f"the drafter's mask token {config.mask_token_id} is not in the target's vocabulary of {target.vocab_size}",
-            _PAIR_HINT,
-        )
+        token, size = config.mask_token_id, target.vocab_size
+        yield f"the drafter's mask token {token} is not in the target's vocabulary of {size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
@@ -221,18 +221,19 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
         forced = nested.boolean("causal")
     elif any(reader.has(key) for key in _SPECULATORS_KEYS) and reader.boolean("sliding_window_non_causal", True):
         forced = False
-    if not reader.has("layer_types"):
-        if nested.has("use_swa") and nested.boolean("use_swa"):
-            window = nested.integer("swa_window_size")
-            return (AttentionPattern(window, bool(forced)),) * layers
-        window = _window_alone(reader)
-        return (AttentionPattern(window, bool(window) if forced is None else forced),) * layers
-    patterns = []
-    for kind in reader.layer_kinds("layer_types", layers, ("full_attention", "sliding_attention")):
-        sliding = kind == "sliding_attention"
-        window = reader.integer("sliding_window") if sliding else 0
-        patterns.append(AttentionPattern(window, sliding if forced is None else forced))
-    return tuple(patterns)
+    if reader.has("layer_types"):
+        kinds = reader.layer_kinds("layer_types", layers, ("full_attention", "sliding_attention"))
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        return _patterns(sliding, reader.integer("sliding_window") if any(sliding) else 0, forced)
+    if nested.has("use_swa") and nested.boolean("use_swa"):
+        return _patterns([True] * layers, nested.integer("swa_window_size"), bool(forced))
+    window = _window_alone(reader)
+    return _patterns([window > 0] * layers, window, forced)
+
+
+def _patterns(sliding: Sequence[bool], window: int, forced: bool | None) -> tuple[AttentionPattern, ...]:
+    """Layers that slide have the window, and are causal unless something else is said for all layers."""
+    return tuple(AttentionPattern(window if flag else 0, flag if forced is None else forced) for flag in sliding)
 
 
 def _window_alone(reader: ConfigReader) -> int:
@@ -332,9 +333,9 @@ def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern,
     causal = "dflash.attention.causal"
     forced = reader.boolean(causal) if reader.has(causal) else None
     if not reader.has("dflash.attention.sliding_window"):
-        return (AttentionPattern(0, bool(forced)),) * layers
+        return _patterns([False] * layers, 0, forced)
     window = reader.integer("dflash.attention.sliding_window", least=0)
     flags = reader.values.get("dflash.attention.sliding_window_pattern", [window > 0] * layers)
     if not isinstance(flags, list) or len(flags) != layers:
         raise ConfigError(f"{reader.label}: dflash.attention.sliding_window_pattern must have {layers} entries")
-    return tuple(AttentionPattern(window if flag else 0, bool(flag) if forced is None else forced) for flag in flags)
+    return _patterns(list(map(bool, flags)), window, forced)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.llama import gguf_common, hf_common, with_stored_factors
@@ -23,8 +22,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class Gemma4Config(DecoderConfig):
     """`head_dim`, `kv_heads` and `rope` are those of sliding layers; the last `sharing` layers read earlier keys."""
 
-    sliding: tuple[bool, ...]
-    window: int
     layer_dims: tuple[int, ...]
     layer_kv_heads: tuple[int, ...]
     layer_inner: tuple[int, ...]
@@ -43,9 +40,6 @@ class Gemma4Config(DecoderConfig):
             intermediate_size=self.layer_inner[index],
             rope=self.rope if self.sliding[index] else self.full_rope,
         )
-
-    def pattern(self, index: int) -> AttentionPattern:
-        return AttentionPattern(self.window if self.sliding[index] else 0)
 
     def owns_keys(self, index: int) -> bool:
         return index < self.layers - self.sharing

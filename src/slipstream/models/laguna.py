@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.layers import LayerPart, load_attention, load_gate, load_projections
@@ -27,8 +26,6 @@ class LagunaConfig(DecoderConfig):
     """The numbers that all layers share, and those in which layers differ; `rope` is that of the full layers."""
 
     layer_heads: tuple[int, ...]
-    sliding: tuple[bool, ...]
-    window: int
     sliding_rope: RopeConfig
     moe: MoeShape
     gate_per_head: bool
@@ -36,9 +33,6 @@ class LagunaConfig(DecoderConfig):
     def layer(self, index: int) -> Self:
         rope = self.sliding_rope if self.sliding[index] else self.rope
         return replace(self, heads=self.layer_heads[index], rope=rope)
-
-    def pattern(self, index: int) -> AttentionPattern:
-        return AttentionPattern(self.window if self.sliding[index] else 0)
 
 
 class Laguna(Decoder):

@@ -257,10 +257,8 @@ def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activ
     return Mlp(gate_up, down, gate_up_bias, weights.vector(prefix + "down_proj.bias", hidden), activation)
 
 
-def load_usual_layer(
-    weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, load_feeder: Callable[[str], LayerPart]
-) -> Layer:
+def load_usual_layer(weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, feeder: LayerPart) -> Layer:
     """The layer that most families have: a norm and what mixes rows, a norm and what is in the place of the MLP."""
-    mixing = Sublayer(mixer, weights.norm(prefix + "input_layernorm.weight", shape.hidden_size))
-    norm = weights.norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
-    return Layer((mixing, Sublayer(load_feeder(prefix + "mlp."), norm)))
+    norms = ("input_layernorm", "post_attention_layernorm")
+    loaded = [weights.norm(f"{prefix}{name}.weight", shape.hidden_size) for name in norms]
+    return Layer([Sublayer(*given) for given in zip((mixer, feeder), loaded, strict=True)])
