@@ -17,8 +17,7 @@ from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library, availability, set_threads
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 from slipstream.models.cpu.native_pass import NativeStack
-from slipstream.models.decoder import DecoderConfig
-from slipstream.models.layers import Attention, Layer, Mlp, Sublayer
+from slipstream.models.layers import Attention, Layer, LayerShape, Mlp, Sublayer
 from slipstream.models.rope import RopeConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -71,7 +70,17 @@ class Model:
             return Layer([Sublayer(attention, norm), Sublayer(mlp, norm)])
 
         layers = [layer() for _ in range(LAYERS)]
-        shape = DecoderConfig("llama", HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB, 1e-5, rope, 1024, True)
+        shape = LayerShape(
+            hidden_size=HIDDEN,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            intermediate_size=INNER,
+            vocab_size=VOCAB,
+            rms_eps=1e-5,
+            rope=rope,
+        )
         self.stack = NativeStack(library, shape, layers, norm)
         self.head = linear(VOCAB, kind="Q8_0")
         self.bytes = self.head.nbytes + sum(matrix.nbytes for each in layers for matrix in each.matrices)

@@ -13,8 +13,7 @@ from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
 from slipstream.models.cpu.native_pass import NativeStack
-from slipstream.models.decoder import DecoderConfig
-from slipstream.models.layers import Attention, Layer, Mlp, Sublayer
+from slipstream.models.layers import Attention, Layer, LayerShape, Mlp, Sublayer
 from slipstream.models.rope import RopeConfig
 from tests.native import FLOATS, every_library, libraries, reference_product, stored
 
@@ -61,7 +60,17 @@ class Small:
         layer = Layer(
             [Sublayer(attention, norm), Sublayer(Mlp(linear(INNER, INNER), linear(hidden, inputs=INNER)), norm)]
         )
-        shape = DecoderConfig("tiny", hidden, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB, 1e-5, rope, 128, False)
+        shape = LayerShape(
+            hidden_size=hidden,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            intermediate_size=INNER,
+            vocab_size=VOCAB,
+            rms_eps=1e-5,
+            rope=rope,
+        )
         self.stack = NativeStack(library, shape, [layer] * LAYERS, norm)
         self.hidden, self.norm, self.head = hidden, norm, linear(VOCAB)
         self.head_weight = stored(kind, VOCAB, hidden, seed=VOCAB).dense()

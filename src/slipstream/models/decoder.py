@@ -24,6 +24,7 @@ from slipstream.models.cpu.part_runs import side_rows
 from slipstream.models.layers import (
     Layer,
     LayerPart,
+    LayerShape,
     RotaryRows,
     SideEmbeddings,
     load_attention,
@@ -32,32 +33,20 @@ from slipstream.models.layers import (
     load_usual_layer,
 )
 from slipstream.models.moe import MoeShape, load_expert_block
-from slipstream.models.rope import RopeConfig, RotaryTable
+from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(LayerShape):
     """Every number of a decoder stack, read from the checkpoint and never guessed.
 
     A family whose layers differ from each other extends it and overrides `layer`, `pool` and `kv_shapes`.
     """
 
     family: str
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_eps: float
-    rope: RopeConfig
     max_positions: int
     tied_head: bool
-    qk_norm: bool = True
-    attention_bias: bool = False
-    mlp_bias: bool = False
     moe: MoeShape | None = None  # the experts in the place of MLPs
     sparse: tuple[bool, ...] = ()  # which layers have the experts; empty: all of them
     sliding: tuple[bool, ...] = ()  # which layers see only a window; empty: none of them

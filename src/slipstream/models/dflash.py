@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -219,26 +219,37 @@ def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
 
     Without this check only a low acceptance would show that they do not belong together.
     """
-    for reason in _mismatches(target, drafter, drafter.config):
-        raise PairError(reason, "use the drafter that was trained for this target")
-
-
-def _mismatches(target: DecoderConfig, drafter: DFlashDrafter, config: DFlashConfig) -> Iterator[str]:
-    if config.target_family is not None and config.target_family != target.family:
-        yield f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
-    if config.vocab_size != target.vocab_size:
-        yield f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+    config = drafter.config
     shares = drafter.embed is None or drafter.head is None
-    if shares and config.hidden_size != target.hidden_size:
-        yield f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide"
-    width = drafter.tap_width // len(config.target_layer_ids)
-    if width != target.hidden_size:
-        yield f"the drafter reads taps {width} wide, the target's are {target.hidden_size}"
-    if config.num_target_layers is not None and config.num_target_layers != target.layers:
-        yield f"the drafter was trained on a target of {config.num_target_layers} layers, this one has {target.layers}"
-    for layer in config.target_layer_ids:
-        if not -1 <= layer < target.layers:
-            yield f"the drafter taps layer {layer}, the target has layers 0 to {target.layers - 1}"
-    if config.mask_token_id >= target.vocab_size:
-        token, size = config.mask_token_id, target.vocab_size
-        yield f"the drafter's mask token {token} is not in the target's vocabulary of {size}"
+    width, trained = drafter.tap_width // len(config.target_layer_ids), config.num_target_layers
+    outside = [layer for layer in config.target_layer_ids if not -1 <= layer < target.layers]
+    checks = (
+        (
+            config.target_family not in (None, target.family),
+            f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'",
+        ),
+        (
+            config.vocab_size != target.vocab_size,
+            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}",
+        ),
+        (
+            shares and config.hidden_size != target.hidden_size,
+            f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide",
+        ),
+        (width != target.hidden_size, f"the drafter reads taps {width} wide, the target's are {target.hidden_size}"),
+        (
+            trained not in (None, target.layers),
+            f"the drafter was trained on a target of {trained} layers, this one has {target.layers}",
+        ),
+        (
+            outside,
+            f"the drafter taps layer {next(iter(outside), None)}, the target has layers 0 to {target.layers - 1}",
+        ),
+        (
+            config.mask_token_id >= target.vocab_size,
+            f"the drafter's mask token {config.mask_token_id} is not in the target's vocabulary of {target.vocab_size}",
+        ),
+    )
+    for wrong, said in checks:
+        if wrong:
+            raise PairError(said, "use the drafter that was trained for this target")

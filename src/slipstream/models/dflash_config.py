@@ -12,6 +12,7 @@ from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.dflash_names import ShapeOf
 from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
+from slipstream.models.layers import LayerShape
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 
 # Other spellings of the keys about speculation; DeepSeek bundles use those that begin with `dspark_`.
@@ -26,21 +27,11 @@ _LAYERS_FROM_ONE = ("aux_hidden_state_layer_ids",)  # id i is the input of layer
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(LayerShape):
     """Every number of a drafter, and every convention that its checkpoint leaves unsaid."""
 
     label: str
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_eps: float
-    rope: RopeConfig
-    attention_bias: bool
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -50,8 +41,6 @@ class DFlashConfig:
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
-    qk_norm: bool = True
-    mlp_bias: bool = False
     sample_from_anchor: bool = False  # row 0 proposes too, because each row proposes the token after its own
     parts: DraftParts = field(default_factory=DraftParts)
     draft_vocab_size: int = 0  # how many tokens the drafter's own head knows; 0: all tokens of the target
@@ -70,24 +59,23 @@ class DFlashConfig:
         return self.block_size - self.first_slot
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.label}: {self.heads} heads cannot share {self.kv_heads} key heads evenly")
-        if not self.target_layer_ids:
-            raise ConfigError(f"{self.label}: target_layer_ids is empty", "the drafter must say which layers it reads")
-        if self.proposals < 1:
-            raise ConfigError(f"{self.label}: block_size is {self.block_size}, it must be at least 2")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(
-                f"{self.label}: {self.draft_vocab_size} drafted tokens in a vocabulary of {self.vocab_size}"
-            )
-        if self.draft_vocab_size and self.parts.any_head:
-            raise ConfigError(f"{self.label}: heads over a reduced vocabulary (draft_vocab_size) are not supported")
-        if self.parts.selector_top_k > self.vocab_size:
-            raise ConfigError(f"{self.label}: selector_top_k is larger than the vocabulary of {self.vocab_size}")
-        if self.parts.conv_kernel_size and self.hidden_size % self.parts.conv_group_size:
-            raise ConfigError(
-                f"{self.label}: {self.hidden_size} channels do not divide into groups of {self.parts.conv_group_size}"
-            )
+        parts, block, drafted = self.parts, self.block_size, self.draft_vocab_size
+        group = parts.conv_group_size if parts.conv_kernel_size else 1
+        checks = (
+            (self.heads % self.kv_heads, f"{self.heads} heads cannot share {self.kv_heads} key heads evenly"),
+            (not self.target_layer_ids, "target_layer_ids is empty", "the drafter must say which layers it reads"),
+            (self.proposals < 1, f"block_size is {block}, it must be at least 2"),
+            (drafted > self.vocab_size, f"{drafted} drafted tokens in a vocabulary of {self.vocab_size}"),
+            (drafted and parts.any_head, "heads over a reduced vocabulary (draft_vocab_size) are not supported"),
+            (
+                parts.selector_top_k > self.vocab_size,
+                f"selector_top_k is larger than the vocabulary of {self.vocab_size}",
+            ),
+            (self.hidden_size % group, f"{self.hidden_size} channels do not divide into groups of {group}"),
+        )
+        for wrong, said, *hint in checks:
+            if wrong:
+                raise ConfigError(f"{self.label}: {said}", *hint)
         for prompts, tau in self.expected_tau.items():
             if not prompts or not math.isfinite(tau) or not 1 <= tau <= self.proposals + 1:
                 raise ConfigError(

@@ -23,7 +23,7 @@ from slipstream.models.layers import (
     load_mlp,
     load_projections,
 )
-from slipstream.models.llama import gguf_name, hf_names, multimodal_names
+from slipstream.models.llama import gguf_name, hf_names
 from slipstream.models.moe import MlpBesideExperts, MoeShape, load_experts
 from slipstream.models.weights import Weights
 
@@ -131,7 +131,7 @@ MODEL = Gemma4
 
 def read_hf(config: ConfigReader) -> tuple[Gemma4Config, FamilyNames]:
     read = gemma4_config.read_hf(config.text_part())
-    names = multimodal_names(read.tied_head) if config.has("text_config") else hf_names(read.tied_head)
+    names = hf_names(read.tied_head, multimodal=config.has("text_config"))
     return read, _ignoring(names, _shared_parts(read, names.file_name))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
@@ -143,7 +143,8 @@ def read_gguf(config: ConfigReader, weights: Weights) -> Gemma4Config:
     full_dim, head_dim = config.integer(f"{key}key_length"), config.integer(f"{key}key_length_swa")
     inner = config.each_layer(f"{ARCH}.feed_forward_length", layers)
     kv_heads = config.each_layer(f"{key}head_count_kv", layers)
-    own = {"kv_heads": kv_heads[0], "head_dim": head_dim, "intermediate_size": inner[0], "attention_bias": False}
+    own: dict[str, Any] = {"kv_heads": kv_heads[0], "head_dim": head_dim, "intermediate_size": inner[0]}
+    common = gguf_common(config, ARCH, weights, attention_bias=False, **own)
     side = config.integer(f"{ARCH}.embedding_length_per_layer_input", 0, least=0)
     return _checked(
         Gemma4Config(
@@ -162,7 +163,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> Gemma4Config:
             side_vocab=file.tensor("per_layer_token_embd.weight").shape[0] if side else 0,
             final_softcap=config.number(f"{ARCH}.final_logit_softcapping", 0.0),
             moe=MoeShape.read(config, ARCH) if config.integer(f"{ARCH}.expert_count", 0, least=0) else None,
-            **gguf_common(config, ARCH, weights, **own),
+            **common,
         ),
         config.label,
     )

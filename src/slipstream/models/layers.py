@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,26 @@ from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Embedding, Weights
 
-if TYPE_CHECKING:
-    from slipstream.models.decoder import DecoderConfig
-    from slipstream.models.dflash_config import DFlashConfig
-
 Activation = Literal["silu", "gelu"]
-LayerShape: TypeAlias = "DecoderConfig | DFlashConfig"  # the config that has the numbers of a layer
 RotaryRows = Callable[[int, int], Tensor]  # (heads, head_dim) -> the row order that undoes a file's interleaving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The numbers of a layer, and the fields that the configs of targets and drafters have in common."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_eps: float
+    rope: RopeConfig
+    qk_norm: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
 
 class LayerPart(Protocol):

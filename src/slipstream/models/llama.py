@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.weights import Weights
 
 MODEL = Decoder
 GGUF_GLOBAL = {
@@ -57,21 +57,26 @@ def stored_rotary_rows(heads: int, head_dim: int) -> Tensor:
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def hf_names(tied: bool) -> FamilyNames:
-    def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+def hf_names(
+    tied: bool, multimodal: bool = False, other_parts: tuple[str, ...] = (), norm_shift: float = 0.0
+) -> FamilyNames:
+    """Names in a Hugging Face checkpoint.
 
-    return FamilyNames(keep_name, ignored)
-
-
-def multimodal_names(tied: bool) -> FamilyNames:
-    """Names in a checkpoint that also has image and audio parts, which are ignored."""
+    A multimodal one also has image and audio parts, whose names begin with `other_parts` or, if none are given, unlike
+    those of the text part; they are ignored.
+    """
     text = "model.language_model."
 
-    def ignored(name: str) -> bool:
-        return not name.startswith(text) and (tied or name != "lm_head.weight")
+    def file_name(name: str) -> str:
+        return name.replace("model.", text, 1) if multimodal and name.startswith("model.") else name
 
-    return FamilyNames(lambda name: name.replace("model.", text, 1) if name.startswith("model.") else name, ignored)
+    def ignored(name: str) -> bool:
+        if name == "lm_head.weight":
+            return tied
+        foreign = multimodal and not other_parts and not name.startswith(text)
+        return foreign or name.startswith(other_parts) or name.endswith("rotary_emb.inv_freq")
+
+    return FamilyNames(file_name, ignored, norm_shift=norm_shift)
 
 
 def hf_common(config: ConfigReader, even_heads: bool = False, **own: Any) -> dict[str, Any]:

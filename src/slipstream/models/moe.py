@@ -185,7 +185,8 @@ def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertB
     routed = load_experts(weights, prefix + "gate.weight", prefix + "experts.", shape, router_bias=bias, shared=shared)
     block = ExpertBlock(routed, None, None)
     if shared is not None and not routed.has_shared:
-        block.shared = Mlp(*map(weights.matrix, shared))
+        gate_up, down = map(weights.matrix, shared)
+        block.shared = Mlp(gate_up, down)
     if shape.shared_gate:
         name = prefix + "shared_expert_gate.weight"
         block.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])

@@ -17,7 +17,7 @@ from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.delta_net import load_delta_net
 from slipstream.models.layers import HeadGate, LayerPart, Projections, load_attention, load_gate
-from slipstream.models.llama import gguf_common, gguf_name, hf_common
+from slipstream.models.llama import gguf_common, gguf_name, hf_common, hf_names
 from slipstream.models.moe import GGUF_MOE, MoeShape
 from slipstream.models.rope import partial_rows, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
@@ -26,7 +26,6 @@ FAMILY, MOE_FAMILY = "qwen3_5", "qwen3_5_moe"
 ARCH, MOE_ARCH = "qwen35", "qwen35moe"
 LINEAR, FULL = "linear_attention", "full_attention"
 _PERIOD = 4  # layers from one with attention to the next, for a file that does not say
-_TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # the model's own drafter and its image part are ignored
 GGUF_OWN = GGUF_MOE | {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -113,7 +112,7 @@ MODEL = Qwen35
 
 def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
     """The numbers of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
-    sees, text, own = config.has("text_config"), config.text_part(), dict[str, Any]()
+    text, own = config.text_part(), dict[str, Any]()
     text.require("hidden_act", ("silu", "swish"), "this activation")
     mixture = config.text("model_type").startswith(MOE_FAMILY)
     if mixture:
@@ -136,14 +135,7 @@ def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
     rope = read_rope(rope_source, common["head_dim"], allows_partial=True)
     family = MOE_FAMILY if mixture else FAMILY
     read = Qwen35Config(family=family, rope=rope, recurrent=recurrent, delta=delta, as_gguf=False, **common)
-
-    def file_name(name: str) -> str:
-        return name.replace("model.", _TEXT_PREFIX, 1) if sees and name.startswith("model.") else name
-
-    def ignored(name: str) -> bool:
-        return name.startswith(_OTHER_PARTS) or (tied and name == "lm_head.weight")
-
-    return read, FamilyNames(file_name, ignored, norm_shift=1.0)
+    return read, hf_names(tied, config.has("text_config"), _OTHER_PARTS, norm_shift=1.0)
 
 
 def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
