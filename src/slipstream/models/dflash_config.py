@@ -165,15 +165,12 @@ def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
 def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
-    used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
-    ropes = {read_rope(reader, head_dim, kind, allows_partial=True) for kind in used}
+    if not isinstance(kinds, list) or not kinds:
+        kinds = ["sliding_attention" if _window_alone(reader) else "full_attention"]
+    ropes = {read_rope(reader, head_dim, kind, allows_partial=True) for kind in sorted(set(map(str, kinds)))}
     if len(ropes) > 1:
         raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")
     return ropes.pop()
-
-
-def _only_kind(reader: ConfigReader) -> str:
-    return "sliding_attention" if _window_alone(reader) else "full_attention"
 
 
 def _expected_tau(reader: ConfigReader) -> dict[str, float]:
@@ -242,6 +239,7 @@ def read_gguf(metadata: Mapping[str, object], label: str, shape_of: ShapeOf | No
         raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; a guess costs acceptance")
     parts = _gguf_parts(reader, common["hidden_size"], common["vocab_size"], shape_of)
     scale = "dflash.embedding_scale"
+    known = shape_of("d2t") if shape_of is not None else None  # a GGUF shows a smaller vocabulary only by this table
     return DFlashConfig(
         label=label,
         rope=read_gguf_rope(reader, "dflash", common["head_dim"]),
@@ -257,7 +255,7 @@ def read_gguf(metadata: Mapping[str, object], label: str, shape_of: ShapeOf | No
         final_logit_softcapping=reader.number("dflash.final_logit_softcapping", 0.0),
         sample_from_anchor=reader.boolean("dflash.sample_from_anchor", parts.dspark),
         parts=parts,
-        draft_vocab_size=_gguf_draft_vocabulary(shape_of),
+        draft_vocab_size=known[0] if known else 0,
         target_family=_target_family(reader, "slipstream.target_model_type", parts),
         expected_tau={
             key.removeprefix(GGUF_EXPECTED_TAU): reader.number(key)
@@ -266,12 +264,6 @@ def read_gguf(metadata: Mapping[str, object], label: str, shape_of: ShapeOf | No
         },
         **common,
     )
-
-
-def _gguf_draft_vocabulary(shape_of: ShapeOf | None) -> int:
-    """The size of a smaller vocabulary, which a GGUF shows only by the table of its token ids."""
-    ids = shape_of("d2t") if shape_of is not None else None
-    return ids[0] if ids else 0
 
 
 def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, object]:

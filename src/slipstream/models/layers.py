@@ -22,6 +22,8 @@ from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Embedding, Weights
 
 Activation = Literal["silu", "gelu"]
+MlpSources = tuple[list[WeightTensor], list[WeightTensor]]  # of a gated MLP: the tensors of gate and up, and of down
+_GATE_UP = ("gate_proj", "up_proj")
 RotaryRows = Callable[[int, int], Tensor]  # (heads, head_dim) -> the row order that undoes a file's interleaving
 
 
@@ -260,13 +262,17 @@ def _head_norm(weights: Weights, shape: LayerShape, name: str) -> Tensor:
     return norm[partial_rows(1, shape.head_dim, shape.rope.dim)] if shape.rope.partial else norm
 
 
+def mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> MlpSources:
+    gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in _GATE_UP]
+    return gate_up, [weights.source(prefix + "down_proj.weight", (hidden, inner))]
+
+
 def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activation = "silu") -> Mlp:
-    hidden, inner, names = shape.hidden_size, shape.intermediate_size, ("gate_proj", "up_proj")
-    gate_up = weights.matrix([weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in names])
-    down = weights.matrix([weights.source(prefix + "down_proj.weight", (hidden, inner))])
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    gate_up, down = map(weights.matrix, mlp_sources(weights, prefix, inner, hidden))
     if not shape.mlp_bias:
         return Mlp(gate_up, down, activation=activation)
-    gate_up_bias = torch.cat([weights.vector(f"{prefix}{name}.bias", inner) for name in names])
+    gate_up_bias = torch.cat([weights.vector(f"{prefix}{name}.bias", inner) for name in _GATE_UP])
     return Mlp(gate_up, down, gate_up_bias, weights.vector(prefix + "down_proj.bias", hidden), activation)
 
 

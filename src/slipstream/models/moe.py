@@ -9,10 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weight_files import WeightTensor
 from slipstream.kernels.cpu.linear import Matrix
 from slipstream.models.config_reading import ConfigReader
-from slipstream.models.layers import Activation, Layer, Mlp
+from slipstream.models.layers import Activation, Layer, Mlp, MlpSources, mlp_sources
 from slipstream.models.weights import Weights
 
 # The GGUF names of a layer's experts, without the prefix `blk.N.` of the layer.
@@ -124,9 +123,6 @@ def routed_experts(layers: Sequence[Layer]) -> list[RoutedExperts]:
     return [part.routed for part in parts if isinstance(part, ExpertBlock | MlpBesideExperts)]
 
 
-MlpSources = tuple[list[WeightTensor], list[WeightTensor]]  # of a gated MLP: the tensors of gate and up, and of down
-
-
 def load_experts(
     weights: Weights,
     router_name: str,
@@ -160,7 +156,7 @@ def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> list[MlpS
     """The tensors of every expert: a file has them all in one tensor, in one per projection, or one by one."""
     count, inner, hidden = shape.experts, shape.intermediate_size, shape.hidden_size
     if not weights.has(prefix + "down_proj"):
-        return [_mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
+        return [mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
     if weights.has(prefix + "gate_up_proj"):
         joined = [weights.source(prefix + "gate_up_proj", (count, 2 * inner, hidden))]
     else:
@@ -169,19 +165,13 @@ def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> list[MlpS
     return [([tensor.part(expert) for tensor in joined], [down.part(expert)]) for expert in range(count)]
 
 
-def _mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> MlpSources:
-    """The tensors of one expert that has tensors of its own."""
-    gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-    return gate_up, [weights.source(prefix + "down_proj.weight", (hidden, inner))]
-
-
 def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertBlock:
     """The experts in the place of the MLP whose tensors begin with `prefix`."""
     name = prefix + "experts.e_score_correction_bias"
     bias = weights.vector(name, shape.experts) if shape.selection_bias else None
     shared = None
     if shape.shared_size:
-        shared = _mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
+        shared = mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
     routed = load_experts(weights, prefix + "gate.weight", prefix + "experts.", shape, router_bias=bias, shared=shared)
     block = ExpertBlock(routed, None, None)
     if shared is not None and not routed.has_shared:

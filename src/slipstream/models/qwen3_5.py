@@ -141,8 +141,7 @@ def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
 def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
     if text.has("layer_types"):
         return tuple(kind == LINEAR for kind in text.layer_kinds("layer_types", layers, (LINEAR, FULL)))
-    every = text.integer("full_attention_interval", _PERIOD)
-    return tuple((index + 1) % every != 0 for index in range(layers))
+    return _every_few(text.integer("full_attention_interval", _PERIOD), layers)
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
@@ -180,5 +179,8 @@ def _gguf_recurrent(config: ConfigReader, arch: str, layers: int) -> tuple[bool,
         if len(flags) < layers:
             raise ConfigError(f"{config.label}: '{arch}.attention.recurrent_layers' must have {layers} entries")
         return tuple(map(bool, flags[:layers]))
-    every = config.integer(f"{arch}.full_attention_interval", _PERIOD)
-    return tuple((index + 1) % every != 0 for index in range(layers))
+    return _every_few(config.integer(f"{arch}.full_attention_interval", _PERIOD), layers)
+
+
+def _every_few(period: int, layers: int) -> tuple[bool, ...]:
+    return tuple((index + 1) % period != 0 for index in range(layers))

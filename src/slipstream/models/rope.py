@@ -90,16 +90,30 @@ def _scaled_rope(
         hint = "use default, linear, llama3, yarn or proportional"
         raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", hint)
     original = scaling.integer("original_max_position_embeddings", longest)
-    if kind == "yarn":
-        return _read_yarn(scaling, theta, dim, original, longest)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            dim,
+            kind,
+            scaling.number("factor"),
+            original,
+            scaling.number("low_freq_factor"),
+            scaling.number("high_freq_factor"),
+        )
+    for unsupported in ("mscale", "mscale_all_dim"):
+        scaling.require(unsupported, (), "YaRN with its own scale")
+    if scaling.has("truncate") and not scaling.boolean("truncate"):
+        raise ConfigError(f"{scaling.label}: YaRN without truncation is not supported")
+    factor = scaling.number("factor", longest / original)
     return RopeConfig(
         theta,
         dim,
         kind,
-        scaling.number("factor"),
+        factor,
         original,
-        scaling.number("low_freq_factor"),
-        scaling.number("high_freq_factor"),
+        attention_factor=scaling.number("attention_factor", _attention_factor(factor)),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
     )
 
 
@@ -141,25 +155,6 @@ def read_gguf_rope(
 
 def _attention_factor(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max_positions: int) -> RopeConfig:
-    for unsupported in ("mscale", "mscale_all_dim"):
-        scaling.require(unsupported, (), "YaRN with its own scale")
-    if scaling.has("truncate") and not scaling.boolean("truncate"):
-        raise ConfigError(f"{scaling.label}: YaRN without truncation is not supported")
-    factor = scaling.number("factor", max_positions / original)
-    attention = scaling.number("attention_factor", _attention_factor(factor))
-    return RopeConfig(
-        theta,
-        dim,
-        "yarn",
-        factor,
-        original,
-        attention_factor=attention,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
-    )
 
 
 def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:

@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightFile, WeightTensor
 from slipstream.kernels.cpu.linear import Matrix, make_matrix
 from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_matrix import RowTable
+from slipstream.kernels.cpu.native_matrix import KINDS, RowTable
 from slipstream.types import Progress
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,7 +45,7 @@ class Embedding:
 def _row_reader(source: WeightTensor) -> Callable[[Tensor], Tensor]:
     """The function that returns the rows of tokens in fp32."""
     compiled, dtype = library(), FLOAT_TYPES.get(source.type_name)
-    if compiled is not None and RowTable.serves(source):
+    if compiled is not None and source.type_name in KINDS:
         return RowTable(compiled, source)
     if dtype is None:
         stored = source.in_memory()

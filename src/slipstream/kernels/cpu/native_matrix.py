@@ -64,18 +64,18 @@ class _Arena:
         return taken
 
 
-_common = _Arena()
-_separate_arena: ContextVar[_Arena | None] = ContextVar("own", default=None)
+_COMMON = _Arena()
+_arena: ContextVar[_Arena] = ContextVar("arena", default=_COMMON)
 
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
     """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
-    before = _separate_arena.set(_Arena())
+    before = _arena.set(_Arena())
     try:
         yield
     finally:
-        _separate_arena.reset(before)
+        _arena.reset(before)
 
 
 class Coarsened:
@@ -108,7 +108,7 @@ def pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np
     if rows.nbytes != outputs * library.function("slip_row_bytes", "ii", "l")(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
     numbers = KINDS[kind], outputs, inputs
-    data = (_separate_arena.get() or _common).take(library.function("slip_packed_bytes", "iii", "l")(*numbers))
+    data = _arena.get().take(library.function("slip_packed_bytes", "iii", "l")(*numbers))
     library.function("slip_pack", "iiipp")(*numbers, rows.ctypes.data, data.ctypes.data)
     return SlipMatrix(*numbers, data.ctypes.data), data
 
@@ -127,7 +127,10 @@ def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
 
 
 class RowTable:
-    """A table of a model file, such as an embedding, whose rows are converted to floats when they are read."""
+    """A table of a model file, such as an embedding, whose rows are converted to floats when they are read.
+
+    The type of its numbers must be one of `KINDS`.
+    """
 
     def __init__(self, library: Library, source: StoredTensor) -> None:
         self._rows = source.raw()
@@ -135,10 +138,6 @@ class RowTable:
         self._kind = KINDS[source.type_name]
         self._decode = library.function("slip_decode_rows", "iiippip", "i")
         self._address = self._rows.ctypes.data
-
-    @staticmethod
-    def serves(source: StoredTensor) -> bool:
-        return source.type_name in KINDS
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Returns the rows [tokens, width] of int64 ids."""
