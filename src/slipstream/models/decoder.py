@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
@@ -56,17 +55,8 @@ class DecoderConfig(LayerShape):
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
 
-    def layer(self, index: int) -> Self:
-        """The config of a model whose layers are all like this one."""
-        return self
-
     def pattern(self, index: int) -> AttentionPattern:
-        """Which of the keys before them a layer's rows see."""
         return AttentionPattern(self.window if self.sliding and self.sliding[index] else 0)
-
-    def pool(self, index: int) -> int:
-        """Which of the stored keys and values a layer reads."""
-        return index
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -132,10 +122,9 @@ class Decoder:
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
         """What lets a row take something from the rows before it; `prefix` is that of the layer's tensors."""
-        shape, prefix = self.config.layer(index), prefix + "self_attn."
-        projections = load_projections(weights, shape, prefix, names.rotary_rows)
-        pattern, pool = self.config.pattern(index), self.config.pool(index)
-        return load_attention(weights, shape, prefix, pattern, pool, projections)
+        prefix += "self_attn."
+        projections = load_projections(weights, self.config.layer(index), prefix, names.rotary_rows)
+        return load_attention(weights, self.config, index, prefix, projections)
 
     def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
         """What works on every row by itself, an MLP or experts; `prefix` is that of its tensors."""

@@ -101,8 +101,7 @@ class DFlashDrafter:
         config, prefix = self.config, f"layers.{index}."
         projections = load_projections(weights, config, prefix + "self_attn.")
         gate = self._load_gate(weights, prefix + "self_attn.", projections) if config.parts.gate_width else None
-        pattern = config.patterns[index]
-        mixer = load_attention(weights, config, prefix + "self_attn.", pattern, index, projections, gate)
+        mixer = load_attention(weights, config, index, prefix + "self_attn.", projections, gate)
         layer = load_usual_layer(weights, config, prefix, mixer, load_mlp(weights, config, prefix + "mlp."))
         if config.parts.conv_kernel_size:
             for sublayer, name in zip(layer.sublayers, ("attention_conv.", "mlp_conv."), strict=True):

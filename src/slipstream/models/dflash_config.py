@@ -48,6 +48,9 @@ class DFlashConfig(LayerShape):
     # tokens per step that greedy decoding with full chains should reach, by class of prompts
     expected_tau: Mapping[str, float] = field(default_factory=dict)
 
+    def pattern(self, index: int) -> AttentionPattern:
+        return self.patterns[index]
+
     @property
     def first_slot(self) -> int:
         """The first block row whose logits are proposals."""

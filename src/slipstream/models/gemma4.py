@@ -84,9 +84,8 @@ class Gemma4(Decoder):
         """Layers that share keys load queries only; in some layers the keys are the values as well."""
         config, prefix = self.config, prefix + "self_attn."
         letters = "q" if not config.owns_keys(index) else "qk" if config.keys_are_values[index] else "qkv"
-        shape, pattern, pool = config.layer(index), config.pattern(index), config.pool(index)
-        projections = load_projections(weights, shape, prefix, letters=letters)
-        attention = load_attention(weights, shape, prefix, pattern, pool, projections)
+        projections = load_projections(weights, config.layer(index), prefix, letters=letters)
+        attention = load_attention(weights, config, index, prefix, projections)
         return replace(attention, scale=1.0, norms_values=True)
 
     def load_sides(self, weights: Weights) -> SideEmbeddings | None:

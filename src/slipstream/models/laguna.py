@@ -47,7 +47,7 @@ class Laguna(Decoder):
         width = shape.heads if shape.gate_per_head else shape.heads * shape.head_dim
         source = weights.source(prefix + "g_proj.weight", (width, shape.hidden_size))
         gate = load_gate(weights, "softplus", source, projections)
-        return load_attention(weights, shape, prefix, config.pattern(index), config.pool(index), projections, gate)
+        return load_attention(weights, config, index, prefix, projections, gate)
 
 
 MODEL = Laguna

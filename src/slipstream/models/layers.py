@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,18 @@ class LayerShape:
     qk_norm: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
+
+    def layer(self, index: int) -> Self:
+        """The config of a model whose layers are all like this one."""
+        return self
+
+    def pattern(self, index: int) -> AttentionPattern:
+        """Which of the keys before them a layer's rows see."""
+        return AttentionPattern()
+
+    def pool(self, index: int) -> int:
+        """Which of the stored keys and values a layer reads."""
+        return index
 
 
 class LayerPart(Protocol):
@@ -228,22 +240,22 @@ def load_gate(
 
 def load_attention(
     weights: Weights,
-    shape: LayerShape,
+    config: LayerShape,
+    index: int,
     prefix: str,
-    pattern: AttentionPattern,
-    pool: int,
     projections: Projections,
     gate: HeadGate | None = None,
 ) -> Attention:
-    """Attention with the numbers of `shape`; it has keys and values of its own if `projections` has them."""
+    """The attention of layer `index`; it has keys and values of its own if `projections` has them."""
+    shape = config.layer(index)
     hidden, width, owns_keys = shape.hidden_size, shape.heads * shape.head_dim, "k" in projections.sources
     return Attention(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         rope=shape.rope,
-        pattern=pattern,
-        pool=pool,
+        pattern=config.pattern(index),
+        pool=config.pool(index),
         scale=shape.head_dim**-0.5,
         qkv=weights.matrix([*projections.sources.values(), *projections.joined]),
         qkv_bias=torch.cat(list(projections.biases.values())) if projections.biases else None,

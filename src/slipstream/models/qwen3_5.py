@@ -80,7 +80,7 @@ class Qwen35(Decoder):
             return load_delta_net(weights, config.delta, prefix, config.hidden_size, state, config.as_gguf)
         prefix += "self_attn."
         projections, gate = _gated_projections(weights, config, prefix)
-        return load_attention(weights, config, prefix, config.pattern(index), config.pool(index), projections, gate)
+        return load_attention(weights, config, index, prefix, projections, gate)
 
 
 def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
