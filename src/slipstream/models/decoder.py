@@ -114,10 +114,8 @@ class Decoder:
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
         """Says what one layer consists of; families override it, or the two methods that it calls."""
         prefix = f"model.layers.{index}."
-        mixer, feeder = (
-            self.make_mixer(weights, names, index, prefix),
-            self.make_feeder(weights, index, prefix + "mlp."),
-        )
+        mixer = self.make_mixer(weights, names, index, prefix)
+        feeder = self.make_feeder(weights, index, prefix + "mlp.")
         return load_usual_layer(weights, self.config, prefix, mixer, feeder)
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
