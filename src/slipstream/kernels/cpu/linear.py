@@ -114,6 +114,7 @@ class NativeMatrix(Matrix):
         self.nbytes = sum(data.nbytes for _, data in parts)
         self.data = [data for _, data in parts]
         self.library = compiled
+        self._product = compiled.function("slip_matmul", "ppipi")
         self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
         self._struct = self.struct(None)
         self.address = ctypes.addressof(self._struct)
@@ -136,8 +137,7 @@ class NativeMatrix(Matrix):
     def multiply(self, rows: Tensor, team_threads: int) -> Tensor:
         rows = rows.contiguous()
         out = torch.empty(rows.shape[0], self.out_features)
-        product = self.library.function("slip_matmul", "ppipi")
-        product(self.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), team_threads)
+        self._product(self.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), team_threads)
         return out
 
 

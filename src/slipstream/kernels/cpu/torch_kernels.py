@@ -170,9 +170,10 @@ def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _layout(group: RowGroup, kv_heads: int) -> GroupLayout:
-    """A tree's keys are gathered from the root's page on, for every row through its ancestors, in position order.
+    """Finds the pages of a group and what its rows see of them.
 
-    A row of a tree then does exactly the sums that a plain row at its position would do.
+    A tree's keys are gathered from the root's page on, for every row through its ancestors, in position order. A row of
+    a tree then does exactly the sums that a plain row at its position would do.
     """
     start, page_tokens, tail = group.base, group.page_tokens, None
     window = group.pattern.window
