@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 
 MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could make us allocate everything
+SLIDING, FULL = "sliding_attention", "full_attention"  # the types of layers with attention in config.json files
 # What config.json files and, after the architecture, GGUF files call the numbers that every model has.
 _LAYERS, _RMS_EPS = ("num_hidden_layers", "block_count"), ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _COMMON_KEYS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.rows import AttentionPattern
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, SLIDING, ConfigReader
 from slipstream.models.dflash_names import ShapeOf
 from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
 from slipstream.models.layers import LayerShape
@@ -169,7 +169,7 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
-        kinds = ["sliding_attention" if _window_alone(reader) else "full_attention"]
+        kinds = [SLIDING if _window_alone(reader) else FULL]
     ropes = {read_rope(reader, head_dim, kind, allows_partial=True) for kind in sorted(set(map(str, kinds)))}
     if len(ropes) > 1:
         raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")
@@ -210,8 +210,8 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
     elif any(reader.has(key) for key in _SPECULATORS_KEYS) and reader.boolean("sliding_window_non_causal", True):
         forced = False
     if reader.has("layer_types"):
-        kinds = reader.layer_kinds("layer_types", layers, ("full_attention", "sliding_attention"))
-        sliding = [kind == "sliding_attention" for kind in kinds]
+        kinds = reader.layer_kinds("layer_types", layers, (FULL, SLIDING))
+        sliding = [kind == SLIDING for kind in kinds]
         return _patterns(sliding, reader.integer("sliding_window") if any(sliding) else 0, forced)
     if nested.has("use_swa") and nested.boolean("use_swa"):
         return _patterns([True] * layers, nested.integer("swa_window_size"), bool(forced))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from slipstream.errors import ConfigError
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, SLIDING, ConfigReader
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.llama import gguf_common, hf_common, with_stored_factors
 from slipstream.models.moe import MoeShape
@@ -15,7 +15,6 @@ from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
 ARCH = "gemma4"
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

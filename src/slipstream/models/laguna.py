@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, SLIDING, ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.layers import LayerPart, load_attention, load_gate, load_projections
 from slipstream.models.llama import gguf_common, gguf_name, hf_common, hf_names
@@ -15,7 +15,6 @@ from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
 ARCH = "laguna"
-SLIDING, FULL = "sliding_attention", "full_attention"
 _GGUF_PERIOD = 4  # layers from one full layer to the next (three slide between), for a file that does not say
 _GGUF_SIGMOID = 2  # llama.cpp's number of the rule that routes by sigmoids
 GGUF_OWN = GGUF_MOE | {"self_attn.g_proj.weight": "attn_gate.weight"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
@@ -110,7 +110,7 @@ def hf_config(config: ConfigReader, **own: Any) -> DecoderConfig:
     config.require("pretraining_tp", (1,), "tensor-parallel pretraining")
     config.require("use_sliding_window", (False,), "a sliding window in this family")
     kinds = config.values.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+    if isinstance(kinds, list) and set(kinds) - {FULL}:
         raise ConfigError(f"{config.label}: sliding or other special layers are not supported for this family")
     return DecoderConfig(rope=read_rope(config, common["head_dim"]), **common)
 

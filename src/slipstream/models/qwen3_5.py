@@ -13,7 +13,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.delta_net import load_delta_net
 from slipstream.models.layers import HeadGate, LayerPart, Projections, load_attention, load_gate
@@ -24,7 +24,7 @@ from slipstream.models.weights import Weights
 
 FAMILY, MOE_FAMILY = "qwen3_5", "qwen3_5_moe"
 ARCH, MOE_ARCH = "qwen35", "qwen35moe"
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 _PERIOD = 4  # layers from one with attention to the next, for a file that does not say
 _OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # the model's own drafter and its image part are ignored
 GGUF_OWN = GGUF_MOE | {

@@ -216,11 +216,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        text = b"".join(map(self.token_bytes, self.visible(ids) if skip_special else ids)).decode("utf-8", "replace")
+        shown = [index for index in ids if not (skip_special and index in self._special)]
+        text = b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
         return text[count_leading(text, self.leading_spaces) :]
-
-    def visible(self, ids: Iterable[int]) -> list[int]:
-        return [index for index in ids if index not in self._special]
 
     def token_bytes(self, index: int) -> bytes:
         """Returns a token's bytes; an id outside the vocabulary, as padded models can produce, has none."""
