@@ -49,7 +49,7 @@ class DFlashDrafter:
         self.tap_width = _tap_width(config, weights)
         # The taps reach 24,000 where the stream has attention sinks; of torch's formats only fp32 takes that well.
         fc_format: WeightFormat = "native" if weights.weight_format == "native" else "fp32"
-        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], fc_format)
+        self.fc = weights.linear("fc.weight", config.hidden_size, self.tap_width, fc_format)
         self.tap_norms: Tensor | None = None  # one row of weights per tap
         if config.parts.tap_norms:
             taps = range(len(config.target_layer_ids))
@@ -119,8 +119,8 @@ class DFlashDrafter:
         config, taps, group = self.config, self.config.parts.conv_kernel_size, self.config.parts.conv_group_size
         groups = config.hidden_size // group
         base = weights.source(prefix + "base_kernel", (2, taps, config.hidden_size)).dense()
-        source = weights.source(prefix + "kernel_projection.weight", (2 * taps * groups, config.hidden_size))
-        return BlockConvolution(base.view(2, taps, groups, group), weights.matrix([source]), config.block_size)
+        projection = weights.linear(prefix + "kernel_projection.weight", 2 * taps * groups, config.hidden_size)
+        return BlockConvolution(base.view(2, taps, groups, group), projection, config.block_size)
 
     def _load_known_tokens(self, weights: Weights) -> Tensor:
         """The target's id of every token that the head knows; Hugging Face files store the id minus its index."""

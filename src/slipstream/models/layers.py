@@ -259,7 +259,7 @@ def load_attention(
         scale=shape.head_dim**-0.5,
         qkv=weights.matrix([*projections.sources.values(), *projections.joined]),
         qkv_bias=torch.cat(list(projections.biases.values())) if projections.biases else None,
-        output=weights.matrix([weights.source(prefix + "o_proj.weight", (hidden, width))]),
+        output=weights.linear(prefix + "o_proj.weight", hidden, width),
         output_bias=weights.vector(prefix + "o_proj.bias", hidden) if shape.attention_bias else None,
         q_norm=_head_norm(weights, shape, prefix + "q_norm.weight") if shape.qk_norm else None,
         k_norm=_head_norm(weights, shape, prefix + "k_norm.weight") if shape.qk_norm and owns_keys else None,

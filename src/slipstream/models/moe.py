@@ -133,7 +133,7 @@ def load_experts(
     shared: MlpSources | None = None,
 ) -> RoutedExperts:
     """The experts of one layer; the shared one joins them where a device keeps all of them in one stack."""
-    router = weights.matrix([weights.source(router_name, (shape.experts, shape.hidden_size))])
+    router = weights.linear(router_name, shape.experts, shape.hidden_size)
     bytes_before, products_before = weights.step_bytes, weights.row_products
     own = _expert_sources(weights, prefix, shape)
     each = list(zip(*own, strict=True))  # gate and up of every expert, and down of every expert
@@ -178,6 +178,5 @@ def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertB
         gate_up, down = map(weights.matrix, shared)
         block.shared = Mlp(gate_up, down)
     if shape.shared_gate:
-        name = prefix + "shared_expert_gate.weight"
-        block.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])
+        block.shared_gate = weights.linear(prefix + "shared_expert_gate.weight", 1, shape.hidden_size)
     return block

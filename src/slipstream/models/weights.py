@@ -133,6 +133,10 @@ class Weights:
         self.row_products += matrix.out_features * matrix.in_features
         return matrix
 
+    def linear(self, name: str, outputs: int, inputs: int, weight_format: WeightFormat | None = None) -> Matrix:
+        """One tensor as a matrix."""
+        return self.matrix([self.source(name, (outputs, inputs))], weight_format)
+
     def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
         """A matrix whose products rank a vocabulary."""
         return self.matrix([source], weight_format)
