@@ -31,6 +31,10 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def is_of(self, arch: str) -> bool:
+        """Whether a GGUF file has keys of this architecture."""
+        return any(key.startswith(f"{arch}.") for key in self.values)
+
     def layers(self, key: str) -> int:
         """A number of layers, with a limit, because a damaged file must not decide how much is allocated."""
         found = self.integer(key)

@@ -32,7 +32,7 @@ def read_hf(config: ConfigReader) -> tuple[DecoderConfig, FamilyNames]:
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[DecoderConfig, FamilyNames]:
     """llama.cpp's files have experts in every layer, and the shares of a row's experts always add up to one."""
-    if not config.has(f"{MOE_ARCH}.block_count"):
+    if not config.is_of(MOE_ARCH):
         return gguf_config(config, ARCH, weights, family=FAMILY), FamilyNames(gguf_name)
     if config.number(f"{MOE_ARCH}.expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise ConfigError(f"{config.label}: a scale of the experts' sum is not supported for this family")

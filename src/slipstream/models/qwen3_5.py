@@ -146,7 +146,7 @@ def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
     """The same numbers from llama.cpp's keys; blocks after the last layer are the model's own drafter, and ignored."""
-    mixture, own = config.has(f"{MOE_ARCH}.block_count"), dict[str, Any]()
+    mixture, own = config.is_of(MOE_ARCH), dict[str, Any]()
     family, arch = (MOE_FAMILY, MOE_ARCH) if mixture else (FAMILY, ARCH)
     if mixture:
         inner = config.integer(f"{arch}.expert_feed_forward_length")
