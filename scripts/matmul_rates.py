@@ -11,8 +11,8 @@ import time
 import torch
 from row_costs import RandomTensor
 
+from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library, availability
-from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 
 MATRICES = (("Q4_1", 3072, 576, 30), ("Q4_1", 576, 1536, 30), ("Q8_0", 49152, 576, 1))
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -34,14 +34,14 @@ def main() -> None:
         for isa, tiles in sets:
             handle.slip_use_amx(int(tiles))
             library = Library(handle, isa, tiles)
-            matrices = [PackedLinear(library, [RandomTensor(kind, outputs, inputs)]) for _ in range(copies)]
+            matrices = [NativeMatrix(library, [RandomTensor(kind, outputs, inputs)]) for _ in range(copies)]
             rates = []
             for count in ROWS:
                 rows, best = torch.randn(count, inputs), float("inf")
                 for _ in range(6):
                     began = time.perf_counter()
                     for matrix in matrices:
-                        multiply(library, matrix, rows, threads)
+                        matrix.multiply(rows, threads)
                     best = min(best, time.perf_counter() - began)
                 rates.append(count * outputs * inputs * copies / best / 1e9)
             print(f"{'amx' if tiles else isa:>8} " + " ".join(f"{rate:7.0f}" for rate in rates))

@@ -13,10 +13,12 @@ import time
 import numpy as np
 import torch
 
+from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library, availability, set_threads
-from slipstream.kernels.cpu.native_matrix import PackedLinear
-from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
+from slipstream.models.cpu.native_pass import NativeStack
+from slipstream.models.layers import Attention, Layer, LayerShape, Mlp, Sublayer
+from slipstream.models.rope import RopeConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
 PAGE = 64
@@ -43,40 +45,52 @@ class RandomTensor:
 
 class Model:
     def __init__(self, library: Library) -> None:
-        def linear(*outputs: int, inputs: int = HIDDEN, kind: str = "Q4_1") -> PackedLinear:
-            return PackedLinear(library, [RandomTensor(kind, count, inputs) for count in outputs])
+        def linear(*outputs: int, inputs: int = HIDDEN, kind: str = "Q4_1") -> NativeMatrix:
+            return NativeMatrix(library, [RandomTensor(kind, count, inputs) for count in outputs])
 
-        norm = torch.full((HIDDEN,), 0.05)
-        parts = [
-            LayerParts(
-                linear(HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM),
-                linear(HIDDEN, inputs=HEADS * DIM),
-                linear(INNER, INNER),
-                linear(HIDDEN, inputs=INNER),
-                norm,
-                norm,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                AttentionPattern(),
+        norm, rope = torch.full((HIDDEN,), 0.05), RopeConfig(1e4, DIM)
+
+        def layer() -> Layer:
+            attention = Attention(
+                heads=HEADS,
+                kv_heads=KV_HEADS,
+                head_dim=DIM,
+                rope=rope,
+                pattern=AttentionPattern(),
+                pool=0,
+                scale=DIM**-0.5,
+                qkv=linear(HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM),
+                qkv_bias=None,
+                output=linear(HIDDEN, inputs=HEADS * DIM),
+                output_bias=None,
+                q_norm=None,
+                k_norm=None,
             )
-            for _ in range(LAYERS)
-        ]
-        self.stack = NativeStack(library, StackShape(HIDDEN, HEADS, KV_HEADS, DIM, INNER, 1e-5), parts, norm)
-        self.head = linear(VOCAB, kind="Q8_0")
-        self.bytes = self.head.nbytes + sum(
-            each.nbytes for part in parts for each in (part.qkv, part.output, part.gate_up, part.down)
+            mlp = Mlp(linear(INNER, INNER), linear(HIDDEN, inputs=INNER))
+            return Layer([Sublayer(attention, norm), Sublayer(mlp, norm)])
+
+        layers = [layer() for _ in range(LAYERS)]
+        shape = LayerShape(
+            hidden_size=HIDDEN,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            intermediate_size=INNER,
+            vocab_size=VOCAB,
+            rms_eps=1e-5,
+            rope=rope,
         )
+        self.stack = NativeStack(library, shape, layers, norm)
+        self.head = linear(VOCAB, kind="Q8_0")
+        self.bytes = self.head.nbytes + sum(matrix.nbytes for each in layers for matrix in each.matrices)
         pool = (16, KV_HEADS, PAGE, DIM)
         tensors = [torch.randn(pool, generator=torch.Generator().manual_seed(i)) for i in range(2 * LAYERS)]
-        self._pools, self._tensors = LayerPools(tensors[::2], tensors[1::2]), tensors
+        self._pools = list(zip(tensors[::2], tensors[1::2], strict=True))
         angles = torch.rand(1024, DIM, generator=torch.Generator().manual_seed(7))
         self._rotary = angles.cos(), angles.sin()
 
-    def step(self, rows: int, context: int) -> PassResult:
+    def step(self, rows: int, context: int) -> torch.Tensor | None:
         span = range(context, context + rows)
         group = make_group(0, span, range(16), PAGE, AttentionPattern())
         places = [divmod(position, PAGE) for position in span]
@@ -89,7 +103,7 @@ class Model:
             {AttentionPattern(): [group]},
         )
         x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(3))
-        return self.stack.run(batch, x, self._pools, self._rotary, (), range(rows), self.head)
+        return self.stack.run(x, batch, self._pools, self._rotary, self.head, range(rows), ())[2]
 
 
 def bandwidth(threads: int) -> float:
@@ -133,8 +147,8 @@ def main() -> None:
                 done = model.step(rows, asked.context)
                 times.append(time.perf_counter() - began)
             costs.append(sorted(times)[ROUNDS // 4] * 1e3)
-            if rows == ROWS[-1] and done.logits is not None:
-                results.append(done.logits)
+            if rows == ROWS[-1] and done is not None:
+                results.append(done)
         name = "amx" if tiles else isa
         print(f"{name:>10} " + " ".join(f"{ms:7.2f}" for ms in costs) + f"   {costs[4] / costs[0]:.2f}")
     assert model is not None

@@ -19,6 +19,8 @@ from slipstream.kernels.cpu.native_library import Library, availability
 
 QUANTISED = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 FLOATS = ("F16", "BF16", "F32")
+# a value this many times a block's mean magnitude makes the block spiky; the same number as in matmul.cpp
+_SPIKE = 12.0
 # For each type: the places of the half-precision scales in a block.
 _SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
 
@@ -80,3 +82,29 @@ def stored(type_name: str, outputs: int, inputs: int, seed: int = 0) -> Stored:
     if type_name == "F16":
         return Stored((outputs, inputs), type_name, values.astype(np.float16).view(np.uint8))
     return Stored((outputs, inputs), type_name, gguf.quants.quantize(values, GGMLQuantizationType[type_name]))
+
+
+def reference_product(rows: torch.Tensor, weight: torch.Tensor, float_rows: bool) -> torch.Tensor:
+    """Computes in plain torch what `NativeMatrix` computes; `float_rows` says whether the weight is of a float type.
+
+    If it is not, rows are rounded to int8 in blocks of 32 inputs.
+    Blocks with a spike are rounded in two steps, because the spike alone would use up the 8 bits.
+    """
+    if not float_rows:
+        blocks = rows.view(rows.shape[0], -1, 32)
+        coarse = _rounded(blocks)
+        spiky = blocks.abs().amax(dim=-1, keepdim=True) > _SPIKE * blocks.abs().mean(dim=-1, keepdim=True)
+        rows = torch.where(spiky, coarse + _rounded(blocks - coarse), coarse).view_as(rows)
+    return (rows.double() @ weight.double().t()).float()
+
+
+def _rounded(blocks: torch.Tensor) -> torch.Tensor:
+    top = blocks.abs().amax(dim=-1, keepdim=True)
+    return torch.where(top > 0, blocks * (127.0 / top), 0.0).round() * (top / 127.0)
+
+
+def gumbel_row(library: Library, seed: int, position: int, vocab_size: int) -> NDArray[np.float32]:
+    """The compiled noise of all tokens at one position; the rankings compute it only where it can matter."""
+    noise = np.empty(vocab_size, np.float32)
+    library.function("slip_gumbel_row", "ulip")(seed, position, vocab_size, noise.ctypes.data)
+    return noise

@@ -408,13 +408,14 @@ class OurDrafts:
         self._blocks = CpuBlocks(target, drafter, self.pools, window)
         self._size, self._slots = config.block_size, config.proposals
         self._seen: list[Tensor] = []
-        forward = drafter.forward
+        forward = drafter.forward_logits
 
-        def recording(*arguments: Any) -> Tensor:
-            self._seen.append(forward(*arguments))
-            return self._seen[-1]
+        def recording(*arguments: Any) -> tuple[Tensor, Tensor]:
+            found = forward(*arguments)
+            self._seen.append(found[0])
+            return found
 
-        drafter.forward = recording  # type: ignore[method-assign]
+        drafter.forward_logits = recording  # type: ignore[method-assign]
 
     def sequence(self) -> SequenceState:
         return SequenceState(self._table, PAGE_TOKENS, self.pools, True)

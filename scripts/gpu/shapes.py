@@ -30,9 +30,33 @@ from slipstream.models.weights import Embedding, Weights
 _PATTERN_ROWS = 256  # rows that are quantised once and repeated, because encoding billions of weights takes minutes
 _WHOLE_OUTPUTS = 512  # files do not quantise matrices with fewer outputs, such as routers and gates
 QWEN3_8B = DecoderConfig(
-    "qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 1e-6, RopeConfig(1e6, 128), 40960, False, True, False, False
+    family="qwen3",
+    hidden_size=4096,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    rms_eps=1e-6,
+    rope=RopeConfig(1e6, 128),
+    max_positions=40960,
+    tied_head=False,
 )
-TINY = DecoderConfig("qwen3", 64, 2, 4, 2, 16, 128, 512, 1e-6, RopeConfig(1e6, 16), 4096, False, True, False, False)
+TINY = DecoderConfig(
+    family="qwen3",
+    hidden_size=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=512,
+    rms_eps=1e-6,
+    rope=RopeConfig(1e6, 16),
+    max_positions=4096,
+    tied_head=False,
+)
 
 QWEN3_6_27B = Qwen35Config(
     family="qwen3_5",
@@ -139,23 +163,23 @@ def _tiny_experts(moe: MoeShape) -> MoeShape:
 def drafter_config(target: DecoderConfig, layers: int = 5, block: int = 16) -> DFlashConfig:
     taps = tuple(sorted({round((target.layers - 3) * i / max(1, layers - 1)) + 1 for i in range(layers)}))
     return DFlashConfig(
-        "random",
-        target.hidden_size,
-        layers,
-        target.heads,
-        target.kv_heads,
-        target.head_dim,
-        target.intermediate_size,
-        target.vocab_size,
-        target.rms_eps,
-        target.rope,
-        False,
-        block,
-        3,
-        taps,
-        target.layers,
-        (AttentionPattern(causal=False),) * layers,
-        0,
+        label="random",
+        hidden_size=target.hidden_size,
+        layers=layers,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        rms_eps=target.rms_eps,
+        rope=target.rope,
+        attention_bias=False,
+        block_size=block,
+        mask_token_id=3,
+        target_layer_ids=taps,
+        num_target_layers=target.layers,
+        patterns=(AttentionPattern(causal=False),) * layers,
+        trained_length=0,
     )
 
 

@@ -39,7 +39,7 @@ class MadeUp(Decoder):
         projections = load_projections(weights, config, inner)
         source = weights.source(inner + "g_proj.weight", (config.heads, config.hidden_size))
         gate = load_gate(weights, "sigmoid", source, projections)
-        attention = load_attention(weights, config, inner, config.pattern(index), config.pool(index), projections, gate)
+        attention = load_attention(weights, config, index, inner, projections, gate)
         mlp = load_mlp(weights, config, prefix + "mlp.", "gelu")
         before = [weights.norm(f"{prefix}{name}_layernorm.weight", HIDDEN) for name in ("input", "post_attention")]
         behind = [weights.norm(f"{prefix}{name}.weight", HIDDEN) for name in NORMS]

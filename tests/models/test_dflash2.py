@@ -91,7 +91,7 @@ class OurBlocks:
             for pattern in dict.fromkeys(config.patterns)
         }
         batch = RowBatch(columns[0], columns[1], columns[2], columns[3], int(columns[1].max()) + 1, groups)
-        hidden = self.drafter.forward(self._table[columns[0]], batch, self._keys, self._values)
+        hidden, _ = self.drafter.forward_logits(self._table[columns[0]], batch, self._keys, self._values)
         return list(hidden.split(size))
 
 

@@ -343,9 +343,9 @@ def test_gguf_keys_at_odds_with_the_weights_are_refused(folder: Path, key: str, 
 
 
 def test_a_gguf_says_whether_it_samples_from_the_anchor() -> None:
-    assert read_gguf(GGUF, "d.gguf", None).proposals == 7
-    assert read_gguf(GGUF | {"dflash.sample_from_anchor": True}, "d.gguf", None).proposals == 8
-    assert read_gguf(GGUF | {"dflash.markov_rank": 16}, "d.gguf", None).proposals == 8
+    assert read_gguf(GGUF, "d.gguf").proposals == 7
+    assert read_gguf(GGUF | {"dflash.sample_from_anchor": True}, "d.gguf").proposals == 8
+    assert read_gguf(GGUF | {"dflash.markov_rank": 16}, "d.gguf").proposals == 8
 
 
 # ---- packing

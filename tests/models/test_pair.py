@@ -332,7 +332,7 @@ GGUF: dict[str, object] = {
 
 
 def test_gguf_tap_ids_are_stored_one_higher() -> None:
-    read = read_gguf(GGUF, "d.gguf", None)
+    read = read_gguf(GGUF, "d.gguf")
     assert read.target_layer_ids == (0, 2, -1)
     assert read.patterns == (AttentionPattern(0, False),) * 2
     assert (read.rope.theta, read.block_size, read.mask_token_id) == (1e6, 8, MASK)
@@ -351,7 +351,7 @@ def test_gguf_tap_ids_are_stored_one_higher() -> None:
 )
 def test_a_missing_gguf_key_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
-        read_gguf({name: value for name, value in GGUF.items() if name != key}, "d.gguf", None)
+        read_gguf({name: value for name, value in GGUF.items() if name != key}, "d.gguf")
 
 
 def test_a_gguf_target_is_not_a_drafter() -> None:

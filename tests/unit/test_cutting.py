@@ -70,7 +70,7 @@ def test_pieces_have_the_ids_of_the_whole(kind: str, short_pieces: None) -> None
         whole = ours.backend.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_bos=False) == whole
         assert ours.encode(text) == ([ours.bos_id] if ours.add_bos else []) + whole
-        literal = ours.literal_backend().encode(text, add_special_tokens=False).ids
+        literal = ours.literal_backend.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_bos=False, parse_special=False) == literal
         parts = list(cutting.pieces(text))
         assert [word for part in parts for word in words(ours.backend, part)] == words(ours.backend, text)

@@ -17,7 +17,7 @@ WINDOWS: dict[str, object] = {
 
 def patterns(**changes: object) -> tuple[AttentionPattern, ...]:
     extra = {f"dflash.attention.{key}": value for key, value in changes.items()}
-    return read_gguf(GGUF | WINDOWS | extra, "d.gguf", None).patterns
+    return read_gguf(GGUF | WINDOWS | extra, "d.gguf").patterns
 
 
 def test_a_layers_window_decides_where_the_file_says_nothing() -> None:
@@ -27,7 +27,7 @@ def test_a_layers_window_decides_where_the_file_says_nothing() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_the_file_says_holds_for_every_layer(causal: bool) -> None:
     assert patterns(causal=causal) == (AttentionPattern(20, causal), AttentionPattern(0, causal))
-    full = read_gguf(GGUF | {"dflash.attention.causal": causal}, "d.gguf", None)
+    full = read_gguf(GGUF | {"dflash.attention.causal": causal}, "d.gguf")
     assert full.patterns == (AttentionPattern(0, causal),) * 2
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.cpu.expert_products import grouped_product, mix_experts, multiply_grouped
-from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix
+from slipstream.kernels.cpu import native_library
+from slipstream.kernels.cpu.expert_products import grouped_product, mix_experts
+from slipstream.kernels.cpu.linear import DenseMatrix, Int8Matrix, NativeMatrix
 from slipstream.kernels.cpu.native_library import Library
-from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 from tests.native import FLOATS, QUANTISED, every_library, stored
 
 COUNTS = ((1,), (0, 3, 0), (2, 0, 1, 17), (16, 16), (5, 33, 0, 1, 1, 40))
@@ -20,19 +22,26 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    yield
+    native_library.set_threads(0)  # follows torch again
+
+
 @every_library()
 @pytest.mark.parametrize("kind", (*QUANTISED, *FLOATS))
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_grouped_product_is_each_matrix_times_its_rows(library: Library, kind: str, threads: int) -> None:
     for counts in COUNTS:
         linears = [
-            PackedLinear(library, [stored(kind, 40, 256, seed), stored(kind, 24, 256, seed + 50)])
+            NativeMatrix(library, [stored(kind, 40, 256, seed), stored(kind, 24, 256, seed + 50)])
             for seed in range(len(counts))
         ]
         rows = random(sum(counts), 256)
         parts = rows.split(list(counts))
-        expected = [multiply(library, one, part, 1) for one, part in zip(linears, parts, strict=True)]
-        assert torch.equal(multiply_grouped(library, linears, counts, rows, threads), torch.cat(expected))
+        expected = [one.multiply(part, 1) for one, part in zip(linears, parts, strict=True)]
+        native_library.set_threads(threads)
+        assert torch.equal(grouped_product(linears, rows, counts), torch.cat(expected))
 
 
 def test_dense_matrices_are_grouped_too() -> None:

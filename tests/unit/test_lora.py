@@ -78,7 +78,7 @@ def answers(drafter: DFlashDrafter) -> Tensor:
     groups = {pattern: [make_group(0, span, [2, 1], PAGE_TOKENS, pattern)] for pattern in set(config.patterns)}
     batch = RowBatch([65, *[MASK] * (size - 1)], span, pages[CONTEXT:], offsets[CONTEXT:], CONTEXT + size, groups)
     table = noise(VOCAB, HIDDEN, seed=4, size=1.0)
-    hidden = drafter.forward((drafter.embed or table.__getitem__)(batch.token_ids), batch, keys, values)
+    hidden, _ = drafter.forward_logits((drafter.embed or table.__getitem__)(batch.token_ids), batch, keys, values)
     said = [drafter.head(hidden) if drafter.head is not None else hidden @ table.t()]
     if drafter.heads is not None:
         walk = drafter.heads.begin(hidden, torch.arange(VOCAB).repeat(size, 1))

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import CAP_VARIABLE, availability
-from slipstream.kernels.cpu.native_matrix import PackedLinear, multiply
 from tests.conftest import SHARE_VARIABLE
 from tests.native import every_library, stored
 
@@ -64,13 +64,13 @@ def test_kernels_pass_their_tests_on_an_avx2_machine() -> None:
 
 @every_library()
 def test_engines_in_several_threads_take_turns(library: object) -> None:
-    linear, rows = PackedLinear(library, [stored("Q4_1", 256, 256)]), torch.randn(4, 256)  # type: ignore[arg-type]
-    expected = multiply(library, linear, rows, 2)  # type: ignore[arg-type]
+    linear, rows = NativeMatrix(library, [stored("Q4_1", 256, 256)]), torch.randn(4, 256)  # type: ignore[arg-type]
+    expected = linear.multiply(rows, 2)
     wrong: list[int] = []
 
     def work() -> None:
         for turn in range(200):
-            if not torch.equal(multiply(library, linear, rows, 1 + turn % 3), expected):  # type: ignore[arg-type]
+            if not torch.equal(linear.multiply(rows, 1 + turn % 3), expected):
                 wrong.append(turn)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -83,8 +83,8 @@ def test_engines_in_several_threads_take_turns(library: object) -> None:
 
 @every_library()
 def test_nobody_spins_while_there_is_nothing_to_do(library: object) -> None:
-    linear = PackedLinear(library, [stored("Q4_1", 256, 256)])  # type: ignore[arg-type]
-    multiply(library, linear, torch.randn(4, 256), 2)  # type: ignore[arg-type]
+    linear = NativeMatrix(library, [stored("Q4_1", 256, 256)])  # type: ignore[arg-type]
+    linear.multiply(torch.randn(4, 256), 2)
     time.sleep(0.01)
     before = time.process_time()
     time.sleep(0.3)

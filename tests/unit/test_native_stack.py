@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import native_library
+from slipstream.kernels.cpu.linear import NativeMatrix
 from slipstream.kernels.cpu.native_library import Library
-from slipstream.kernels.cpu.native_matrix import PackedLinear, reference_product
-from slipstream.kernels.cpu.native_stack import LayerParts, LayerPools, NativeStack, PassResult, StackShape
 from slipstream.kernels.rows import AttentionPattern, RowBatch, make_group
-from tests.native import FLOATS, every_library, libraries, stored
+from slipstream.models.cpu.native_pass import NativeStack
+from slipstream.models.layers import Attention, Layer, LayerShape, Mlp, Sublayer
+from slipstream.models.rope import RopeConfig
+from tests.native import FLOATS, every_library, libraries, reference_product, stored
 
 HEADS, KV_HEADS, DIM, INNER, VOCAB, PAGE, PAGES, LAYERS = 3, 1, 32, 160, 50, 16, 5, 2
 ROWS, CONTEXT = 37, 5
 CAUSAL = AttentionPattern()
+Result = tuple[Tensor, Tensor | None, Tensor | None]  # hidden rows, taps, logits
 
 
 @pytest.fixture(autouse=True)
@@ -34,34 +37,49 @@ class Small:
     """Two layers with biases, with multiples of sixteen and odd numbers of outputs, and with their own pools."""
 
     def __init__(self, library: Library, kind: str, hidden: int) -> None:
-        def linear(*outputs: int, inputs: int = hidden) -> PackedLinear:
-            return PackedLinear(library, [stored(kind, count, inputs, seed=count) for count in outputs])
+        def linear(*outputs: int, inputs: int = hidden) -> NativeMatrix:
+            return NativeMatrix(library, [stored(kind, count, inputs, seed=count) for count in outputs])
 
-        wide, narrow = HEADS * DIM, KV_HEADS * DIM
+        wide, narrow, rope = HEADS * DIM, KV_HEADS * DIM, RopeConfig(1e4, DIM)
         norm = randn(hidden, seed=1) * 0.1 + 0.3
-        part = LayerParts(
-            linear(wide, narrow, narrow),
-            linear(hidden, inputs=wide),
-            linear(INNER, INNER),
-            linear(hidden, inputs=INNER),
-            norm,
-            norm,
-            None,
-            None,
-            randn(wide + 2 * narrow, seed=2),
-            randn(hidden, seed=3),
-            None,
-            None,
-            CAUSAL,
+        attention = Attention(
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            rope=rope,
+            pattern=CAUSAL,
+            pool=0,
+            scale=DIM**-0.5,
+            qkv=linear(wide, narrow, narrow),
+            qkv_bias=randn(wide + 2 * narrow, seed=2),
+            output=linear(hidden, inputs=wide),
+            output_bias=randn(hidden, seed=3),
+            q_norm=None,
+            k_norm=None,
         )
-        self.stack = NativeStack(library, StackShape(hidden, HEADS, KV_HEADS, DIM, INNER, 1e-5), [part] * LAYERS, norm)
+        layer = Layer(
+            [Sublayer(attention, norm), Sublayer(Mlp(linear(INNER, INNER), linear(hidden, inputs=INNER)), norm)]
+        )
+        shape = LayerShape(
+            hidden_size=hidden,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            intermediate_size=INNER,
+            vocab_size=VOCAB,
+            rms_eps=1e-5,
+            rope=rope,
+        )
+        self.stack = NativeStack(library, shape, [layer] * LAYERS, norm)
         self.hidden, self.norm, self.head = hidden, norm, linear(VOCAB)
         self.head_weight = stored(kind, VOCAB, hidden, seed=VOCAB).dense()
         self.pools = [randn(PAGES, KV_HEADS, PAGE, DIM, seed=9) for _ in range(2 * LAYERS)]
+        self._kv = list(zip(self.pools[::2], self.pools[1::2], strict=True))
         angles = torch.rand(PAGES * PAGE, DIM, generator=torch.Generator().manual_seed(7))
         self._rotary = angles.cos(), angles.sin()
 
-    def run(self, first: int, count: int) -> PassResult:
+    def run(self, first: int, count: int) -> Result:
         """Rows `first` to first + count of one sequence, after CONTEXT positions that the pools hold."""
         span = range(CONTEXT + first, CONTEXT + first + count)
         group = make_group(0, span, range(PAGES), PAGE, CAUSAL)
@@ -75,13 +93,11 @@ class Small:
             {CAUSAL: [group]},
         )
         x = randn(ROWS, self.hidden, seed=4)[first : first + count].clone()
-        pools = LayerPools(self.pools[::2], self.pools[1::2])
-        return self.stack.run(batch, x, pools, self._rotary, (-1, 0), range(count), self.head)
+        return self.stack.run(x, batch, self._kv, self._rotary, self.head, range(count), (-1, 0))
 
 
-def everything(result: PassResult) -> Tensor:
-    assert result.taps is not None and result.logits is not None
-    return torch.cat([result.hidden, result.taps, result.logits], dim=1)
+def everything(result: Result) -> Tensor:
+    return torch.cat([part for part in result if part is not None], dim=1)
 
 
 @every_library()
@@ -113,8 +129,8 @@ def test_instruction_sets_agree_on_a_stack() -> None:
 def test_logits_are_the_head_times_the_normed_rows(library: Library, kind: str) -> None:
     native_library.set_threads(2)
     small = Small(library, kind, 64)
-    result = small.run(0, 20)
-    expected = reference_product(result.hidden, small.head_weight, float_rows=kind in FLOATS)
-    assert result.logits is not None and torch.allclose(result.logits, expected, atol=1e-4)
-    scales = result.hidden / small.norm
+    hidden, _, logits = small.run(0, 20)
+    expected = reference_product(hidden, small.head_weight, float_rows=kind in FLOATS)
+    assert logits is not None and torch.allclose(logits, expected, atol=1e-4)
+    scales = hidden / small.norm
     assert torch.allclose(scales.square().mean(dim=1), torch.ones(20), atol=1e-3)

@@ -15,7 +15,7 @@ PROBE = f"""
 import ctypes, os, sys, time
 from slipstream.kernels.cpu.native_library import library
 
-products = library().function("slip_products", [ctypes.c_int, ctypes.c_int], ctypes.c_int64)
+products = library().function("slip_products", "ii", "l")
 before = set(os.listdir("/proc/self/task"))
 whole = os.sched_getaffinity(0)
 for threads in map(int, sys.argv[1:]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,11 @@ def oracle_config(parameters: dict[str, Any]) -> LlamaConfig:
 
 
 def read(parameters: dict[str, Any]) -> RopeConfig:
-    return read_rope(ConfigReader({"rope_parameters": parameters}, "tiny"), DIM, MAX_POSITIONS)
+    return read_values({"rope_parameters": parameters})
+
+
+def read_values(values: dict[str, object]) -> RopeConfig:
+    return read_rope(ConfigReader(values | {"max_position_embeddings": MAX_POSITIONS}, "tiny"), DIM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,12 +146,12 @@ def test_rotating_pairs_the_halves_and_depends_on_distance_only() -> None:
     ],
 )
 def test_theta_is_read_nested_first_then_at_top_level(values: dict[str, object], theta: float) -> None:
-    assert read_rope(ConfigReader(values, "tiny"), DIM, MAX_POSITIONS).theta == theta
+    assert read_values(values).theta == theta
 
 
 def test_legacy_scaling_is_read_like_the_new_spelling() -> None:
     legacy = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert read_rope(ConfigReader(legacy, "tiny"), DIM, MAX_POSITIONS) == read(KINDS["linear"])
+    assert read_values(legacy) == read(KINDS["linear"])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_legacy_scaling_is_read_like_the_new_spelling() -> None:
 )
 def test_what_would_be_guessed_or_computed_wrongly_is_refused(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_rope(ConfigReader(values, "tiny"), DIM, MAX_POSITIONS)
+        read_values(values)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +189,14 @@ def test_a_gguf_target_must_turn_whole_pairs(hidden: int, factors: int, said: st
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.context_length": 128,
     }
-    data = MemoryBytes(np.zeros(4 * factors, np.uint8))
-    entry = TensorEntry("rope_freqs.weight", "F32", (factors,), 1, 4, 0, 4 * factors)
-    weights = Weights(WeightFile(Path("x.gguf"), {entry.name: (entry, data)}, {}), "fp32", keep_name)
+    shapes = {"rope_freqs.weight": (factors,), "token_embd.weight": (1, hidden)}
+    tensors = {
+        name: (
+            TensorEntry(name, "F32", shape, 1, 4, 0, 4 * math.prod(shape)),
+            MemoryBytes(np.zeros(4 * math.prod(shape), np.uint8)),
+        )
+        for name, shape in shapes.items()
+    }
+    weights = Weights(WeightFile(Path("x.gguf"), tensors, {}), "fp32", keep_name)
     with pytest.raises(ConfigError, match=said):
         llama.read_gguf(ConfigReader(keys, "x.gguf"), weights)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.cache.pages import PageTable
+from slipstream.cache.pages import PageTable, Place
 from slipstream.cache.prefix import PrefixCache
-from slipstream.cache.sequence import Place, SequenceState
+from slipstream.cache.sequence import SequenceState
 from slipstream.engine.scheduler import QUANTUM_TOKENS, ScheduledSequence, Scheduler, SchedulerLimits, StepPlan
 from slipstream.errors import BusyError, IntegrityError, RequestError
 from slipstream.types import Request

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cache.cpu.page_pools import KvPools, PoolShape
-from slipstream.cache.pages import OutOfPages, PageTable
-from slipstream.cache.sequence import Place, SequenceState
+from slipstream.cache.pages import OutOfPages, PageTable, Place
+from slipstream.cache.sequence import SequenceState
 from slipstream.errors import IntegrityError
 
 PAGE = 4

@@ -326,7 +326,7 @@ def test_a_removed_variant_gives_its_memory_back(
     watched = [weakref.ref(drafter_of(llm, "keys")), weakref.ref(context)]
     if isinstance(context, NativeMatrix):
         # the whole stretch of memory that packed weights are laid out in
-        watched.append(weakref.ref(context.packed.data[0].base.obj))
+        watched.append(weakref.ref(context.data[0].base.obj))
     del context
     llm.remove_draft_lora("keys")
     gc.collect()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from slipstream.errors import IntegrityError
 
+Place = tuple[int, int]  # page id and offset
+
 
 class OutOfPages(Exception):
     """There are not enough free pages; the caller evicts pages or waits."""
@@ -43,17 +45,13 @@ class PageTable:
         """
         if count > self.free:
             raise OutOfPages(f"{count} pages wanted, {self.free} free")
-        chosen: list[int] = []
-        if after is not None:
-            following = after + 1
-            if self._used[following : following + count] == bytes(count) and following + count <= self.total:
-                chosen = list(range(following, following + count))
-        if not chosen:
-            start = self._used.find(bytes(count)) if count else 0
-            if start >= 0:
-                chosen = list(range(start, start + count))
-            else:
-                chosen = [page for page in range(self.total) if not self._used[page]][:count]
+        stretch = bytes(count)
+        follows = after is not None and self._used.startswith(stretch, after + 1)
+        start = after + 1 if after is not None and follows else self._used.find(stretch)
+        if start >= 0:
+            chosen = list(range(start, start + count))
+        else:
+            chosen = [page for page in range(self.total) if not self._used[page]][:count]
         for page in chosen:
             self._used[page] = 1
             self._holders[page] = 1

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.cache.pages import OutOfPages, PageTable
 from slipstream.errors import IntegrityError
 
 PageKey = tuple[int, int]  # page id and epoch
-States = Any  # a recurrent state in the form that the memory's own forward produces and its `write` stores
-
-
-@dataclass(frozen=True, slots=True)
-class StateInSlot:
-    """A state that already lies in a slot."""
-
-    slot: int
+# A recurrent state: the slot in which it already lies, or the form that the memory's own forward produces and its
+# `write` stores
+States = Any
 
 
 class StateMemory(Protocol):
@@ -37,7 +31,7 @@ class StateMemory(Protocol):
 class TriedRows(Protocol):
     """Rows that have been through the target and may or may not be kept."""
 
-    def after(self, item: int, path: Sequence[int]) -> States | StateInSlot | None: ...
+    def after(self, item: int, path: Sequence[int]) -> States | None: ...
 
 
 class StatesInSlots:
@@ -46,8 +40,8 @@ class StatesInSlots:
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._slots = slots
 
-    def after(self, item: int, path: Sequence[int]) -> StateInSlot | None:
-        return StateInSlot(self._slots[len(path)]) if len(path) in self._slots else None
+    def after(self, item: int, path: Sequence[int]) -> int | None:
+        return self._slots.get(len(path))
 
 
 def page_key(table: PageTable, page: int) -> PageKey:
@@ -96,16 +90,16 @@ class StatePool:
     def has(self, key: PageKey) -> bool:
         return key in self._checkpoints
 
-    def remember(self, key: PageKey, states: States | StateInSlot | None) -> None:
+    def remember(self, key: PageKey, states: States | None) -> None:
         """Keeps a state after a page, unless the state is unknown or sequences hold every slot."""
         if states is not None and key not in self._checkpoints and self._room:
             slot = self.allocate()
             self.store(slot, states)
             self._checkpoints[key] = slot
 
-    def store(self, slot: int, states: States | StateInSlot) -> None:
-        if isinstance(states, StateInSlot):
-            self.memory.copy(states.slot, slot)
+    def store(self, slot: int, states: States) -> None:
+        if isinstance(states, int):
+            self.memory.copy(states, slot)
         else:
             self.memory.write(slot, states)
 
@@ -176,11 +170,6 @@ class RecurrentState:
     def _second_slot(self) -> int | None:
         return self.pool.allocate() if self.pool.per_sequence > 1 else None
 
-    def restart(self, key: PageKey | None, length: int) -> None:
-        """Goes back to the state after one of the sequence's pages."""
-        self.release()
-        self.start(key, length)
-
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
         """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
         if self._lost:
@@ -192,7 +181,7 @@ class RecurrentState:
         """Notes that a forward has written the state after this many rows into the spare slot, and no other state."""
         self.try_rows(StatesInSlots({rows: self.spare_slot}), 0)
 
-    def after(self, rows: Sequence[int]) -> States | StateInSlot | None:
+    def after(self, rows: Sequence[int]) -> States | None:
         """Returns the state after some of the rows being tried, or None if it is not known."""
         if self._tried is None:
             raise IntegrityError("rows are kept that no forward has run")
@@ -203,7 +192,7 @@ class RecurrentState:
         if rows and self.slot is not None:
             states = self.after(rows)
             self._lost = states is None
-            if isinstance(states, StateInSlot) and states.slot == self._spare:
+            if isinstance(states, int) and states == self._spare:
                 self.slot, self._spare = self._spare, self.slot
             elif states is not None:
                 self.pool.store(self.slot, states)

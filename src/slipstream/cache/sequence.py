@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.cache.pages import OutOfPages, PageTable
+from slipstream.cache.pages import OutOfPages, PageTable, Place
 from slipstream.cache.recurrent import RecurrentState, StatePool, page_key
 from slipstream.errors import IntegrityError
 from slipstream.types import BASE_VARIANT
-
-Place = tuple[int, int]  # page id, offset
 
 
 class PageMemory(Protocol):
@@ -190,7 +188,8 @@ class SequenceState:
         keys = [page_key(self._table, page) for page in self.pages[: length // self.page_tokens]]
         while keys and not recurrent.pool.has(keys[-1]):
             keys.pop()
-        recurrent.restart(keys[-1] if keys else None, len(keys) * self.page_tokens)
+        recurrent.release()
+        recurrent.start(keys[-1] if keys else None, len(keys) * self.page_tokens)
         return recurrent.length
 
     def fork(self) -> SequenceState:

@@ -129,7 +129,7 @@ def read_bandwidth(size: int = 96 << 20) -> float:
     compiled = library()
     read: Callable[[], object] = data.sum
     if compiled is not None:
-        kernel = compiled.function("slip_read", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], ctypes.c_int64)
+        kernel = compiled.function("slip_read", "pli", "l")
         read = functools.partial(kernel, data.data_ptr(), data.numel(), native_threads())
     read()
     # the fastest round counts, because a disturbance only ever makes a round slower
@@ -143,7 +143,7 @@ def int8_peak() -> float | None:
     compiled = library()
     if compiled is None:
         return None
-    kernel = compiled.function("slip_products", [ctypes.c_int, ctypes.c_int], ctypes.c_int64)
+    kernel = compiled.function("slip_products", "ii", "l")
     kernel(_PEAK_ROUNDS, native_threads())
     rates = []
     for _ in range(_ROUNDS):

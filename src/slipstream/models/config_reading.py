@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slipstream.errors import ConfigError
 
 MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could make us allocate everything
-_MISSING = object()
+SLIDING, FULL = "sliding_attention", "full_attention"  # the types of layers with attention in config.json files
+# What config.json files and, after the architecture, GGUF files call the numbers that every model has.
+_LAYERS, _RMS_EPS = ("num_hidden_layers", "block_count"), ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+_COMMON_KEYS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "heads": ("num_attention_heads", "attention.head_count"),
+    "kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "intermediate_size": ("intermediate_size", "feed_forward_length"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+}
 
 
 class ConfigReader:
@@ -20,6 +31,10 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def is_of(self, arch: str) -> bool:
+        """Whether a GGUF file has keys of this architecture."""
+        return any(key.startswith(f"{arch}.") for key in self.values)
+
     def layers(self, key: str) -> int:
         """A number of layers, with a limit, because a damaged file must not decide how much is allocated."""
         found = self.integer(key)
@@ -28,30 +43,19 @@ class ConfigReader:
         return found
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a whole number")
+        value: int = self._typed(key, default, int, "a whole number")
         if value < least:
             raise ConfigError(f"{self.label}: '{key}' is {value}, it must be at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not a number")
-        return float(value)
+        return float(self._typed(key, default, (int, float), "a number"))
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not true or false")
-        return value
+        return bool(self._typed(key, default, bool, "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not text")
-        return value
+        return str(self._typed(key, default, str, "text"))
 
     def integers(self, key: str, default: Sequence[int] | None = None) -> list[int]:
         value = self._get(key, default)
@@ -84,16 +88,54 @@ class ConfigReader:
         """The section of a multimodal config about its language model, or the whole config of a text model."""
         return self.section("text_config") if self.has("text_config") else self
 
+    def numbers(self, keys: Mapping[str, tuple[str, str]], arch: str = "", **own: Any) -> dict[str, Any]:
+        """Whole numbers by our names for them, and those in `own`, which are not read.
+
+        `keys` has how config.json files call a number, and how GGUF files do after their architecture `arch`.
+        """
+        read = {name: self.integer(_key(both, arch)) for name, both in keys.items() if name not in own}
+        return read | own
+
+    def common(self, arch: str = "", even_heads: bool = False, **own: Any) -> dict[str, Any]:
+        """The numbers that every model has, by the names of our configs, and those in `own`, which are not read.
+
+        With `even_heads`, heads that the config does not describe share the width evenly and have keys of their own,
+        as the formats of Llama-like models define it.
+        """
+        layers, eps = self.layers(_key(_LAYERS, arch)), self.number(_key(_RMS_EPS, arch))
+        if even_heads:
+            hidden, heads = (self.integer(_key(_COMMON_KEYS[name], arch)) for name in ("hidden_size", "heads"))
+            head_dim = self.integer(_key(_COMMON_KEYS["head_dim"], arch), hidden // heads)
+            kv_heads = self.integer(_key(_COMMON_KEYS["kv_heads"], arch), heads)
+            own = {"head_dim": head_dim, "kv_heads": kv_heads} | own
+        return self.numbers(_COMMON_KEYS, arch, **{"layers": layers, "rms_eps": eps} | own)
+
+    def flags(self, key: str, count: int) -> tuple[bool, ...]:
+        """A flag for every layer."""
+        found = self.values.get(key)
+        if not isinstance(found, list) or len(found) != count:
+            raise ConfigError(f"{self.label}: '{key}' must have {count} entries")
+        return tuple(map(bool, found))
+
     def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
         """Refuses a config that asks for behaviour which we would compute wrongly; absent and null are allowed."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
             raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")
 
-    def _get(self, key: str, default: object) -> object:
-        value = self.values.get(key, _MISSING)
-        if value is _MISSING or value is None:
-            if default is None:
-                raise ConfigError(f"{self.label}: the config has no '{key}'", "the file is incomplete or not this kind")
-            return default
+    def _typed(self, key: str, default: object, kinds: type | tuple[type, ...], called: str) -> Any:
+        value = self._get(key, default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise ConfigError(f"{self.label}: '{key}' is {value!r}, not {called}")
         return value
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        found = default if value is None else value
+        if found is None:
+            raise ConfigError(f"{self.label}: the config has no '{key}'", "the file is incomplete or not this kind")
+        return found
+
+
+def _key(both: tuple[str, str], arch: str) -> str:
+    return f"{arch}.{both[1]}" if arch else both[0]

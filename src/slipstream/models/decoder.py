@@ -7,10 +7,8 @@ Prefill, decoding and verification are one forward over rows. The methods of `De
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Self, TypeVar
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
@@ -19,11 +17,13 @@ from slipstream.kernels.cpu.linear import Matrix, rough_twin
 from slipstream.kernels.cpu.torch_kernels import softcapped
 from slipstream.kernels.rows import AttentionPattern, RowBatch
 from slipstream.lazy import cached_property
-from slipstream.models.cpu.cpu_models import CpuTarget
-from slipstream.models.cpu.part_runs import KvLayers
+from slipstream.models.cpu.cpu_models import CpuStack
+from slipstream.models.cpu.native_pass import KvLayers
+from slipstream.models.cpu.part_runs import side_rows
 from slipstream.models.layers import (
     Layer,
     LayerPart,
+    LayerShape,
     RotaryRows,
     SideEmbeddings,
     load_attention,
@@ -31,48 +31,32 @@ from slipstream.models.layers import (
     load_projections,
     load_usual_layer,
 )
-from slipstream.models.rope import RopeConfig, RotaryTable
+from slipstream.models.moe import MoeShape, load_expert_block
+from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(LayerShape):
     """Every number of a decoder stack, read from the checkpoint and never guessed.
 
     A family whose layers differ from each other extends it and overrides `layer`, `pool` and `kv_shapes`.
     """
 
     family: str
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_eps: float
-    rope: RopeConfig
     max_positions: int
     tied_head: bool
-    qk_norm: bool
-    attention_bias: bool
-    mlp_bias: bool
+    moe: MoeShape | None = None  # the experts in the place of MLPs
+    sparse: tuple[bool, ...] = ()  # which layers have the experts; empty: all of them
+    sliding: tuple[bool, ...] = ()  # which layers see only a window; empty: none of them
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
 
-    def layer(self, index: int) -> Self:
-        """The config of a model whose layers are all like this one."""
-        return self
-
     def pattern(self, index: int) -> AttentionPattern:
-        """Which of the keys before them a layer's rows see."""
-        return AttentionPattern()
-
-    def pool(self, index: int) -> int:
-        """Which of the stored keys and values a layer reads."""
-        return index
+        return AttentionPattern(self.window if self.sliding and self.sliding[index] else 0)
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -95,21 +79,12 @@ class DecoderConfig:
         return 0.0
 
 
-_Config = TypeVar("_Config", bound=DecoderConfig)
-
-
-def extended(base: DecoderConfig, kind: type[_Config], **own: object) -> _Config:
-    """A config of a family's own class: the common fields are those of `base`, and `own` has what the family adds."""
-    common = {field.name: getattr(base, field.name) for field in fields(base)}
-    return kind(**common | own)
-
-
 @dataclass(frozen=True, slots=True)
 class FamilyNames:
     """How one file format spells a family's tensors, and the order of its query and key rows."""
 
     file_name: Callable[[str], str]
-    ignored: Callable[[str], bool]
+    ignored: Callable[[str], bool] = lambda name: False
     rotary_rows: RotaryRows | None = None
     norm_shift: float = 0.0  # some files store norms' weights minus this; loading adds it back
 
@@ -132,36 +107,37 @@ class Decoder:
         self.head = weights.head(self._head_source, "int8" if weights.weight_format == "int4" else None)
         self.sides = self.load_sides(weights)
         self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
-        ropes = [config.layer(index).rope for index in range(config.layers)]
-        self.rotaries = {rope: RotaryTable(rope) for rope in dict.fromkeys(ropes)}
-        self.rotary = self.rotaries[ropes[0]]  # a compiled pass takes layers only if all of them rotate alike
+        ropes = dict.fromkeys(config.layer(index).rope for index in range(config.layers))
+        self.rotaries = {rope: RotaryTable(rope) for rope in ropes}
         weights.finish(names.ignored)
 
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
         """Says what one layer consists of; families override it, or the two methods that it calls."""
-        config = self.config
-        shape, prefix = config.layer(index), f"model.layers.{index}."
+        prefix = f"model.layers.{index}."
         mixer = self.make_mixer(weights, names, index, prefix)
-        return load_usual_layer(weights, shape, prefix, mixer, lambda inner: self.make_feeder(weights, index, inner))
+        feeder = self.make_feeder(weights, index, prefix + "mlp.")
+        return load_usual_layer(weights, self.config, prefix, mixer, feeder)
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
         """What lets a row take something from the rows before it; `prefix` is that of the layer's tensors."""
-        shape, prefix = self.config.layer(index), prefix + "self_attn."
-        projections = load_projections(weights, shape, prefix, names.rotary_rows)
-        pattern, pool = self.config.pattern(index), self.config.pool(index)
-        return load_attention(weights, shape, prefix, pattern, pool, projections)
+        prefix += "self_attn."
+        projections = load_projections(weights, self.config.layer(index), prefix, names.rotary_rows)
+        return load_attention(weights, self.config, index, prefix, projections)
 
     def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
-        """What works on every row by itself; `prefix` is that of the MLP's tensors."""
-        return load_mlp(weights, self.config.layer(index), prefix)
+        """What works on every row by itself, an MLP or experts; `prefix` is that of its tensors."""
+        config = self.config
+        if config.moe is None or (config.sparse and not config.sparse[index]):
+            return load_mlp(weights, config.layer(index), prefix)
+        return load_expert_block(weights, prefix, config.moe)
 
     def load_sides(self, weights: Weights) -> SideEmbeddings | None:
         """Takes the embeddings that a family gives its layers beside the stream."""
         return None
 
     @cached_property
-    def _on_cpu(self) -> CpuTarget:
-        return CpuTarget(self.config, self.layers, self.norm)
+    def _on_cpu(self) -> CpuStack:
+        return CpuStack(self.config, self.layers, self.norm, self.rotaries)
 
     def forward_logits(
         self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
@@ -171,16 +147,12 @@ class Decoder:
         Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm. One native call does
         all of it where that is possible.
         """
-        done = self._on_cpu.native_logits(self, batch, kv, tap_layers, wanted)
-        if done is not None:
-            return done
-        hidden, taps = self._on_cpu.forward(self, batch, kv, tap_layers)
-        return (self.logits(hidden[torch.tensor(wanted)]) if wanted else hidden[:0]), taps
+        x, eps = self.embed(batch.token_ids), self.config.rms_eps
+        sides = side_rows(self.sides, x, batch.token_ids, eps) if self.sides is not None else None
+        _, taps, logits = self._on_cpu.run(x, batch, kv, self.head, wanted, tap_layers, sides)
+        return softcapped(logits, self.config.softcap), taps
 
     @cached_property
     def draft_head(self) -> Matrix:
         """The head that drafts share; their logits need not be exact, so a coarser copy spares half of its bytes."""
         return rough_twin(self.head, self._head_source)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return softcapped(self.head(hidden), self.config.softcap)

@@ -48,7 +48,7 @@ def load_delta_net(
         state,
         inputs=weights.matrix([*inputs, *gates] if weights.joins_gates else inputs),
         gates=None if weights.joins_gates else weights.matrix(gates),
-        output=weights.matrix([weights.source(prefix + "out_proj.weight", (hidden_size, width))]),
+        output=weights.linear(prefix + "out_proj.weight", hidden_size, width),
         head_norm=weights.vector(prefix + "norm.weight", delta.value_dim),
         rule=_load_rule(weights, delta, prefix, as_gguf),
     )

@@ -29,7 +29,6 @@ from slipstream.models.layers import (
     Layer,
     Projections,
     load_attention,
-    load_convolution,
     load_gate,
     load_mlp,
     load_projections,
@@ -40,7 +39,6 @@ from slipstream.models.weights import Embedding, Weights
 
 LUCEBOX_ARCH = "dflash-draft"
 LUCEBOX_ARCHS = (LUCEBOX_ARCH, "qwen35-dflash-draft")  # both writers use the same keys
-_PAIR_HINT = "use the drafter that was trained for this target"
 
 
 class DFlashDrafter:
@@ -51,8 +49,12 @@ class DFlashDrafter:
         self.tap_width = _tap_width(config, weights)
         # The taps reach 24,000 where the stream has attention sinks; of torch's formats only fp32 takes that well.
         fc_format: WeightFormat = "native" if weights.weight_format == "native" else "fp32"
-        self.fc = weights.matrix([weights.source("fc.weight", (config.hidden_size, self.tap_width))], fc_format)
-        self.tap_norms = self._load_tap_norms(weights) if config.parts.tap_norms else None
+        self.fc = weights.linear("fc.weight", config.hidden_size, self.tap_width, fc_format)
+        self.tap_norms: Tensor | None = None  # one row of weights per tap
+        if config.parts.tap_norms:
+            taps = range(len(config.target_layer_ids))
+            width = self.tap_width // len(taps)
+            self.tap_norms = torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
         self.hidden_norm = weights.vector("hidden_norm.weight", config.hidden_size)
         self._load_layers(weights)
         self.norm = weights.vector("norm.weight", config.hidden_size)
@@ -61,14 +63,15 @@ class DFlashDrafter:
             if weights.has("embed_tokens.weight")
             else None
         )
+        head_tokens = config.draft_vocab_size or config.vocab_size
         self.head: Matrix | None = (
-            weights.head(weights.source("lm_head.weight", (self._head_tokens, config.hidden_size)))
+            weights.head(weights.source("lm_head.weight", (head_tokens, config.hidden_size)))
             if weights.has("lm_head.weight")
             else None
         )
         self.known_tokens = self._load_known_tokens(weights) if config.draft_vocab_size else None
-        self._softcap = config.final_logit_softcapping
-        self.heads = DraftHeads.load(weights, config)
+        self.softcap = config.final_logit_softcapping
+        self.heads = DraftHeads(weights, config) if config.parts.any_head else None
         self.step_bytes = weights.step_bytes
         self.rotary = RotaryTable(config.rope)
         weights.finish(lambda name: name == "t2d")
@@ -76,16 +79,6 @@ class DFlashDrafter:
     @cached_property
     def _on_cpu(self) -> CpuDrafter:
         return CpuDrafter(self)
-
-    @property
-    def _head_tokens(self) -> int:
-        return self.config.draft_vocab_size or self.config.vocab_size
-
-    def _load_tap_norms(self, weights: Weights) -> Tensor:
-        """The norms of taps, one row of weights per tap."""
-        taps = range(len(self.config.target_layer_ids))
-        width = self.tap_width // len(taps)
-        return torch.stack([weights.vector(f"aux_hidden_norms.{tap}.weight", width) for tap in taps])
 
     def _load_layers(self, weights: Weights) -> None:
         """The layers, and the matrices that turn context rows into keys and values of all of them.
@@ -108,9 +101,8 @@ class DFlashDrafter:
         config, prefix = self.config, f"layers.{index}."
         projections = load_projections(weights, config, prefix + "self_attn.")
         gate = self._load_gate(weights, prefix + "self_attn.", projections) if config.parts.gate_width else None
-        pattern = config.patterns[index]
-        mixer = load_attention(weights, config, prefix + "self_attn.", pattern, index, projections, gate)
-        layer = load_usual_layer(weights, config, prefix, mixer, lambda inner: load_mlp(weights, config, inner))
+        mixer = load_attention(weights, config, index, prefix + "self_attn.", projections, gate)
+        layer = load_usual_layer(weights, config, prefix, mixer, load_mlp(weights, config, prefix + "mlp."))
         if config.parts.conv_kernel_size:
             for sublayer, name in zip(layer.sublayers, ("attention_conv.", "mlp_conv."), strict=True):
                 sublayer.convolution = self._load_convolution(weights, prefix + name)
@@ -124,15 +116,17 @@ class DFlashDrafter:
         return load_gate(weights, "softplus", source, projections)
 
     def _load_convolution(self, weights: Weights, prefix: str) -> BlockConvolution:
-        config, parts = self.config, self.config.parts
-        sizes = parts.conv_kernel_size, parts.conv_group_size, config.block_size
-        return load_convolution(weights, prefix, config.hidden_size, *sizes)
+        config, taps, group = self.config, self.config.parts.conv_kernel_size, self.config.parts.conv_group_size
+        groups = config.hidden_size // group
+        base = weights.source(prefix + "base_kernel", (2, taps, config.hidden_size)).dense()
+        projection = weights.linear(prefix + "kernel_projection.weight", 2 * taps * groups, config.hidden_size)
+        return BlockConvolution(base.view(2, taps, groups, group), projection, config.block_size)
 
     def _load_known_tokens(self, weights: Weights) -> Tensor:
         """The target's id of every token that the head knows; Hugging Face files store the id minus its index."""
         if self.head is None:
             raise ConfigError(f"{self.config.label}: a reduced vocabulary (draft_vocab_size) needs a head of its own")
-        stored = weights.source("d2t", (self._head_tokens,)).dense().long()
+        stored = weights.source("d2t", (self.config.draft_vocab_size,)).dense().long()
         ids = stored if "general.architecture" in weights.file.metadata else stored + torch.arange(len(stored))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise ConfigError(f"{self.config.label}: 'd2t' does not name {len(ids)} tokens of the target's vocabulary")
@@ -160,34 +154,28 @@ class DFlashDrafter:
     def borrow_softcap(self, softcap: float) -> None:
         """Takes the target's softcap together with its head, unless the drafter has a softcap of its own."""
         if self.head is None:
-            self._softcap = self.config.final_logit_softcapping or softcap
-
-    @property
-    def softcap(self) -> float:
-        return self._softcap
-
-    def forward(self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks after the final norm; proposals begin at row `config.first_slot`."""
-        return self._on_cpu.forward(self, self._scaled(embedded), batch, keys, values)
+            self.softcap = self.config.final_logit_softcapping or softcap
 
     def forward_logits(
-        self, embedded: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix
+        self,
+        embedded: Tensor,
+        batch: RowBatch,
+        keys: Tensor,
+        values: Tensor,
+        wanted: Sequence[int] = (),
+        head: Matrix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All hidden rows of the blocks and the wanted rows' logits under `head`, in one native call where possible."""
-        done = self._on_cpu.native_logits(self, self._scaled(embedded), batch, keys, values, wanted, head)
-        if done is not None:
-            return done
-        hidden = self.forward(embedded, batch, keys, values)
-        return hidden, head(hidden[torch.tensor(wanted)])
+        """All hidden rows of the blocks after the final norm, and the wanted rows' logits under `head`.
 
-    def _scaled(self, embedded: Tensor) -> Tensor:
+        Proposals begin at row `config.first_slot`.
+        """
         scale = self.config.input_embedding_scale
-        return embedded if scale is None else embedded * scale
+        return self._on_cpu.run(embedded if scale is None else embedded * scale, batch, keys, values, wanted, head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
         multiplier, known = self.config.output_multiplier, self.known_tokens
-        logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self._softcap)
+        logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self.softcap)
         if known is None:
             return logits
         return logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf")).index_copy_(1, known, logits)
@@ -222,7 +210,7 @@ def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
         metadata = dflash_config.llama_cpp_keys(metadata, str(arch))
     elif arch != "dflash":
         raise ConfigError(f"{path.name} is a '{arch}' model, not a DFlash drafter", "give the drafter to --draft")
-    return dflash_config.read_gguf(metadata, file.path.name, None, shapes_in(file))
+    return dflash_config.read_gguf(metadata, file.path.name, shapes_in(file))
 
 
 def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
@@ -231,34 +219,36 @@ def check_pair(target: DecoderConfig, drafter: DFlashDrafter) -> None:
     Without this check only a low acceptance would show that they do not belong together.
     """
     config = drafter.config
-    if config.target_family is not None and config.target_family != target.family:
-        said = f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'"
-        raise PairError(said, _PAIR_HINT)
-    if config.vocab_size != target.vocab_size:
-        raise PairError(
-            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}", _PAIR_HINT
-        )
     shares = drafter.embed is None or drafter.head is None
-    if shares and config.hidden_size != target.hidden_size:
-        raise PairError(
-            f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide",
-            _PAIR_HINT,
-        )
-    width = drafter.tap_width // len(config.target_layer_ids)
-    if width != target.hidden_size:
-        raise PairError(f"the drafter reads taps {width} wide, the target's are {target.hidden_size}", _PAIR_HINT)
-    if config.num_target_layers is not None and config.num_target_layers != target.layers:
-        raise PairError(
-            f"the drafter was trained on a target of {config.num_target_layers} layers, this one has {target.layers}",
-            _PAIR_HINT,
-        )
+    width, trained = drafter.tap_width // len(config.target_layer_ids), config.num_target_layers
     outside = [layer for layer in config.target_layer_ids if not -1 <= layer < target.layers]
-    if outside:
-        raise PairError(
-            f"the drafter taps layer {outside[0]}, the target has layers 0 to {target.layers - 1}", _PAIR_HINT
-        )
-    if config.mask_token_id >= target.vocab_size:
-        raise PairError(
+    checks = (
+        (
+            config.target_family not in (None, target.family),
+            f"the drafter was trained on a '{config.target_family}' target, this one is '{target.family}'",
+        ),
+        (
+            config.vocab_size != target.vocab_size,
+            f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}",
+        ),
+        (
+            shares and config.hidden_size != target.hidden_size,
+            f"the drafter is {config.hidden_size} wide and shares the embedding of a target {target.hidden_size} wide",
+        ),
+        (width != target.hidden_size, f"the drafter reads taps {width} wide, the target's are {target.hidden_size}"),
+        (
+            trained not in (None, target.layers),
+            f"the drafter was trained on a target of {trained} layers, this one has {target.layers}",
+        ),
+        (
+            outside,
+            f"the drafter taps layer {next(iter(outside), None)}, the target has layers 0 to {target.layers - 1}",
+        ),
+        (
+            config.mask_token_id >= target.vocab_size,
             f"the drafter's mask token {config.mask_token_id} is not in the target's vocabulary of {target.vocab_size}",
-            _PAIR_HINT,
-        )
+        ),
+    )
+    for wrong, said in checks:
+        if wrong:
+            raise PairError(said, "use the drafter that was trained for this target")

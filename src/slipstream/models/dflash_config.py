@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.rows import AttentionPattern
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, SLIDING, ConfigReader
 from slipstream.models.dflash_names import ShapeOf
 from slipstream.models.dflash_parts import DraftParts, read_parts, seen_parts
+from slipstream.models.layers import LayerShape
 from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
 
 # Other spellings of the keys about speculation; DeepSeek bundles use those that begin with `dspark_`.
@@ -26,21 +27,11 @@ _LAYERS_FROM_ONE = ("aux_hidden_state_layer_ids",)  # id i is the input of layer
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version")
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(LayerShape):
     """Every number of a drafter, and every convention that its checkpoint leaves unsaid."""
 
     label: str
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_eps: float
-    rope: RopeConfig
-    attention_bias: bool
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -50,14 +41,15 @@ class DFlashConfig:
     input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
-    qk_norm: bool = True
-    mlp_bias: bool = False
     sample_from_anchor: bool = False  # row 0 proposes too, because each row proposes the token after its own
     parts: DraftParts = field(default_factory=DraftParts)
     draft_vocab_size: int = 0  # how many tokens the drafter's own head knows; 0: all tokens of the target
     target_family: str | None = None  # the family it was trained for; None: the files do not say
     # tokens per step that greedy decoding with full chains should reach, by class of prompts
     expected_tau: Mapping[str, float] = field(default_factory=dict)
+
+    def pattern(self, index: int) -> AttentionPattern:
+        return self.patterns[index]
 
     @property
     def first_slot(self) -> int:
@@ -70,24 +62,23 @@ class DFlashConfig:
         return self.block_size - self.first_slot
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.label}: {self.heads} heads cannot share {self.kv_heads} key heads evenly")
-        if not self.target_layer_ids:
-            raise ConfigError(f"{self.label}: target_layer_ids is empty", "the drafter must say which layers it reads")
-        if self.proposals < 1:
-            raise ConfigError(f"{self.label}: block_size is {self.block_size}, it must be at least 2")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(
-                f"{self.label}: {self.draft_vocab_size} drafted tokens in a vocabulary of {self.vocab_size}"
-            )
-        if self.draft_vocab_size and self.parts.any_head:
-            raise ConfigError(f"{self.label}: heads over a reduced vocabulary (draft_vocab_size) are not supported")
-        if self.parts.selector_top_k > self.vocab_size:
-            raise ConfigError(f"{self.label}: selector_top_k is larger than the vocabulary of {self.vocab_size}")
-        if self.parts.conv_kernel_size and self.hidden_size % self.parts.conv_group_size:
-            raise ConfigError(
-                f"{self.label}: {self.hidden_size} channels do not divide into groups of {self.parts.conv_group_size}"
-            )
+        parts, block, drafted = self.parts, self.block_size, self.draft_vocab_size
+        group = parts.conv_group_size if parts.conv_kernel_size else 1
+        checks = (
+            (self.heads % self.kv_heads, f"{self.heads} heads cannot share {self.kv_heads} key heads evenly"),
+            (not self.target_layer_ids, "target_layer_ids is empty", "the drafter must say which layers it reads"),
+            (self.proposals < 1, f"block_size is {block}, it must be at least 2"),
+            (drafted > self.vocab_size, f"{drafted} drafted tokens in a vocabulary of {self.vocab_size}"),
+            (drafted and parts.any_head, "heads over a reduced vocabulary (draft_vocab_size) are not supported"),
+            (
+                parts.selector_top_k > self.vocab_size,
+                f"selector_top_k is larger than the vocabulary of {self.vocab_size}",
+            ),
+            (self.hidden_size % group, f"{self.hidden_size} channels do not divide into groups of {group}"),
+        )
+        for wrong, said, *hint in checks:
+            if wrong:
+                raise ConfigError(f"{self.label}: {said}", *hint)
         for prompts, tau in self.expected_tau.items():
             if not prompts or not math.isfinite(tau) or not 1 <= tau <= self.proposals + 1:
                 raise ConfigError(
@@ -114,9 +105,8 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
                 return holder(name), name
         return reader, key
 
-    heads, hidden = reader.integer("num_attention_heads"), reader.integer("hidden_size")
-    head_dim = reader.integer("head_dim", hidden // heads)
-    layers = reader.layers("num_hidden_layers")
+    common = reader.common(even_heads=True)
+    hidden, layers, vocabulary = common["hidden_size"], common["layers"], common["vocab_size"]
     taps, taps_key = find("target_layer_ids")
     if not taps.has(taps_key):
         raise ConfigError(
@@ -129,17 +119,10 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
     for key in ("rope_is_neox_style", "is_neox_style"):
         reader.require(key, (True,), "interleaved rotary embeddings")
     scale_key, cap_key = "input_embedding_scale", "final_logit_softcapping"
+    known = holder("draft_vocab_size").integer("draft_vocab_size", 0, least=0)
     return DFlashConfig(
         label=label,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=reader.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=reader.integer("intermediate_size"),
-        vocab_size=reader.integer("vocab_size"),
-        rms_eps=reader.number("rms_norm_eps"),
-        rope=_rope(reader, head_dim),
+        rope=_rope(reader, common["head_dim"]),
         attention_bias=reader.boolean("attention_bias", False),
         block_size=block.integer(block_key),
         mask_token_id=mask.integer(mask_key, least=0),
@@ -154,16 +137,11 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
             "sample_from_anchor", _samples_from_anchor(reader, nested, parts)
         ),
         parts=parts,
-        draft_vocab_size=_draft_vocabulary(holder("draft_vocab_size"), reader.integer("vocab_size")),
+        draft_vocab_size=known if known != vocabulary else 0,
         target_family=_target_family(holder("target_model_type"), "target_model_type", parts) or _verifier(reader),
         expected_tau=_expected_tau(holder("expected_tau")),
+        **common,
     )
-
-
-def _draft_vocabulary(reader: ConfigReader, vocabulary: int) -> int:
-    """How many of the target's tokens the drafter knows; 0 stands for all of them."""
-    found = reader.integer("draft_vocab_size", 0, least=0)
-    return found if found != vocabulary else 0
 
 
 def _target_family(reader: ConfigReader, key: str, parts: DraftParts) -> str | None:
@@ -190,18 +168,12 @@ def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
 def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
     kinds = reader.values.get("layer_types")
-    used = sorted(set(map(str, kinds))) if isinstance(kinds, list) and kinds else [_only_kind(reader)]
-    ropes = {
-        read_rope(reader, head_dim, reader.integer("max_position_embeddings"), kind, allows_partial=True)
-        for kind in used
-    }
+    if not isinstance(kinds, list) or not kinds:
+        kinds = [SLIDING if _window_alone(reader) else FULL]
+    ropes = {read_rope(reader, head_dim, kind, allows_partial=True) for kind in sorted(set(map(str, kinds)))}
     if len(ropes) > 1:
         raise ConfigError(f"{reader.label}: layers that turn differently in one drafter are not supported")
     return ropes.pop()
-
-
-def _only_kind(reader: ConfigReader) -> str:
-    return "sliding_attention" if _window_alone(reader) else "full_attention"
 
 
 def _expected_tau(reader: ConfigReader) -> dict[str, float]:
@@ -237,22 +209,19 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
         forced = nested.boolean("causal")
     elif any(reader.has(key) for key in _SPECULATORS_KEYS) and reader.boolean("sliding_window_non_causal", True):
         forced = False
-    if not reader.has("layer_types"):
-        if nested.has("use_swa") and nested.boolean("use_swa"):
-            window = nested.integer("swa_window_size")
-            return (AttentionPattern(window, bool(forced)),) * layers
-        window = _window_alone(reader)
-        return (AttentionPattern(window, bool(window) if forced is None else forced),) * layers
-    kinds = reader.values["layer_types"]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise ConfigError(f"{reader.label}: layer_types must name {layers} layers, each one of {', '.join(known)}")
-    patterns = []
-    for kind in kinds:
-        sliding = kind == "sliding_attention"
-        window = reader.integer("sliding_window") if sliding else 0
-        patterns.append(AttentionPattern(window, sliding if forced is None else forced))
-    return tuple(patterns)
+    if reader.has("layer_types"):
+        kinds = reader.layer_kinds("layer_types", layers, (FULL, SLIDING))
+        sliding = [kind == SLIDING for kind in kinds]
+        return _patterns(sliding, reader.integer("sliding_window") if any(sliding) else 0, forced)
+    if nested.has("use_swa") and nested.boolean("use_swa"):
+        return _patterns([True] * layers, nested.integer("swa_window_size"), bool(forced))
+    window = _window_alone(reader)
+    return _patterns([window > 0] * layers, window, forced)
+
+
+def _patterns(sliding: Sequence[bool], window: int, forced: bool | None) -> tuple[AttentionPattern, ...]:
+    """Layers that slide have the window, and are causal unless something else is said for all layers."""
+    return tuple(AttentionPattern(window if flag else 0, flag if forced is None else forced) for flag in sliding)
 
 
 def _window_alone(reader: ConfigReader) -> int:
@@ -262,32 +231,21 @@ def _window_alone(reader: ConfigReader) -> int:
     return reader.integer("sliding_window", least=0)
 
 
-def read_gguf(
-    metadata: Mapping[str, object], label: str, vocab_size: int | None, shape_of: ShapeOf | None = None
-) -> DFlashConfig:
+def read_gguf(metadata: Mapping[str, object], label: str, shape_of: ShapeOf | None = None) -> DFlashConfig:
     """Reads a GGUF that follows llama.cpp's conventions, in which `target_layers` are layer ids plus one."""
     reader = ConfigReader(metadata, label)
-    hidden, heads = reader.integer("dflash.embedding_length"), reader.integer("dflash.attention.head_count")
-    head_dim = reader.integer("dflash.attention.key_length", hidden // heads)
-    layers = reader.layers("dflash.block_count")
+    common = reader.common("dflash", even_heads=True)
+    layers = common["layers"]
     if not reader.has("dflash.target_layers"):
         raise ConfigError(f"{label}: no dflash.target_layers", "convert the drafter again; a guess costs acceptance")
     if not reader.has("dflash.rope.freq_base"):
         raise ConfigError(f"{label}: no dflash.rope.freq_base", "convert the drafter again; a guess costs acceptance")
-    vocab = reader.integer("dflash.vocab_size", vocab_size)
-    parts = _gguf_parts(reader, hidden, vocab, shape_of)
+    parts = _gguf_parts(reader, common["hidden_size"], common["vocab_size"], shape_of)
     scale = "dflash.embedding_scale"
+    known = shape_of("d2t") if shape_of is not None else None  # a GGUF shows a smaller vocabulary only by this table
     return DFlashConfig(
         label=label,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=reader.integer("dflash.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        intermediate_size=reader.integer("dflash.feed_forward_length"),
-        vocab_size=vocab,
-        rms_eps=reader.number("dflash.attention.layer_norm_rms_epsilon"),
-        rope=read_gguf_rope(reader, "dflash", head_dim),
+        rope=read_gguf_rope(reader, "dflash", common["head_dim"]),
         attention_bias=shape_of is not None and shape_of("layers.0.self_attn.q_proj.bias") is not None,
         block_size=reader.integer("dflash.block_size"),
         mask_token_id=reader.integer("tokenizer.ggml.mask_token_id", least=0),
@@ -300,20 +258,15 @@ def read_gguf(
         final_logit_softcapping=reader.number("dflash.final_logit_softcapping", 0.0),
         sample_from_anchor=reader.boolean("dflash.sample_from_anchor", parts.dspark),
         parts=parts,
-        draft_vocab_size=_gguf_draft_vocabulary(shape_of),
+        draft_vocab_size=known[0] if known else 0,
         target_family=_target_family(reader, "slipstream.target_model_type", parts),
         expected_tau={
             key.removeprefix(GGUF_EXPECTED_TAU): reader.number(key)
             for key in metadata
             if key.startswith(GGUF_EXPECTED_TAU)
         },
+        **common,
     )
-
-
-def _gguf_draft_vocabulary(shape_of: ShapeOf | None) -> int:
-    """The size of a smaller vocabulary, which a GGUF shows only by the table of its token ids."""
-    ids = shape_of("d2t") if shape_of is not None else None
-    return ids[0] if ids else 0
 
 
 def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, object]:
@@ -363,9 +316,9 @@ def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern,
     causal = "dflash.attention.causal"
     forced = reader.boolean(causal) if reader.has(causal) else None
     if not reader.has("dflash.attention.sliding_window"):
-        return (AttentionPattern(0, bool(forced)),) * layers
+        return _patterns([False] * layers, 0, forced)
     window = reader.integer("dflash.attention.sliding_window", least=0)
     flags = reader.values.get("dflash.attention.sliding_window_pattern", [window > 0] * layers)
     if not isinstance(flags, list) or len(flags) != layers:
         raise ConfigError(f"{reader.label}: dflash.attention.sliding_window_pattern must have {layers} entries")
-    return tuple(AttentionPattern(window if flag else 0, bool(flag) if forced is None else forced) for flag in flags)
+    return _patterns(list(map(bool, flags)), window, forced)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from slipstream.errors import ConfigError
 from slipstream.models.config_reading import ConfigReader
@@ -42,28 +43,30 @@ class DraftParts:
 
 def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
     """The parts that the tensors show; they do not show how many candidates a selector was trained with."""
-    parts = DraftParts()
-    for name in ("markov_w1", "markov_w2"):
-        if shape := shape_of(f"markov_head.{name}.weight"):
-            parts = replace(parts, markov_rank=shape[-1])
-    for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
-        if shape_of(f"markov_head.{name}.weight"):
-            parts = replace(parts, markov_head_type=kind)
-    if shape := shape_of("confidence_head.proj.weight"):
-        wide = parts.markov_rank > 0 and shape[-1] == hidden_size + parts.markov_rank
-        parts = replace(parts, enable_confidence_head=True, confidence_head_with_markov=wide)
-    kernel = shape_of("layers.0.attention_conv.base_kernel")
-    projection = shape_of("layers.0.attention_conv.kernel_projection.weight")
-    if kernel and projection and len(kernel) == 3 and kernel[1]:
-        groups = max(1, projection[0] // (2 * kernel[1]))
-        parts = replace(parts, conv_kernel_size=kernel[1], conv_group_size=hidden_size // groups)
-    if shape := shape_of("candidate_selector.hidden_projection.weight"):
-        parts = replace(parts, selector_rank=shape[0])
-    if shape := shape_of("layers.0.self_attn.g_proj.weight"):
-        parts = replace(parts, gate_width=shape[0])
+
+    def shape(name: str) -> tuple[int, ...]:
+        return shape_of(name) or ()
+
+    rank = (shape("markov_head.markov_w2.weight") or shape("markov_head.markov_w1.weight") or (0,))[-1]
+    gated, recurrent = (shape(f"markov_head.{name}.weight") for name in ("gate_proj", "joint_proj"))
+    confidence = shape("confidence_head.proj.weight")
+    kernel = shape("layers.0.attention_conv.base_kernel")
+    projection = shape("layers.0.attention_conv.kernel_projection.weight")
+    taps = kernel[1] if len(kernel) == 3 and projection else 0
     # Drafters that norm their taps also norm the context in every layer; no tensor of its own shows the latter.
     normed = shape_of("aux_hidden_norms.0.weight") is not None
-    return replace(parts, tap_norms=normed, context_norm=normed)
+    return DraftParts(
+        markov_rank=rank,
+        markov_head_type="rnn" if recurrent else "gated" if gated else "vanilla",
+        enable_confidence_head=bool(confidence),
+        confidence_head_with_markov=rank > 0 and confidence[-1:] == (hidden_size + rank,),
+        conv_kernel_size=taps,
+        conv_group_size=hidden_size // max(1, projection[0] // (2 * taps)) if taps else 0,
+        selector_rank=(shape("candidate_selector.hidden_projection.weight") or (0,))[0],
+        tap_norms=normed,
+        context_norm=normed,
+        gate_width=(shape("layers.0.self_attn.g_proj.weight") or (0,))[0],
+    )
 
 
 def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
@@ -71,71 +74,54 @@ def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
 
     `seen` is None if the tensors are not known.
     """
-    merge = _Merge(find, label, seen)
-    rank = merge.number("markov_rank")
-    parts = replace(_context_parts(find, seen), markov_rank=rank)
-    if rank:
-        kind = merge.text("markov_head_type", "vanilla")
-        if kind not in MARKOV_TYPES:
-            hint = f"use one of {', '.join(MARKOV_TYPES)}"
-            raise ConfigError(f"{label}: Markov heads of type '{kind}' are not supported", hint)
-        parts = replace(parts, markov_head_type=kind)
-    if merge.flag("enable_confidence_head"):
-        wide = merge.flag("confidence_head_with_markov")
-        parts = replace(parts, enable_confidence_head=True, confidence_head_with_markov=wide)
-        if wide and not rank:
-            raise ConfigError(f"{label}: the confidence head reads a Markov head that is not there")
-    if taps := merge.number("conv_kernel_size"):
-        group = merge.number("conv_group_size")
-        if not group:
-            raise ConfigError(f"{label}: the config has no 'conv_group_size'", "the file is incomplete")
-        parts = replace(parts, conv_kernel_size=taps, conv_group_size=group)
-    if selector := merge.number("selector_rank"):
-        if rank:
-            raise ConfigError(f"{label}: a Markov head and a candidate selector in one drafter are not supported")
-        reader, key = find("selector_top_k")
-        parts = replace(parts, selector_rank=selector, selector_top_k=reader.integer(key))
-    return parts
 
-
-def _context_parts(find: Find, seen: DraftParts | None) -> DraftParts:
-    """Gates and norms of taps, which the tensors show, and the norm of the context, which a config may state."""
-    parts = DraftParts()
-    if seen is not None:
-        parts = DraftParts(tap_norms=seen.tap_norms, context_norm=seen.context_norm, gate_width=seen.gate_width)
-    reader, key = find("context_kv_layer_norm")
-    return replace(parts, context_norm=reader.boolean(key, parts.context_norm))
-
-
-class _Merge:
-    """Takes one value from config and tensors, which must agree; if the config has no such key, the tensors decide."""
-
-    def __init__(self, find: Find, label: str, seen: DraftParts | None) -> None:
-        self._find = find
-        self._label = label
-        self._seen = seen
-
-    def number(self, key: str) -> int:
-        reader, name = self._find(key)
-        seen: int | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.integer(name, least=0) if reader.has(name) else None, seen, 0)
-
-    def text(self, key: str, default: str) -> str:
-        reader, name = self._find(key)
-        seen: str | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.text(name) if reader.has(name) else None, seen, default)
-
-    def flag(self, key: str) -> bool:
-        reader, name = self._find(key)
-        seen: bool | None = getattr(self._seen, key, None)
-        return self._agreed(name, reader.boolean(name) if reader.has(name) else None, seen, False)
-
-    def _agreed(self, key: str, declared: _Value | None, seen: _Value | None, default: _Value) -> _Value:
-        if declared is None:
-            return default if seen is None else seen
-        if seen is not None and declared != seen:
-            found = f"the weights say {seen!r}" if seen else "the weights have no such part"
+    def take(key: str, default: _Value) -> _Value:
+        """Takes one value from config and tensors, which must agree; without the key the tensors decide."""
+        reader, name = find(key)
+        shown: _Value | None = getattr(seen, key, None)
+        if not reader.has(name):
+            return default if shown is None else shown
+        reads: dict[type, Callable[[str], Any]] = {
+            bool: reader.boolean,
+            str: reader.text,
+            int: partial(reader.integer, least=0),
+        }
+        declared: _Value = reads[type(default)](name)
+        if shown is not None and declared != shown:
+            found = f"the weights say {shown!r}" if shown else "the weights have no such part"
             raise ConfigError(
-                f"{self._label}: '{key}' is {declared!r} but {found}", "the config does not belong to these weights"
+                f"{label}: '{name}' is {declared!r} but {found}", "the config does not belong to these weights"
             )
         return declared
+
+    rank = take("markov_rank", 0)
+    kind = take("markov_head_type", "vanilla") if rank else "vanilla"
+    if kind not in MARKOV_TYPES:
+        hint = f"use one of {', '.join(MARKOV_TYPES)}"
+        raise ConfigError(f"{label}: Markov heads of type '{kind}' are not supported", hint)
+    confident = take("enable_confidence_head", False)
+    wide = confident and take("confidence_head_with_markov", False)
+    if wide and not rank:
+        raise ConfigError(f"{label}: the confidence head reads a Markov head that is not there")
+    taps = take("conv_kernel_size", 0)
+    group = take("conv_group_size", 0) if taps else 0
+    if taps and not group:
+        raise ConfigError(f"{label}: the config has no 'conv_group_size'", "the file is incomplete")
+    selector = take("selector_rank", 0)
+    if selector and rank:
+        raise ConfigError(f"{label}: a Markov head and a candidate selector in one drafter are not supported")
+    (selecting, top_k), (norming, context_norm) = find("selector_top_k"), find("context_kv_layer_norm")
+    shown = DraftParts() if seen is None else seen  # only the tensors show gates and norms of taps
+    return DraftParts(
+        markov_rank=rank,
+        markov_head_type=kind,
+        enable_confidence_head=confident,
+        confidence_head_with_markov=wide,
+        conv_kernel_size=taps,
+        conv_group_size=group,
+        selector_rank=selector,
+        selector_top_k=selecting.integer(top_k) if selector else 0,
+        tap_norms=shown.tap_norms,
+        context_norm=norming.boolean(context_norm, shown.context_norm),
+        gate_width=shown.gate_width,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,7 @@ from slipstream.models.layers import (
     load_mlp,
     load_projections,
 )
-from slipstream.models.llama import gguf_name, hf_names, multimodal_names
+from slipstream.models.llama import gguf_name, hf_names
 from slipstream.models.moe import MlpBesideExperts, MoeShape, load_experts
 from slipstream.models.weights import Weights
 
@@ -84,9 +83,8 @@ class Gemma4(Decoder):
         """Layers that share keys load queries only; in some layers the keys are the values as well."""
         config, prefix = self.config, prefix + "self_attn."
         letters = "q" if not config.owns_keys(index) else "qk" if config.keys_are_values[index] else "qkv"
-        shape, pattern, pool = config.layer(index), config.pattern(index), config.pool(index)
-        projections = load_projections(weights, shape, prefix, letters=letters)
-        attention = load_attention(weights, shape, prefix, pattern, pool, projections)
+        projections = load_projections(weights, config.layer(index), prefix, letters=letters)
+        attention = load_attention(weights, config, index, prefix, projections)
         return replace(attention, scale=1.0, norms_values=True)
 
     def load_sides(self, weights: Weights) -> SideEmbeddings | None:
@@ -96,9 +94,9 @@ class Gemma4(Decoder):
         width = config.layers * config.side_size
         name, scale = "model.embed_tokens_per_layer.weight", config.side_size**0.5
         embed = weights.embedding(name, config.side_vocab, width, scale)
-        source = weights.source("model.per_layer_model_projection.weight", (width, config.hidden_size))
+        projection = weights.linear("model.per_layer_model_projection.weight", width, config.hidden_size)
         norm = weights.norm("model.per_layer_projection_norm.weight", config.side_size)
-        return SideEmbeddings(embed, weights.matrix([source]), norm, config.layers, config.side_size)
+        return SideEmbeddings(embed, projection, norm, config.layers, config.side_size)
 
 
 def _load_beside(
@@ -121,9 +119,8 @@ def _load_beside(
 
 def _load_side(weights: Weights, config: Gemma4Config, prefix: str, index: int) -> SideInput:
     hidden, side = config.hidden_size, config.side_size
-    gate = weights.source(prefix + "per_layer_input_gate.weight", (side, hidden))
-    up = weights.source(prefix + "per_layer_projection.weight", (hidden, side))
-    return SideInput(index, weights.matrix([gate]), weights.matrix([up]))
+    gate = weights.linear(prefix + "per_layer_input_gate.weight", side, hidden)
+    return SideInput(index, gate, weights.linear(prefix + "per_layer_projection.weight", hidden, side))
 
 
 MODEL = Gemma4
@@ -131,22 +128,19 @@ MODEL = Gemma4
 
 def read_hf(config: ConfigReader) -> tuple[Gemma4Config, FamilyNames]:
     read = gemma4_config.read_hf(config.text_part())
-    names = multimodal_names(read.tied_head) if config.has("text_config") else hf_names(read.tied_head)
-    return read, _ignoring(names, _shared_parts(read, names.file_name))
+    names = hf_names(read.tied_head, multimodal=config.has("text_config"))
+    return read, _ignoring_shared(read, names)
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Gemma4Config, FamilyNames]:
     read = gemma4_config.read_gguf(config, weights)
     names = FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: name == "rope_freqs.weight")
-    return read, _ignoring(names, _shared_parts(read, names.file_name))
+    return read, _ignoring_shared(read, names)
 
 
-def _shared_parts(config: Gemma4Config, file_name: Callable[[str], str]) -> set[str]:
-    """The tensors of keys and values that layers do not use because they share: some checkpoints carry them anyway."""
+def _ignoring_shared(config: Gemma4Config, names: FamilyNames) -> FamilyNames:
+    """Ignores keys and values that layers do not use because they share: some checkpoints carry them anyway."""
     layers = range(config.layers - config.sharing, config.layers)
     modules = ("k_proj", "v_proj", "k_norm")
-    return {file_name(f"model.layers.{index}.self_attn.{name}.weight") for index in layers for name in modules}
-
-
-def _ignoring(names: FamilyNames, others: set[str]) -> FamilyNames:
-    return replace(names, ignored=lambda name: name in others or names.ignored(name))
+    unused = {names.file_name(f"model.layers.{index}.self_attn.{name}.weight") for index in layers for name in modules}
+    return replace(names, ignored=lambda name: name in unused or names.ignored(name))

@@ -6,8 +6,8 @@ can need in a few tensor calls. After that it works with numpy on small arrays, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from slipstream.models.weights import FLOAT_TYPES, Weights
 Floats: TypeAlias = NDArray[np.float32]
 Ids: TypeAlias = NDArray[np.int64]
 State: TypeAlias = Floats | None  # what a head remembers of the path to a node; None: nothing, as at a path's start
+Walk: TypeAlias = Callable[[int, int, State], tuple[Floats, State]]  # a correcting head at work: see `HeadPass.correct`
 
 _HALF_LIMIT = float(torch.finfo(torch.float16).max)
 
@@ -58,12 +59,6 @@ class TokenRows:
         return _numpy(self.table[tokens])
 
 
-class _Walk(Protocol):
-    """A correcting head at work on one block."""
-
-    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]: ...
-
-
 class MarkovHead:
     """A low-rank bias on the next token given the last one: vanilla, gated by the hidden row, or recurrent."""
 
@@ -84,51 +79,32 @@ class MarkovHead:
             return
         self.inner: Floats = np.ascontiguousarray(inner.numpy())
 
-    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
+    def begin(self, hidden: Tensor, candidates: Tensor) -> Walk:
         output = self.output.rows(candidates)
         if self.kind == "vanilla":
-            return _TableWalk(self.embedding, output)
+            return _table_walk(self.embedding, output)
         from_hidden = _numpy(hidden @ self.of_hidden.t() + self.bias)
-        return (_GatedWalk if self.kind == "gated" else _RecurrentWalk)(self, output, from_hidden)
+
+        def gated(slot: int, previous: int, state: State) -> tuple[Floats, State]:
+            embedded = self.embedding.row(previous)
+            gate = _sigmoid(self.inner @ embedded + from_hidden[slot])
+            return output[slot] @ (gate * embedded), None
+
+        def recurrent(slot: int, previous: int, state: State) -> tuple[Floats, State]:
+            rank = self.rank
+            before = np.zeros(rank, np.float32) if state is None else state
+            joined = np.concatenate((before, self.embedding.row(previous)))
+            mixed = self.inner @ joined + from_hidden[slot]
+            keep = _sigmoid(mixed[:rank])
+            after = keep * before + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
+            return output[slot] @ np.tanh(mixed[2 * rank :]), after
+
+        return gated if self.kind == "gated" else recurrent
 
 
-@dataclass(frozen=True, slots=True)
-class _TableWalk:
+def _table_walk(before: TokenRows, after: Floats) -> Walk:
     """The product of the previous token's row and the candidates' rows, without memory."""
-
-    before: TokenRows
-    after: Floats
-
-    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        return self.after[slot] @ self.before.row(previous), None
-
-
-@dataclass(frozen=True, slots=True)
-class _GatedWalk:
-    head: MarkovHead
-    output: Floats
-    from_hidden: Floats
-
-    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        embedded = self.head.embedding.row(previous)
-        gate = _sigmoid(self.head.inner @ embedded + self.from_hidden[slot])
-        return self.output[slot] @ (gate * embedded), None
-
-
-@dataclass(frozen=True, slots=True)
-class _RecurrentWalk:
-    head: MarkovHead
-    output: Floats
-    from_hidden: Floats
-
-    def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        rank = self.head.rank
-        before = np.zeros(rank, np.float32) if state is None else state
-        joined = np.concatenate((before, self.head.embedding.row(previous)))
-        mixed = self.head.inner @ joined + self.from_hidden[slot]
-        keep = _sigmoid(mixed[:rank])
-        after = keep * before + (1 - keep) * np.tanh(mixed[rank : 2 * rank])
-        return self.output[slot] @ np.tanh(mixed[2 * rank :]), after
+    return lambda slot, previous, state: (after[slot] @ before.row(previous), None)
 
 
 class CandidateSelector:
@@ -141,10 +117,10 @@ class CandidateSelector:
         name = "candidate_selector.hidden_projection.weight"
         self.projection = weights.source(name, (rank, config.hidden_size)).dense()
 
-    def begin(self, hidden: Tensor, candidates: Tensor) -> _Walk:
+    def begin(self, hidden: Tensor, candidates: Tensor) -> Walk:
         # The successors are weighed here once, so that no node of the walk has to compute this product again.
         weighed = self.successors.rows(candidates) * _numpy(hidden @ self.projection.t())[:, None]
-        return _TableWalk(self.predecessors, weighed)
+        return _table_walk(self.predecessors, weighed)
 
 
 class ConfidenceHead:
@@ -180,23 +156,15 @@ class ConfidenceHead:
 class HeadPass:
     """The heads over one sequence's block; slot 0 is the first proposal."""
 
-    def __init__(
-        self,
-        corrector: MarkovHead | CandidateSelector | None,
-        confidence: ConfidenceHead | None,
-        tables: HeadTables | None,
-        hidden: Tensor,
-        candidates: Tensor | Ids,
-    ) -> None:
-        self.corrector = corrector
+    def __init__(self, heads: DraftHeads, hidden: Tensor, candidates: Tensor | Ids) -> None:
+        self.corrector, self.trust = heads.corrector, heads.trust
         self._hidden = hidden
         self._candidates = candidates
-        self.trust = confidence
-        self._scores = confidence.begin(_on_host(hidden)) if confidence is not None else None
-        self.compiled = CompiledWalk(tables, self._scores) if tables is not None else None
+        self._scores = self.trust.begin(_on_host(hidden)) if self.trust is not None else None
+        self.compiled = CompiledWalk(heads.tables, self._scores) if heads.tables is not None else None
 
     @cached_property
-    def _walk(self) -> _Walk | None:
+    def _walk(self) -> Walk | None:
         # The walk is made only when it is needed, because compiled code needs none and making one takes longer than
         # all that compiled code does.
         if self.corrector is None:
@@ -207,7 +175,7 @@ class HeadPass:
         """What to add to the logits of the slot's candidates after token `previous`, and the state after the slot."""
         if self._walk is None:
             return np.zeros(self._candidates.shape[-1], np.float32), state
-        return self._walk.correct(slot, previous, state)
+        return self._walk(slot, previous, state)
 
     def confidence(self, slot: int, previous: int) -> float | None:
         """The chance that the slot's proposal after token `previous` is accepted; None without a confidence head."""
@@ -226,20 +194,16 @@ class DraftHeads:
         if parts.selector_rank:
             self.corrector = CandidateSelector(weights, config)
         self.trust = ConfidenceHead(weights, config, markov) if parts.enable_confidence_head else None
-        self._tables: HeadTables | None = None
+        self.tables: HeadTables | None = None
         if self.corrector is None or (self.corrector is markov and markov.kind == "vanilla"):
-            self._tables = _tables(markov, self.trust)
+            self.tables = _tables(markov, self.trust)
         self.candidate_limit = parts.selector_top_k or None  # candidates per slot; None: the caller chooses how many
         self.corrects = self.corrector is not None
         self.has_confidence = self.trust is not None
 
-    @classmethod
-    def load(cls, weights: Weights, config: DFlashConfig) -> DraftHeads | None:
-        return cls(weights, config) if config.parts.any_head else None
-
     def begin(self, hidden: Tensor, candidates: Tensor | Ids) -> HeadPass:
         """Prepares one block: hidden rows [slots, H] after the final norm, candidate ids [slots, K]."""
-        return HeadPass(self.corrector, self.trust, self._tables, hidden, candidates)
+        return HeadPass(self, hidden, candidates)
 
 
 def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> HeadTables:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,13 +21,40 @@ from slipstream.kernels.rows import AttentionPattern
 from slipstream.models.rope import RopeConfig, partial_rows
 from slipstream.models.weights import Embedding, Weights
 
-if TYPE_CHECKING:
-    from slipstream.models.decoder import DecoderConfig
-    from slipstream.models.dflash_config import DFlashConfig
-
 Activation = Literal["silu", "gelu"]
-LayerShape: TypeAlias = "DecoderConfig | DFlashConfig"  # the config that has the numbers of a layer
+MlpSources = tuple[list[WeightTensor], list[WeightTensor]]  # of a gated MLP: the tensors of gate and up, and of down
+_GATE_UP = ("gate_proj", "up_proj")
 RotaryRows = Callable[[int, int], Tensor]  # (heads, head_dim) -> the row order that undoes a file's interleaving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The numbers of a layer, and the fields that the configs of targets and drafters have in common."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_eps: float
+    rope: RopeConfig
+    qk_norm: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def layer(self, index: int) -> Self:
+        """The config of a model whose layers are all like this one."""
+        return self
+
+    def pattern(self, index: int) -> AttentionPattern:
+        """Which of the keys before them a layer's rows see."""
+        return AttentionPattern()
+
+    def pool(self, index: int) -> int:
+        """Which of the stored keys and values a layer reads."""
+        return index
 
 
 class LayerPart(Protocol):
@@ -213,26 +240,26 @@ def load_gate(
 
 def load_attention(
     weights: Weights,
-    shape: LayerShape,
+    config: LayerShape,
+    index: int,
     prefix: str,
-    pattern: AttentionPattern,
-    pool: int,
     projections: Projections,
     gate: HeadGate | None = None,
 ) -> Attention:
-    """Attention with the numbers of `shape`; it has keys and values of its own if `projections` has them."""
+    """The attention of layer `index`; it has keys and values of its own if `projections` has them."""
+    shape = config.layer(index)
     hidden, width, owns_keys = shape.hidden_size, shape.heads * shape.head_dim, "k" in projections.sources
     return Attention(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         rope=shape.rope,
-        pattern=pattern,
-        pool=pool,
+        pattern=config.pattern(index),
+        pool=config.pool(index),
         scale=shape.head_dim**-0.5,
         qkv=weights.matrix([*projections.sources.values(), *projections.joined]),
         qkv_bias=torch.cat(list(projections.biases.values())) if projections.biases else None,
-        output=weights.matrix([weights.source(prefix + "o_proj.weight", (hidden, width))]),
+        output=weights.linear(prefix + "o_proj.weight", hidden, width),
         output_bias=weights.vector(prefix + "o_proj.bias", hidden) if shape.attention_bias else None,
         q_norm=_head_norm(weights, shape, prefix + "q_norm.weight") if shape.qk_norm else None,
         k_norm=_head_norm(weights, shape, prefix + "k_norm.weight") if shape.qk_norm and owns_keys else None,
@@ -247,30 +274,22 @@ def _head_norm(weights: Weights, shape: LayerShape, name: str) -> Tensor:
     return norm[partial_rows(1, shape.head_dim, shape.rope.dim)] if shape.rope.partial else norm
 
 
+def mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> MlpSources:
+    gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in _GATE_UP]
+    return gate_up, [weights.source(prefix + "down_proj.weight", (hidden, inner))]
+
+
 def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activation = "silu") -> Mlp:
-    hidden, inner, names = shape.hidden_size, shape.intermediate_size, ("gate_proj", "up_proj")
-    gate_up = weights.matrix([weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in names])
-    down = weights.matrix([weights.source(prefix + "down_proj.weight", (hidden, inner))])
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    gate_up, down = map(weights.matrix, mlp_sources(weights, prefix, inner, hidden))
     if not shape.mlp_bias:
         return Mlp(gate_up, down, activation=activation)
-    gate_up_bias = torch.cat([weights.vector(f"{prefix}{name}.bias", inner) for name in names])
+    gate_up_bias = torch.cat([weights.vector(f"{prefix}{name}.bias", inner) for name in _GATE_UP])
     return Mlp(gate_up, down, gate_up_bias, weights.vector(prefix + "down_proj.bias", hidden), activation)
 
 
-def load_convolution(
-    weights: Weights, prefix: str, hidden_size: int, kernel_size: int, group_size: int, block_size: int
-) -> BlockConvolution:
-    groups = hidden_size // group_size
-    base = weights.source(prefix + "base_kernel", (2, kernel_size, hidden_size)).dense()
-    name = prefix + "kernel_projection.weight"
-    projection = weights.matrix([weights.source(name, (2 * kernel_size * groups, hidden_size))])
-    return BlockConvolution(base.view(2, kernel_size, groups, group_size), projection, block_size)
-
-
-def load_usual_layer(
-    weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, load_feeder: Callable[[str], LayerPart]
-) -> Layer:
+def load_usual_layer(weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, feeder: LayerPart) -> Layer:
     """The layer that most families have: a norm and what mixes rows, a norm and what is in the place of the MLP."""
-    mixing = Sublayer(mixer, weights.norm(prefix + "input_layernorm.weight", shape.hidden_size))
-    norm = weights.norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
-    return Layer((mixing, Sublayer(load_feeder(prefix + "mlp."), norm)))
+    norms = ("input_layernorm", "post_attention_layernorm")
+    loaded = [weights.norm(f"{prefix}{name}.weight", shape.hidden_size) for name in norms]
+    return Layer([Sublayer(*given) for given in zip((mixer, feeder), loaded, strict=True)])

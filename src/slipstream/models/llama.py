@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.rope import RopeConfig, read_rope
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.rope import RopeConfig, read_gguf_rope, read_rope
+from slipstream.models.weights import Weights
 
 MODEL = Decoder
 GGUF_GLOBAL = {
@@ -55,103 +57,90 @@ def stored_rotary_rows(heads: int, head_dim: int) -> Tensor:
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def hf_names(tied: bool) -> FamilyNames:
-    def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+def hf_names(
+    tied: bool, multimodal: bool = False, other_parts: tuple[str, ...] = (), norm_shift: float = 0.0
+) -> FamilyNames:
+    """Names in a Hugging Face checkpoint.
 
-    return FamilyNames(keep_name, ignored)
-
-
-def multimodal_names(tied: bool) -> FamilyNames:
-    """Names in a checkpoint that also has image and audio parts, which are ignored."""
+    A multimodal one also has image and audio parts, whose names begin with `other_parts` or, if none are given, unlike
+    those of the text part; they are ignored.
+    """
     text = "model.language_model."
 
+    def file_name(name: str) -> str:
+        return name.replace("model.", text, 1) if multimodal and name.startswith("model.") else name
+
     def ignored(name: str) -> bool:
-        return not name.startswith(text) and (tied or name != "lm_head.weight")
+        if name == "lm_head.weight":
+            return tied
+        foreign = multimodal and not other_parts and not name.startswith(text)
+        return foreign or name.startswith(other_parts) or name.endswith("rotary_emb.inv_freq")
 
-    return FamilyNames(lambda name: name.replace("model.", text, 1) if name.startswith("model.") else name, ignored)
+    return FamilyNames(file_name, ignored, norm_shift=norm_shift)
 
 
-def gguf_names() -> FamilyNames:
-    return FamilyNames(gguf_name, lambda name: name == "rope_freqs.weight", stored_rotary_rows)
+def hf_common(config: ConfigReader, even_heads: bool = False, **own: Any) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that Hugging Face spells alike for all families; those in `own` are not read."""
+    shared = {
+        "max_positions": config.integer("max_position_embeddings"),
+        "tied_head": config.boolean("tie_word_embeddings", False),
+        "attention_bias": config.boolean("attention_bias", False),
+    }
+    return config.common(even_heads=even_heads, **shared | own)
 
 
-def hf_config(config: ConfigReader, family: str, qk_norm: bool) -> DecoderConfig:
-    """The fields that every Llama-like Hugging Face config has."""
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    head_dim = config.integer("head_dim", hidden // heads)
-    max_positions = config.integer("max_position_embeddings")
+def gguf_common(
+    config: ConfigReader, arch: str, weights: Weights, even_heads: bool = False, **own: Any
+) -> dict[str, Any]:
+    """The same fields from GGUF metadata; the tensors show those that have no key."""
+    file = weights.file
+    shared = {
+        "max_positions": config.integer(f"{arch}.context_length"),
+        "vocab_size": file.tensor("token_embd.weight").shape[0],
+        "tied_head": "output.weight" not in file,
+        "attention_bias": "blk.0.attn_q.bias" in file,
+    }
+    return config.common(arch, even_heads, **shared | own)
+
+
+def hf_config(config: ConfigReader, **own: Any) -> DecoderConfig:
+    """The config of a Llama-like model in a Hugging Face folder; `own` has the fields of its family."""
+    common = hf_common(config, even_heads=True, mlp_bias=config.boolean("mlp_bias", False), **own)
     config.require("hidden_act", ("silu", "swish"), "this activation")
     config.require("pretraining_tp", (1,), "tensor-parallel pretraining")
     config.require("use_sliding_window", (False,), "a sliding window in this family")
     kinds = config.values.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+    if isinstance(kinds, list) and set(kinds) - {FULL}:
         raise ConfigError(f"{config.label}: sliding or other special layers are not supported for this family")
-    return DecoderConfig(
-        family=family,
-        hidden_size=hidden,
-        layers=config.layers("num_hidden_layers"),
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=config.integer("intermediate_size"),
-        vocab_size=config.integer("vocab_size"),
-        rms_eps=config.number("rms_norm_eps"),
-        rope=read_rope(config, head_dim, max_positions),
-        max_positions=max_positions,
-        tied_head=config.boolean("tie_word_embeddings", False),
-        qk_norm=qk_norm,
-        attention_bias=config.boolean("attention_bias", False),
-        mlp_bias=config.boolean("mlp_bias", False),
-    )
+    return DecoderConfig(rope=read_rope(config, common["head_dim"]), **common)
 
 
-def gguf_config(config: ConfigReader, arch: str, weights: Weights, qk_norm: bool) -> DecoderConfig:
-    """The same fields from GGUF metadata; the shapes of tensors give the numbers that have no key."""
-    hidden, heads = config.integer(f"{arch}.embedding_length"), config.integer(f"{arch}.attention.head_count")
-    head_dim = config.integer(f"{arch}.attention.key_length", hidden // heads)
+def gguf_config(config: ConfigReader, arch: str, weights: Weights, **own: Any) -> DecoderConfig:
+    """The config of a Llama-like model in a GGUF file."""
+    mlp_bias = "blk.0.ffn_gate.bias" in weights.file
+    common = gguf_common(config, arch, weights, even_heads=True, mlp_bias=mlp_bias, **own)
+    head_dim = common["head_dim"]
     if head_dim % 2:
         raise ConfigError(f"{config.label}: heads of {head_dim} dimensions cannot turn in pairs", "convert it again")
     if config.integer(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(f"{config.label}: partial rotary embeddings are not supported for this family")
-    if not config.has(f"{arch}.rope.freq_base"):
-        raise ConfigError(f"{config.label}: no '{arch}.rope.freq_base'", "convert the model again with a newer tool")
-    scaling = config.text(f"{arch}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise ConfigError(f"{config.label}: rope scaling '{scaling}' in a GGUF target is not supported")
-    factors: tuple[float, ...] = ()
+    rope = read_gguf_rope(config, arch, head_dim, scalings=("none", "linear"))
     if "rope_freqs.weight" in weights.file:
-        factors = tuple(weights.source("rope_freqs.weight", (head_dim // 2,)).dense().tolist())
-    rope = RopeConfig(
-        config.number(f"{arch}.rope.freq_base"),
-        head_dim,
-        "linear" if scaling == "linear" else "default",
-        factor=config.number(f"{arch}.rope.scaling.factor", 1.0),
-        factors=factors,
-    )
-    return DecoderConfig(
-        family=arch,
-        hidden_size=hidden,
-        layers=config.layers(f"{arch}.block_count"),
-        heads=heads,
-        kv_heads=config.integer(f"{arch}.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        intermediate_size=config.integer(f"{arch}.feed_forward_length"),
-        vocab_size=weights.file.tensor("token_embd.weight").shape[0],
-        rms_eps=config.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=rope,
-        max_positions=config.integer(f"{arch}.context_length"),
-        tied_head="output.weight" not in weights.file,
-        qk_norm=qk_norm,
-        attention_bias="blk.0.attn_q.bias" in weights.file,
-        mlp_bias="blk.0.ffn_gate.bias" in weights.file,
-    )
+        rope = with_stored_factors(rope, weights)
+    return DecoderConfig(rope=rope, **common)
+
+
+def with_stored_factors(rope: RopeConfig, weights: Weights) -> RopeConfig:
+    """A rotation with the factors of its frequencies that a GGUF file has as a tensor."""
+    factors = weights.source("rope_freqs.weight", (rope.dim // 2,)).dense()
+    return replace(rope, factors=tuple(factors.tolist()))
 
 
 def read_hf(config: ConfigReader) -> tuple[DecoderConfig, FamilyNames]:
-    read = hf_config(config, "llama", qk_norm=False)
+    read = hf_config(config, family="llama", qk_norm=False)
     return read, hf_names(read.tied_head)
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[DecoderConfig, FamilyNames]:
-    return gguf_config(config, "llama", weights, qk_norm=False), gguf_names()
+    names = FamilyNames(gguf_name, lambda name: name == "rope_freqs.weight", stored_rotary_rows)
+    return gguf_config(config, "llama", weights, family="llama", qk_norm=False), names

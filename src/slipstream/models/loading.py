@@ -12,10 +12,10 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightFile, open_weights, read_config
 from slipstream.kernels.cpu.native_library import availability, library
 from slipstream.kernels.machine import measure_formats, pick_format
-from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from slipstream.models import gemma4, laguna, llama, qwen3, qwen3_5
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
-from slipstream.models.weights import Weights, keep_name
+from slipstream.models.weights import Weights
 from slipstream.types import Progress
 
 MakeWeights = Callable[..., Weights]
@@ -30,11 +30,11 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
     "qwen35": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen35moe": qwen3_5_moe,
-    "qwen3_moe": qwen3_moe,
-    "qwen3moe": qwen3_moe,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "qwen35moe": qwen3_5,
+    "qwen3_moe": qwen3,
+    "qwen3moe": qwen3,
 }
 
 
@@ -52,49 +52,34 @@ def load_target(
 ) -> LoadedTarget:
     """Builds the target at `path`, with its weights in the CPU's memory unless `elsewhere` loads them onto a device."""
     file = open_weights(path)
-    family, reader = _family(path, file)
-    decoder_config, names = _read(family, reader, file)
-    if elsewhere is not None:
-        there = elsewhere(file, weight_format, names.file_name, progress, norm_shift=names.norm_shift)
-        reason = "the file's own types" if weight_format != "bf16" else "asked for"
-        return LoadedTarget(family.MODEL(decoder_config, there, names), file.metadata, reason)
-    chosen, reason = choose_format(
-        file, weight_format, 2 * decoder_config.intermediate_size, decoder_config.hidden_size
-    )
-    weights = Weights(file, chosen, names.file_name, progress, norm_shift=names.norm_shift)
-    model: Decoder = family.MODEL(decoder_config, weights, names)
-    return LoadedTarget(model, file.metadata, reason)
+    family, decoder_config, names = _read(path, file)
+    make, chosen, reason = elsewhere or Weights, weight_format, "asked for"
+    if elsewhere is None:
+        outputs, inputs = 2 * decoder_config.intermediate_size, decoder_config.hidden_size
+        chosen, reason = choose_format(file, weight_format, outputs, inputs)
+    elif weight_format != "bf16":
+        reason = "the file's own types"
+    weights = make(file, chosen, names.file_name, progress, norm_shift=names.norm_shift)
+    return LoadedTarget(family.MODEL(decoder_config, weights, names), file.metadata, reason)
 
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
     """The configuration of the target at `path`, and how its file spells tensors."""
-    return _read(*_family(path, file), file)
+    return _read(path, file)[1:]
 
 
-def _family(path: Path, file: WeightFile) -> tuple[ModuleType, ConfigReader]:
-    """The family of the model at `path`, and a reader of its configuration."""
+def _read(path: Path, file: WeightFile) -> tuple[ModuleType, DecoderConfig, FamilyNames]:
     config = read_config(path)
-    if config is not None:
-        reader = ConfigReader(config, path.name)
-        model_type = reader.text("model_type")
-    else:
-        reader = ConfigReader(file.metadata, file.path.name)
-        model_type = reader.text("general.architecture")
+    label, key = (file.path.name, "general.architecture") if config is None else (path.name, "model_type")
+    reader = ConfigReader(file.metadata if config is None else config, label)
+    model_type = reader.text(key)
     family = FAMILIES.get(model_type)
     if family is None:
         raise ConfigError(
-            f"{reader.label}: model type '{model_type}' is not a supported target",
-            f"supported: {', '.join(sorted(FAMILIES))}",
+            f"{label}: model type '{model_type}' is not a supported target", f"supported: {', '.join(sorted(FAMILIES))}"
         )
-    return family, reader
-
-
-def _read(family: ModuleType, reader: ConfigReader, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
-    stored = reader.values is file.metadata
-    read: tuple[DecoderConfig, FamilyNames] = (
-        family.read_gguf(reader, Weights(file, "fp32", keep_name)) if stored else family.read_hf(reader)
-    )
-    return read
+    read = family.read_gguf(reader, Weights(file, "fp32")) if config is None else family.read_hf(reader)
+    return family, *read
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError
-from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
+from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, read_adapter
 from slipstream.formats.file_bytes import MemoryBytes, StoredBytes, TensorEntry
 from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor
@@ -42,22 +42,13 @@ _DRAFTER_ARCH = "dflash"  # every writer's name for drafters contains it
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """What is added to one matrix: `factor * up @ down`."""
-
-    down: Factor  # [rank, in]
-    up: Factor  # [out, rank]
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that fits a drafter: what it adds to which matrix, by canonical name."""
+    """An adapter that fits a drafter: the change to each matrix, by canonical name."""
 
     name: str
     scale: float
     fingerprint: str
-    changes: Mapping[str, LowRank]
+    changes: Mapping[str, AdapterPair]
 
     @property
     def key(self) -> str:
@@ -96,10 +87,10 @@ def fit_adapter(adapter: AdapterFile, file: WeightFile) -> Adapter:
         )
     shapes = _matrices(file)
     spelled = {spelling: name for name in shapes for spelling in gguf_spellings(name)}
-    changes: dict[str, LowRank] = {}
+    changes: dict[str, AdapterPair] = {}
     for pair in adapter.pairs:
         name = spelled.get(pair.name, canonical_name(pair.name))
-        parts = {name: LowRank(pair.down, pair.up, pair.factor)} if name in shapes else _parts(pair, shapes)
+        parts = {name: pair} if name in shapes else _parts(pair, shapes)
         if not parts:
             raise ConfigError(
                 f"the adapter's tensor '{pair.down.tensor.name}' matches no matrix of {file.path.name}",
@@ -131,7 +122,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
         source = file.tensor(names(name))
         down, up = change.down.dense(), change.up.dense()
         if change.factor and down.any() and up.any():
-            merged[source.name] = _merge(source, _kind(source), change.factor, up, down, adapter.name)
+            merged[source.name] = _merge(source, change.factor, up, down, adapter.name)
         if progress is not None:
             progress(f"merging {adapter.name}", done, len(adapter.changes))
     return MergedWeights(file, merged)
@@ -154,7 +145,7 @@ def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LowRank]:
+def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str, AdapterPair]:
     """Splits a pair for several matrices into one pair for each; empty if it is not such a pair."""
     match = _FUSED_NAME.fullmatch(pair.name)
     modules = _FUSED.get(match["module"], ()) if match is not None else ()
@@ -171,12 +162,12 @@ def _parts(pair: AdapterPair, shapes: Mapping[str, tuple[int, int]]) -> dict[str
     parts, start = {}, 0
     for name in names:
         stop = start + shapes[name][0]
-        parts[name] = LowRank(pair.down, pair.up.rows(start, stop), pair.factor)
+        parts[name] = replace(pair, up=pair.up.rows(start, stop))
         start = stop
     return parts
 
 
-def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
+def _check_fit(name: str, shape: tuple[int, int], change: AdapterPair) -> None:
     rank, (outputs, inputs) = change.down.shape[0], shape
     for factor, wanted in ((change.down, (rank, inputs)), (change.up, (outputs, rank))):
         if factor.shape != wanted:
@@ -193,15 +184,12 @@ def _check_fit(name: str, shape: tuple[int, int], change: LowRank) -> None:
         )
 
 
-def _kind(source: WeightTensor) -> str:
-    """The type of a merged tensor: the tensor's own type, or bf16 if no code here can write that type."""
-    return source.type_name if source.type_name in ENCODABLE else "BF16"
-
-
 def _merge(
-    source: WeightTensor, kind: str, factor: float, up: Tensor, down: Tensor, label: str
+    source: WeightTensor, factor: float, up: Tensor, down: Tensor, label: str
 ) -> tuple[TensorEntry, StoredBytes]:
     """One merged tensor in memory of its own, made a few rows at a time and stored as a file would have it."""
+    # A type that no code here can write becomes bf16.
+    kind = source.type_name if source.type_name in ENCODABLE else "BF16"
     rows, width = up.shape[0], down.shape[1]
     block, item = BLOCK_SIZES[kind]
     size = rows * width // block * item

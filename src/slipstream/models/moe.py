@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weight_files import WeightTensor
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.models.layers import Activation, Layer, Mlp
+from slipstream.models.config_reading import ConfigReader
+from slipstream.models.layers import Activation, Layer, Mlp, MlpSources, mlp_sources
 from slipstream.models.weights import Weights
 
 # The GGUF names of a layer's experts, without the prefix `blk.N.` of the layer.
@@ -26,6 +26,15 @@ GGUF_MOE = {
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
     "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+}
+
+
+# What config.json files and, after the architecture, GGUF files call the numbers of a mixture.
+_KEYS = {
+    "hidden_size": ("hidden_size", "embedding_length"),
+    "experts": ("num_experts", "expert_count"),
+    "active": ("num_experts_per_tok", "expert_used_count"),
+    "intermediate_size": ("moe_intermediate_size", "expert_feed_forward_length"),
 }
 
 
@@ -48,6 +57,11 @@ class MoeShape:
     def __post_init__(self) -> None:
         if self.active > self.experts:
             raise ConfigError(f"{self.active} of {self.experts} experts cannot be active at once")
+
+    @classmethod
+    def read(cls, config: ConfigReader, arch: str = "", **own: Any) -> MoeShape:
+        """The numbers that families spell alike, and in `own` those that a family spells in a way of its own."""
+        return cls(**config.numbers(_KEYS, arch, **own))
 
 
 @dataclass(slots=True, eq=False)
@@ -109,14 +123,6 @@ def routed_experts(layers: Sequence[Layer]) -> list[RoutedExperts]:
     return [part.routed for part in parts if isinstance(part, ExpertBlock | MlpBesideExperts)]
 
 
-@dataclass(frozen=True, slots=True)
-class MlpSources:
-    """The tensors of one gated MLP or of several: gate and up of each, and down of each."""
-
-    gate_up: list[list[WeightTensor]]
-    down: list[list[WeightTensor]]
-
-
 def load_experts(
     weights: Weights,
     router_name: str,
@@ -127,46 +133,36 @@ def load_experts(
     shared: MlpSources | None = None,
 ) -> RoutedExperts:
     """The experts of one layer; the shared one joins them where a device keeps all of them in one stack."""
-    router = weights.matrix([weights.source(router_name, (shape.experts, shape.hidden_size))])
+    router = weights.linear(router_name, shape.experts, shape.hidden_size)
     bytes_before, products_before = weights.step_bytes, weights.row_products
     own = _expert_sources(weights, prefix, shape)
+    each = list(zip(*own, strict=True))  # gate and up of every expert, and down of every expert
     has_shared = (
         shared is not None
         and shape.shared_size == shape.intermediate_size
-        and weights.takes_among(own.gate_up, shared.gate_up[0])
-        and weights.takes_among(own.down, shared.down[0])
+        and all(weights.takes_among(*given) for given in zip(each, shared, strict=True))
     )
     if shared is not None and has_shared:
-        own = MlpSources(own.gate_up + shared.gate_up, own.down + shared.down)
-    gate_up, down = weights.experts(own.gate_up), weights.experts(own.down)
+        own.append(shared)
+    gate_up, down = (weights.experts(sources) for sources in zip(*own, strict=True))
     # A row reads the experts that it chose and no others.
-    active, count = shape.active + has_shared, len(own.down)
+    active, count = shape.active + has_shared, len(own)
     weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * active // count
     weights.row_products = products_before + (weights.row_products - products_before) * active // count
     return RoutedExperts(shape, router, router_bias, gate_up, down, activation, has_shared)
 
 
-def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> MlpSources:
+def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> list[MlpSources]:
     """The tensors of every expert: a file has them all in one tensor, in one per projection, or one by one."""
     count, inner, hidden = shape.experts, shape.intermediate_size, shape.hidden_size
     if not weights.has(prefix + "down_proj"):
-        each = [_mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
-        return MlpSources([one.gate_up[0] for one in each], [one.down[0] for one in each])
+        return [mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
     if weights.has(prefix + "gate_up_proj"):
         joined = [weights.source(prefix + "gate_up_proj", (count, 2 * inner, hidden))]
     else:
         joined = [weights.source(prefix + name, (count, inner, hidden)) for name in ("gate_proj", "up_proj")]
     down = weights.source(prefix + "down_proj", (count, hidden, inner))
-    return MlpSources(
-        [[tensor.part(expert) for tensor in joined] for expert in range(count)],
-        [[down.part(expert)] for expert in range(count)],
-    )
-
-
-def _mlp_sources(weights: Weights, prefix: str, inner: int, hidden: int) -> MlpSources:
-    """The tensors of one expert that has tensors of its own."""
-    gate_up = [weights.source(f"{prefix}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-    return MlpSources([gate_up], [[weights.source(prefix + "down_proj.weight", (hidden, inner))]])
+    return [([tensor.part(expert) for tensor in joined], [down.part(expert)]) for expert in range(count)]
 
 
 def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertBlock:
@@ -175,12 +171,12 @@ def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertB
     bias = weights.vector(name, shape.experts) if shape.selection_bias else None
     shared = None
     if shape.shared_size:
-        shared = _mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
+        shared = mlp_sources(weights, prefix + "shared_expert.", shape.shared_size, shape.hidden_size)
     routed = load_experts(weights, prefix + "gate.weight", prefix + "experts.", shape, router_bias=bias, shared=shared)
     block = ExpertBlock(routed, None, None)
     if shared is not None and not routed.has_shared:
-        block.shared = Mlp(weights.matrix(shared.gate_up[0]), weights.matrix(shared.down[0]))
+        gate_up, down = map(weights.matrix, shared)
+        block.shared = Mlp(gate_up, down)
     if shape.shared_gate:
-        name = prefix + "shared_expert_gate.weight"
-        block.shared_gate = weights.matrix([weights.source(name, (1, shape.hidden_size))])
+        block.shared_gate = weights.linear(prefix + "shared_expert_gate.weight", 1, shape.hidden_size)
     return block

@@ -1,31 +1,31 @@
-"""Qwen3.5 and Qwen3.6 dense targets: gated delta nets, and attention with a gated output in every few layers.
+"""Qwen3.5 and Qwen3.6 targets: gated delta nets, and attention with a gated output in every few layers.
 
 Some checkpoints also have an image part; only their text part is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.models.config_reading import ConfigReader
+from slipstream.models.config_reading import FULL, ConfigReader
 from slipstream.models.decoder import Decoder, DecoderConfig, FamilyNames
 from slipstream.models.delta_net import load_delta_net
 from slipstream.models.layers import HeadGate, LayerPart, Projections, load_attention, load_gate
-from slipstream.models.llama import gguf_name
-from slipstream.models.moe import GGUF_MOE, MoeShape, load_expert_block
+from slipstream.models.llama import gguf_common, gguf_name, hf_common, hf_names
+from slipstream.models.moe import GGUF_MOE, MoeShape
 from slipstream.models.rope import partial_rows, read_gguf_rope, read_rope
 from slipstream.models.weights import Weights
 
-FAMILY, ARCH = "qwen3_5", "qwen35"
-LINEAR, FULL = "linear_attention", "full_attention"
+FAMILY, MOE_FAMILY = "qwen3_5", "qwen3_5_moe"
+ARCH, MOE_ARCH = "qwen35", "qwen35moe"
+LINEAR = "linear_attention"
 _PERIOD = 4  # layers from one with attention to the next, for a file that does not say
-_TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("mtp.", "model.visual.", "visual.")  # the model's own drafter and its image part are ignored
 GGUF_OWN = GGUF_MOE | {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -48,7 +48,6 @@ class Qwen35Config(DecoderConfig):
     recurrent: tuple[bool, ...]
     delta: DeltaShape
     as_gguf: bool  # the file has the tensors of the recurrence as llama.cpp's converter changes them
-    moe: MoeShape | None
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)
@@ -81,12 +80,7 @@ class Qwen35(Decoder):
             return load_delta_net(weights, config.delta, prefix, config.hidden_size, state, config.as_gguf)
         prefix += "self_attn."
         projections, gate = _gated_projections(weights, config, prefix)
-        return load_attention(weights, config, prefix, config.pattern(index), config.pool(index), projections, gate)
-
-    def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
-        if self.config.moe is None:
-            return super().make_feeder(weights, index, prefix)
-        return load_expert_block(weights, prefix, self.config.moe)
+        return load_attention(weights, config, index, prefix, projections, gate)
 
 
 def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
@@ -117,24 +111,17 @@ MODEL = Qwen35
 
 
 def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
-    return hf_config(config, FAMILY, lambda text: None)
-
-
-def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
-    return gguf_config(config, weights, FAMILY, ARCH, None)
-
-
-def hf_config(
-    config: ConfigReader, family: str, read_moe: Callable[[ConfigReader], MoeShape | None]
-) -> tuple[Qwen35Config, FamilyNames]:
     """The numbers of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
-    sees = config.has("text_config")
-    text = config.section("text_config") if sees else config
+    text, own = config.text_part(), dict[str, Any]()
     text.require("hidden_act", ("silu", "swish"), "this activation")
-    layers, head_dim = text.layers("num_hidden_layers"), text.integer("head_dim")
-    max_positions, moe = text.integer("max_position_embeddings"), read_moe(text)
-    recurrent = _hf_recurrent(text, layers)
+    mixture = config.text("model_type").startswith(MOE_FAMILY)
+    if mixture:
+        shared = text.integer("shared_expert_intermediate_size")
+        moe = MoeShape.read(text, shared_size=shared, shared_gate=True)
+        own = {"moe": moe, "intermediate_size": moe.intermediate_size}
     tied = (config if config.has("tie_word_embeddings") else text).boolean("tie_word_embeddings", False)
+    common = hf_common(text, tied_head=tied, **own)
+    recurrent = _hf_recurrent(text, common["layers"])
     delta = DeltaShape(
         recurrent.count(True),
         text.integer("linear_num_key_heads"),
@@ -145,51 +132,30 @@ def hf_config(
     )
     # A quarter of a head turns in a config that does not say: this is Hugging Face's own default.
     rope_source = ConfigReader({"partial_rotary_factor": 0.25, **text.values}, text.label)
-    read = Qwen35Config(
-        family=family,
-        hidden_size=text.integer("hidden_size"),
-        layers=layers,
-        heads=text.integer("num_attention_heads"),
-        kv_heads=text.integer("num_key_value_heads"),
-        head_dim=head_dim,
-        intermediate_size=moe.intermediate_size if moe is not None else text.integer("intermediate_size"),
-        vocab_size=text.integer("vocab_size"),
-        rms_eps=text.number("rms_norm_eps"),
-        rope=read_rope(rope_source, head_dim, max_positions, allows_partial=True),
-        max_positions=max_positions,
-        tied_head=tied,
-        qk_norm=True,
-        attention_bias=text.boolean("attention_bias", False),
-        mlp_bias=False,
-        recurrent=recurrent,
-        delta=delta,
-        as_gguf=False,
-        moe=moe,
-    )
-
-    def file_name(name: str) -> str:
-        return name.replace("model.", _TEXT_PREFIX, 1) if sees and name.startswith("model.") else name
-
-    def ignored(name: str) -> bool:
-        return name.startswith(_OTHER_PARTS) or (tied and name == "lm_head.weight")
-
-    return read, FamilyNames(file_name, ignored, norm_shift=1.0)
+    rope = read_rope(rope_source, common["head_dim"], allows_partial=True)
+    family = MOE_FAMILY if mixture else FAMILY
+    read = Qwen35Config(family=family, rope=rope, recurrent=recurrent, delta=delta, as_gguf=False, **common)
+    return read, hf_names(tied, config.has("text_config"), _OTHER_PARTS, norm_shift=1.0)
 
 
 def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
     if text.has("layer_types"):
         return tuple(kind == LINEAR for kind in text.layer_kinds("layer_types", layers, (LINEAR, FULL)))
-    every = text.integer("full_attention_interval", _PERIOD)
-    return tuple((index + 1) % every != 0 for index in range(layers))
+    return _every_few(text.integer("full_attention_interval", _PERIOD), layers)
 
 
-def gguf_config(
-    config: ConfigReader, weights: Weights, family: str, arch: str, moe: MoeShape | None
-) -> tuple[Qwen35Config, FamilyNames]:
+def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
     """The same numbers from llama.cpp's keys; blocks after the last layer are the model's own drafter, and ignored."""
+    mixture, own = config.is_of(MOE_ARCH), dict[str, Any]()
+    family, arch = (MOE_FAMILY, MOE_ARCH) if mixture else (FAMILY, ARCH)
+    if mixture:
+        inner = config.integer(f"{arch}.expert_feed_forward_length")
+        shared = config.integer(f"{arch}.expert_shared_feed_forward_length", inner)
+        moe = MoeShape.read(config, arch, shared_size=shared, shared_gate=True)
+        own = {"moe": moe, "intermediate_size": inner}
     drafting = config.integer(f"{arch}.nextn_predict_layers", 0, least=0)
     layers = config.layers(f"{arch}.block_count") - drafting
-    head_dim, heads = config.integer(f"{arch}.attention.key_length"), config.integer(f"{arch}.attention.head_count")
+    common = gguf_common(config, arch, weights, layers=layers, attention_bias=False, **own)
     recurrent = _gguf_recurrent(config, arch, layers)
     value_heads = config.integer(f"{arch}.ssm.time_step_rank")
     delta = DeltaShape(
@@ -201,28 +167,8 @@ def gguf_config(
         config.integer(f"{arch}.ssm.conv_kernel", least=2),
         tiled=True,
     )
-    inner = moe.intermediate_size if moe is not None else config.integer(f"{arch}.feed_forward_length")
-    read = Qwen35Config(
-        family=family,
-        hidden_size=config.integer(f"{arch}.embedding_length"),
-        layers=layers,
-        heads=heads,
-        kv_heads=config.integer(f"{arch}.attention.head_count_kv"),
-        head_dim=head_dim,
-        intermediate_size=inner,
-        vocab_size=weights.file.tensor("token_embd.weight").shape[0],
-        rms_eps=config.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=read_gguf_rope(config, arch, head_dim),
-        max_positions=config.integer(f"{arch}.context_length"),
-        tied_head="output.weight" not in weights.file,
-        qk_norm=True,
-        attention_bias=False,
-        mlp_bias=False,
-        recurrent=recurrent,
-        delta=delta,
-        as_gguf=True,
-        moe=moe,
-    )
+    rope = read_gguf_rope(config, arch, common["head_dim"])
+    read = Qwen35Config(family=family, rope=rope, recurrent=recurrent, delta=delta, as_gguf=True, **common)
     own_drafter = tuple(f"blk.{index}." for index in range(layers, layers + drafting))
     return read, FamilyNames(partial(gguf_name, own=GGUF_OWN), lambda name: name.startswith(own_drafter))
 
@@ -233,5 +179,8 @@ def _gguf_recurrent(config: ConfigReader, arch: str, layers: int) -> tuple[bool,
         if len(flags) < layers:
             raise ConfigError(f"{config.label}: '{arch}.attention.recurrent_layers' must have {layers} entries")
         return tuple(map(bool, flags[:layers]))
-    every = config.integer(f"{arch}.full_attention_interval", _PERIOD)
-    return tuple((index + 1) % every != 0 for index in range(layers))
+    return _every_few(config.integer(f"{arch}.full_attention_interval", _PERIOD), layers)
+
+
+def _every_few(period: int, layers: int) -> tuple[bool, ...]:
+    return tuple((index + 1) % period != 0 for index in range(layers))

@@ -40,14 +40,14 @@ class RopeConfig:
 
 
 def read_rope(
-    config: ConfigReader, head_dim: int, max_positions: int, layer_type: str | None = None, allows_partial: bool = False
+    config: ConfigReader, head_dim: int, layer_type: str | None = None, allows_partial: bool = False
 ) -> RopeConfig:
     """Reads theta and scaling from `rope_parameters` first, then the legacy top-level keys; theta has no default.
 
     Where layers of different types turn differently, `rope_parameters` has a section for each type. A partial
     rotation is refused unless `allows_partial`.
     """
-    nested = config.section("rope_parameters")
+    nested, longest = config.section("rope_parameters"), config.integer("max_position_embeddings")
     if layer_type is not None and nested.has(layer_type):
         nested = nested.section(layer_type)
     scaling = nested if nested.has("rope_type") or nested.has("type") else config.section("rope_scaling")
@@ -70,7 +70,7 @@ def read_rope(
     dim = int(head_dim * share)
     if dim % 2 or not 0 < dim <= head_dim:
         raise ConfigError(f"{config.label}: {dim} of {head_dim} dimensions cannot turn in pairs")
-    found = _scaled_rope(config, scaling, theta, dim, kind, max_positions)
+    found = _scaled_rope(config, scaling, theta, dim, kind, longest)
     return replace(found, width=head_dim) if dim < head_dim else found
 
 
@@ -82,11 +82,14 @@ def _proportional(theta: float, head_dim: int, share: float, factor: float) -> R
 
 
 def _scaled_rope(
-    config: ConfigReader, scaling: ConfigReader, theta: float, dim: int, kind: str, max_positions: int
+    config: ConfigReader, scaling: ConfigReader, theta: float, dim: int, kind: str, longest: int
 ) -> RopeConfig:
     if kind in ("default", "linear"):
         return RopeConfig(theta, dim, kind, factor=scaling.number("factor", 1.0))
-    original = scaling.integer("original_max_position_embeddings", max_positions)
+    if kind not in ("llama3", "yarn"):
+        hint = "use default, linear, llama3, yarn or proportional"
+        raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", hint)
+    original = scaling.integer("original_max_position_embeddings", longest)
     if kind == "llama3":
         return RopeConfig(
             theta,
@@ -97,13 +100,26 @@ def _scaled_rope(
             scaling.number("low_freq_factor"),
             scaling.number("high_freq_factor"),
         )
-    if kind == "yarn":
-        return _read_yarn(scaling, theta, dim, original, max_positions)
-    hint = "use default, linear, llama3, yarn or proportional"
-    raise ConfigError(f"{config.label}: rope scaling '{kind}' is not supported", hint)
+    for unsupported in ("mscale", "mscale_all_dim"):
+        scaling.require(unsupported, (), "YaRN with its own scale")
+    if scaling.has("truncate") and not scaling.boolean("truncate"):
+        raise ConfigError(f"{scaling.label}: YaRN without truncation is not supported")
+    factor = scaling.number("factor", longest / original)
+    return RopeConfig(
+        theta,
+        dim,
+        kind,
+        factor,
+        original,
+        attention_factor=scaling.number("attention_factor", _attention_factor(factor)),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+    )
 
 
-def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool = False) -> RopeConfig:
+def read_gguf_rope(
+    config: ConfigReader, arch: str, head_dim: int, sliding: bool = False, scalings: tuple[str, ...] = ("none", "yarn")
+) -> RopeConfig:
     """Reads the rotation from GGUF keys; sliding layers have a theta and a count of turning dimensions of their own.
 
     YaRN's attention factor is the one of Hugging Face, which the keys hold. ggml computes with compensated constants,
@@ -117,11 +133,13 @@ def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool
         raise ConfigError(f"{config.label}: {dim} of {head_dim} dimensions cannot turn in pairs")
     kind = "none" if sliding else config.text(f"{key}scaling.type", "none")
     width = head_dim if dim < head_dim else 0
+    if kind not in scalings:
+        raise ConfigError(f"{config.label}: rope scaling '{kind}' in a GGUF target is not supported")
     if kind == "none":
         return RopeConfig(theta, dim, width=width)
-    if kind != "yarn":
-        raise ConfigError(f"{config.label}: rope scaling '{kind}' in a GGUF target is not supported")
-    factor = config.number(f"{key}scaling.factor")
+    factor = config.number(f"{key}scaling.factor", 1.0 if kind == "linear" else None)
+    if kind == "linear":
+        return RopeConfig(theta, dim, kind, factor, width=width)
     return RopeConfig(
         theta,
         dim,
@@ -137,25 +155,6 @@ def read_gguf_rope(config: ConfigReader, arch: str, head_dim: int, sliding: bool
 
 def _attention_factor(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _read_yarn(scaling: ConfigReader, theta: float, dim: int, original: int, max_positions: int) -> RopeConfig:
-    for unsupported in ("mscale", "mscale_all_dim"):
-        scaling.require(unsupported, (), "YaRN with its own scale")
-    if scaling.has("truncate") and not scaling.boolean("truncate"):
-        raise ConfigError(f"{scaling.label}: YaRN without truncation is not supported")
-    factor = scaling.number("factor", max_positions / original)
-    attention = scaling.number("attention_factor", _attention_factor(factor))
-    return RopeConfig(
-        theta,
-        dim,
-        "yarn",
-        factor,
-        original,
-        attention_factor=attention,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
-    )
 
 
 def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:

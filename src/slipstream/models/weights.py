@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.formats.weight_files import WeightFile, WeightTensor
 from slipstream.kernels.cpu.linear import Matrix, make_matrix
 from slipstream.kernels.cpu.native_library import library
-from slipstream.kernels.cpu.native_matrix import RowTable
+from slipstream.kernels.cpu.native_matrix import KINDS, RowTable
 from slipstream.types import Progress
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,24 +35,23 @@ class Embedding:
 
     def __init__(self, source: WeightTensor, scale: float = 1.0) -> None:
         self.scale = rounded_scale(scale, source)
-        compiled = library()
-        self._compiled = RowTable(compiled, source) if compiled is not None and RowTable.serves(source) else None
-        dtype = FLOAT_TYPES.get(source.type_name) if self._compiled is None else None
-        self._table = source.dense().to(dtype) if dtype is not None else None
-        self._stored = source.in_memory() if self._compiled is None and dtype is None else None
+        self.raw = _row_reader(source)  # the rows as the file has them, before the model's scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         rows = self.raw(token_ids)
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def raw(self, token_ids: Tensor) -> Tensor:
-        """The rows as the file has them, before the model's scale."""
-        if self._compiled is not None:
-            return self._compiled(token_ids)
-        if self._stored is not None:
-            return self._stored.rows(token_ids).dense()
-        assert self._table is not None
-        return self._table[token_ids].float()
+
+def _row_reader(source: WeightTensor) -> Callable[[Tensor], Tensor]:
+    """The function that returns the rows of tokens in fp32."""
+    compiled, dtype = library(), FLOAT_TYPES.get(source.type_name)
+    if compiled is not None and source.type_name in KINDS:
+        return RowTable(compiled, source)
+    if dtype is None:
+        stored = source.in_memory()
+        return lambda token_ids: stored.rows(token_ids).dense()
+    table = source.dense().to(dtype)
+    return lambda token_ids: table[token_ids].float()
 
 
 class Weights:
@@ -133,6 +132,10 @@ class Weights:
         self.step_bytes += matrix.nbytes
         self.row_products += matrix.out_features * matrix.in_features
         return matrix
+
+    def linear(self, name: str, outputs: int, inputs: int, weight_format: WeightFormat | None = None) -> Matrix:
+        """One tensor as a matrix."""
+        return self.matrix([self.source(name, (outputs, inputs))], weight_format)
 
     def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
         """A matrix whose products rank a vocabulary."""

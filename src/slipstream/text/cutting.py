@@ -62,7 +62,8 @@ def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
         return all(map(_splits_at_cuts, pre_tokenizers)) and any(map(_splits_words, pre_tokenizers))
     # without a split into words, no token of the vocabulary may span a cut, because merging could produce it
     texts = (token.decode("utf-8", "replace") for token in vocabulary)
-    return _has_all_bytes(vocabulary) and not any(map(_CROSSING.search, texts))
+    has_all_bytes = len({token for token in vocabulary if len(token) == 1}) == 256
+    return has_all_bytes and not any(map(_CROSSING.search, texts))
 
 
 def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None:
@@ -107,10 +108,6 @@ def _is_plain_bpe(backend: Backend) -> bool:
     return isinstance(model, models.BPE) and not (
         model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout
     )
-
-
-def _has_all_bytes(vocabulary: Sequence[bytes]) -> bool:
-    return len({token for token in vocabulary if len(token) == 1}) == 256
 
 
 def _strips(backend: Backend) -> bool:

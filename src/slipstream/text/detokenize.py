@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer, count_leading
 
 
 class IncrementalDetokenizer:
@@ -39,10 +39,6 @@ class IncrementalDetokenizer:
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:
-        while self._leading and text:
-            if text[0] != " ":
-                self._leading = 0
-            else:
-                self._leading -= 1
-                text = text[1:]
-        return text
+        gone = count_leading(text, self._leading)
+        self._leading = self._leading - gone if gone == len(text) else 0
+        return text[gone:]

@@ -69,7 +69,9 @@ def build(metadata: Mapping[str, object]) -> GgufVocab:
     if kind is None:
         raise ConfigError("the GGUF file has no tokenizer", "use a file that carries its vocabulary, or a model folder")
     tokens = _strings(metadata, "tokens")
-    types = _token_types(metadata, len(tokens))
+    types = [NORMAL] * len(tokens)
+    if metadata.get(_PREFIX + "token_type") is not None:
+        types = _column(metadata, "token_type", int, len(tokens), "no type for each token")
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise FormatError("the vocabulary of the GGUF file repeats a token", _DAMAGED)
@@ -77,7 +79,8 @@ def build(metadata: Mapping[str, object]) -> GgufVocab:
         pre = _pre_tokenizer(metadata)
         backend, adds_bos = _byte_level(vocab, _merges(metadata, vocab), pre), pre.adds_bos
     elif kind == "llama":
-        merges = merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
+        scores = _column(metadata, "scores", float, len(tokens), "no score for each token")
+        merges = merges_from_scores(tokens, types, scores)
         prefix = _flag(metadata, "add_space_prefix", True)
         backend, adds_bos = _sentencepiece(metadata, tokens, vocab, merges, prefix), True
     elif kind == "gemma4":
@@ -127,13 +130,6 @@ def _merges(metadata: Mapping[str, object], vocab: dict[str, int]) -> list[tuple
             raise FormatError(f"the merge {merge!r:.60} of the GGUF file does not fit its vocabulary", _DAMAGED)
         pairs.append((left, right))
     return pairs
-
-
-def _scores(metadata: Mapping[str, object], count: int) -> list[float]:
-    scores = metadata.get(_PREFIX + "scores")
-    if not isinstance(scores, list) or len(scores) != count or not all(isinstance(s, float) for s in scores):
-        raise FormatError("the GGUF file has no score for each token of its vocabulary", _DAMAGED)
-    return scores
 
 
 def _sentencepiece(
@@ -186,20 +182,19 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
     backend.add_tokens([token for token in added if not token.special])
 
 
+def _column(metadata: Mapping[str, object], name: str, kind: type, count: int, said: str) -> list[Any]:
+    """Returns a list of one value for each token."""
+    values = metadata.get(_PREFIX + name)
+    if not isinstance(values, list) or len(values) != count or not all(type(value) is kind for value in values):
+        raise FormatError(f"the GGUF file has {said} of its vocabulary", _DAMAGED)
+    return values
+
+
 def _strings(metadata: Mapping[str, object], name: str) -> list[str]:
     values = metadata.get(_PREFIX + name)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise FormatError(f"the GGUF file's {_PREFIX}{name} is not a list of strings", _DAMAGED)
     return cast(list[str], values)
-
-
-def _token_types(metadata: Mapping[str, object], count: int) -> list[int]:
-    types: Any = metadata.get(_PREFIX + "token_type")
-    if types is None:
-        return [NORMAL] * count
-    if not isinstance(types, list) or len(types) != count or not all(type(kind) is int for kind in types):
-        raise FormatError("the GGUF file has no type for each token of its vocabulary", _DAMAGED)
-    return types
 
 
 def _token_id(metadata: Mapping[str, object], name: str, count: int) -> int | None:

@@ -59,7 +59,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self._literal: Backend | None = None
         self.add_bos = add_bos
         self._notation = TokenNotation.of(backend.decoder)
         added = backend.get_added_tokens_decoder()
@@ -153,7 +152,7 @@ class Tokenizer:
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = True
     ) -> Iterator[list[int]]:
         """Yields the ids of a text in parts, so that tokenising a long text takes memory for one part only."""
-        backend = self.backend if parse_special else self.literal_backend()
+        backend = self.backend if parse_special else self.literal_backend
         wanted = self.add_bos if add_bos is None else add_bos
         own = wanted is None  # whether the backend itself adds the tokens around a text
         before: list[int] = [self.bos_id] if wanted and self.bos_id is not None else []
@@ -217,18 +216,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        text = b"".join(map(self.token_bytes, self.visible(ids) if skip_special else ids)).decode("utf-8", "replace")
-        return text[self.count_leading(text) :]
-
-    def count_leading(self, text: str) -> int:
-        """Returns how many spaces at the start of a whole text have to be removed."""
-        count = 0
-        while count < self.leading_spaces and text.startswith(" ", count):
-            count += 1
-        return count
-
-    def visible(self, ids: Iterable[int]) -> list[int]:
-        return [index for index in ids if index not in self._special]
+        shown = [index for index in ids if not (skip_special and index in self._special)]
+        text = b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
+        return text[count_leading(text, self.leading_spaces) :]
 
     def token_bytes(self, index: int) -> bytes:
         """Returns a token's bytes; an id outside the vocabulary, as padded models can produce, has none."""
@@ -265,13 +255,17 @@ class Tokenizer:
         text: str = self.backend.to_str()
         return text
 
+    @cached_property
     def literal_backend(self) -> Backend:
         # This is a second copy, because the switch is a property of the backend and other threads use the first one.
-        if self._literal is None:
-            literal = Backend.from_str(self.backend.to_str())
-            literal.encode_special_tokens = True
-            self._literal = literal
-        return self._literal
+        literal = Backend.from_str(self.serialized())
+        literal.encode_special_tokens = True
+        return literal
+
+
+def count_leading(text: str, most: int) -> int:
+    """Returns how many spaces a text begins with, at most `most`."""
+    return min(most, len(text) - len(text.lstrip(" ")))
 
 
 def _failure(error: BaseException) -> str:

@@ -247,7 +247,7 @@ def _refuse_what_is_lost(config: DFlashConfig, metadata: list[MetadataEntry], na
     found: Mapping[str, object] = as_read(metadata)
     if naming == "lucebox":
         found = dflash_config.llama_cpp_keys(found, _ARCH[naming])
-    back = dflash_config.read_gguf(found, config.label, None, shapes_in(file))
+    back = dflash_config.read_gguf(found, config.label, shapes_in(file))
     for item in fields(config):
         one, other = rounded(getattr(config, item.name)), rounded(getattr(back, item.name))
         if one != other:

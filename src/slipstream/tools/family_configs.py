@@ -12,8 +12,8 @@ from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.gemma4_config import FULL, SLIDING, Gemma4Config
 from slipstream.models.laguna import LagunaConfig
 from slipstream.models.moe import MoeShape
+from slipstream.models.qwen3 import MOE_FAMILY
 from slipstream.models.qwen3_5 import LINEAR, Qwen35Config
-from slipstream.models.qwen3_moe import Qwen3MoeConfig
 from slipstream.models.rope import RopeConfig
 from slipstream.tools.convert_plans import shortest
 
@@ -106,7 +106,7 @@ def _moe_keys(moe: MoeShape) -> dict[str, Value]:
 
 
 def _own_keys(config: DecoderConfig) -> dict[str, Value]:
-    if isinstance(config, Qwen3MoeConfig):
+    if config.family == MOE_FAMILY and config.moe is not None:
         return _moe_keys(config.moe)
     if isinstance(config, LagunaConfig):
         return _laguna_keys(config)
@@ -233,7 +233,7 @@ def rope_section(rope: RopeConfig) -> dict[str, object]:
 
 
 def _own_config(config: DecoderConfig) -> dict[str, object]:
-    if isinstance(config, Qwen3MoeConfig):
+    if config.family == MOE_FAMILY and config.moe is not None:
         moe = config.moe
         return {
             "num_experts": moe.experts,

@@ -96,7 +96,7 @@ def _drafter(
         refuse_false_layers(config, len(entries), label)
         if is_gguf:
             arch = str(config["general.architecture"])
-            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, None, shape_of)
+            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, shape_of)
         else:
             read = read_hf(config, label, shape_of)
     except SlipstreamError as error:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.cpu.state_tensors import StateTensors, zeros
+from slipstream.cache.pages import Place
 from slipstream.cache.recurrent import StatePool
 from slipstream.kernels.cpu.delta_rule import DeltaShape
-from slipstream.kernels.cpu.native_library import library
-
-Place = tuple[int, int]  # page and offset
+from slipstream.kernels.cpu.native_library import Library, library
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,11 @@ PoolShapes = tuple[PoolShape, PoolShape | None]  # the target's shape, and that 
 class RowMover:
     """Moves the same rows in several pools, each an fp32 tensor [pages, heads, page tokens, dim], by compiled code."""
 
-    def __init__(self, pools: Sequence[Tensor], handle: ctypes.CDLL) -> None:
+    def __init__(self, pools: Sequence[Tensor], compiled: Library) -> None:
         _, self._heads, self._page_tokens, self._dim = pools[0].shape
         self._pools = list(pools)  # keeps the memory alive whose addresses are stored below
         self._addresses = (ctypes.c_void_p * len(pools))(*[pool.data_ptr() for pool in pools])
-        self._call = handle.slip_move_rows
-        number = ctypes.c_int
-        self._call.argtypes = [ctypes.c_void_p, number, number, number, number, ctypes.c_void_p, number]
-        self._call.restype = None
-
-    @classmethod
-    def make(cls, pools: Sequence[Tensor]) -> RowMover | None:
-        """Returns None if nothing was compiled, or if the pools are not in the CPU's memory."""
-        found = library()
-        return cls(pools, found.handle) if found and pools and pools[0].device.type == "cpu" else None
+        self._call = compiled.function("slip_move_rows", "piiiipi")
 
     def move(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves rows; all are read before any is written."""
@@ -100,19 +90,25 @@ class KvPools:
             shapes = (len(draft.layers), pages, kv_heads, page_tokens, head_dim)
         self.draft_keys = zeros(*shapes)
         self.draft_values = zeros(*shapes)
+        self._target_pools = [pool for layer in self.target for pool in layer]
+        drafts = [self.draft_keys, self.draft_values] if self.draft_keys.numel() else []
+        self._all = [*self._target_pools, *(layer for pools in drafts for layer in pools)]
         slots = pages if state_slots is None else state_slots
         self.state_tensors = StateTensors(slots, target.states) if target.states is not None else None
         self.states = StatePool(slots, self.state_tensors, state_stride) if self.state_tensors is not None else None
-        # the compiled way to move rows; None where there are no compiled kernels
-        self.movers = _movers([pool for layer in self.target for pool in layer])
+        self.movers = self._make_movers()
+
+    def _make_movers(self) -> list[RowMover] | None:
+        """Returns the compiled way to move rows, pools of the same shape together; None without compiled kernels."""
+        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        for pool in self._target_pools:
+            alike.setdefault(tuple(pool.shape), []).append(pool)
+        compiled = library()
+        return None if compiled is None else [RowMover(group, compiled) for group in alike.values()]
 
     def copy_page(self, source: int, destination: int) -> None:
-        for keys, values in self.target:
-            keys[destination] = keys[source]
-            values[destination] = values[source]
-        if self.draft_keys.numel():
-            self.draft_keys[:, destination] = self.draft_keys[:, source]
-            self.draft_values[:, destination] = self.draft_values[:, source]
+        for pool in self._all:
+            pool[destination] = pool[source]
 
     def move_rows(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves target keys and values between (page, offset) places, as if all were read before any is written."""
@@ -125,30 +121,17 @@ class KvPools:
     def move_rows_plainly(self, sources: Sequence[Place], destinations: Sequence[Place]) -> None:
         """Moves the rows with torch, for machines without the compiled mover and as its reference in tests."""
         (from_pages, from_offsets), (to_pages, to_offsets) = torch.tensor(sources).t(), torch.tensor(destinations).t()
-        for pool in (tensor for layer in self.target for tensor in layer):
+        for pool in self._target_pools:
             pool[to_pages, :, to_offsets] = pool[from_pages, :, from_offsets]
 
     def clear_rows(self, places: Sequence[Place]) -> None:
         """Zeroes target keys and values at (page, offset) places."""
         pages, offsets = torch.tensor(places).t()
-        for pool in (tensor for layer in self.target for tensor in layer):
+        for pool in self._target_pools:
             pool[pages, :, offsets] = 0.0
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that may hold NaN: even a masked slot with NaN would spoil the page's next holder."""
         ids = torch.tensor(pages, dtype=torch.long)
-        for pool in (tensor for layer in self.target for tensor in layer):
+        for pool in self._all:
             pool[ids] = 0.0
-        if self.draft_keys.numel():
-            self.draft_keys[:, ids] = 0.0
-            self.draft_values[:, ids] = 0.0
-
-
-def _movers(pools: Sequence[Tensor]) -> list[RowMover] | None:
-    """Makes one compiled mover for all pools of the same shape; returns None if torch has to move the rows."""
-    alike: dict[tuple[int, ...], list[Tensor]] = {}
-    for pool in pools:
-        alike.setdefault(tuple(pool.shape), []).append(pool)
-    movers = [RowMover.make(group) for group in alike.values()]
-    made = [mover for mover in movers if mover is not None]
-    return made if made and len(made) == len(movers) else None

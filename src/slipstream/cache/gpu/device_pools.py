@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.cache.cpu.page_pools import PoolShape
+from slipstream.cache.pages import Place
 from slipstream.cache.recurrent import StatePool
-
-Place = tuple[int, int]
 
 
 class GpuPools:

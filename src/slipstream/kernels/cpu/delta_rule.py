@@ -146,59 +146,42 @@ class DeltaStep:
         self._windows, self._memories = windows, memories
         self._slots = torch.tensor(slots)
         self._starts = [sum(rows for rows, _ in stretches[:item]) for item in range(len(stretches))]
-        lineage = [
-            line
-            for item, (rows, parents) in enumerate(stretches)
-            for line in self._lines(item, len(stretches), rows, parents)
-        ]
-        self._sources = torch.tensor(lineage)
         self._kept: dict[int, int] = {}  # row of the batch -> index among the kept states
-        self._levels = self._make_levels(stretches, kept)
         self._runs: list[_LayerRun] = []
-
-    def _lines(self, item: int, items: int, rows: int, parents: Parents) -> list[tuple[int, ...]]:
-        """Returns which inputs every row of a stretch sees, oldest first.
-
-        An input is an index into the concatenation of all sequences' windows and then all rows.
-        """
-        window = self._windows.shape[2]
-        first = items * window + self._starts[item]
-        # inputs before the root, then before row i's children
-        before = [tuple(range(item * window, (item + 1) * window))]
-        lines = []
-        for row in range(rows):
-            parent = row - 1 if parents is None else parents[row]
-            lines.append((*before[parent + 1], first + row))
-            before.append(lines[-1][1:])
-        return lines
-
-    def _make_levels(self, stretches: Sequence[tuple[int, Parents]], kept: Sequence[Collection[int]]) -> list[Level]:
+        window = windows.shape[2]
+        # Which inputs every row sees, oldest first. An input is an index into the concatenation of all sequences'
+        # windows and then all rows.
+        seen: list[tuple[int, ...]] = []
         depths: list[list[tuple[int, int, bool]]] = []  # per level: row of the batch, parent's index, whether kept
         for item, (rows, parents) in enumerate(stretches):
+            start = self._starts[item]
+            # inputs before the root, then before row i's children
+            before = [tuple(range(item * window, (item + 1) * window))]
             places: list[tuple[int, int]] = []  # level of every row, and its index there
             for row in range(rows):
                 parent = row - 1 if parents is None else parents[row]
+                seen.append((*before[parent + 1], len(stretches) * window + start + row))
+                before.append(seen[-1][1:])
                 depth, above = (places[parent][0] + 1, places[parent][1]) if parent >= 0 else (0, item)
                 if depth == len(depths):
                     depths.append([])
                 places.append((depth, len(depths[depth])))
-                depths[depth].append((self._starts[item] + row, above, row in kept[item]))
-        levels, width = [], len(stretches)
-        for level in depths:
-            rows_here, above_here, wanted = zip(*level, strict=True)
-            same = list(above_here) == list(range(width))
-            chosen = [place for place, want in enumerate(wanted) if want]
-            for place in chosen:
-                self._kept[rows_here[place]] = len(self._kept)
-            levels.append(
-                Level(
-                    torch.tensor(rows_here),
-                    None if same else torch.tensor(above_here),
-                    torch.tensor(chosen) if chosen else None,
-                )
-            )
-            width = len(level)
-        return levels
+                depths[depth].append((start + row, above, row in kept[item]))
+        self._sources = torch.tensor(seen)
+        widths = [len(stretches), *map(len, depths)]
+        self._levels = [self._make_level(*given) for given in zip(depths, widths, strict=False)]
+
+    def _make_level(self, level: Sequence[tuple[int, int, bool]], width: int) -> Level:
+        """`width` is the number of rows in the level above."""
+        rows, above, wanted = zip(*level, strict=True)
+        chosen = [place for place, want in enumerate(wanted) if want]
+        for place in chosen:
+            self._kept[rows[place]] = len(self._kept)
+        return Level(
+            torch.tensor(rows),
+            None if list(above) == list(range(width)) else torch.tensor(above),
+            torch.tensor(chosen) if chosen else None,
+        )
 
     def run(self, layer: int, rule: DeltaRule, inputs: Tensor, write: Tensor, left: Tensor) -> Tensor:
         """Returns what every row reads [rows, heads, value dim]; the layers must be run in their order."""

@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix, NativeMatrix
-from slipstream.kernels.cpu.native_library import Library, library, threads
-from slipstream.kernels.cpu.native_matrix import PackedLinear
+from slipstream.kernels.cpu.native_library import threads
 
 Activation = Callable[[Tensor], Tensor]
-_INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Multiplies rows, sorted by expert with `counts` of each, with the matrix of their expert."""
-    compiled, packed = library(), [matrix.packed for matrix in matrices if isinstance(matrix, NativeMatrix)]
-    if compiled is not None and len(packed) == len(matrices):
-        return multiply_grouped(compiled, packed, counts, rows, threads())
-    parts, start = [], 0
-    for matrix, count in zip(matrices, counts, strict=True):
-        if count:
-            parts.append(matrix(rows[start : start + count]))
-            start += count
-    return torch.cat(parts)
-
-
-def multiply_grouped(
-    compiled: Library, linears: Sequence[PackedLinear], counts: Sequence[int], rows: Tensor, team_threads: int
-) -> Tensor:
-    """Multiplies rows [n, in], sorted by matrix with `counts` of each, with their matrix."""
-    touched = [(linear, count) for linear, count in zip(linears, counts, strict=True) if count]
-    addresses = (_POINTER * len(touched))(*[linear.address for linear, _ in touched])
+    touched = [(matrix, count) for matrix, count in zip(matrices, counts, strict=True) if count]
+    native = [matrix for matrix, _ in touched if isinstance(matrix, NativeMatrix)]
+    if len(native) < len(touched):
+        parts = rows.split([count for _, count in touched])
+        return torch.cat([matrix(part) for (matrix, _), part in zip(touched, parts, strict=True)])
+    addresses = (ctypes.c_void_p * len(native))(*[matrix.address for matrix in native])
     numbers = array("i", [count for _, count in touched])
     rows = rows.contiguous()
-    out = torch.empty(rows.shape[0], linears[0].out_features)
-    _grouped_matmul(compiled)(
-        ctypes.addressof(addresses),
-        numbers.buffer_info()[0],
-        len(touched),
-        rows.data_ptr(),
-        out.data_ptr(),
-        team_threads,
+    out = torch.empty(rows.shape[0], native[0].out_features)
+    native[0].library.function("slip_grouped_matmul", "ppippi")(
+        ctypes.addressof(addresses), numbers.buffer_info()[0], len(native), rows.data_ptr(), out.data_ptr(), threads()
     )
     return out
-
-
-@functools.cache
-def _grouped_matmul(compiled: Library) -> Any:
-    return compiled.function("slip_grouped_matmul", [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT])
 
 
 def mix_experts(

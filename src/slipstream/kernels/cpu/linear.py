@@ -6,6 +6,7 @@ depend on how many rows share the call, which is why speculative text equals pla
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from slipstream.config import WeightFormat
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native_library import Library, availability, library, threads
-from slipstream.kernels.cpu.native_matrix import Coarsened, PackedLinear, StoredTensor, multiply
+from slipstream.kernels.cpu.native_matrix import Coarsened, SlipLinear, SlipMatrix, StoredTensor, pack
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INT4_GROUP = 32  # weights that share a scale, as in GGUF's 4-bit types
@@ -70,12 +71,6 @@ class Int8Matrix(Matrix):
         self.nbytes = self.codes.nbytes + scale.nbytes
         self.rough = rough
 
-    def roughened(self) -> Int8Matrix:
-        """Returns the same weights as a rough matrix."""
-        twin = copy(self)
-        twin.rough = True
-        return twin
-
     def __call__(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
         step = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
@@ -106,25 +101,54 @@ class Int4Matrix(Matrix):
 
 
 class NativeMatrix(Matrix):
-    """Weights in the types of the file, multiplied by the compiled kernels in one fixed order per row."""
+    """Weights in the types of the file, multiplied by the compiled kernels in one fixed order per row.
+
+    The outputs of several tensors that read the same rows are stored one after the other. The kernel rounds rows to
+    int8 unless the weights are floats.
+    """
 
     def __init__(self, compiled: Library, sources: Sequence[StoredTensor]) -> None:
-        self._library = compiled
-        self.packed = PackedLinear(compiled, sources)
-        self.out_features, self.in_features = self.packed.out_features, self.packed.in_features
-        self.nbytes = self.packed.nbytes
+        self.in_features = sources[0].shape[1]
+        self.out_features = sum(source.shape[0] for source in sources)
+        parts = [pack(compiled, source) for source in sources]
+        self.nbytes = sum(data.nbytes for _, data in parts)
+        self.data = [data for _, data in parts]
+        self.library = compiled
+        self._product = compiled.function("slip_matmul", "ppipi")
+        self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
+        self._struct = self.struct(None)
+        self.address = ctypes.addressof(self._struct)
+
+    def struct(self, bias: Tensor | None) -> SlipLinear:
+        """Returns the struct that native code reads.
+
+        It holds plain addresses, so the caller keeps this object and the bias alive.
+        """
+        return SlipLinear(
+            len(self.data),
+            self.out_features,
+            ctypes.addressof(self._matrices),
+            None if bias is None else bias.data_ptr(),
+        )
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return multiply(self._library, self.packed, rows, threads())
+        return self.multiply(rows, threads())
+
+    def multiply(self, rows: Tensor, team_threads: int) -> Tensor:
+        rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.out_features)
+        self._product(self.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), team_threads)
+        return out
 
 
 def rough_twin(matrix: Matrix, source: MatrixSource) -> Matrix:
     """Returns the same weight for products that need not be exact, in a faster form if there is one."""
     if isinstance(matrix, Int8Matrix):
-        return matrix.roughened()
-    compiled = library()
-    if isinstance(matrix, NativeMatrix) and compiled is not None and Coarsened.helps(source):
-        return NativeMatrix(compiled, [Coarsened(source)])
+        twin = copy(matrix)
+        twin.rough = True
+        return twin
+    if isinstance(matrix, NativeMatrix) and Coarsened.helps(source):
+        return NativeMatrix(matrix.library, [Coarsened(source)])
     return matrix
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +125,7 @@ def native_attention(
     if queries.stride(2) != 1 or queries.stride(1) != dim:
         queries = queries.contiguous()
     out = torch.empty(rows, heads * dim)
-    _kernel(compiled)(
+    compiled.function("slip_attention", "ppippiiifpi")(
         ctypes.byref(group_struct(groups)),
         queries.data_ptr(),
         queries.stride(0),
@@ -141,9 +139,3 @@ def native_attention(
         team_threads,
     )
     return out
-
-
-@functools.cache
-def _kernel(compiled: Library) -> Any:
-    arguments = [_Pointer, _Pointer, _INT, _Pointer, _Pointer, _INT, _INT, _INT, ctypes.c_float, _Pointer, _INT]
-    return compiled.function("slip_attention", arguments)

@@ -94,8 +94,7 @@ class Grower:
     """The compiled growth of chains and trees; several threads may call it at once."""
 
     def __init__(self, kernels: Library) -> None:
-        arguments = (_pointer, _pointer, _int, _int, _int, _int, _double, _pointer)
-        self._call = kernels.function("slip_grow", arguments, _int)
+        self._call = kernels.function("slip_grow", "ppiiiidp", "i")
 
     def grow(
         self,

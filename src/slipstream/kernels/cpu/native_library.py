@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -21,6 +20,15 @@ if TYPE_CHECKING:
 CAP_VARIABLE = "SLIPSTREAM_CPU"
 LEVELS = ("none", "avx2", "avx512", "amx")
 PATH_VARIABLE = "SLIPSTREAM_NATIVE"  # the path of a build to load instead of the installed one
+# p: a pointer, i: int32, l: int64, u: uint64, f: float, d: double
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int32,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint64,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +39,20 @@ class Library:
     isa: str
     amx: bool
 
-    def function(self, name: str, arguments: Sequence[Any], result: Any = None) -> Any:
-        """Returns a kernel of the chosen instruction set by its name without suffix."""
-        found = getattr(self.handle, f"{name}_{self.isa}")
-        found.argtypes = list(arguments)
-        found.restype = result
-        return found
+    def function(self, name: str, arguments: str, result: str | None = None) -> Any:
+        """Returns a kernel of the chosen instruction set, or one that all sets share, by its name without suffix.
+
+        The types of arguments and results are letters of `_TYPES`.
+        """
+        return _function(self, name, arguments, result)
+
+
+@functools.cache
+def _function(library: Library, name: str, arguments: str, result: str | None) -> Any:
+    found = getattr(library.handle, f"{name}_{library.isa}", None) or getattr(library.handle, name)
+    found.argtypes = [_TYPES[letter] for letter in arguments]
+    found.restype = None if result is None else _TYPES[result]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,13 @@
-"""Packs weights for the compiled row kernels and multiplies with them; a type that no kernel reads becomes Q8_0 or F32.
-
-A row's sum has one fixed order, whatever rows are beside it, so speculative text equals plain text to the last bit.
-"""
+"""Packs weights for the compiled row kernels; a type that no kernel reads becomes Q8_0 or F32."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,8 +20,6 @@ from slipstream.kernels.cpu.native_library import Library
 # The numbers of the weight types are those of matrix.h.
 KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
 _OTHER_TYPES_AS = "Q8_0"  # every other block type is coarser, so Q8_0 loses next to nothing of it
-# a value this many times a block's mean magnitude makes the block spiky; the same number as in matmul.cpp
-_SPIKE = 12.0
 _ALIGNMENT = 64  # bytes of a cache line
 _ARENA_BYTES = 32 << 20  # allocated at once, so that small matrices share large pages
 _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
@@ -70,44 +64,18 @@ class _Arena:
         return taken
 
 
-_common = _Arena()
-_separate_arena: ContextVar[_Arena | None] = ContextVar("own", default=None)
+_COMMON = _Arena()
+_arena: ContextVar[_Arena] = ContextVar("arena", default=_COMMON)
 
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
     """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
-    before = _separate_arena.set(_Arena())
+    before = _arena.set(_Arena())
     try:
         yield
     finally:
-        _separate_arena.reset(before)
-
-
-class PackedLinear:
-    """Matrices that read the same rows; their outputs are stored one after the other."""
-
-    def __init__(self, library: Library, sources: Sequence[StoredTensor]) -> None:
-        self.in_features = sources[0].shape[1]
-        self.out_features = sum(source.shape[0] for source in sources)
-        parts = [_pack(library, source) for source in sources]
-        self.nbytes = sum(data.nbytes for _, data in parts)
-        self.data = [data for _, data in parts]
-        self._matrices = (SlipMatrix * len(parts))(*[matrix for matrix, _ in parts])
-        self._struct = self.struct(None)
-        self.address = ctypes.addressof(self._struct)
-
-    def struct(self, bias: Tensor | None) -> SlipLinear:
-        """Returns the struct that native code reads.
-
-        It holds plain addresses, so the caller keeps this object and the bias alive.
-        """
-        return SlipLinear(
-            len(self.data),
-            self.out_features,
-            ctypes.addressof(self._matrices),
-            None if bias is None else bias.data_ptr(),
-        )
+        _arena.reset(before)
 
 
 class Coarsened:
@@ -134,15 +102,15 @@ class Coarsened:
         return self._bytes
 
 
-def _pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
+def pack(library: Library, source: StoredTensor) -> tuple[SlipMatrix, NDArray[np.uint8]]:
     outputs, inputs = source.shape
     kind, rows = _native_rows(source)
-    row_bytes, size, pack = _packers(library)
-    data = (_separate_arena.get() or _common).take(size(KINDS[kind], outputs, inputs))
-    if rows.nbytes != outputs * row_bytes(KINDS[kind], inputs):
+    if rows.nbytes != outputs * library.function("slip_row_bytes", "ii", "l")(KINDS[kind], inputs):
         raise IntegrityError(f"a {kind} weight [{outputs}, {inputs}] has {rows.nbytes} bytes")
-    pack(KINDS[kind], outputs, inputs, rows.ctypes.data, data.ctypes.data)
-    return SlipMatrix(KINDS[kind], outputs, inputs, data.ctypes.data), data
+    numbers = KINDS[kind], outputs, inputs
+    data = _arena.get().take(library.function("slip_packed_bytes", "iii", "l")(*numbers))
+    library.function("slip_pack", "iiipp")(*numbers, rows.ctypes.data, data.ctypes.data)
+    return SlipMatrix(*numbers, data.ctypes.data), data
 
 
 def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
@@ -158,65 +126,18 @@ def _native_rows(source: StoredTensor) -> tuple[str, NDArray[np.uint8]]:
     return _OTHER_TYPES_AS, gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[_OTHER_TYPES_AS])
 
 
-@functools.cache
-def _packers(library: Library) -> tuple[Callable[[int, int], int], Callable[[int, int, int], int], Any]:
-    handle = library.handle
-    row_bytes, size, pack = handle.slip_row_bytes, handle.slip_packed_bytes, handle.slip_pack
-    row_bytes.argtypes, row_bytes.restype = [_INT, _INT], ctypes.c_int64
-    size.argtypes, size.restype = [_INT, _INT, _INT], ctypes.c_int64
-    pack.argtypes, pack.restype = [_INT, _INT, _INT, _POINTER, _POINTER], None
-    return row_bytes, size, pack
-
-
-@functools.cache
-def _product(library: Library) -> Any:
-    return library.function("slip_matmul", [_POINTER, _POINTER, _INT, _POINTER, _INT])
-
-
-def multiply(library: Library, linear: PackedLinear, rows: Tensor, threads: int) -> Tensor:
-    """Returns the products of fp32 rows [n, in] with the weights, in fp32.
-
-    The kernel rounds rows to int8 unless the weights are floats.
-    """
-    rows = rows.contiguous()
-    out = torch.empty(rows.shape[0], linear.out_features)
-    _product(library)(linear.address, rows.data_ptr(), rows.shape[0], out.data_ptr(), threads)
-    return out
-
-
-def reference_product(rows: Tensor, weight: Tensor, float_rows: bool) -> Tensor:
-    """Computes in plain torch what `multiply` computes; `float_rows` says whether the weight is of a float type.
-
-    If it is not, rows are rounded to int8 in blocks of 32 inputs.
-    Blocks with a spike are rounded in two steps, because the spike alone would use up the 8 bits.
-    """
-    if not float_rows:
-        blocks = rows.view(rows.shape[0], -1, 32)
-        coarse = _rounded(blocks)
-        spiky = blocks.abs().amax(dim=-1, keepdim=True) > _SPIKE * blocks.abs().mean(dim=-1, keepdim=True)
-        rows = torch.where(spiky, coarse + _rounded(blocks - coarse), coarse).view_as(rows)
-    return (rows.double() @ weight.double().t()).float()
-
-
-def _rounded(blocks: Tensor) -> Tensor:
-    top = blocks.abs().amax(dim=-1, keepdim=True)
-    return torch.where(top > 0, blocks * (127.0 / top), 0.0).round() * (top / 127.0)
-
-
 class RowTable:
-    """A table of a model file, such as an embedding, whose rows are converted to floats when they are read."""
+    """A table of a model file, such as an embedding, whose rows are converted to floats when they are read.
+
+    The type of its numbers must be one of `KINDS`.
+    """
 
     def __init__(self, library: Library, source: StoredTensor) -> None:
         self._rows = source.raw()
         self._count, self._width = source.shape
         self._kind = KINDS[source.type_name]
-        self._decode = library.handle.slip_decode_rows
-        self._decode.argtypes = [_INT, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]
+        self._decode = library.function("slip_decode_rows", "iiippip", "i")
         self._address = self._rows.ctypes.data
-
-    @staticmethod
-    def serves(source: StoredTensor) -> bool:
-        return source.type_name in KINDS
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Returns the rows [tokens, width] of int64 ids."""

@@ -6,35 +6,27 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from slipstream.kernels.cpu.native_growth import CalibrationTable, GrownNodes
 from slipstream.kernels.cpu.native_library import library
 
-_int, _double, _pointer = ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
-
-
-class TextCalls:
-    """The functions of text_index.cpp."""
-
-    def __init__(self, handle: ctypes.CDLL) -> None:
-        def function(name: str, *arguments: type, result: type | None = None) -> ctypes._NamedFuncPointer:
-            found = getattr(handle, f"slip_text_{name}")
-            found.argtypes, found.restype = arguments, result
-            return found
-
-        self.new = function("new", _int, _int, _int, result=_pointer)
-        self.copy = function("copy", _pointer, result=_pointer)
-        self.free = function("free", _pointer)
-        self.extend = function("extend", _pointer, _pointer, _int)
-        self.truncate = function("truncate", _pointer, _int)
-        self.occurrences = function("occurrences", _pointer, _pointer, result=_int)
-        self.grow = function("grow", _pointer, _pointer, _int, _int, _double, _double, _pointer)
+# The functions of text_index.cpp, with the types of arguments and results as `Library.function` takes them.
+_SIGNATURES = {
+    "new": ("iii", "p"),
+    "copy": ("p", "p"),
+    "free": ("p", None),
+    "extend": ("ppi", None),
+    "truncate": ("pi", None),
+    "occurrences": ("pp", "i"),
+    "grow": ("ppiiddp", None),
+}
 
 
 class CompiledText:
     """One text in compiled memory, which is freed with this object; one thread at a time may use it."""
 
-    def __init__(self, calls: TextCalls, text: int) -> None:
+    def __init__(self, calls: SimpleNamespace, text: int) -> None:
         self._calls = calls
         self._text = text
         self._grown = GrownNodes()
@@ -55,7 +47,7 @@ class CompiledText:
 
     def occurrences(self, most: int) -> list[tuple[int, int]]:
         """Returns how many tokens match and the position of the last of them, for each occurrence."""
-        found = (_int * (2 * most))()
+        found = (ctypes.c_int32 * (2 * most))()
         count = self._calls.occurrences(self._text, found)
         return [(found[2 * place], found[2 * place + 1]) for place in range(count)]
 
@@ -69,9 +61,12 @@ class CompiledText:
 
 
 @functools.cache
-def _calls() -> TextCalls | None:
+def _calls() -> SimpleNamespace | None:
     found = library()
-    return TextCalls(found.handle) if found is not None else None
+    if found is None:
+        return None
+    functions = {name: found.function(f"slip_text_{name}", *types) for name, types in _SIGNATURES.items()}
+    return SimpleNamespace(**functions)
 
 
 def compiled_text(levels: int, longest_match: int, most_occurrences: int) -> CompiledText | None:

@@ -6,11 +6,10 @@ threads. For this reason rows are cut into stretches of a fixed size.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,8 +47,7 @@ def best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
     A row is usable if it holds no NaN and no +inf and leaves at least one token possible; otherwise its token is
     NO_BEST.
     """
-    native = _native(logits)
-    return native.best_tokens(logits) if native else torch_best_tokens(logits)
+    return _ranking(logits).best_tokens(logits)
 
 
 def top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
@@ -58,9 +56,7 @@ def top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Fl
     Among equals the lowest id comes first. Places that no finite score fills hold -inf and token 0. A row that is not
     usable (see `best_tokens`) has NaN for values and logsumexp. There are no more columns than tokens.
     """
-    native = _native(scores)
-    count, temperature = _bounded(scores, count), max(temperature, LEAST_TEMPERATURE)
-    return native.top_scores(scores, count, temperature) if native else torch_top_scores(scores, count, temperature)
+    return _ranking(scores).top_scores(scores, _bounded(scores, count), max(temperature, LEAST_TEMPERATURE))
 
 
 def noisy_best(
@@ -71,11 +67,7 @@ def noisy_best(
     `positions[row]` is the position that the token will have. Tokens whose scaled logit is below the row's floor are
     left out.
     """
-    native = _native(logits)
-    temperature = max(temperature, LEAST_TEMPERATURE)
-    if native:
-        return native.noisy_best(logits, positions, seed, temperature, floors)
-    return torch_noisy_best(logits, positions, seed, temperature, floors)
+    return _ranking(logits).noisy_best(logits, positions, seed, max(temperature, LEAST_TEMPERATURE), floors)
 
 
 def noisy_top(
@@ -85,59 +77,36 @@ def noisy_top(
 
     Other tokens are left out of it, because drawing all of their noise takes three times as long as the ranking.
     """
-    native = _native(logits)
-    count, temperature = _bounded(logits, count), max(temperature, LEAST_TEMPERATURE)
-    if native:
-        return native.noisy_top(logits, positions, seed, temperature, count, floors)
-    return torch_noisy_top(logits, positions, seed, temperature, count, floors)
+    temperature = max(temperature, LEAST_TEMPERATURE)
+    return _ranking(logits).noisy_top(logits, positions, seed, temperature, _bounded(logits, count), floors)
+
+
+def _bounded(scores: Tensor, count: int) -> int:
+    return max(1, min(count, scores.shape[-1]))
 
 
 class NativeRanking:
     """The compiled rankings of one instruction set; rows are fp32 and are copied only if they are not contiguous."""
 
     def __init__(self, compiled: Library) -> None:
-        number, pointer, real = ctypes.c_int, ctypes.c_void_p, ctypes.c_float
-        rows = [pointer, number, number, number]  # logits, rows, vocabulary, threads
-        noise = [pointer, ctypes.c_uint64, real, pointer]  # positions, seed, temperature, floors
-        self._best_tokens = compiled.function("slip_best_tokens", [*rows, pointer, pointer])
-        self._top_scores = compiled.function("slip_top_scores", [*rows, real, number, pointer, pointer, pointer])
-        self._noisy_best = compiled.function("slip_noisy_best", [*rows, *noise, pointer, pointer])
-        self._noisy_top = compiled.function("slip_noisy_top", [*rows, *noise, number, pointer, pointer, pointer])
-        self._gumbel_row = compiled.function("slip_gumbel_row", [ctypes.c_uint64, ctypes.c_int64, number, pointer])
+        rows, noise = "piii", "pufp"  # logits, rows, vocabulary, threads; positions, seed, temperature, floors
+        self._best_tokens = compiled.function("slip_best_tokens", f"{rows}pp")
+        self._top_scores = compiled.function("slip_top_scores", f"{rows}fippp")
+        self._noisy_best = compiled.function("slip_noisy_best", f"{rows}{noise}pp")
+        self._noisy_top = compiled.function("slip_noisy_top", f"{rows}{noise}ippp")
 
     def best_tokens(self, logits: Tensor) -> tuple[Ids, Flags]:
-        logits, rows, vocab, threads = _prepared(logits)
-        ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        self._best_tokens(logits.data_ptr(), rows, vocab, threads, address(ids), address(usable))
-        return ids, usable
+        return self._best(self._best_tokens, logits)
 
     def top_scores(self, scores: Tensor, count: int, temperature: float) -> tuple[Floats, Ids, Floats]:
-        scores, rows, vocab, threads = _prepared(scores)
-        values, ids, total = _ranked_outputs(rows, count)
-        self._top_scores(
-            scores.data_ptr(), rows, vocab, threads, temperature, count, address(values), address(ids), address(total)
-        )
-        return values, ids, total
+        return self._top(self._top_scores, scores, count, temperature)
 
     def noisy_best(
         self, logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
     ) -> tuple[Ids, Flags]:
-        logits, rows, vocab, threads = _prepared(logits)
-        places, least = _per_row(positions, floors, rows)
-        ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        self._noisy_best(
-            logits.data_ptr(),
-            rows,
-            vocab,
-            threads,
-            places.ctypes.data,
-            seed,
-            temperature,
-            None if least is None else least.ctypes.data,
-            address(ids),
-            address(usable),
-        )
-        return ids, usable
+        places, least = _per_row(positions, floors, logits.shape[0])
+        floor = None if least is None else least.ctypes.data
+        return self._best(self._noisy_best, logits, places.ctypes.data, seed, temperature, floor)
 
     def noisy_top(
         self,
@@ -148,37 +117,28 @@ class NativeRanking:
         count: int,
         floors: Floats | None = None,
     ) -> tuple[Floats, Ids, Floats]:
-        logits, rows, vocab, threads = _prepared(logits)
-        places, least = _per_row(positions, floors, rows)
-        values, ids, total = _ranked_outputs(rows, count)
-        self._noisy_top(
-            logits.data_ptr(),
-            rows,
-            vocab,
-            threads,
-            places.ctypes.data,
-            seed,
-            temperature,
-            None if least is None else least.ctypes.data,
-            count,
-            address(values),
-            address(ids),
-            address(total),
-        )
+        places, least = _per_row(positions, floors, logits.shape[0])
+        floor = None if least is None else least.ctypes.data
+        return self._top(self._noisy_top, logits, count, places.ctypes.data, seed, temperature, floor)
+
+    def _best(self, kernel: Any, logits: Tensor, *settings: Any) -> tuple[Ids, Flags]:
+        logits, rows, vocab = _prepared(logits)
+        ids, usable = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        kernel(logits.data_ptr(), rows, vocab, threads(), *settings, address(ids), address(usable))
+        return ids, usable
+
+    def _top(self, kernel: Any, scores: Tensor, count: int, *settings: Any) -> tuple[Floats, Ids, Floats]:
+        scores, rows, vocab = _prepared(scores)
+        values, ids = np.empty((rows, count), np.float32), np.empty((rows, count), np.int64)
+        total, here = np.empty(rows, np.float32), (scores.data_ptr(), rows, vocab, threads())
+        kernel(*here, *settings, count, address(values), address(ids), address(total))
         return values, ids, total
 
-    def gumbel_row(self, seed: int, position: int, vocab_size: int) -> Floats:
-        """Returns the noise of all tokens at one position; the rankings compute it only where it can matter."""
-        noise = np.empty(vocab_size, np.float32)
-        self._gumbel_row(seed, position, vocab_size, noise.ctypes.data)
-        return noise
 
-
-def _prepared(scores: Tensor) -> tuple[Tensor, int, int, int]:
+def _prepared(scores: Tensor) -> tuple[Tensor, int, int]:
     if scores.dtype != torch.float32 or not scores.is_contiguous():
         scores = scores.float().contiguous()
-    rows, vocab = scores.shape
-    return scores, rows, vocab, threads()
+    return scores, scores.shape[0], scores.shape[1]
 
 
 def _per_row(positions: Sequence[int], floors: Floats | None, rows: int) -> tuple[Ids, Floats | None]:
@@ -187,53 +147,52 @@ def _per_row(positions: Sequence[int], floors: Floats | None, rows: int) -> tupl
     return np.array(positions, np.int64), None if floors is None else np.ascontiguousarray(floors, np.float32)
 
 
-def _ranked_outputs(rows: int, count: int) -> tuple[Floats, Ids, Floats]:
-    return np.empty((rows, count), np.float32), np.empty((rows, count), np.int64), np.empty(rows, np.float32)
+class TorchRanking:
+    """The same rankings in torch, for devices and machines without compiled ones."""
 
+    def best_tokens(self, logits: Tensor) -> tuple[Ids, Flags]:
+        usable = _usable(logits)
+        # on a CPU numpy is twelve times as fast, and torch does not define which of several equal values it returns
+        ids = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1).cpu().numpy()
+        return np.where(usable, ids, NO_BEST), usable
 
-def _bounded(scores: Tensor, count: int) -> int:
-    return max(1, min(count, scores.shape[-1]))
+    def top_scores(self, scores: Tensor, count: int, temperature: float) -> tuple[Floats, Ids, Floats]:
+        table = (scores / temperature).float().cpu()
+        usable = _usable(table)
+        # torch's logsumexp splits the sum of a single long row over its threads, so that its last bit depends on the
+        # batch
+        total = (table.amax(dim=-1) - torch.log_softmax(table, dim=-1).amax(dim=-1)).numpy()
+        return *_top(table, count, usable), np.where(usable, total, np.float32(np.nan))
 
+    def noisy_best(
+        self, logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
+    ) -> tuple[Ids, Flags]:
+        usable = _usable(logits / temperature)
+        ids, _ = self.best_tokens(_noisy(logits, positions, seed, temperature, floors))
+        return np.where(usable, ids, NO_BEST), usable
 
-def _native(scores: Tensor) -> NativeRanking | None:
-    return _ranking() if scores.device.type == "cpu" else None
+    def noisy_top(
+        self,
+        logits: Tensor,
+        positions: Sequence[int],
+        seed: int,
+        temperature: float,
+        count: int,
+        floors: Floats | None = None,
+    ) -> tuple[Floats, Ids, Floats]:
+        noisy = _noisy(logits, positions, seed, temperature, floors).float().cpu()
+        values, ids = _top(noisy, count, _usable(logits / temperature))
+        return values, ids, torch.from_numpy(values).logsumexp(dim=1).numpy()
 
 
 @functools.cache
-def _ranking() -> NativeRanking | None:
+def _compiled_ranking() -> NativeRanking | None:
     found = library()
     return NativeRanking(found) if found else None
 
 
-def torch_best_tokens(logits: Tensor) -> tuple[Ids, Flags]:
-    usable = _usable(logits)
-    # on a CPU numpy is twelve times as fast, and torch does not define which of several equal values it returns
-    ids = logits.numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1).cpu().numpy()
-    return np.where(usable, ids, NO_BEST), usable
-
-
-def torch_top_scores(scores: Tensor, count: int, temperature: float = 1.0) -> tuple[Floats, Ids, Floats]:
-    table = (scores / temperature).float().cpu()
-    usable = _usable(table)
-    # torch's logsumexp splits the sum of a single long row over its threads, so that its last bit depends on the batch
-    total = (table.amax(dim=-1) - torch.log_softmax(table, dim=-1).amax(dim=-1)).numpy()
-    return *_top(table, count, usable), np.where(usable, total, np.float32(np.nan))
-
-
-def torch_noisy_best(
-    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, floors: Floats | None = None
-) -> tuple[Ids, Flags]:
-    usable = _usable(logits / temperature)
-    ids, _ = torch_best_tokens(_noisy(logits, positions, seed, temperature, floors))
-    return np.where(usable, ids, NO_BEST), usable
-
-
-def torch_noisy_top(
-    logits: Tensor, positions: Sequence[int], seed: int, temperature: float, count: int, floors: Floats | None = None
-) -> tuple[Floats, Ids, Floats]:
-    noisy = _noisy(logits, positions, seed, temperature, floors).float().cpu()
-    values, ids = _top(noisy, count, _usable(logits / temperature))
-    return values, ids, torch.from_numpy(values).logsumexp(dim=1).numpy()
+def _ranking(scores: Tensor) -> NativeRanking | TorchRanking:
+    return (_compiled_ranking() if scores.device.type == "cpu" else None) or TorchRanking()
 
 
 def _usable(logits: Tensor) -> Flags:

@@ -154,8 +154,7 @@ def group_layout(group: RowGroup, kv_heads: int) -> GroupLayout:
     key = f"layout for {kv_heads}"
     found = group.derived.get(key)
     if not isinstance(found, GroupLayout):
-        found = _chain_layout(group) if group.parents is None else _tree_layout(group, group.parents, kv_heads)
-        group.derived[key] = found
+        found = group.derived[key] = _layout(group, kv_heads)
     return found
 
 
@@ -170,37 +169,31 @@ def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def _chain_layout(group: RowGroup) -> GroupLayout:
-    page_tokens, end = group.page_tokens, group.base + group.rows
-    first_page, last_page = _first_page(group), -(-end // page_tokens)
-    keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
-    queries = torch.arange(group.base, end)[:, None]
-    runs = page_runs(group.page_ids[first_page:last_page])
-    return GroupLayout(runs, _mask(queries, keys, end - 1, group.pattern, group.earliest))
+def _layout(group: RowGroup, kv_heads: int) -> GroupLayout:
+    """Finds the pages of a group and what its rows see of them.
 
-
-def _tree_layout(group: RowGroup, parents: Sequence[int], kv_heads: int) -> GroupLayout:
-    """Gathers the keys from the root's page on for every row through its ancestors, in the order of positions.
-
-    A row of a tree then does exactly the sums that a plain row at its position would do.
+    A tree's keys are gathered from the root's page on, for every row through its ancestors, in position order. A row of
+    a tree then does exactly the sums that a plain row at its position would do.
     """
-    start, page_tokens = group.base, group.page_tokens
-    ways: list[list[int]] = []  # the rows from the root to each row
-    for row, parent in enumerate(parents):
+    start, page_tokens, tail = group.base, group.page_tokens, None
+    window = group.pattern.window
+    first_page = max(group.earliest, start - window + 1 if window else 0, 0) // page_tokens
+    ways: list[list[int]] = []  # the rows of a tree from the root to each row
+    for row, parent in enumerate(group.parents or ()):
         ways.append([*ways[parent], row] if parent >= 0 else [row])
-    deepest = max(map(len, ways))
-    first_page = _first_page(group)
-    tail_page, last_page = start // page_tokens, -(-(start + deepest) // page_tokens)
-    committed = list(range(tail_page * page_tokens, start))
-    behind = last_page * page_tokens - start
-    slots = [committed + [start + row for row in way] + [start] * (behind - len(way)) for way in ways]
-    queries = torch.tensor([start + len(way) - 1 for way in ways])[:, None]
+    end = start + (max(map(len, ways)) if ways else group.rows)
+    shared_end = last_page = -(-end // page_tokens)
+    queries = torch.arange(start, end)
+    if ways:
+        shared_end = start // page_tokens
+        committed = list(range(shared_end * page_tokens, start))
+        behind = last_page * page_tokens - start
+        slots = [committed + [start + row for row in way] + [start] * (behind - len(way)) for way in ways]
+        tail = _pool_rows(torch.tensor(slots), group.page_ids, page_tokens, kv_heads)
+        queries = torch.tensor([start + len(way) - 1 for way in ways])
     keys = torch.arange(first_page * page_tokens, last_page * page_tokens)
-    return GroupLayout(
-        page_runs(group.page_ids[first_page:tail_page]),
-        _mask(queries, keys, start + deepest - 1, group.pattern, group.earliest),
-        _pool_rows(torch.tensor(slots), group.page_ids, page_tokens, kv_heads),
-    )
+    mask = _mask(queries[:, None], keys, end - 1, group.pattern, group.earliest)
+    return GroupLayout(page_runs(group.page_ids[first_page:shared_end]), mask, tail)
 
 
 def _pool_rows(slots: Tensor, page_ids: Sequence[int], page_tokens: int, kv_heads: int) -> Tensor:
@@ -209,11 +202,6 @@ def _pool_rows(slots: Tensor, page_ids: Sequence[int], page_tokens: int, kv_head
     offsets = (slots % page_tokens).view(slots.shape[0], -1, page_tokens).transpose(0, 1)
     heads = torch.arange(kv_heads)[:, None, None]
     return ((pages[:, None] * kv_heads + heads) * page_tokens + offsets[:, None]).contiguous()
-
-
-def _first_page(group: RowGroup) -> int:
-    window = group.pattern.window
-    return max(group.earliest, group.base - window + 1 if window else 0, 0) // group.page_tokens
 
 
 def _mask(queries: Tensor, keys: Tensor, last: int, pattern: AttentionPattern, earliest: int) -> Tensor:

@@ -1,98 +1,89 @@
 """Targets and drafters as a CPU runs them: one compiled pass where every part has a kernel, layer by layer elsewhere.
 
-A model owns its passes and hands itself to them with every call. A reference back to the model would close a cycle, and
-the weights of an unloaded model would stay in memory until Python collects such cycles.
+A model owns its passes, and hands itself to them where they need more of it than its layers. A reference back to the
+model would close a cycle, and the weights of an unloaded model would stay in memory until Python collects such cycles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.linear import Matrix
-from slipstream.kernels.cpu.native_stack import LayerPools, NativeStack, PassResult
 from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate
 from slipstream.kernels.rows import RowBatch, RowPlaces
-from slipstream.models.cpu.native_pass import ContextWriter, native_stack, packed
-from slipstream.models.cpu.part_runs import CpuPass, KvLayers, biased, run_layer, side_rows, unweighted_norm
+from slipstream.models.cpu.native_pass import ContextWriter, KvLayers, as_native, native_stack
+from slipstream.models.cpu.part_runs import CpuPass, biased, run_layer, unweighted_norm
 from slipstream.models.layers import Layer, LayerShape
+from slipstream.models.rope import RopeConfig, RotaryTable
 
 if TYPE_CHECKING:
-    from slipstream.models.decoder import Decoder
     from slipstream.models.dflash import DFlashDrafter
 
 
-class CpuTarget:
-    """The forward of a target whose weights are in the CPU's memory."""
+class CpuStack:
+    """The layers of a target or a drafter with their final norm."""
 
-    def __init__(self, shape: LayerShape, layers: Sequence[Layer], norm: Tensor) -> None:
+    def __init__(
+        self, shape: LayerShape, layers: Sequence[Layer], norm: Tensor, rotaries: Mapping[RopeConfig, RotaryTable]
+    ) -> None:
         self._native = native_stack(shape, layers, norm)
-        self._pools: tuple[KvLayers, LayerPools] | None = None
+        self._layers, self._norm, self._eps = layers, norm, shape.rms_eps
+        self._rotaries = rotaries
 
-    def forward(
-        self, model: Decoder, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows after the final norm, and the taps side by side."""
+    def run(
+        self,
+        x: Tensor,
+        batch: RowBatch,
+        kv: KvLayers,
+        head: Matrix | None,
+        wanted: Sequence[int],
+        tap_layers: Sequence[int] = (),
+        sides: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Hidden rows after the final norm, the taps side by side, and the wanted rows' logits under `head`.
+
+        `x` are the embeddings of the rows.
+        """
         if self._native is not None:
-            done = self._run_native(self._native, model, batch, kv, tap_layers, ())
-            return done.hidden, done.taps
-        x = model.embed(batch.token_ids)
-        step = _begin(model, x, batch, kv)
+            (table,) = self._rotaries.values()  # compiled code takes layers only if all of them rotate alike
+            rotary = table.tables(batch.end)
+            hidden, taps, logits = self._native.run(x, batch, kv, rotary, as_native(head), wanted, tap_layers)
+            if logits is not None:
+                return hidden, taps, logits
+        else:
+            hidden, taps = self._by_layer(x, batch, kv, tap_layers, sides)
+        return hidden, taps, head(hidden[torch.tensor(wanted)]) if wanted and head is not None else hidden[:0]
+
+    def _by_layer(
+        self, x: Tensor, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], sides: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        rotary = {rope: table.rows(batch.positions, batch.end) for rope, table in self._rotaries.items()}
+        step = CpuPass(batch, rotary, kv, self._eps, sides)
         recorded = {-1: x}
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(self._layers):
             x = run_layer(layer, x, step)
             if index in tap_layers:
                 recorded[index] = x
         taps = torch.cat([recorded[index] for index in tap_layers], dim=-1) if tap_layers else None
-        return rms_norm(x, model.norm, model.config.rms_eps), taps
-
-    def native_logits(
-        self, model: Decoder, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Logits of the wanted rows, and the taps, in one native call; None where that is not possible."""
-        if self._native is None or not wanted:
-            return None
-        done = self._run_native(self._native, model, batch, kv, tap_layers, wanted)
-        return None if done.logits is None else (done.logits, done.taps)
-
-    def _run_native(
-        self,
-        stack: NativeStack,
-        model: Decoder,
-        batch: RowBatch,
-        kv: KvLayers,
-        tap_layers: Sequence[int],
-        wanted: Sequence[int],
-    ) -> PassResult:
-        if self._pools is None or self._pools[0] is not kv:
-            # Addresses are read once per set of pools. The set is kept with them, so that no other set can be
-            # allocated at the same address while these addresses are in use.
-            self._pools = kv, LayerPools([keys for keys, _ in kv], [values for _, values in kv])
-        rotary = model.rotary.tables(batch.end)
-        embedded = model.embed(batch.token_ids)
-        return stack.run(batch, embedded, self._pools[1], rotary, tap_layers, wanted, packed(model.head))
-
-
-def _begin(model: Decoder, x: Tensor, batch: RowBatch, kv: KvLayers) -> CpuPass:
-    eps = model.config.rms_eps
-    rotary = {rope: table.rows(batch.positions, batch.end) for rope, table in model.rotaries.items()}
-    sides = side_rows(model.sides, x, batch.token_ids, eps) if model.sides is not None else None
-    return CpuPass(batch, rotary, kv, eps, sides)
+        return rms_norm(x, self._norm, self._eps), taps
 
 
 class CpuDrafter:
     """The passes of a drafter whose weights are in the CPU's memory."""
 
     def __init__(self, drafter: DFlashDrafter) -> None:
-        self._native = native_stack(drafter.config, drafter.layers, drafter.norm)
-        self._pools: tuple[Tensor, LayerPools] | None = None  # the keys, and the addresses of all pools
-        parts = drafter.config.parts
-        plain = not parts.tap_norms and not parts.context_norm
-        fc, projection, bias = drafter.fc, drafter.context_kv, drafter.context_bias
-        self._context = ContextWriter.make(fc, projection, bias) if plain else None
+        config = drafter.config
+        self._stack = CpuStack(config, drafter.layers, drafter.norm, {config.rope: drafter.rotary})
+        self._kv: tuple[Tensor, KvLayers] | None = None  # the keys of all layers, and the pools layer by layer
+        fc, projection = as_native(drafter.fc), as_native(drafter.context_kv)
+        self._context: ContextWriter | None = None
+        plain = not config.parts.tap_norms and not config.parts.context_norm
+        if fc is not None and projection is not None and plain:
+            self._context = ContextWriter(fc, projection, drafter.context_bias)
 
     def write_context(
         self, model: DFlashDrafter, taps: Tensor, places: RowPlaces, keys: Tensor, values: Tensor
@@ -112,40 +103,14 @@ class CpuDrafter:
         keys[:, places.pages, :, places.offsets] = rotate(normed, cos[:, None], sin[:, None])
         values[:, places.pages, :, places.offsets] = projected[:, :, 1]
 
-    def forward(self, model: DFlashDrafter, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks after the final norm."""
-        if self._native is not None:
-            rotary = model.rotary.tables(batch.end)
-            return self._native.run(batch, x, self._addresses(keys, values), rotary).hidden
-        turns = {model.config.rope: model.rotary.rows(batch.positions, batch.end)}
-        # The block stands after the context in the pools for the length of this pass.
-        step = CpuPass(batch, turns, list(zip(keys, values, strict=True)), model.config.rms_eps)
-        for layer in model.layers:
-            x = run_layer(layer, x, step)
-        return rms_norm(x, model.norm, model.config.rms_eps)
-
-    def native_logits(
-        self,
-        model: DFlashDrafter,
-        x: Tensor,
-        batch: RowBatch,
-        keys: Tensor,
-        values: Tensor,
-        wanted: Sequence[int],
-        head: Matrix,
-    ) -> tuple[Tensor, Tensor] | None:
-        """All hidden rows and the wanted rows' logits under `head` in one native call; None if that is not possible."""
-        own_head = packed(head)
-        if self._native is None or own_head is None:
-            return None
-        rotary, pools = model.rotary.tables(batch.end), self._addresses(keys, values)
-        done = self._native.run(batch, x, pools, rotary, wanted=wanted, head=own_head)
-        return None if done.logits is None else (done.hidden, done.logits)
-
-    def _addresses(self, keys: Tensor, values: Tensor) -> LayerPools:
-        if self._pools is None or self._pools[0] is not keys:
-            self._pools = keys, LayerPools(list(keys), list(values))
-        return self._pools[1]
+    def run(
+        self, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix | None
+    ) -> tuple[Tensor, Tensor]:
+        """All hidden rows of the blocks, and the wanted rows' logits; a block stands after its context in the pools."""
+        if self._kv is None or self._kv[0] is not keys:
+            self._kv = keys, list(zip(keys, values, strict=True))
+        hidden, _, logits = self._stack.run(x, batch, self._kv[1], head, wanted)
+        return hidden, logits
 
 
 def _context_rows(model: DFlashDrafter, taps: Tensor) -> Tensor:

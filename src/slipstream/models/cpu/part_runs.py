@@ -6,8 +6,9 @@ see to that themselves; activations of narrow tensors go through `row_by_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from slipstream.kernels.cpu.expert_products import mix_experts
 from slipstream.kernels.cpu.native_attention import attention
 from slipstream.kernels.cpu.torch_kernels import rms_norm, rotate, row_by_row, softcapped, write_rows
 from slipstream.kernels.rows import RowBatch
+from slipstream.models.cpu.native_pass import KvLayers
 from slipstream.models.delta_net import DeltaNet
 from slipstream.models.layers import (
     Attention,
@@ -33,9 +35,6 @@ from slipstream.models.layers import (
 from slipstream.models.moe import ExpertBlock, MlpBesideExperts, RoutedExperts
 from slipstream.models.rope import RopeConfig
 
-# Keys and values [pages, kv heads, page tokens, dim] of each layer that stores them.
-KvLayers = Sequence[tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True, slots=True)
 class CpuPass:
@@ -48,11 +47,7 @@ class CpuPass:
     sides: Tensor | None = None  # embeddings of the layers' own: [rows, layers, size]
 
 
-def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
 def run_layer(layer: Layer, x: Tensor, step: CpuPass) -> Tensor:

@@ -44,7 +44,7 @@ void rotate_head(float* x, const float* cosines, const float* sines, int dim) {
 
 inline Floats swish(Floats gate, Floats up) { return gate * up / (set1(1.0f) + exp(set1(0.0f) - gate)); }
 
-constexpr int kPatterns = 4;  // attention patterns of a stack, the same as MAX_PATTERNS of native_stack.py
+constexpr int kPatterns = 4;  // attention patterns of a stack, the same as MAX_PATTERNS of native_pass.py
 
 struct Scratch {
     Operand normed, mixed, inner, wanted;
