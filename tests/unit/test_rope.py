@@ -185,7 +185,7 @@ def test_a_gguf_target_must_turn_whole_pairs(hidden: int, factors: int, said: st
         "llama.context_length": 128,
     }
     data = MemoryBytes(np.zeros(4 * factors, np.uint8))
-    entry = TensorEntry("rope_freqs.weight", "F32", (factors,), 1, 4, 0, 4 * factors)
+    entry = TensorEntry("rope_freqs.weight", "F32", (factors,), 0, 4 * factors)
     weights = Weights(WeightFile(Path("x.gguf"), {entry.name: (entry, data)}, {}), "fp32", keep_name)
     with pytest.raises(ConfigError, match=said):
         llama.read_gguf(ConfigReader(keys, "x.gguf"), weights)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.errors import FormatError, IntegrityError, SourceError
-from slipstream.formats.quants import Bytes
+from slipstream.formats.quants import BLOCKS, Bytes
 
 MAX_ELEMENTS = 2**48  # elements of one tensor; no real tensor is this large
 
@@ -25,14 +25,17 @@ class TensorEntry:
     name: str
     type_name: str
     shape: tuple[int, ...]  # torch order: the last dimension is the contiguous one
-    block: int  # elements in one block of the type; 1 for plain types
-    block_bytes: int
     offset: int  # bytes from the start of the file
     nbytes: int
 
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
+
+    @property
+    def block(self) -> int:
+        """How many elements are in one block of the type; 1 for plain types."""
+        return BLOCKS.get(self.type_name, (1, 0))[0]
 
     @property
     def elements(self) -> int:

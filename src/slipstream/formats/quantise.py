@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.errors import FormatError
 from slipstream.formats.quantise_blocks import encode_q4_0, encode_q4_1, encode_q5_0, encode_q5_1, encode_q8_0
 from slipstream.formats.quantise_k import encode_q4_k, encode_q5_k, encode_q6_k
-from slipstream.formats.quants import GGML_TYPES, Bytes, Floats
+from slipstream.formats.quants import BLOCKS, Bytes, Floats
 
 # Elements that are encoded at a time: the temporaries of one search then fit into the processor's cache.
 CHUNK_ELEMENTS = 2**16
@@ -53,8 +53,6 @@ _ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
     "Q6_K": encode_q6_k,
 }
 ENCODABLE = tuple(_ENCODERS)
-# type -> (elements per block, bytes per block)
-BLOCK_SIZES = {name: (block, size) for name, block, size in GGML_TYPES.values() if name in _ENCODERS}
 
 
 def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
@@ -62,7 +60,7 @@ def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
     label = f"tensor '{name}'" if name else "a tensor"
     if type_name not in _ENCODERS:
         raise FormatError(f"{label} cannot be written as {type_name}", f"possible: {', '.join(ENCODABLE)}")
-    block, size = BLOCK_SIZES[type_name]
+    block, size = BLOCKS[type_name]
     rows, width = values.shape
     if width % block:
         raise FormatError(

@@ -17,11 +17,12 @@ from torch import Tensor
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, Factor, read_adapter
 from slipstream.formats.file_bytes import MemoryBytes, StoredBytes, TensorEntry
-from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
+from slipstream.formats.quantise import ENCODABLE, encode_rows
+from slipstream.formats.quants import BLOCKS
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor
 from slipstream.models.dflash_names import GGUF_GLOBAL, canonical_name, gguf_spellings, names_in
 from slipstream.models.llama import GGUF_LAYER
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 # All matrices and tables of a drafter. Norms, convolution kernels and biases are not among them, because they are too
 # small for a low rank to mean anything.
@@ -124,7 +125,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
     """
     names, shapes = names_in(file), _matrices(file)
     merged: dict[str, tuple[TensorEntry, StoredBytes]] = {}
-    for done, (name, change) in enumerate(adapter.changes.items(), start=1):
+    for name, change in tracked(list(adapter.changes.items()), f"merging {adapter.name}", progress):
         if name not in shapes:
             raise ConfigError(f"{file.path.name} has no matrix '{name}'", f"{adapter.name} is for another drafter")
         _check_fit(name, shapes[name], change)
@@ -132,8 +133,6 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
         down, up = change.down.dense(), change.up.dense()
         if change.factor and down.any() and up.any():
             merged[source.name] = _merge(source, _kind(source), change.factor, up, down, adapter.name)
-        if progress is not None:
-            progress(f"merging {adapter.name}", done, len(adapter.changes))
     return MergedWeights(file, merged)
 
 
@@ -203,7 +202,7 @@ def _merge(
 ) -> tuple[TensorEntry, StoredBytes]:
     """One merged tensor in memory of its own, made a few rows at a time and stored as a file would have it."""
     rows, width = up.shape[0], down.shape[1]
-    block, item = BLOCK_SIZES[kind]
+    block, item = BLOCKS[kind]
     size = rows * width // block * item
     out = np.empty((rows, size // rows), np.uint8)
     step = max(1, CHUNK_ELEMENTS // width)
@@ -219,4 +218,4 @@ def _merge(
             raise FormatError(
                 f"tensor '{source.name}' overflows {kind} with the adapter {label} merged in", "use a smaller scale"
             ) from None
-    return TensorEntry(source.name, kind, source.shape, block, item, 0, size), MemoryBytes(out.reshape(-1))
+    return TensorEntry(source.name, kind, source.shape, 0, size), MemoryBytes(out.reshape(-1))

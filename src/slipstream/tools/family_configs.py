@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from slipstream.errors import ConfigError
-from slipstream.formats.gguf_write import MetadataEntry, ValueKind, array_entry, number_entry, text_entry
+from slipstream.formats.gguf_write import Value
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.gemma4_config import FULL, SLIDING, Gemma4Config
@@ -17,7 +17,6 @@ from slipstream.models.qwen3_moe import Qwen3MoeConfig
 from slipstream.models.rope import RopeConfig
 from slipstream.tools.convert_plans import shortest
 
-Value = int | float | bool | str | Sequence[int] | Sequence[bool]
 # For each family: llama.cpp's architecture, Hugging Face's model type, and Hugging Face's class.
 FAMILY_NAMES = {
     "gemma4": ("gemma4", "gemma4_text", "Gemma4ForCausalLM"),
@@ -36,31 +35,24 @@ _STILL = 1e20  # a frequency that is divided by more does not rotate
 # ---- GGUF keys
 
 
-def gguf_entries(config: DecoderConfig) -> list[MetadataEntry]:
+def gguf_keys(config: DecoderConfig) -> dict[str, Value]:
     """All keys that llama.cpp requires in a file of this family."""
-    arch = FAMILY_NAMES[config.family][0]
-    return [_entry(f"{arch}.{key}", value) for key, value in (_common_keys(config) | _own_keys(config)).items()]
+    moe: MoeShape | None = getattr(config, "moe", None)
+    keys = stack_keys(config, config.max_positions) | (_moe_keys(moe) if moe is not None else {})
+    if isinstance(config, LagunaConfig):
+        keys |= _laguna_keys(config)
+    elif isinstance(config, Gemma4Config):
+        keys |= _gemma4_keys(config)
+    elif isinstance(config, Qwen35Config):
+        keys |= _qwen35_keys(config)
+    return {f"{FAMILY_NAMES[config.family][0]}.{key}": value for key, value in keys.items()}
 
 
-def rope_entries(rope: RopeConfig, arch: str) -> list[MetadataEntry]:
-    return [_entry(f"{arch}.{key}", value) for key, value in rope_keys(rope).items()]
-
-
-def _entry(key: str, value: Value) -> MetadataEntry:
-    if isinstance(value, bool):
-        return number_entry(key, value, ValueKind.BOOL)
-    if isinstance(value, str):
-        return text_entry(key, value)
-    if isinstance(value, int | float):
-        return number_entry(key, value, ValueKind.UINT32 if isinstance(value, int) else ValueKind.FLOAT32)
-    flags = isinstance(value[0], bool)
-    return array_entry(key, value, ValueKind.BOOL if flags else ValueKind.INT32)
-
-
-def _common_keys(config: DecoderConfig) -> dict[str, Value]:
+def stack_keys(config: DecoderConfig | DFlashConfig, context: int) -> dict[str, Value]:
+    """The keys that targets and drafters share."""
     return {
         "vocab_size": config.vocab_size,
-        "context_length": config.max_positions,
+        "context_length": context,
         "embedding_length": config.hidden_size,
         "block_count": config.layers,
         "feed_forward_length": config.intermediate_size,
@@ -105,18 +97,8 @@ def _moe_keys(moe: MoeShape) -> dict[str, Value]:
     return keys | ({"expert_shared_feed_forward_length": moe.shared_size} if moe.shared_size else {})
 
 
-def _own_keys(config: DecoderConfig) -> dict[str, Value]:
-    if isinstance(config, Qwen3MoeConfig):
-        return _moe_keys(config.moe)
-    if isinstance(config, LagunaConfig):
-        return _laguna_keys(config)
-    if isinstance(config, Gemma4Config):
-        return _gemma4_keys(config)
-    return _qwen35_keys(config) if isinstance(config, Qwen35Config) else {}
-
-
 def _laguna_keys(config: LagunaConfig) -> dict[str, Value]:
-    keys = _moe_keys(config.moe) | {
+    keys: dict[str, Value] = {
         "attention.head_count": config.layer_heads,
         "leading_dense_block_count": (*config.sparse, True).index(True),
         "expert_weights_norm": config.moe.renormalise,
@@ -150,7 +132,7 @@ def _gemma4_keys(config: Gemma4Config) -> dict[str, Value]:
     }
     if config.final_softcap:
         keys["final_logit_softcapping"] = config.final_softcap
-    return keys | (_moe_keys(config.moe) if config.moe is not None else {})
+    return keys
 
 
 def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
@@ -166,7 +148,7 @@ def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
     }
     if config.recurrent != tuple((index + 1) % period != 0 for index in range(config.layers)):
         keys["attention.recurrent_layers"] = config.recurrent
-    return keys | (_moe_keys(config.moe) if config.moe is not None else {})
+    return keys
 
 
 def rotary_sections(pairs: int) -> tuple[int, int, int]:

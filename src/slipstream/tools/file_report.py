@@ -14,7 +14,7 @@ from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf
 from slipstream.models.dflash import LUCEBOX_ARCHS
 from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
 from slipstream.models.dflash_names import DrafterNames, ShapeOf
-from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
+from slipstream.tools.model_file import describes_drafter, refuse_false_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
 SHOWN_CHARACTERS = 4096  # longer texts, such as chat templates, are cut
@@ -43,7 +43,7 @@ def _gguf(path: Path) -> dict[str, object]:
     report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
     report["architecture"] = header.metadata.get("general.architecture")
     report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
-    if report["architecture"] in (DRAFTER_ARCH, *LUCEBOX_ARCHS):
+    if describes_drafter(header.metadata):
         report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
     return report | _completeness(missing, problem)
 
@@ -63,7 +63,7 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
     report = _report("safetensors", shown, size, entries)
     report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
     report["metadata"] = {key: _summary(value) for key, value in config.items()}
-    if configures_drafter(config):
+    if describes_drafter(config):
         report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
     problem = f"the data ends {missing} bytes early: truncated" if missing else ""
     return report | _completeness(missing, problem)

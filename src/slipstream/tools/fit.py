@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.memory_estimate import Footprint, available_bytes, footprint
 from slipstream.errors import ConfigError, RequestError
-from slipstream.formats.quants import GGML_TYPES
+from slipstream.formats.quants import BLOCKS
 from slipstream.formats.weight_files import read_config
 from slipstream.models.decoder import DecoderConfig
 from slipstream.tools.convert_plans import Source
@@ -195,11 +195,10 @@ def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[
 
 
 def _weight(stored: Mapping[str, Source], recipe: Recipe) -> int:
-    sizes = {name: (block, size) for name, block, size in GGML_TYPES.values()}
     total = 0
     for name, tensor in stored.items():
         choice = recipe.choose(name, tensor.shape, tensor.type_name)
-        block, size = sizes[EXACT if choice is None else choice.type_name]
+        block, size = BLOCKS[EXACT if choice is None else choice.type_name]
         total += math.prod(tensor.shape) // block * size
     return total
 

@@ -20,7 +20,7 @@ from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 _CHUNK_TOKENS = 256  # tokens of a text that go through a target at a time; it bounds the memory for logits
 
@@ -133,15 +133,13 @@ def write_passages(
         mode = "chain" if llm.has_draft else "plain"
         passages: list[Passage] = []
         steps = committed = 0
-        for done, prompt in enumerate(prompts, 1):
+        for prompt in tracked(prompts, "writing answers", progress):
             ids = llm.prompt_ids(prompt, chat=chat)
             answer = llm.run([llm.request(ids, max_tokens=settings.max_tokens, mode=mode)])[0]
             if answer.finish_reason == "error":
                 raise RequestError(f"{target} cannot answer: {answer.error}", "inspect it with --check")
             passages.append(Passage((*ids, *answer.token_ids), len(ids)))
             steps, committed = steps + len(answer.step_sizes), committed + sum(answer.step_sizes)
-            if progress is not None:
-                progress("writing answers", done, len(prompts))
     return passages, committed / steps if steps and mode == "chain" else None
 
 
@@ -160,14 +158,12 @@ def compare_drafters(
             f"their blocks propose {first.proposals} and {second.proposals} tokens: only the first {fewer} count"
         )
     steps = [0, 0]
-    for done, passage in enumerate(passages, 1):
+    for passage in tracked(passages, "comparing logits", progress):
         for source in (first, second):
             source.begin(passage.ids)
         found = _walk(first, second, passage, result)
         steps = [total + count for total, count in zip(steps, found, strict=True)]
         result.tokens += len(passage.ids) - passage.start
-        if progress is not None:
-            progress("comparing logits", done, len(passages))
     # The first token of an answer comes with the prompt and needs no step.
     decoded = result.tokens - len(passages)
     one, two = (decoded / count if count else None for count in steps)
@@ -218,7 +214,7 @@ def compare_targets(
             "logits over different vocabularies cannot be compared",
         )
     result = LogitComparison(*labels, "target", one.weight_format)
-    for done, passage in enumerate(passages, 1):
+    for passage in tracked(passages, "comparing logits", progress):
         ids, position = passage.ids[:-1], 0
         sides = text_logits(one, ids, _CHUNK_TOKENS), text_logits(two, ids, _CHUNK_TOKENS)
         for mine, theirs in zip(*sides, strict=True):
@@ -227,6 +223,4 @@ def compare_targets(
             mine, theirs = mine[skipped:], theirs[skipped:]
             result.add(mine, theirs, (mine.argmax(-1).tolist(), theirs.argmax(-1).tolist()))
         result.tokens += len(passage.ids) - passage.start
-        if progress is not None:
-            progress("comparing logits", done, len(passages))
     return result

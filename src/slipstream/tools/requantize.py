@@ -10,23 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.errors import FormatError, RequestError
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    TensorPlan,
-    ValueKind,
-    number_entry,
-    replaced,
-    stored_metadata,
-    write_gguf,
-)
+from slipstream.formats.gguf_write import Metadata, TensorPlan, Value, entries, stored_metadata, write_gguf
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
+from slipstream.tools.convert_plans import QUANTIZATION_VERSION
 from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
 from slipstream.types import Progress
 
 CHUNK_ELEMENTS = 2**21  # values that are decoded at a time; this bounds the memory, however large a tensor is
-QUANTISATION_VERSION = 2  # ggml's number for the block layouts that are written here
 _COPIED_TYPES = {*NUMPY_TYPES} - {"F32", "F16"}  # integers and doubles are no weights and are copied unchanged
 
 
@@ -180,8 +172,8 @@ def _rewritten(stored: Bytes, result: TensorResult) -> Bytes:
     return encoded
 
 
-def _metadata(source: Path, recipe: Recipe, results: list[TensorResult]) -> list[MetadataEntry]:
-    changes = [number_entry("general.file_type", recipe.file_type, ValueKind.UINT32)]
+def _metadata(source: Path, recipe: Recipe, results: list[TensorResult]) -> Metadata:
+    changes: dict[str, Value] = {"general.file_type": recipe.file_type}
     if any(result.after.startswith("Q") for result in results):
-        changes.append(number_entry("general.quantization_version", QUANTISATION_VERSION, ValueKind.UINT32))
-    return replaced(stored_metadata(source), *changes)
+        changes["general.quantization_version"] = QUANTIZATION_VERSION
+    return stored_metadata(source) | entries(changes)

@@ -24,7 +24,7 @@ class Unreachable(SlipstreamError):
 
 
 class Broken(SlipstreamError):
-    """The connection ended or stalled, or its data is not what the API promises."""
+    """The connection ended or stalled, or its answers are not what the API promises."""
 
 
 class Refused(SlipstreamError):

@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.llama import stored_rotary_rows
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.model_file import ModelFile, open_model
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 Array = NDArray[np.float64]
 CHUNK_ELEMENTS = 2**20  # values of each file that are in memory at once
@@ -115,14 +115,12 @@ def compare_files(first: Path, second: Path, progress: Progress | None = None) -
         result.missing = [name for name in names_a if name not in names_b]
         result.extra = [name for name in names_b if name not in names_a]
         shared = [name for name in names_a if name in names_b]
-        for done, name in enumerate(shared, 1):
+        for name in tracked(shared, "comparing tensors", progress):
             mine, theirs = names_a[name], names_b[name]
             if mine.shape != theirs.shape and not _same_values(mine.shape, theirs.shape):
                 result.shapes.append((name, mine.shape, theirs.shape))
             else:
                 result.tensors.append(_difference(name, mine, theirs))
-            if progress is not None:
-                progress("comparing tensors", done, len(shared))
         result.tensors = mark_outliers(result.tensors)
         result.tensors = [_explained(tensor, a, b) if tensor.outlier else tensor for tensor in result.tensors]
         return result
