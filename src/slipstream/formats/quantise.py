@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from slipstream.errors import FormatError
-from slipstream.formats.quantise_blocks import encode_q4_0, encode_q4_1, encode_q5_0, encode_q5_1, encode_q8_0
-from slipstream.formats.quantise_k import encode_q4_k, encode_q5_k, encode_q6_k
+from slipstream.formats.quantise_blocks import (
+    encode_q6_k,
+    encode_q8_0,
+    encode_with_minima,
+    encode_with_offset,
+    encode_with_scale,
+)
 from slipstream.formats.quants import BLOCKS, Bytes, Floats
 
 # Elements that are encoded at a time: the temporaries of one search then fit into the processor's cache.
 CHUNK_ELEMENTS = 2**16
 MAX_WORKERS = 8
-
-
-def _encode_f32(values: Floats) -> Bytes:
-    return values.astype("<f4").view(np.uint8)
 
 
 def _encode_f16(values: Floats) -> Bytes:
@@ -40,16 +42,16 @@ def _encode_bf16(values: Floats) -> Bytes:
 
 
 _ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
-    "F32": _encode_f32,
+    "F32": lambda values: values.astype("<f4").view(np.uint8),
     "F16": _encode_f16,
     "BF16": _encode_bf16,
     "Q8_0": encode_q8_0,
-    "Q4_0": encode_q4_0,
-    "Q4_1": encode_q4_1,
-    "Q5_0": encode_q5_0,
-    "Q5_1": encode_q5_1,
-    "Q4_K": encode_q4_k,
-    "Q5_K": encode_q5_k,
+    "Q4_0": partial(encode_with_scale, bits=4),
+    "Q4_1": partial(encode_with_offset, bits=4),
+    "Q5_0": partial(encode_with_scale, bits=5),
+    "Q5_1": partial(encode_with_offset, bits=5),
+    "Q4_K": partial(encode_with_minima, bits=4),
+    "Q5_K": partial(encode_with_minima, bits=5),
     "Q6_K": encode_q6_k,
 }
 ENCODABLE = tuple(_ENCODERS)

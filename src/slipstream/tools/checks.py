@@ -54,12 +54,11 @@ def check_file(path: Path, progress: Progress | None = None) -> list[Check]:
     if whole.problems:
         return [whole]
     try:
-        model = open_model(path)
+        with open_model(path) as model:
+            return [whole, _metadata(model), _known(model), _finite(model, progress)]
     except SlipstreamError as error:
         whole.problems.append(str(error))
         return [whole]
-    with model:
-        return [whole, _metadata(model), _known(model), _finite(model, progress)]
 
 
 def _complete(path: Path) -> Check:

@@ -190,7 +190,28 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    return found | _own_config(config) | dict(context)
+    if isinstance(config, Qwen3MoeConfig):
+        found |= {"norm_topk_prob": config.moe.renormalise, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    elif isinstance(config, LagunaConfig):
+        found |= _laguna_config(config)
+    elif isinstance(config, Gemma4Config):
+        found |= _gemma4_config(config)
+    elif isinstance(config, Qwen35Config):
+        found |= _qwen35_config(config)
+    return found | _moe_config(config) | dict(context)
+
+
+def _moe_config(config: DecoderConfig) -> dict[str, object]:
+    moe: MoeShape | None = getattr(config, "moe", None)
+    if moe is None:
+        return {}
+    found: dict[str, object] = {
+        "num_experts": moe.experts,
+        "top_k_experts" if isinstance(config, Gemma4Config) else "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.intermediate_size,
+    }
+    shares = isinstance(config, LagunaConfig | Qwen35Config)
+    return found | ({"shared_expert_intermediate_size": moe.shared_size} if shares else {})
 
 
 def rope_section(rope: RopeConfig) -> dict[str, object]:
@@ -214,26 +235,7 @@ def rope_section(rope: RopeConfig) -> dict[str, object]:
     return found
 
 
-def _own_config(config: DecoderConfig) -> dict[str, object]:
-    if isinstance(config, Qwen3MoeConfig):
-        moe = config.moe
-        return {
-            "num_experts": moe.experts,
-            "num_experts_per_tok": moe.active,
-            "moe_intermediate_size": moe.intermediate_size,
-            "norm_topk_prob": moe.renormalise,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    if isinstance(config, LagunaConfig):
-        return _laguna_config(config)
-    if isinstance(config, Gemma4Config):
-        return _gemma4_config(config)
-    return _qwen35_config(config) if isinstance(config, Qwen35Config) else {}
-
-
 def _laguna_config(config: LagunaConfig) -> dict[str, object]:
-    moe = config.moe
     ropes = {FULL: config.rope, SLIDING: config.sliding_rope}
     return {
         "num_attention_heads_per_layer": list(config.layer_heads),
@@ -243,11 +245,7 @@ def _laguna_config(config: LagunaConfig) -> dict[str, object]:
         "rope_theta": None,
         "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()},
         "gating": True if config.gate_per_head else "per-element",
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "shared_expert_intermediate_size": moe.shared_size,
-        "moe_routed_scaling_factor": shortest(moe.scale),
+        "moe_routed_scaling_factor": shortest(config.moe.scale),
     }
 
 
@@ -261,7 +259,7 @@ def _gemma4_config(config: Gemma4Config) -> dict[str, object]:
         if not config.sliding[index]
     }
     sliding_heads = [count for count, slides in zip(config.layer_kv_heads, config.sliding, strict=True) if slides]
-    found: dict[str, object] = {
+    return {
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": kinds,
@@ -278,19 +276,12 @@ def _gemma4_config(config: Gemma4Config) -> dict[str, object]:
         "final_logit_softcapping": shortest(config.final_softcap) if config.final_softcap else None,
         "enable_moe_block": config.moe is not None,
     }
-    if config.moe is not None:
-        found |= {
-            "num_experts": config.moe.experts,
-            "top_k_experts": config.moe.active,
-            "moe_intermediate_size": config.moe.intermediate_size,
-        }
-    return found
 
 
 def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
-    delta, moe = config.delta, config.moe
+    delta = config.delta
     sections = {"mrope_section": list(rotary_sections(config.rope.dim // 2))}
-    found: dict[str, object] = {
+    return {
         "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
         "rope_theta": None,
         "rope_parameters": {"partial_rotary_factor": 1.0} | rope_section(config.rope) | sections,
@@ -299,12 +290,4 @@ def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
         "linear_key_head_dim": delta.key_dim,
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.kernel,
-    }
-    if moe is None:
-        return found
-    return found | {
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "shared_expert_intermediate_size": moe.shared_size,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -65,24 +66,12 @@ class ModelFile:
     def label(self) -> str:
         return self.path.name
 
-    def close(self) -> None:
-        self.file.close()
 
-    def __enter__(self) -> ModelFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def open_model(path: Path) -> ModelFile:
+@contextmanager
+def open_model(path: Path) -> Iterator[ModelFile]:
     """Opens a target or a drafter; if its configuration cannot be read, `problem` reports it instead of an error."""
-    file = open_weights(path)
-    try:
-        return _named(path, file)
-    except BaseException:
-        file.close()
-        raise
+    with open_weights(path) as file:
+        yield _named(path, file)
 
 
 def kind_of(metadata: dict[str, object], config: dict[str, object] | None, names: Sequence[str]) -> Kind:
