@@ -117,9 +117,13 @@ def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:
             raise FormatError(what, "the file is damaged: fetch it again")
 
 
+def missing_bytes(entries: Sequence[TensorEntry], size: int) -> int:
+    """How many bytes of its tensors a file of this size lacks; 0 for a complete file."""
+    return max(0, max((entry.end for entry in entries), default=0) - size)
+
+
 def refuse_truncation(entries: Sequence[TensorEntry], size: int, file_name: str) -> None:
-    missing = max((entry.end for entry in entries), default=0) - size
-    if missing > 0:
+    if missing := missing_bytes(entries, size):
         raise FormatError(f"{file_name} ends {missing} bytes early: truncated", "fetch it again")
 
 

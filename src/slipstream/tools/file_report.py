@@ -9,11 +9,11 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
-from slipstream.formats.file_bytes import FileBytes, TensorEntry, read_json_object
-from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf
+from slipstream.formats.file_bytes import FileBytes, TensorEntry, missing_bytes, read_json_object
+from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf, read_config
 from slipstream.models.dflash import LUCEBOX_ARCHS
 from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
-from slipstream.models.dflash_names import DrafterNames, ShapeOf
+from slipstream.models.dflash_names import DrafterNames
 from slipstream.tools.model_file import describes_drafter, refuse_false_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
@@ -35,16 +35,12 @@ def _gguf(path: Path) -> dict[str, object]:
     try:
         with closing(FileBytes(path)) as data:
             header = gguf.parse_header(data, path.name)
-        missing = header.missing_bytes
+        missing = missing_bytes(header.tensors, header.file_size)
         problem = f"the file ends {missing} bytes early: truncated" if missing else ""
     except gguf.TruncatedHeader as error:
         # The count of missing bytes is a lower bound, because the missing part of the header lists further data.
         header, missing, problem = error.header, error.missing, error.message
-    report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
-    report["architecture"] = header.metadata.get("general.architecture")
-    report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
-    if describes_drafter(header.metadata):
-        report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
+    report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors, header.metadata)
     return report | _completeness(missing, problem)
 
 
@@ -56,15 +52,8 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
             found, length = safetensors.parse_header(data, file.name), len(data)
         entries += found
         size += length
-        missing += max(0, max((entry.end for entry in found), default=0) - length)
-    config_file = (shown if shown.is_dir() else shown.parent) / "config.json"
-    config = read_json_object(config_file) if config_file.is_file() else {}
-    named = config.get("architectures")
-    report = _report("safetensors", shown, size, entries)
-    report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
-    report["metadata"] = {key: _summary(value) for key, value in config.items()}
-    if describes_drafter(config):
-        report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
+        missing += missing_bytes(found, length)
+    report = _report("safetensors", shown, size, entries, read_config(shown) or {})
     problem = f"the data ends {missing} bytes early: truncated" if missing else ""
     return report | _completeness(missing, problem)
 
@@ -91,7 +80,12 @@ def _drafter(
     config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
 ) -> dict[str, object]:
     """How a drafter proposes tokens, or why it cannot be used."""
-    shape_of = _shapes(entries, is_gguf)
+    shapes = {entry.name: entry.shape for entry in entries}
+    names = DrafterNames(shapes, is_gguf)
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        return shapes.get(names(name))
+
     try:
         refuse_false_layers(config, len(entries), label)
         if is_gguf:
@@ -108,12 +102,6 @@ def _drafter(
         "target_layer_ids": list(read.target_layer_ids),
         "mask_token_id": read.mask_token_id,
     } | _parts(read)
-
-
-def _shapes(entries: Sequence[TensorEntry], is_gguf: bool) -> ShapeOf:
-    shapes = {entry.name: entry.shape for entry in entries}
-    names = DrafterNames(shapes, is_gguf)
-    return lambda name: shapes.get(names(name))
 
 
 def _parts(config: DFlashConfig) -> dict[str, object]:
@@ -134,7 +122,10 @@ def _completeness(missing: int, problem: str) -> dict[str, object]:
     return {"complete": not problem, "missing_bytes": missing, "problem": problem}
 
 
-def _report(kind: str, path: Path, size: int, entries: Sequence[TensorEntry]) -> dict[str, object]:
+def _report(
+    kind: str, path: Path, size: int, entries: Sequence[TensorEntry], values: Mapping[str, object]
+) -> dict[str, object]:
+    """What both formats have; `values` is the metadata of a GGUF file, or a config.json."""
     totals: dict[str, dict[str, int]] = {}
     for entry in entries:
         total = totals.setdefault(entry.type_name, {"count": 0, "parameters": 0, "bytes": 0})
@@ -145,14 +136,19 @@ def _report(kind: str, path: Path, size: int, entries: Sequence[TensorEntry]) ->
         {"name": entry.name, "type": entry.type_name, "shape": list(entry.shape), "bytes": entry.nbytes}
         for entry in entries
     ]
-    return {
+    named, is_gguf = values.get("architectures"), kind != "safetensors"
+    plain = values.get("general.architecture" if is_gguf else "model_type")
+    report: dict[str, object] = {
         "path": str(path),
         "format": kind,
         "size": size,
         "parameters": sum(entry.elements for entry in entries),
         "totals": totals,
         "tensors": tensors,
+        "architecture": named[0] if not is_gguf and isinstance(named, list) and named else plain,
+        "metadata": {key: _summary(value) for key, value in values.items()},
     }
+    return report | ({"drafter": _drafter(values, path.name, entries, is_gguf)} if describes_drafter(values) else {})
 
 
 def _summary(value: object) -> object:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 class QuantFit:
     """The same pair if the target were quantised with a recipe of `slipstream quantize`."""
 
-    recipe: str
+    type: str  # the recipe
     weight_bytes: int
     total_bytes: int
     fits: bool
@@ -47,11 +47,12 @@ class FitReport:
     context: int
     target_bytes: int
     draft_bytes: int
-    runtime_bytes: int
     token_bytes: int  # of the cache, for target and draft context together
     trained_context: int  # the longest context that the target supports
     quants: tuple[QuantFit, ...]
     without_draft: bool  # whether the target would fit without the drafter
+
+    runtime_bytes: int = RUNTIME_BYTES
 
     @property
     def weight_bytes(self) -> int:
@@ -86,7 +87,7 @@ class FitReport:
     @property
     def best_quant(self) -> str | None:
         """The largest quantised target that fits with this context; None if none fits."""
-        return next((quant.recipe for quant in self.quants if quant.fits), None)
+        return next((quant.type for quant in self.quants if quant.fits), None)
 
     def advice(self) -> list[str]:
         """Says in sentences what would fit; the first sentence says whether this pair does."""
@@ -105,27 +106,8 @@ class FitReport:
         return lines
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "fits": self.fits,
-            "memory_bytes": self.memory_bytes,
-            "context": self.context,
-            "target_bytes": self.target_bytes,
-            "draft_bytes": self.draft_bytes,
-            "runtime_bytes": self.runtime_bytes,
-            "token_bytes": self.token_bytes,
-            "cache_bytes": self.cache_bytes,
-            "total_bytes": self.total_bytes,
-            "trained_context": self.trained_context,
-            "largest_context": self.largest_context,
-            "sequences": self.sequences,
-            "best_quant": self.best_quant,
-            "without_draft": self.without_draft,
-            "quants": [
-                {"type": q.recipe, "weight_bytes": q.weight_bytes, "total_bytes": q.total_bytes, "fits": q.fits}
-                for q in self.quants
-            ],
-            "advice": self.advice(),
-        }
+        computed = ("fits", "cache_bytes", "total_bytes", "largest_context", "sequences", "best_quant")
+        return asdict(self) | {name: getattr(self, name) for name in computed} | {"advice": self.advice()}
 
 
 def parse_size(text: str) -> int:
@@ -159,10 +141,9 @@ def fit(
     if available is None:
         raise ConfigError("this system does not say how much memory is free", "give it with --memory")
     asked = context or alone.max_context
-    runtime = RUNTIME_BYTES
 
     def total(weights: int, needs: Footprint) -> int:
-        return weights + runtime + _pages(asked) * PAGE_TOKENS * needs.token_bytes
+        return weights + RUNTIME_BYTES + _pages(asked) * PAGE_TOKENS * needs.token_bytes
 
     drafter_bytes = pair.weight_bytes - alone.weight_bytes
     smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items()]
@@ -173,15 +154,7 @@ def fit(
     )
     without = bool(drafter_bytes) and total(alone.weight_bytes, alone) <= available
     return FitReport(
-        available,
-        asked,
-        alone.weight_bytes,
-        drafter_bytes,
-        runtime,
-        pair.token_bytes,
-        alone.max_context,
-        quants,
-        without,
+        available, asked, alone.weight_bytes, drafter_bytes, pair.token_bytes, alone.max_context, quants, without
     )
 
 
@@ -191,16 +164,14 @@ def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[
         stored: Mapping[str, Source] = {own: model.file.tensor(own) for own in model.found.values()}
         if isinstance(model.config, DecoderConfig) and read_config(path) is not None:
             stored = gguf_tensors(model.config, {name: model.file.tensor(own) for name, own in model.found.items()})
-        return {name: _weight(stored, Recipe(name, stored)) for name in recipes}
+        return {name: sum(_sizes(stored, Recipe(name, stored))) for name in recipes}
 
 
-def _weight(stored: Mapping[str, Source], recipe: Recipe) -> int:
-    total = 0
+def _sizes(stored: Mapping[str, Source], recipe: Recipe) -> Iterator[int]:
     for name, tensor in stored.items():
         choice = recipe.choose(name, tensor.shape, tensor.type_name)
         block, size = BLOCKS[EXACT if choice is None else choice.type_name]
-        total += math.prod(tensor.shape) // block * size
-    return total
+        yield math.prod(tensor.shape) // block * size
 
 
 def _pages(tokens: int) -> int:

@@ -97,7 +97,7 @@ class ServerSession:
                     else:
                         run.add(event)
         else:
-            run.add(self.client.post(path, body))
+            run.add(self.client.ask(path, body))
         if stream and not run.ended:
             raise Broken(f"{name}: the stream ended without [DONE]")
         if not run.output:
@@ -355,7 +355,7 @@ def _wait_until_loaded(client: Client) -> None:
     until = time.monotonic() + client.timeout_s
     while True:
         try:
-            client.get("/health")
+            client.ask("/health")
             return
         except Refused as error:
             if error.status != 503 or time.monotonic() > until:

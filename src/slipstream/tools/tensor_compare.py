@@ -166,15 +166,13 @@ def _pieces(first: Source, second: Source) -> Iterator[tuple[Array, Array]]:
     rows, elements = (first.shape[0] if first.shape else 1), math.prod(first.shape)
     if not elements:
         return
-    step = max(1, CHUNK_ELEMENTS * rows // max(1, elements))
+    step = max(1, CHUNK_ELEMENTS * rows // elements)
     if first.shape != second.shape or len(first.shape) < 2 or step >= rows:
-        flat = (rows, -1)
-        yield dense_values(first).reshape(flat), dense_values(second).reshape(flat)
+        yield dense_values(first).reshape(rows, -1), dense_values(second).reshape(rows, -1)
         return
-    for start in range(0, rows, step):
-        index = torch.arange(start, min(start + step, rows))
-        flat = (len(index), -1)
-        yield dense_values(first.rows(index)).reshape(flat), dense_values(second.rows(index)).reshape(flat)
+    for index in torch.arange(rows).split(step):
+        mine, theirs = dense_values(first.rows(index)), dense_values(second.rows(index))
+        yield mine.reshape(len(index), -1), theirs.reshape(len(index), -1)
 
 
 def dense_values(tensor: Source) -> Array:
