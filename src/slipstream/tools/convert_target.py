@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -113,17 +113,12 @@ def to_folder(path: Path, asked: str | None) -> Conversion:
         tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
         for name, tensor in folder_tensors(config, tensors).items()
     ]
-    found = {"dtype": hf_dtype(plans)} | _token_ids(file.metadata)
+    ids = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
+    found = {"dtype": hf_dtype(plans)} | {key: value for key, value in ids.items() if isinstance(value, int)}
     described = {key: value for key, value in hf_config(config, found).items() if value is not None}
     back = FAMILIES[config.family].read_hf(ConfigReader(described, path.name))[0]
     _refuse_what_is_lost(config, back, path.name, "config.json")
     return Conversion(plans, config=described)
-
-
-def _token_ids(metadata: Mapping[str, object]) -> dict[str, object]:
-    keys = ("bos_token_id", "eos_token_id")
-    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in keys}
-    return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
 # ---- what a format cannot express

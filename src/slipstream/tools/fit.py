@@ -43,51 +43,21 @@ class QuantFit:
 class FitReport:
     """What a pair needs, compared with a memory; counts are for the requested context."""
 
+    fits: bool
     memory_bytes: int
     context: int
     target_bytes: int
     draft_bytes: int
+    runtime_bytes: int
     token_bytes: int  # of the cache, for target and draft context together
+    cache_bytes: int
+    total_bytes: int
     trained_context: int  # the longest context that the target supports
-    quants: tuple[QuantFit, ...]
+    largest_context: int  # the longest single sequence that there is room for, in whole pages; 0 if there is none
+    sequences: int  # how many sequences of the context can be held at once
+    best_quant: str | None  # the largest quantised target that fits with this context; None if none fits
     without_draft: bool  # whether the target would fit without the drafter
-
-    runtime_bytes: int = RUNTIME_BYTES
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.target_bytes + self.draft_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return _pages(self.context) * PAGE_TOKENS * self.token_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.runtime_bytes + self.cache_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes <= self.memory_bytes
-
-    @property
-    def largest_context(self) -> int:
-        """The longest single sequence that there is room for, in whole pages; 0 if not even the weights fit."""
-        return min(self._room() * PAGE_TOKENS, self.trained_context)
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences of the context can be held at once."""
-        return self._room() // _pages(self.context)
-
-    def _room(self) -> int:
-        left = self.memory_bytes - self.weight_bytes - self.runtime_bytes
-        return max(0, left) // (PAGE_TOKENS * self.token_bytes)
-
-    @property
-    def best_quant(self) -> str | None:
-        """The largest quantised target that fits with this context; None if none fits."""
-        return next((quant.type for quant in self.quants if quant.fits), None)
+    quants: list[QuantFit]
 
     def advice(self) -> list[str]:
         """Says in sentences what would fit; the first sentence says whether this pair does."""
@@ -106,8 +76,7 @@ class FitReport:
         return lines
 
     def to_json(self) -> dict[str, object]:
-        computed = ("fits", "cache_bytes", "total_bytes", "largest_context", "sequences", "best_quant")
-        return asdict(self) | {name: getattr(self, name) for name in computed} | {"advice": self.advice()}
+        return asdict(self) | {"advice": self.advice()}
 
 
 def parse_size(text: str) -> int:
@@ -141,20 +110,34 @@ def fit(
     if available is None:
         raise ConfigError("this system does not say how much memory is free", "give it with --memory")
     asked = context or alone.max_context
+    pages = -(-asked // PAGE_TOKENS)  # of one sequence
 
     def total(weights: int, needs: Footprint) -> int:
-        return weights + RUNTIME_BYTES + _pages(asked) * PAGE_TOKENS * needs.token_bytes
+        return weights + RUNTIME_BYTES + pages * PAGE_TOKENS * needs.token_bytes
 
-    drafter_bytes = pair.weight_bytes - alone.weight_bytes
-    smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items()]
-    quants = tuple(
-        QuantFit(name, size, needed := total(size + drafter_bytes, pair), needed <= available)
+    draft_bytes, needed = pair.weight_bytes - alone.weight_bytes, total(pair.weight_bytes, pair)
+    room = max(0, available - pair.weight_bytes - RUNTIME_BYTES) // (PAGE_TOKENS * pair.token_bytes)  # in pages
+    smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items() if size < alone.weight_bytes]
+    quants = [
+        QuantFit(name, size, then := total(size + draft_bytes, pair), then <= available)
         for size, name in sorted(smaller, reverse=True)
-        if size < alone.weight_bytes
-    )
-    without = bool(drafter_bytes) and total(alone.weight_bytes, alone) <= available
+    ]
     return FitReport(
-        available, asked, alone.weight_bytes, drafter_bytes, pair.token_bytes, alone.max_context, quants, without
+        fits=needed <= available,
+        memory_bytes=available,
+        context=asked,
+        target_bytes=alone.weight_bytes,
+        draft_bytes=draft_bytes,
+        runtime_bytes=RUNTIME_BYTES,
+        token_bytes=pair.token_bytes,
+        cache_bytes=pages * PAGE_TOKENS * pair.token_bytes,
+        total_bytes=needed,
+        trained_context=alone.max_context,
+        largest_context=min(room * PAGE_TOKENS, alone.max_context),
+        sequences=room // pages,
+        best_quant=next((quant.type for quant in quants if quant.fits), None),
+        without_draft=bool(draft_bytes) and total(alone.weight_bytes, alone) <= available,
+        quants=quants,
     )
 
 
@@ -172,10 +155,6 @@ def _sizes(stored: Mapping[str, Source], recipe: Recipe) -> Iterator[int]:
         choice = recipe.choose(name, tensor.shape, tensor.type_name)
         block, size = BLOCKS[EXACT if choice is None else choice.type_name]
         yield math.prod(tensor.shape) // block * size
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS)
 
 
 def _megabytes(count: int) -> str:
