@@ -71,7 +71,8 @@ SCALARS: dict[int, np.dtype[Any]] = {
     ValueKind.FLOAT64: np.dtype("<f8"),
 }
 # The fewest bytes that a key-value pair, a tensor description, a string or an array takes; they bound claimed counts.
-_LEAST_PAIR, _LEAST_TENSOR, _LEAST_STRING, _LEAST_ARRAY = 13, 32, 8, 12
+_LEAST_PAIR, _LEAST_TENSOR = 13, 32
+_LEAST_ELEMENT = {ValueKind.STRING: 8, ValueKind.ARRAY: 12}
 
 
 @dataclass(slots=True)
@@ -143,18 +144,22 @@ class _Parser:
         if key in self.header.metadata:
             raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
         kind, start = self._u32(), self.position
-        self.header.metadata[key] = self._value(kind, key, 0)
+        self.header.metadata[key] = self._values(kind, 1, key, 0)[0]
         self.header.stored[key] = kind, start, self.position
 
-    def _value(self, kind: int, key: str, depth: int) -> object:
+    def _values(self, kind: int, count: int, key: str, depth: int) -> list[object]:
+        """Reads the value of a key, or at a depth the elements of an array."""
         if kind == ValueKind.STRING:
-            return self._string(f"the metadata value '{key}'")
+            what = f"the metadata value '{key}'"
+            return [self._string(what) for _ in range(count)]
         if kind == ValueKind.ARRAY:
-            return self._array(key, depth + 1)
+            return [self._array(key, depth + 1) for _ in range(count)]
         if kind not in SCALARS:
-            raise FormatError(f"the metadata key '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
-        value = self._numbers(kind, 1)[0]
-        return bool(value) if kind == ValueKind.BOOL else value
+            what = "array" if depth else "metadata key"
+            raise FormatError(f"the {what} '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
+        dtype = SCALARS[kind]
+        values: list[object] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
+        return [bool(value) for value in values] if kind == ValueKind.BOOL else values
 
     def _array(self, key: str, depth: int) -> list[object]:
         if depth > MAX_ARRAY_DEPTH:
@@ -163,17 +168,8 @@ class _Parser:
         what = f"elements of '{key}'"
         if count > MAX_ARRAY_ELEMENTS:
             raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY_ELEMENTS} are read")
-        if kind == ValueKind.STRING:
-            self._claim(count, _LEAST_STRING, what)
-            what = f"the metadata value '{key}'"
-            return [self._string(what) for _ in range(count)]
-        if kind == ValueKind.ARRAY:
-            self._claim(count, _LEAST_ARRAY, what)
-            return [self._array(key, depth + 1) for _ in range(count)]
-        if kind not in SCALARS:
-            raise FormatError(f"the array '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
-        values = self._numbers(kind, count)
-        return [bool(value) for value in values] if kind == ValueKind.BOOL else values
+        self._claim(count, _LEAST_ELEMENT.get(kind, 0), what)
+        return self._values(kind, count, key, depth)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string("a tensor name", MAX_NAME_BYTES)
@@ -250,8 +246,3 @@ class _Parser:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             raise FormatError(f"{what} of {self.name} is not valid UTF-8", _DAMAGED) from None
-
-    def _numbers(self, kind: int, count: int) -> list[object]:
-        dtype = SCALARS[kind]
-        values: list[object] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
-        return values
