@@ -370,12 +370,10 @@ def _finite(holder: str, key: str, value: object) -> float:
 
 
 def _refuse_non_finite(tensor: WeightTensor) -> None:
-    stored = tensor.raw()
-    step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
-    for start in range(0, len(stored), step):
-        # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
+    # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
+    for stored in tensor.raw_pieces(CHUNK_ELEMENTS):
         with np.errstate(all="ignore"):
-            values = decode_rows(stored[start : start + step], tensor.type_name)
+            values = decode_rows(stored, tensor.type_name)
         if not np.isfinite(values).all():
             raise FormatError(f"the adapter's tensor '{tensor.name}' holds NaN or infinity", "its training went wrong")
 

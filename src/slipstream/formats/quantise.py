@@ -78,14 +78,9 @@ def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
 
     starts = range(0, len(blocks), step)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(len(starts), cores, MAX_WORKERS)
-    if workers < 2:
-        for start in starts:
-            encode_chunk(start)
-    else:
-        with ThreadPoolExecutor(workers) as pool:  # threads help because numpy releases the interpreter's lock
-            for _ in pool.map(encode_chunk, starts):
-                pass
+    # threads help because numpy releases the interpreter's lock
+    with ThreadPoolExecutor(max(1, min(len(starts), cores, MAX_WORKERS))) as pool:
+        list(pool.map(encode_chunk, starts))
     return encoded.reshape(rows, width // block * size)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+
 from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
-from slipstream.formats.file_bytes import FileBytes, TensorEntry, missing_bytes, read_json_object
-from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf, read_config
-from slipstream.models.dflash import LUCEBOX_ARCHS
-from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
-from slipstream.models.dflash_names import DrafterNames
+from slipstream.formats.file_bytes import FileBytes, MemoryBytes, TensorEntry, missing_bytes, read_json_object
+from slipstream.formats.weight_files import INDEX, SINGLE, WeightFile, find_gguf, read_config
+from slipstream.models.dflash import read_drafter_config
+from slipstream.models.dflash_config import DFlashConfig
 from slipstream.tools.model_file import describes_drafter, refuse_false_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
@@ -76,23 +77,14 @@ def _folder(folder: Path) -> dict[str, object]:
     return report
 
 
-def _drafter(
-    config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
-) -> dict[str, object]:
-    """How a drafter proposes tokens, or why it cannot be used."""
-    shapes = {entry.name: entry.shape for entry in entries}
-    names = DrafterNames(shapes, is_gguf)
-
-    def shape_of(name: str) -> tuple[int, ...] | None:
-        return shapes.get(names(name))
-
+def _drafter(path: Path, entries: Sequence[TensorEntry], values: Mapping[str, object]) -> dict[str, object]:
+    """How a drafter proposes tokens, or why it cannot be used; only the shapes of its tensors are needed."""
+    nothing = MemoryBytes(np.zeros(0, np.uint8))
+    metadata = dict(values) if "general.architecture" in values else {}
+    file = WeightFile(path, {entry.name: (entry, nothing) for entry in entries}, metadata)
     try:
-        refuse_false_layers(config, len(entries), label)
-        if is_gguf:
-            arch = str(config["general.architecture"])
-            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, None, shape_of)
-        else:
-            read = read_hf(config, label, shape_of)
+        refuse_false_layers(values, len(entries), path.name)
+        read = read_drafter_config(path, file)
     except SlipstreamError as error:
         return {"problem": str(error)}
     return {
@@ -148,7 +140,7 @@ def _report(
         "architecture": named[0] if not is_gguf and isinstance(named, list) and named else plain,
         "metadata": {key: _summary(value) for key, value in values.items()},
     }
-    return report | ({"drafter": _drafter(values, path.name, entries, is_gguf)} if describes_drafter(values) else {})
+    return report | ({"drafter": _drafter(path, entries, values)} if describes_drafter(values) else {})
 
 
 def _summary(value: object) -> object:
