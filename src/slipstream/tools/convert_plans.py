@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 
@@ -77,7 +79,7 @@ def tensor_plan(name: str, tensor: Source, type_name: str) -> TensorPlan:
                 yield source.raw()
                 continue
             count = source.shape[0]
-            step = max(1, _PIECE_ELEMENTS // max(1, torch.Size(source.shape[1:]).numel()))
+            step = max(1, _PIECE_ELEMENTS // max(1, math.prod(source.shape[1:])))
             for start in range(0, count, step):
                 values = source.rows(torch.arange(start, min(start + step, count))).dense()
                 changed = values if change is None else change(values)
@@ -167,7 +169,7 @@ def rounded(value: object) -> object:
 
 def _main_type(plans: Sequence[TensorPlan]) -> str:
     """The type that most of the values have."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for plan in plans:
-        totals[plan.type_name] = totals.get(plan.type_name, 0) + torch.Size(plan.shape).numel()
-    return max(totals, key=lambda name: totals[name])
+        totals[plan.type_name] += math.prod(plan.shape)
+    return totals.most_common(1)[0][0]

@@ -17,7 +17,7 @@ from slipstream.models.decoder import DecoderConfig
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.family_tensors import gguf_tensors
 from slipstream.tools.model_file import open_model
-from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
+from slipstream.tools.quantize_recipes import Recipe, RecipeName
 from slipstream.types import Progress
 
 # Python, torch and the work space of a step, as measured in a process with the default pair beyond weights and cache.
@@ -152,8 +152,7 @@ def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[
 
 def _sizes(stored: Mapping[str, Source], recipe: Recipe) -> Iterator[int]:
     for name, tensor in stored.items():
-        choice = recipe.choose(name, tensor.shape, tensor.type_name)
-        block, size = BLOCKS[EXACT if choice is None else choice.type_name]
+        block, size = BLOCKS[recipe.choose(name, tensor.shape, tensor.type_name).type_name]
         yield math.prod(tensor.shape) // block * size
 
 

@@ -16,7 +16,7 @@ from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
 from slipstream.tools.convert_plans import QUANTIZATION_VERSION
-from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
+from slipstream.tools.quantize_recipes import Recipe, RecipeName, TypeChoice
 from slipstream.types import Progress
 
 CHUNK_ELEMENTS = 2**21  # values that are decoded at a time; this bounds the memory, however large a tensor is
@@ -105,7 +105,8 @@ def quantize_file(
         plans: list[TensorPlan] = []
         results: list[TensorResult] = []
         for tensor in map(file.tensor, file.names()):
-            choice = _choose(recipe, tensor)
+            copied = TypeChoice(tensor.type_name, "") if tensor.type_name in _COPIED_TYPES else None
+            choice = copied or recipe.choose(tensor.name, tensor.shape, tensor.type_name)
             result = TensorResult(
                 tensor.name,
                 tensor.shape,
@@ -134,12 +135,6 @@ def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
         raise RequestError(f"{out} is a folder", "name a file in it")
     if not force:
         raise RequestError(f"{out} already exists", "overwrite it with --force or name another file")
-
-
-def _choose(recipe: Recipe, tensor: WeightTensor) -> TypeChoice:
-    if tensor.type_name in _COPIED_TYPES:
-        return TypeChoice(tensor.type_name, "")
-    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or TypeChoice(EXACT, "")
 
 
 def _pieces(tensor: WeightTensor, result: TensorResult) -> Iterator[Bytes]:
