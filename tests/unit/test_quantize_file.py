@@ -182,17 +182,16 @@ def test_q4_k_m_gives_more_bits_to_the_layers_llama_cpp_gives_them() -> None:
 
     def finer(part: str) -> set[int]:
         chosen = {i: recipe.choose(f"blk.{i}.{part}.weight", (256, 256), "BF16") for i in range(28)}
-        assert {choice.type_name for choice in chosen.values() if choice} <= {"Q4_K", "Q6_K"}
-        return {i for i, choice in chosen.items() if choice and choice.type_name == "Q6_K"}
+        assert {choice.type_name for choice in chosen.values()} <= {"Q4_K", "Q6_K"}
+        return {i for i, choice in chosen.items() if choice.type_name == "Q6_K"}
 
     # the layers published Q4_K_M files of 28-layer models have in Q6_K
     assert finer("attn_v") == finer("ffn_down") == {0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27}
     assert finer("attn_q") == finer("ffn_up") == set()
     table = recipe.choose("token_embd.weight", (256, 256), "BF16")
-    assert table is not None and table.type_name == "Q6_K"  # it is the output head as well
+    assert table.type_name == "Q6_K"  # it is the output head as well
     separate = Recipe("q4_k_m", [*names, "token_embd.weight", "output.weight"])
     head, table = (separate.choose(name, (256, 256), "BF16") for name in ("output.weight", "token_embd.weight"))
-    assert head is not None and table is not None
     assert (head.type_name, table.type_name) == ("Q6_K", "Q4_K")
 
 
