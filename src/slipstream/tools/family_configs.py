@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.formats.gguf_write import Value
@@ -39,12 +40,8 @@ def gguf_keys(config: DecoderConfig) -> dict[str, Value]:
     """All keys that llama.cpp requires in a file of this family."""
     moe: MoeShape | None = getattr(config, "moe", None)
     keys = stack_keys(config, config.max_positions) | (_moe_keys(moe) if moe is not None else {})
-    if isinstance(config, LagunaConfig):
-        keys |= _laguna_keys(config)
-    elif isinstance(config, Gemma4Config):
-        keys |= _gemma4_keys(config)
-    elif isinstance(config, Qwen35Config):
-        keys |= _qwen35_keys(config)
+    if own := _OWN_KEYS.get(type(config)):
+        keys |= own(config)
     return {f"{FAMILY_NAMES[config.family][0]}.{key}": value for key, value in keys.items()}
 
 
@@ -190,14 +187,8 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    if isinstance(config, Qwen3MoeConfig):
-        found |= {"norm_topk_prob": config.moe.renormalise, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    elif isinstance(config, LagunaConfig):
-        found |= _laguna_config(config)
-    elif isinstance(config, Gemma4Config):
-        found |= _gemma4_config(config)
-    elif isinstance(config, Qwen35Config):
-        found |= _qwen35_config(config)
+    if own := _OWN_CONFIG.get(type(config)):
+        found |= own(config)
     return found | _moe_config(config) | dict(context)
 
 
@@ -233,6 +224,10 @@ def rope_section(rope: RopeConfig) -> dict[str, object]:
         extras = _yarn_extras(rope)
         found |= {name.replace("attn_", "attention_"): shortest(value) for name, value in extras.items()}
     return found
+
+
+def _qwen3_moe_config(config: Qwen3MoeConfig) -> dict[str, object]:
+    return {"norm_topk_prob": config.moe.renormalise, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _laguna_config(config: LagunaConfig) -> dict[str, object]:
@@ -291,3 +286,17 @@ def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.kernel,
     }
+
+
+# What a family has beside the keys of all families and those of experts.
+_OWN_KEYS: dict[type, Callable[[Any], dict[str, Value]]] = {
+    LagunaConfig: _laguna_keys,
+    Gemma4Config: _gemma4_keys,
+    Qwen35Config: _qwen35_keys,
+}
+_OWN_CONFIG: dict[type, Callable[[Any], dict[str, object]]] = {
+    Qwen3MoeConfig: _qwen3_moe_config,
+    LagunaConfig: _laguna_config,
+    Gemma4Config: _gemma4_config,
+    Qwen35Config: _qwen35_config,
+}
