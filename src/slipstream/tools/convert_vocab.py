@@ -138,7 +138,8 @@ def _special_keys(
 ) -> dict[str, Value]:
     config = folder / "tokenizer_config.json"
     named = read_json_object(config) if config.is_file() else {}
-    ids = {"bos": tokenizer.bos_id}
+    bos = tokenizer.bos_id
+    ids = {"bos": bos}
     first = tokens.index(tokenizer.eos_token) if tokenizer.eos_token in tokens else None
     ends = ([first] if first is not None else []) + sorted(tokenizer.eos_ids - {first})
     ids |= zip(("eos", "eot", "eom"), ends, strict=False)
@@ -146,9 +147,7 @@ def _special_keys(
         content = text.get("content") if isinstance(text, dict) else text
         ids[key] = tokens.index(content) if content in tokens else None
     found: dict[str, Value] = {f"tokenizer.ggml.{key}_token_id": i for key, i in ids.items() if i is not None}
-    found["tokenizer.ggml.add_bos_token"] = tokenizer.bos_id is not None and tokenizer.encode("a")[:1] == [
-        tokenizer.bos_id
-    ]
+    found["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
     return found | ({"tokenizer.chat_template": tokenizer.chat_template} if tokenizer.chat_template else {})
 
 
