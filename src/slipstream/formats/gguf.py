@@ -72,7 +72,7 @@ SCALARS: dict[int, np.dtype[Any]] = {
 }
 # The fewest bytes that a key-value pair, a tensor description, a string or an array takes; they bound claimed counts.
 _LEAST_PAIR, _LEAST_TENSOR = 13, 32
-_LEAST_ELEMENT = {ValueKind.STRING: 8, ValueKind.ARRAY: 12}
+_LEAST_ELEMENT: dict[int, int] = {ValueKind.STRING: 8, ValueKind.ARRAY: 12}
 
 
 @dataclass(slots=True)
