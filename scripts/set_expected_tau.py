@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
-from slipstream.formats.gguf_write import ValueKind, as_read, number_entry, stored_metadata, write_gguf
+from slipstream.formats.gguf import ValueKind
+from slipstream.formats.gguf_write import as_read, entries, stored_metadata, write_gguf
 from slipstream.formats.weight_files import open_weights
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import GGUF_EXPECTED_TAU
@@ -28,15 +29,15 @@ def parse(text: str) -> tuple[str, float]:
 
 def rewrite(path: Path, taus: dict[str, float]) -> None:
     """Replaces the expected taus in the file at `path`; if it fails, the old file is kept."""
-    entries = [entry for entry in stored_metadata(path) if not entry.key.startswith(GGUF_EXPECTED_TAU)]
-    for prompts, tau in taus.items():
-        entries.append(number_entry(f"{GGUF_EXPECTED_TAU}{prompts}", tau, ValueKind.FLOAT64))
+    stored = stored_metadata(path)
+    metadata = {key: value for key, value in stored.items() if not key.startswith(GGUF_EXPECTED_TAU)}
+    metadata |= entries({GGUF_EXPECTED_TAU + prompts: tau for prompts, tau in taus.items()}, ValueKind.FLOAT64)
     with open_weights(path) as file:
         # A value that the drafter's reader would refuse must not reach the file.
-        file.metadata = as_read(entries)
+        file.metadata = as_read(metadata)
         read_drafter_config(path, file)
         tensors = [tensor_plan(tensor.name, tensor, tensor.type_name) for tensor in map(file.tensor, file.names())]
-        write_gguf(path, entries, tensors)
+        write_gguf(path, metadata, tensors)
 
 
 def main() -> None:

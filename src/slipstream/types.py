@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from slipstream.errors import RequestError
 from slipstream.stats import Decision, RequestStats
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Progress = Callable[[str, int, int], None]  # takes a label, how much is done and how much there is in all
+_Item = TypeVar("_Item")
 MAX_SEED = 2**63 - 1
 MAX_TREE_ROWS = 256  # rows of one proposal that a mode may ask for
 MAX_EXPLORED = 0.2  # the share of its time that a gate may let trials lose; a larger share would be a wasteful mistake
@@ -24,6 +25,14 @@ GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
     "ema": ("margin", "sustain", "warmup"),
     "auto": ("margin", "explore"),
 }
+
+
+def tracked(items: Sequence[_Item], label: str, progress: Progress | None) -> Iterator[_Item]:
+    """The same items; whenever the loop over them comes back for more, progress hears how many are done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(label, done, len(items))
 
 
 @dataclass(frozen=True, slots=True)

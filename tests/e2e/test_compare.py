@@ -9,9 +9,10 @@ import pytest
 
 from slipstream.bench.workloads import read_prompts
 from slipstream.cli import compare as cli_compare
+from slipstream.config import EngineConfig
 from slipstream.formats.sources import resolve
 from slipstream.tools.authors_drafter import AuthorBlocks
-from slipstream.tools.logits import CompareSettings, compare_drafters, load_blocks, write_passages
+from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
 
 pytestmark = pytest.mark.e2e
 
@@ -20,9 +21,9 @@ PROMPTS = [turns[0] for turns in read_prompts("humaneval", 1)]
 
 
 def test_the_shipped_drafter_is_the_authors_to_rounding() -> None:
-    passages, _ = write_passages("smollm2", None, PROMPTS, CompareSettings("auto", 0, TOKENS))
+    passages, _ = write_passages("smollm2", None, PROMPTS, EngineConfig(), TOKENS)
     path = resolve("smollm2-dflash").path
-    (ours,) = load_blocks(resolve("smollm2").path, [("ours", path)], CompareSettings("fp32", 0, TOKENS))
+    (ours,) = load_blocks(resolve("smollm2").path, [("ours", path)], "fp32")
     found = compare_drafters(AuthorBlocks(ours, path), ours, passages, "fp32")
     assert found.rows >= 60
     assert found.max_difference < 2e-2 and found.mean_divergence < 1e-6 and found.agreement > 0.98
@@ -37,5 +38,5 @@ def test_two_shipped_drafters_have_the_taus_the_engine_measures(capsys: pytest.C
     (found,) = json.loads(capsys.readouterr().out)["logits"]
     assert found["answer_tokens"] <= TOKENS and 0.3 < found["top1_agreement"] < 1
     for side, draft in (("tau_first", "smollm2-dflash"), ("tau_second", "smollm2-dspark")):
-        _, measured = write_passages("smollm2", draft, PROMPTS, CompareSettings("auto", 0, TOKENS))
+        _, measured = write_passages("smollm2", draft, PROMPTS, EngineConfig(), TOKENS)
         assert found[side] == pytest.approx(measured)

@@ -306,7 +306,7 @@ def write_a_model(folder: Path, fault: Fault, disk: Disk) -> None:
     data = np.arange(4096, dtype=np.float32)
     plan = TensorPlan("t", "F32", data.shape, lambda: [data])
     with contextlib.suppress(SlipstreamError):
-        write_gguf(folder / "model.gguf", [], [plan])
+        write_gguf(folder / "model.gguf", {}, [plan])
     disk.failing = NO_FAULT
     for path in folder.iterdir():
         (tensor,) = parse_header(path.read_bytes(), path.name).tensors

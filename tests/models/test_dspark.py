@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
-from slipstream.formats import gguf_write
 from slipstream.models.cpu.part_runs import enter_convolution
 from slipstream.models.dflash import DFlashDrafter, load_drafter
 from slipstream.models.dflash_config import DFlashConfig, read_gguf, read_hf
 from slipstream.models.dflash_names import gguf_spellings
-from slipstream.tools.convert_drafter import to_gguf
+from slipstream.tools.conversion import convert
 from slipstream.tools.file_report import inspect_file
+from slipstream.tools.quantize_recipes import RecipeName
+from slipstream.tools.requantize import quantize_file
 from tests.models.test_dflash2 import tiny_dflash2
 from tests.models.test_heads import FOLDER_VOCAB, HIDDEN, confidence_tensors, markov_tensors, noise
 from tests.models.test_pair import GGUF
@@ -362,9 +363,9 @@ def wide_heads(kind: str) -> dict[str, Tensor]:
     return tensors | {"confidence_head.proj.weight": noise(1, HIDDEN + 32, seed=5, size=0.2)}
 
 
-def packed_as(folder: Path, type_name: str) -> None:
-    made = to_gguf(folder, type_name, "llama.cpp", None)
-    gguf_write.write_gguf(folder / "d.gguf", made.metadata, made.tensors)
+def packed_as(folder: Path, recipe: RecipeName) -> None:
+    convert(folder, folder / "whole.gguf")
+    quantize_file(folder / "whole.gguf", folder / "d.gguf", recipe)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -373,7 +374,7 @@ def test_a_packed_drafter_is_the_same_drafter(kind: str, from_anchor: bool, tmp_
     save_model(tiny_drafter(), tmp_path)
     edit_tensors(tmp_path, **wide_heads(kind))
     edit_config(tmp_path, sample_from_anchor=from_anchor)
-    packed_as(tmp_path, "Q8_0")
+    packed_as(tmp_path, "q8_0")
     stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "d.gguf").tensors}
     assert stored["markov_w1.weight"] == stored["markov_w2.weight"] == "Q8_0"
     assert stored["conf_proj.weight"] == "F32"
@@ -388,7 +389,7 @@ def test_a_packed_drafter_is_the_same_drafter(kind: str, from_anchor: bool, tmp_
 def test_a_packed_dflash2_drafter_is_the_same_drafter(tmp_path: Path) -> None:
     nested = {"input_embedding_scale": 0.5, "output_multiplier": 0.25, "final_logit_softcapping": 3.0}
     save_model(tiny_dflash2(nested, {}), tmp_path)
-    packed_as(tmp_path, "BF16")
+    packed_as(tmp_path, "bf16")
     original, packed = load_drafter(tmp_path, "fp32"), load_drafter(tmp_path / "d.gguf", "fp32")
     assert packed.config.parts == original.config.parts
     for key in nested:
@@ -404,7 +405,7 @@ def test_a_packed_dflash2_drafter_is_the_same_drafter(tmp_path: Path) -> None:
 
 def test_a_packed_causal_drafter_stays_causal(tmp_path: Path) -> None:
     save_model(tiny_drafter(is_causal=True), tmp_path)
-    packed_as(tmp_path, "Q8_0")
+    packed_as(tmp_path, "q8_0")
     packed = load_drafter(tmp_path / "d.gguf", "fp32")
     assert all(pattern.causal for pattern in packed.config.patterns)
 

@@ -31,7 +31,7 @@ from slipstream.config import PAGE_TOKENS, WeightFormat
 from slipstream.engine.cpu.cpu_executor import CpuExecutor
 from slipstream.engine.executor import RowWork
 from slipstream.errors import ConfigError, FormatError, SlipstreamError
-from slipstream.formats.gguf_write import TensorPlan, ValueKind, number_entry, replaced, stored_metadata, write_gguf
+from slipstream.formats.gguf_write import TensorPlan, entries, stored_metadata, write_gguf
 from slipstream.formats.weight_files import open_weights
 from slipstream.kernels.cpu.native_library import library
 from slipstream.models.loading import load_target
@@ -262,11 +262,10 @@ def test_a_drafter_of_the_models_own_is_left_alone(tmp_path: Path) -> None:
     theirs = hybrid("dense")
     path = write_family_gguf(theirs, tmp_path / "model.gguf")
     ones = TensorPlan("blk.4.nextn.enorm.weight", "F32", (64,), lambda: [np.ones(64, "<f4").tobytes()])
-    told = {"block_count": 5, "nextn_predict_layers": 1}
-    entries = [number_entry(f"qwen35.{key}", value, ValueKind.UINT32) for key, value in told.items()]
+    told = entries({"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1})
     with open_weights(path) as file:
         tensors = [tensor_plan(tensor.name, tensor, tensor.type_name) for tensor in map(file.tensor, file.names())]
-        write_gguf(tmp_path / "more.gguf", replaced(stored_metadata(path), *entries), [*tensors, ones])
+        write_gguf(tmp_path / "more.gguf", stored_metadata(path) | told, [*tensors, ones])
     check_logits(load(tmp_path / "more.gguf"), theirs, chunks=())
 
 

@@ -19,13 +19,14 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli import compare as cli_compare
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, FormatError, RequestError
 from slipstream.formats.gguf import read_gguf
 from slipstream.formats.sources import resolve
 from slipstream.models.dflash_names import gguf_spellings
 from slipstream.tools import tensor_compare as compare_module
 from slipstream.tools.authors_drafter import AuthorBlocks
-from slipstream.tools.logits import CompareSettings, LogitComparison, compare_drafters, load_blocks, write_passages
+from slipstream.tools.logits import LogitComparison, compare_drafters, load_blocks, write_passages
 from slipstream.tools.tensor_compare import TensorDifference, compare_files, mark_outliers
 from tests.oracles import edit_tensors, save_model, save_tokenizer, tiny_drafter, tiny_target, write_target_gguf
 from tests.tiny import write_pair
@@ -299,12 +300,12 @@ def test_a_drafter_agrees_with_itself_and_with_the_authors(
 
 
 def test_the_taus_are_those_the_engine_measures(pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    target, settings = str(pairs[0] / "target"), CompareSettings("fp32", 1, 40)
+    target, config = str(pairs[0] / "target"), EngineConfig("fp32", threads=1)
     drafts = [pair / "draft" for pair in pairs]
     _, report = run(capsys, *drafts, target=target, **logit_options(pairs[0]))
     (found,) = report["logits"]
     assert found["top1_agreement"] < 0.5 and found["mean_kl"] > 0.1
-    measured = [write_passages(target, str(draft), ["hello there", "ABAB"], settings)[1] for draft in drafts]
+    measured = [write_passages(target, str(draft), ["hello there", "ABAB"], config, 40)[1] for draft in drafts]
     assert [found["tau_first"], found["tau_second"]] == pytest.approx(measured)
     assert measured[0] != measured[1]
 
@@ -344,9 +345,8 @@ def test_dflash2_drafters_agree_with_the_authors(tmp_path: Path) -> None:
     }
     model = randomised(authors.DFlash2DraftModel(Qwen3Config(**settings)), 3)
     model.save_pretrained(tmp_path / "draft")
-    settings_ = CompareSettings("fp32", 1, 24)
-    passages, _ = write_passages(str(tmp_path / "target"), None, ["a tiny text"], settings_)
-    (ours,) = load_blocks(tmp_path / "target", [("ours", tmp_path / "draft")], settings_)
+    passages, _ = write_passages(str(tmp_path / "target"), None, ["a tiny text"], EngineConfig("fp32", threads=1), 24)
+    (ours,) = load_blocks(tmp_path / "target", [("ours", tmp_path / "draft")], "fp32")
     found = compare_drafters(AuthorBlocks(ours, tmp_path / "draft"), ours, passages, "fp32")
     assert found.rows > 50 and found.max_difference < 1e-3 and found.agreement == 1
     edit_tensors(
@@ -354,7 +354,7 @@ def test_dflash2_drafters_agree_with_the_authors(tmp_path: Path) -> None:
         candidate_selector__hidden_projection__weight=torch.randn(8, 64),
         layers__0__mlp_conv__base_kernel=torch.randn(2, 3, 64),
     )
-    (spoiled,) = load_blocks(tmp_path / "target", [("spoiled", tmp_path / "draft")], settings_)
+    (spoiled,) = load_blocks(tmp_path / "target", [("spoiled", tmp_path / "draft")], "fp32")
     found = compare_drafters(ours, spoiled, passages, "fp32")
     assert found.agreement < 1 and found.max_difference > 1e-2
 
@@ -377,7 +377,7 @@ def test_a_package_that_is_not_there_is_one_sentence(pairs: tuple[Path, Path], m
     import sys
 
     monkeypatch.setitem(sys.modules, "dflash.model", None)
-    (ours,) = load_blocks(pairs[0] / "target", [("ours", pairs[0] / "draft")], CompareSettings("fp32", 1, 8))
+    (ours,) = load_blocks(pairs[0] / "target", [("ours", pairs[0] / "draft")], "fp32")
     with pytest.raises(Exception, match="pip install --no-deps dflash"):
         AuthorBlocks(ours, pairs[0] / "draft")
 

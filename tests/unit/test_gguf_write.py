@@ -17,19 +17,8 @@ from safetensors.numpy import load_file
 
 from slipstream.errors import FormatError, IntegrityError, SourceError
 from slipstream.formats.atomic import atomic_folder
-from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    TensorPlan,
-    ValueKind,
-    array_entry,
-    as_read,
-    number_entry,
-    replaced,
-    stored_metadata,
-    text_entry,
-    write_gguf,
-)
+from slipstream.formats.gguf import ValueKind, read_gguf
+from slipstream.formats.gguf_write import Metadata, TensorPlan, as_read, entries, stored_metadata, write_gguf
 from slipstream.formats.safetensors import write_safetensors
 from slipstream.formats.weight_files import open_weights
 from slipstream.tools.convert_plans import tensor_plan
@@ -55,19 +44,30 @@ def plan(name: str, values: np.ndarray, pieces: int = 1) -> TensorPlan:
     return TensorPlan(name, "F32", values.shape, lambda: [part.tobytes() for part in np.array_split(values, pieces)])
 
 
-def entries() -> list[MetadataEntry]:
-    made = [text_entry("general.architecture", "llama"), text_entry("text", "grüße\n"), text_entry("empty", "")]
+def every_kind() -> Metadata:
+    made = entries({"general.architecture": "llama", "text": "grüße\n", "empty": "", "strings": ["a", "", "ö"]})
     for kind, values in NUMBERS.items():
-        made += [number_entry(f"{kind.name}.{index}", value, kind) for index, value in enumerate(values)]
-        made.append(array_entry(f"{kind.name}.array", values, kind))
-    return [*made, array_entry("strings", ["a", "", "ö"], ValueKind.STRING)]
+        numbers = {f"{kind.name}.{index}": value for index, value in enumerate(values)}
+        made |= entries(numbers | {f"{kind.name}.array": values}, kind)
+    return made
+
+
+def test_a_value_has_its_usual_kind_unless_told_otherwise() -> None:
+    usual = entries({"n": 1, "x": 0.5, "yes": True, "text": "a", "ns": [1], "xs": [0.5], "flags": [True]})
+    kinds = {key: (value.kind, int.from_bytes(value.data[:4], "little")) for key, value in usual.items()}
+    assert [kinds[key][0] for key in ("n", "x", "yes", "text")] == [
+        ValueKind.UINT32, ValueKind.FLOAT32, ValueKind.BOOL, ValueKind.STRING
+    ]  # fmt: skip
+    assert [kinds[key] for key in ("ns", "xs", "flags")] == [
+        (ValueKind.ARRAY, kind) for kind in (ValueKind.INT32, ValueKind.FLOAT32, ValueKind.BOOL)
+    ]
 
 
 def test_the_gguf_package_reads_every_value_and_its_type(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "f.gguf", entries(), [plan("t", np.arange(6, dtype=np.float32))])
+    write_gguf(tmp_path / "f.gguf", every_kind(), [plan("t", np.arange(6, dtype=np.float32))])
     reader = gguf.GGUFReader(tmp_path / "f.gguf")
     seen = {key: value for key, value in reader.fields.items() if not key.startswith("GGUF.")}
-    assert set(seen) == {entry.key for entry in entries()}
+    assert set(seen) == set(every_kind())
     for kind, values in NUMBERS.items():
         for index, value in enumerate(values):
             field = seen[f"{kind.name}.{index}"]
@@ -75,12 +75,12 @@ def test_the_gguf_package_reads_every_value_and_its_type(tmp_path: Path) -> None
         assert seen[f"{kind.name}.array"].contents() == list(values)
         assert seen[f"{kind.name}.array"].types[-1].value == kind.value
     assert seen["text"].contents() == "grüße\n" and seen["strings"].contents() == ["a", "", "ö"]
-    assert read_gguf(tmp_path / "f.gguf").metadata == as_read(entries())
+    assert read_gguf(tmp_path / "f.gguf").metadata == as_read(every_kind())
 
 
 def test_tensors_of_odd_sizes_are_aligned_and_read_back(tmp_path: Path) -> None:
     values = {f"t{size}": np.random.default_rng(size).standard_normal((size, 3), np.float32) for size in (1, 7, 8, 50)}
-    write_gguf(tmp_path / "f.gguf", [], [plan(name, value, 3) for name, value in values.items()])
+    write_gguf(tmp_path / "f.gguf", {}, [plan(name, value, 3) for name, value in values.items()])
     for tensor in gguf.GGUFReader(tmp_path / "f.gguf").tensors:
         np.testing.assert_array_equal(tensor.data, values[tensor.name])
     with open_weights(tmp_path / "f.gguf") as weights:
@@ -88,7 +88,7 @@ def test_tensors_of_odd_sizes_are_aligned_and_read_back(tmp_path: Path) -> None:
             np.testing.assert_array_equal(weights.tensor(name).dense().numpy(), value)
     header = read_gguf(tmp_path / "f.gguf")
     assert all(entry.offset % 32 == 0 for entry in header.tensors)
-    aligned = [number_entry("general.alignment", 128, ValueKind.UINT32)]
+    aligned = entries({"general.alignment": 128})
     write_gguf(tmp_path / "g.gguf", aligned, [plan(name, value) for name, value in values.items()])
     assert all(entry.offset % 128 == 0 for entry in read_gguf(tmp_path / "g.gguf").tensors)
 
@@ -113,13 +113,6 @@ def test_values_python_cannot_tell_apart_keep_their_bytes(tmp_path: Path) -> Non
     assert (tmp_path / "b.gguf").read_bytes().startswith(source.read_bytes())
 
 
-def test_replacing_a_value_keeps_its_place() -> None:
-    changed = replaced(
-        [text_entry("a", "1"), text_entry("b", "2")], number_entry("a", 7, ValueKind.UINT8), text_entry("c", "3")
-    )
-    assert as_read(changed) == {"a": 7, "b": "2", "c": "3"} and [entry.key for entry in changed] == ["a", "b", "c"]
-
-
 def broken() -> Iterator[bytes]:
     yield bytes(8)
     raise RuntimeError("the source ended")
@@ -129,7 +122,7 @@ def broken() -> Iterator[bytes]:
     ("produce", "error"),
     [(broken, RuntimeError), (lambda: [bytes(12)], IntegrityError), (lambda: [bytes(16), bytes(4)], IntegrityError)],
 )
-@pytest.mark.parametrize("write", [lambda path, plans: write_gguf(path, [], plans), write_safetensors])
+@pytest.mark.parametrize("write", [lambda path, plans: write_gguf(path, {}, plans), write_safetensors])
 def test_a_failure_leaves_the_old_file_and_nothing_else(write, produce, error, tmp_path: Path) -> None:
     path = tmp_path / "f.gguf"
     path.write_bytes(b"before")
@@ -162,15 +155,13 @@ def test_what_cannot_be_stored_is_refused_by_name(tmp_path: Path) -> None:
         ([TensorPlan("shape", "F32", (2, 0), list)], r"\[2, 0\]"),
     ):
         with pytest.raises(FormatError, match=words):
-            write_gguf(tmp_path / "f.gguf", [], plans)
-    with pytest.raises(FormatError, match="'key' would stand twice"):
-        write_gguf(tmp_path / "f.gguf", [text_entry("key", "a"), text_entry("key", "b")], [])
+            write_gguf(tmp_path / "f.gguf", {}, plans)
     with pytest.raises(FormatError, match="'count' does not fit"):
-        number_entry("count", 300, ValueKind.UINT8)
+        entries({"count": 300}, ValueKind.UINT8)
     with pytest.raises(FormatError, match="Q4_0"):
         write_safetensors(tmp_path / "f", [TensorPlan("q", "Q4_0", (2, 32), list)])
     with pytest.raises(SourceError, match="cannot be written"):
-        write_gguf(tmp_path / "missing" / "f.gguf", [], [])
+        write_gguf(tmp_path / "missing" / "f.gguf", {}, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +177,7 @@ def test_memory_stays_bounded_and_progress_is_told(tmp_path: Path) -> None:
     assert not made
     seen: list[tuple[int, int]] = []
     tracemalloc.start()
-    write_gguf(tmp_path / "f.gguf", [], plans, lambda label, done, total: seen.append((done, total)))
+    write_gguf(tmp_path / "f.gguf", {}, plans, lambda label, done, total: seen.append((done, total)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20 and made == ["a", "b"]

@@ -26,7 +26,7 @@ def test_the_border_is_exact(folder: Path) -> None:
     known = footprint(str(folder / "target"), str(folder / "draft"), EngineConfig())
     least = known.weight_bytes + RUNTIME_BYTES + 4 * PAGE_TOKENS * known.token_bytes
     enough, short = needs(folder, least), needs(folder, least - 1)
-    assert enough.total_bytes == least and enough.weight_bytes == known.weight_bytes
+    assert enough.total_bytes == least and enough.target_bytes + enough.draft_bytes == known.weight_bytes
     assert (enough.fits, enough.sequences, enough.largest_context) == (True, 1, 256)
     assert (short.fits, short.sequences, short.largest_context) == (False, 0, 192)
     assert enough.advice() == [f"It fits: one sequence of {CONTEXT} tokens at once."]
@@ -60,7 +60,7 @@ def test_a_smaller_quant_is_named_where_it_would_fit() -> None:
     whole = fit("smollm2", "auto", context=2048, memory=10**10)
     table = 49152 * 576 * 34 // 32  # embeddings are kept twice: as they are looked up, and as an output matrix
     assert whole.fits and 98362432 < whole.target_bytes < 98362432 + table and whole.token_bytes == 53760
-    listed = {quant.recipe: quant for quant in whole.quants}
+    listed = {quant.type: quant for quant in whole.quants}
     assert "q8_0" not in listed and listed["q4_0"].weight_bytes < listed["q5_0"].weight_bytes < whole.target_bytes
     tight = fit("smollm2", "auto", context=2048, memory=listed["q5_0"].total_bytes)
     assert not tight.fits and tight.best_quant == "q5_0"

@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from slipstream.errors import FormatError
 from slipstream.formats import quantise
 from slipstream.formats.gguf_write import TensorPlan, write_gguf
-from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
-from slipstream.formats.quants import decode_rows, unpack_q4
+from slipstream.formats.quantise import ENCODABLE, encode_rows
+from slipstream.formats.quants import BLOCKS, decode_rows, unpack_q4
 from slipstream.formats.weight_files import open_weights
 from slipstream.kernels.cpu.native_library import library
 from slipstream.kernels.cpu.native_matrix import KINDS, RowTable
@@ -105,7 +105,7 @@ def test_every_reader_of_ours_sees_the_same_numbers(tmp_path: Path, type_name: s
     """The gguf package, Slipstream's unpacking of nibbles and the compiled reader read the bytes to the same bits."""
     encoded = encode_rows(rows_of("heavy-tailed", rows=7, width=512), type_name)
     expected = gguf.quants.dequantize(encoded, Kind[type_name])
-    write_gguf(tmp_path / "t.gguf", [], [TensorPlan("t", type_name, (7, 512), lambda: [encoded])])
+    write_gguf(tmp_path / "t.gguf", {}, [TensorPlan("t", type_name, (7, 512), lambda: [encoded])])
     with open_weights(tmp_path / "t.gguf") as file:
         tensor = file.tensor("t")
         np.testing.assert_array_equal(tensor.dense().numpy(), expected)
@@ -156,7 +156,7 @@ def test_zeros_stay_zeros(type_name: str) -> None:
 def test_the_bytes_do_not_depend_on_how_the_work_is_cut(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows_of("heavy-tailed", rows=37, width=768)
     whole = encode_rows(values, type_name)
-    assert whole.shape == (37, 768 // BLOCK_SIZES[type_name][0] * BLOCK_SIZES[type_name][1])
+    assert whole.shape == (37, 768 // BLOCKS[type_name][0] * BLOCKS[type_name][1])
     np.testing.assert_array_equal(np.concatenate([encode_rows(row[None], type_name) for row in values[:5]]), whole[:5])
     monkeypatch.setattr(quantise, "CHUNK_ELEMENTS", 1000)
     for cores in ({0}, set(range(5))):

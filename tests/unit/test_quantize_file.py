@@ -17,17 +17,8 @@ from typer.testing import CliRunner
 
 from slipstream.cli.quantize import command
 from slipstream.errors import FormatError, RequestError
-from slipstream.formats.gguf import read_gguf
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    TensorPlan,
-    ValueKind,
-    array_entry,
-    number_entry,
-    stored_metadata,
-    text_entry,
-    write_gguf,
-)
+from slipstream.formats.gguf import ValueKind, read_gguf
+from slipstream.formats.gguf_write import Metadata, TensorPlan, entries, stored_metadata, write_gguf
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.weight_files import open_weights
 from slipstream.tools import requantize as quantize_module
@@ -35,15 +26,16 @@ from slipstream.tools.quantize_recipes import RECIPES, Recipe, divided
 from slipstream.tools.requantize import QuantizeReport, quantize_file
 
 Tensors = dict[str, tuple[np.ndarray, str]]
-METADATA = [
-    text_entry("general.architecture", "dflash"),
-    number_entry("general.file_type", 0, ValueKind.UINT32),
-    number_entry("dflash.rope.freq_base", 1e7, ValueKind.FLOAT32),
-    number_entry("dflash.block_count", 2, ValueKind.UINT16),
-    array_entry("dflash.target_layers", [2, 10], ValueKind.INT32),
-    array_entry("tokenizer.ggml.tokens", ["a", "ä", ""], ValueKind.STRING),
-    number_entry("dflash.sample_from_anchor", True, ValueKind.BOOL),
-]
+METADATA = entries(
+    {
+        "general.architecture": "dflash",
+        "general.file_type": 0,
+        "dflash.rope.freq_base": 1e7,
+        "dflash.target_layers": [2, 10],
+        "tokenizer.ggml.tokens": ["a", "ä", ""],
+        "dflash.sample_from_anchor": True,
+    }
+) | entries({"dflash.block_count": 2}, ValueKind.UINT16)
 RANDOM = np.random.default_rng(0)
 
 
@@ -70,7 +62,7 @@ DRAFTER: Tensors = {
 }
 
 
-def write(path: Path, tensors: Tensors, metadata: list[MetadataEntry] | None = None) -> Path:
+def write(path: Path, tensors: Tensors, metadata: Metadata | None = None) -> Path:
     plans = []
     for name, (values, type_name) in tensors.items():
         rows = values.reshape(-1, values.shape[-1])
@@ -124,7 +116,8 @@ def test_metadata_is_carried_over_with_its_types(tmp_path: Path, drafter: Path) 
     report = quantize_file(drafter, tmp_path / "out.gguf", "q5_k")
     old, new = stored_metadata(drafter), stored_metadata(report.out)
     changed = {"general.file_type", "general.quantization_version"}
-    assert [entry for entry in new if entry.key not in changed] == [entry for entry in old if entry.key not in changed]
+    kept = [[item for item in stored.items() if item[0] not in changed] for stored in (new, old)]
+    assert kept[0] == kept[1]
     written = read_gguf(report.out).metadata
     assert written["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q5_K_S
     assert written["general.quantization_version"] == gguf.GGML_QUANT_VERSION
@@ -189,17 +182,16 @@ def test_q4_k_m_gives_more_bits_to_the_layers_llama_cpp_gives_them() -> None:
 
     def finer(part: str) -> set[int]:
         chosen = {i: recipe.choose(f"blk.{i}.{part}.weight", (256, 256), "BF16") for i in range(28)}
-        assert {choice.type_name for choice in chosen.values() if choice} <= {"Q4_K", "Q6_K"}
-        return {i for i, choice in chosen.items() if choice and choice.type_name == "Q6_K"}
+        assert {choice.type_name for choice in chosen.values()} <= {"Q4_K", "Q6_K"}
+        return {i for i, choice in chosen.items() if choice.type_name == "Q6_K"}
 
     # the layers published Q4_K_M files of 28-layer models have in Q6_K
     assert finer("attn_v") == finer("ffn_down") == {0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27}
     assert finer("attn_q") == finer("ffn_up") == set()
     table = recipe.choose("token_embd.weight", (256, 256), "BF16")
-    assert table is not None and table.type_name == "Q6_K"  # it is the output head as well
+    assert table.type_name == "Q6_K"  # it is the output head as well
     separate = Recipe("q4_k_m", [*names, "token_embd.weight", "output.weight"])
     head, table = (separate.choose(name, (256, 256), "BF16") for name in ("output.weight", "token_embd.weight"))
-    assert head is not None and table is not None
     assert (head.type_name, table.type_name) == ("Q6_K", "Q4_K")
 
 

@@ -192,7 +192,7 @@ def test_a_gguf_target_must_turn_whole_pairs(hidden: int, factors: int, said: st
     shapes = {"rope_freqs.weight": (factors,), "token_embd.weight": (1, hidden)}
     tensors = {
         name: (
-            TensorEntry(name, "F32", shape, 1, 4, 0, 4 * math.prod(shape)),
+            TensorEntry(name, "F32", shape, 0, 4 * math.prod(shape)),
             MemoryBytes(np.zeros(4 * math.prod(shape), np.uint8)),
         )
         for name, shape in shapes.items()

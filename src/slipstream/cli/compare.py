@@ -14,10 +14,11 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.ui import Ui, columns_table
+from slipstream.config import EngineConfig
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.tools.logits import CompareSettings, LogitComparison
+    from slipstream.tools.logits import LogitComparison
     from slipstream.tools.tensor_compare import FileComparison, TensorDifference
 
 TOO_FAR = 1  # exit code when an error is above --max-error
@@ -69,10 +70,8 @@ def command(
         draw_tensors(ui, found, every)
     runs: list[LogitComparison] = []
     if logits:
-        from slipstream.tools.logits import CompareSettings
-
-        settings = CompareSettings(dtype, threads, max_tokens)
-        runs = _run_logits(ui, _Sides(names, paths, target, draft, reference), texts, settings)
+        config = EngineConfig(weight_format=dtype, threads=threads)
+        runs = _run_logits(ui, _Sides(names, paths, target, draft, reference, config, max_tokens), texts)
         if not json_output:
             draw_logits(ui, runs)
     if json_output:
@@ -94,6 +93,8 @@ class _Sides:
     target: str
     draft: str
     reference: str | None
+    config: EngineConfig
+    max_tokens: int  # of an answer
 
 
 def _refuse_contradictions(second: str | None, logits: bool, reference: str | None, max_error: float | None) -> None:
@@ -111,27 +112,29 @@ def _read_prompts(names: str, limit: int) -> list[str]:
     return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
 
 
-def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
+def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str]) -> list[LogitComparison]:
     from slipstream.tools.model_file import open_model
 
     with open_model(sides.paths[0]) as model:
         kind = model.kind
     if kind == "drafter":
-        return _run_drafters(ui, sides, texts, settings)
+        return _run_drafters(ui, sides, texts)
     if sides.reference is not None:
         raise RequestError("the authors' package holds a drafter, not a target", "leave --reference out for targets")
-    return [_run_targets(ui, sides, texts, settings)]
+    return [_run_targets(ui, sides, texts)]
 
 
-def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
+def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str]) -> list[LogitComparison]:
     from slipstream.formats.sources import resolve
     from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
 
     runs: list[LogitComparison] = []
     with ui.loading() as progress:
-        passages, _ = write_passages(sides.target, None, texts, settings, progress)
+        passages, _ = write_passages(sides.target, None, texts, sides.config, sides.max_tokens, progress)
         path = resolve(sides.target, progress=progress).path
-        blocks = load_blocks(path, list(zip(_labels(sides.names), sides.paths, strict=True)), settings)
+        blocks = load_blocks(
+            path, list(zip(_labels(sides.names), sides.paths, strict=True)), sides.config.weight_format
+        )
         weight_format = blocks[0].target.weight_format
         if len(blocks) == 2:
             runs.append(compare_drafters(blocks[0], blocks[1], passages, weight_format, progress))
@@ -147,17 +150,21 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Compare
     return runs
 
 
-def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> LogitComparison:
+def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str]) -> LogitComparison:
     from slipstream.formats.sources import drafter_source
     from slipstream.tools.logits import compare_targets, write_passages
 
     draft = next(filter(None, (drafter_source(name, sides.draft) for name in sides.names)), None)
     first, second = map(str, sides.paths)
     with ui.loading() as progress:
-        passages, tau = write_passages(first, draft, texts, settings, progress)
-        other = write_passages(second, draft, texts, settings, progress)[1] if draft is not None else None
+        passages, tau = write_passages(first, draft, texts, sides.config, sides.max_tokens, progress)
+        other = None
+        if draft is not None:
+            _, other = write_passages(second, draft, texts, sides.config, sides.max_tokens, progress)
         one, two = _labels(sides.names)
-        run = compare_targets(sides.paths[0], sides.paths[1], (one, two), passages, settings, progress)
+        run = compare_targets(
+            sides.paths[0], sides.paths[1], (one, two), passages, sides.config.weight_format, progress
+        )
     run.taus = tau, other
     if draft is None:
         run.notes.append("there is no drafter, so tau was not measured: name one with --draft")

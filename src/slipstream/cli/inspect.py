@@ -216,9 +216,7 @@ def draw_fit(ui: Ui, needs: FitReport) -> None:
     }
     ui.table("Memory", key_value_table(rows))
     if needs.quants:
-        quants = [
-            [q.recipe, size(q.weight_bytes), size(q.total_bytes), "yes" if q.fits else "no"] for q in needs.quants
-        ]
+        quants = [[q.type, size(q.weight_bytes), size(q.total_bytes), "yes" if q.fits else "no"] for q in needs.quants]
         ui.table("With the target quantised", columns_table(["type", "weights", "in all", "fits"], quants))
     for line in needs.advice():
         ui.line(line)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -32,12 +31,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FORMS = "give PATH or NAME=PATH, with @SCALE after it if the adapter is to count more or less"
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _PEFT_PREFIX = "base_model.model."
-_PEFT_ENDINGS: dict[str, tuple[Literal["a", "b"], bool]] = {  # the factor, and whether the matrix is an embedding
-    ".lora_A.weight": ("a", False),
-    ".lora_B.weight": ("b", False),
-    ".lora_embedding_A": ("a", True),
-    ".lora_embedding_B": ("b", True),
+# how a factor's name ends -> which factor it is, and whether the matrix is an embedding
+_PEFT_ENDINGS = {
+    ".lora_A.weight": ("A", False),
+    ".lora_B.weight": ("B", False),
+    ".lora_embedding_A": ("A", True),
+    ".lora_embedding_B": ("B", True),
 }
+_GGUF_ENDINGS = {".lora_a": ("A", False), ".lora_b": ("B", False)}
 # These PEFT settings change what the pairs mean, or announce weights beside them.
 _OTHER_METHODS = (
     "use_dora",
@@ -177,27 +178,17 @@ def _read_peft(source: AdapterSource, path: Path) -> AdapterFile:
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {PEFT_WEIGHTS}", "save the adapter as safetensors")
     rules = _PeftRules(read_json_object(config_path), path.parent.name)
-    weights = open_weights(path)
-    found = _FactorTable(path.name)
-    for name in weights.names():
-        ending = next((ending for ending in _PEFT_ENDINGS if name.endswith(ending)), None)
-        if ending is None:
-            raise _not_a_factor(name, path.name)
-        side, embedding = _PEFT_ENDINGS[ending]
-        module = name.removesuffix(ending).removeprefix(_PEFT_PREFIX)
-        found.add(f"{module}.weight", side, weights.tensor(name), embedding)
     pairs = []
-    for name, (a, b, embedding) in found.pairs().items():
+    for module, (a, b, embedding) in _paired_factors(open_weights(path), _PEFT_ENDINGS, _PEFT_PREFIX).items():
         # the pair of an embedding gives the transpose of the embedding table
         down, up = (Factor(b, True), Factor(a, True)) if embedding else (Factor(a), Factor(b))
         rank = _common_rank(down, up)
-        module = name.removesuffix(".weight")
         if rank != rules.rank(module):
             raise FormatError(
                 f"the adapter's tensor '{a.name}' has rank {rank} where {PEFT_CONFIG} says {rules.rank(module)}",
                 "the config does not belong to these weights",
             )
-        pairs.append(AdapterPair(name, down, up, source.scale * rules.strength(module)))
+        pairs.append(AdapterPair(f"{module}.weight", down, up, source.scale * rules.strength(module)))
     rules.check_targets([pair.name.removesuffix(".weight") for pair in pairs])
     return AdapterFile(source, _fingerprint(config_path, path), None, tuple(pairs))
 
@@ -230,10 +221,12 @@ class _PeftRules:
                 raise ConfigError(f"the adapter {label} has {key} {config[key]!r}", "it must be true or false")
         self._root = config.get("use_rslora") is True
         self._rank = self._whole("r", config.get("r"))
-        self._alpha = self._number("lora_alpha", config.get("lora_alpha"))
+        self._alpha = _finite(f"the adapter {label}", "lora_alpha", config.get("lora_alpha"))
         self._ranks = {key: self._whole(f"rank_pattern.{key}", v) for key, v in self._patterns("rank_pattern").items()}
-        alphas = self._patterns("alpha_pattern")
-        self._alphas = {key: self._number(f"alpha_pattern.{key}", value) for key, value in alphas.items()}
+        self._alphas = {
+            key: _finite(f"the adapter {label}", f"alpha_pattern.{key}", value)
+            for key, value in self._patterns("alpha_pattern").items()
+        }
 
     def rank(self, module: str) -> int:
         return next((rank for key, rank in self._ranks.items() if _matches_module(key, module)), self._rank)
@@ -252,20 +245,18 @@ class _PeftRules:
         targets = self._config.get("target_modules")
         if not isinstance(targets, list):
             return
-        covered = {target for target in map(str, targets) if any(_matches_module(target, module) for module in modules)}
-        if lacking := [str(target) for target in targets if str(target) not in covered]:
-            raise FormatError(
-                f"the adapter {self._label} has no tensors for '{lacking[0]}', one of its target_modules",
-                "the file is incomplete: save or fetch it again",
-            )
-        strange = next(
-            (module for module in modules if not any(_matches_module(target, module) for target in covered)), None
-        )
-        if strange is not None:
-            raise FormatError(
-                f"the adapter's tensors of '{strange}' are not among its target_modules",
-                "the config belongs to another adapter",
-            )
+        for target in map(str, targets):
+            if not any(_matches_module(target, module) for module in modules):
+                raise FormatError(
+                    f"the adapter {self._label} has no tensors for '{target}', one of its target_modules",
+                    "the file is incomplete: save or fetch it again",
+                )
+        for module in modules:
+            if not any(_matches_module(str(target), module) for target in targets):
+                raise FormatError(
+                    f"the adapter's tensors of '{module}' are not among its target_modules",
+                    "the config belongs to another adapter",
+                )
 
     def _patterns(self, key: str) -> dict[str, object]:
         patterns = self._config.get(key) or {}
@@ -286,9 +277,6 @@ class _PeftRules:
             raise ConfigError(f"the adapter {self._label} has {key} {value!r}", f"a rank is 1 to {MAX_RANK}")
         return value
 
-    def _number(self, key: str, value: object) -> float:
-        return _finite(value, f"the adapter {self._label} has {key} {value!r}")
-
 
 def _matches_module(pattern: str, module: str) -> bool:
     """Whether a pattern names a module by its full name or by the end of its name."""
@@ -307,11 +295,10 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
             raise ConfigError(f"{path.name} has {key} {keys.get(key)!r}", f"a LoRA adapter has '{wanted}'")
     if "adapter.alora.invocation_tokens" in keys:
         raise ConfigError(f"{path.name} only acts after certain tokens", "only plain LoRA adapters can be merged")
-    given = keys.get("adapter.lora.alpha", 0.0)
-    alpha = _finite(given, f"{path.name} has adapter.lora.alpha {given!r}")
+    alpha = _finite(path.name, "adapter.lora.alpha", keys.get("adapter.lora.alpha", 0.0))
     architecture = keys.get("general.architecture")
     pairs = []
-    for name, (a, b, _) in _gguf_factors(weights).pairs().items():
+    for name, (a, b, _) in _paired_factors(weights, _GGUF_ENDINGS).items():
         # llama.cpp looks up rows of an embedding's first factor, so the two factors change places
         flipped = name == _GGUF_EMBEDDING
         down, up = (Factor(b, True), Factor(a)) if flipped else (Factor(a), Factor(b))
@@ -324,53 +311,39 @@ def _read_gguf(source: AdapterSource, path: Path) -> AdapterFile:
     )
 
 
-def _gguf_factors(weights: WeightFile) -> _FactorTable:
-    found = _FactorTable(weights.path.name)
-    for name in weights.names():
-        stem, _, side = name.rpartition(".lora_")
-        if side == "a" or side == "b":
-            found.add(stem, "a" if side == "a" else "b", weights.tensor(name), False)
-        else:
-            raise _not_a_factor(name, weights.path.name)
-    return found
-
-
 # ---- both
 
 
-class _FactorTable:
-    """Collects the factors of a file under the matrices to which they belong."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._found: dict[str, tuple[bool, dict[str, WeightTensor]]] = {}
-
-    def add(self, name: str, side: Literal["a", "b"], tensor: WeightTensor, embedding: bool) -> None:
+def _paired_factors(
+    weights: WeightFile, endings: Mapping[str, tuple[str, bool]], prefix: str = ""
+) -> dict[str, tuple[WeightTensor, WeightTensor, bool]]:
+    """Finds the factors A and B of every matrix, and whether the matrix is an embedding."""
+    found: dict[str, tuple[bool, dict[str, WeightTensor]]] = {}
+    for name in weights.names():
+        ending = next((ending for ending in endings if name.endswith(ending)), None)
+        if ending is None:
+            raise _not_a_factor(name, weights.path.name)
+        tensor, (side, embedding) = weights.tensor(name), endings[ending]
         if tensor.type_name not in FACTOR_TYPES:
             raise FormatError(
-                f"the adapter's tensor '{tensor.name}' is of type {tensor.type_name}", f"use {', '.join(FACTOR_TYPES)}"
+                f"the adapter's tensor '{name}' is of type {tensor.type_name}", f"use {', '.join(FACTOR_TYPES)}"
             )
         if len(tensor.shape) not in (1, 2) or 0 in tensor.shape:
-            raise FormatError(
-                f"the adapter's tensor '{tensor.name}' has shape {list(tensor.shape)}", "a factor is a matrix"
-            )
-        known, factors = self._found.setdefault(name, (embedding, {}))
+            raise FormatError(f"the adapter's tensor '{name}' has shape {list(tensor.shape)}", "a factor is a matrix")
+        known, factors = found.setdefault(name.removesuffix(ending).removeprefix(prefix), (embedding, {}))
         if side in factors or known != embedding:
-            raise FormatError(f"the adapter's tensor '{tensor.name}' appears in two forms", "keep one pair per matrix")
+            raise FormatError(f"the adapter's tensor '{name}' appears in two forms", "keep one pair per matrix")
         factors[side] = tensor
-
-    def pairs(self) -> dict[str, tuple[WeightTensor, WeightTensor, bool]]:
-        if not self._found:
-            raise FormatError(f"{self._label} holds no LoRA tensors", "it is empty or not an adapter")
-        pairs = {}
-        for name, (embedding, factors) in self._found.items():
-            if len(factors) < 2:
-                only, lacking = next(iter(factors.values())).name, "B" if "a" in factors else "A"
-                raise FormatError(
-                    f"the adapter's tensor '{only}' has no partner: its {lacking} is missing", "save the adapter again"
-                )
-            pairs[name] = factors["a"], factors["b"], embedding
-        return pairs
+    if not found:
+        raise FormatError(f"{weights.path.name} holds no LoRA tensors", "it is empty or not an adapter")
+    for _, factors in found.values():
+        if len(factors) < 2:
+            ((side, only),) = factors.items()
+            raise FormatError(
+                f"the adapter's tensor '{only.name}' has no partner: its {'B' if side == 'A' else 'A'} is missing",
+                "save the adapter again",
+            )
+    return {matrix: (factors["A"], factors["B"], embedding) for matrix, (embedding, factors) in found.items()}
 
 
 def _common_rank(down: Factor, up: Factor) -> int:
@@ -390,19 +363,17 @@ def _not_a_factor(name: str, label: str) -> FormatError:
     return FormatError(f"tensor '{name}' of {label} is not a factor of a LoRA pair", hint)
 
 
-def _finite(value: object, what: str) -> float:
+def _finite(holder: str, key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
-        raise ConfigError(what, "it must be a finite number")
+        raise ConfigError(f"{holder} has {key} {value!r}", "it must be a finite number")
     return float(value)
 
 
 def _refuse_non_finite(tensor: WeightTensor) -> None:
-    stored = tensor.raw()
-    step = max(1, CHUNK_ELEMENTS * len(stored) // math.prod(tensor.shape))
-    for start in range(0, len(stored), step):
-        # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
+    # the tensor is decoded in pieces, so that the floats of a large one are never all in memory
+    for stored in tensor.raw_pieces(CHUNK_ELEMENTS):
         with np.errstate(all="ignore"):
-            values = decode_rows(stored[start : start + step], tensor.type_name)
+            values = decode_rows(stored, tensor.type_name)
         if not np.isfinite(values).all():
             raise FormatError(f"the adapter's tensor '{tensor.name}' holds NaN or infinity", "its training went wrong")
 

@@ -16,48 +16,36 @@ from slipstream.errors import SourceError
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that gets the name `path` when the block ends, and is deleted if the block fails."""
-    partial = _partial(path)
-    try:
-        with partial.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise _cannot_write(path, error) from None
-    finally:
-        with suppress(OSError):  # a second failure of the disk must not hide the first one
-            partial.unlink(missing_ok=True)
+    with _renamed_at_the_end(path) as partial, partial.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Makes an empty folder that gets the name `path` when the block ends; `path` must not exist yet."""
-    partial = _partial(path)
-    try:
+    with _renamed_at_the_end(path) as partial:
         partial.mkdir()
         yield partial
-        os.rename(partial, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise _cannot_write(path, error) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _partial(path: Path) -> Path:
-    """Returns a name in the same folder as the final one, so that the last step is a rename in one file system."""
-    return path.with_name(f".{path.name[:200]}.{uuid4().hex[:8]}.partial")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+@contextmanager
+def _renamed_at_the_end(path: Path) -> Iterator[Path]:
+    """Gives a name in the same folder as the final one, so that the last step is a rename in one file system."""
+    partial = path.with_name(f".{path.name[:200]}.{uuid4().hex[:8]}.partial")
     try:
-        os.fsync(handle)
+        yield partial
+        os.replace(partial, path)
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        hint = "check the folder and the free space"
+        raise SourceError(f"{path} cannot be written: {error.strerror or error}", hint) from None
     finally:
-        os.close(handle)
-
-
-def _cannot_write(path: Path, error: OSError) -> SourceError:
-    return SourceError(f"{path} cannot be written: {error.strerror or error}", "check the folder and the free space")
+        with suppress(OSError):  # a second failure of the disk must not hide the first one
+            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)

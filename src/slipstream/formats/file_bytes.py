@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.errors import FormatError, IntegrityError, SourceError
-from slipstream.formats.quants import Bytes
+from slipstream.formats.quants import BLOCKS, Bytes
 
 MAX_ELEMENTS = 2**48  # elements of one tensor; no real tensor is this large
 
@@ -25,14 +25,17 @@ class TensorEntry:
     name: str
     type_name: str
     shape: tuple[int, ...]  # torch order: the last dimension is the contiguous one
-    block: int  # elements in one block of the type; 1 for plain types
-    block_bytes: int
     offset: int  # bytes from the start of the file
     nbytes: int
 
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
+
+    @property
+    def block(self) -> int:
+        """How many elements are in one block of the type; 1 for plain types."""
+        return BLOCKS.get(self.type_name, (1, 0))[0]
 
     @property
     def elements(self) -> int:
@@ -114,9 +117,13 @@ def refuse_overlaps(entries: Sequence[TensorEntry], file_name: str) -> None:
             raise FormatError(what, "the file is damaged: fetch it again")
 
 
+def missing_bytes(entries: Sequence[TensorEntry], size: int) -> int:
+    """How many bytes of its tensors a file of this size lacks; 0 for a complete file."""
+    return max(0, max((entry.end for entry in entries), default=0) - size)
+
+
 def refuse_truncation(entries: Sequence[TensorEntry], size: int, file_name: str) -> None:
-    missing = max((entry.end for entry in entries), default=0) - size
-    if missing > 0:
+    if missing := missing_bytes(entries, size):
         raise FormatError(f"{file_name} ends {missing} bytes early: truncated", "fetch it again")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +36,43 @@ MAX_NAME_BYTES = 2**16
 _WINDOW_BYTES = 1 << 20  # read ahead, because a header consists of very many small values
 
 _DAMAGED = "the file is damaged: fetch it again"
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-# GGUF value type -> the numpy type of its bytes; numpy also reads whole arrays of it
+
+
+class ValueKind(IntEnum):
+    """The types of metadata values, with the numbers that GGUF gives them."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+# The numpy type of the bytes of a number; numpy also reads whole arrays of it.
 SCALARS: dict[int, np.dtype[Any]] = {
-    0: np.dtype("u1"),
-    1: np.dtype("i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("u1"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
+    ValueKind.UINT8: np.dtype("u1"),
+    ValueKind.INT8: np.dtype("i1"),
+    ValueKind.UINT16: np.dtype("<u2"),
+    ValueKind.INT16: np.dtype("<i2"),
+    ValueKind.UINT32: np.dtype("<u4"),
+    ValueKind.INT32: np.dtype("<i4"),
+    ValueKind.FLOAT32: np.dtype("<f4"),
+    ValueKind.BOOL: np.dtype("u1"),
+    ValueKind.UINT64: np.dtype("<u8"),
+    ValueKind.INT64: np.dtype("<i8"),
+    ValueKind.FLOAT64: np.dtype("<f8"),
 }
 # The fewest bytes that a key-value pair, a tensor description, a string or an array takes; they bound claimed counts.
-_LEAST_PAIR, _LEAST_TENSOR, _LEAST_STRING, _LEAST_ARRAY = 13, 32, 8, 12
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """Where the bytes of a metadata value lie in the file, and the number of its type."""
-
-    kind: int
-    start: int
-    end: int
+_LEAST_PAIR, _LEAST_TENSOR = 13, 32
+_LEAST_ELEMENT: dict[int, int] = {ValueKind.STRING: 8, ValueKind.ARRAY: 12}
 
 
 @dataclass(slots=True)
@@ -68,15 +81,11 @@ class GgufHeader:
 
     version: int = 0
     metadata: dict[str, object] = field(default_factory=dict)
-    stored: dict[str, StoredValue] = field(default_factory=dict)  # by the same keys: exact type and bytes of the value
+    # By the same keys: the number of the value's type, and where its bytes begin and end in the file.
+    stored: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     tensors: list[TensorEntry] = field(default_factory=list)
     data_offset: int = 0
     file_size: int = 0
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes of its tensors the file lacks; 0 for a complete file."""
-        return max(0, max((entry.end for entry in self.tensors), default=0) - self.file_size)
 
 
 class TruncatedHeader(FormatError):
@@ -97,7 +106,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def parse_header(data: bytes | StoredBytes, file_name: str) -> GgufHeader:
-    """Parses a header. It does not check the tensor data; the caller can do so with `missing_bytes`."""
+    """Parses a header. It does not check the tensor data; the caller can do so with `refuse_truncation`."""
     stored = MemoryBytes(np.frombuffer(data, np.uint8)) if isinstance(data, bytes) else data
     return _Parser(stored, file_name).parse()
 
@@ -116,7 +125,11 @@ class _Parser:
     def parse(self) -> GgufHeader:
         if self.size < len(MAGIC) or self._bytes(len(MAGIC)) != MAGIC:
             raise FormatError(f"{self.name} is not a GGUF file", "its first four bytes must be GGUF")
-        self.header.version = self._version()
+        self.header.version = version = self._u32()
+        if version & 0xFFFF == 0 and version:
+            raise FormatError(f"{self.name} is a big-endian GGUF file", "convert it to little endian")
+        if version not in (2, 3):
+            raise FormatError(f"{self.name} is GGUF version {version}", "versions 2 and 3 are read")
         tensor_count, pair_count = self._u64(), self._u64()
         self._claim(pair_count, _LEAST_PAIR, "metadata keys")
         for _ in range(pair_count):
@@ -126,31 +139,27 @@ class _Parser:
         self._place(described)
         return self.header
 
-    def _version(self) -> int:
-        version = self._u32()
-        if version & 0xFFFF == 0 and version:
-            raise FormatError(f"{self.name} is a big-endian GGUF file", "convert it to little endian")
-        if version not in (2, 3):
-            raise FormatError(f"{self.name} is GGUF version {version}", "versions 2 and 3 are read")
-        return version
-
     def _pair(self) -> None:
         key = self._string("a metadata key", MAX_NAME_BYTES)
         if key in self.header.metadata:
             raise FormatError(f"the metadata key '{key}' of {self.name} appears twice", _DAMAGED)
         kind, start = self._u32(), self.position
-        self.header.metadata[key] = self._value(kind, key, 0)
-        self.header.stored[key] = StoredValue(kind, start, self.position)
+        self.header.metadata[key] = self._values(kind, 1, key, 0)[0]
+        self.header.stored[key] = kind, start, self.position
 
-    def _value(self, kind: int, key: str, depth: int) -> object:
-        if kind == _STRING:
-            return self._string(f"the metadata value '{key}'")
-        if kind == _ARRAY:
-            return self._array(key, depth + 1)
+    def _values(self, kind: int, count: int, key: str, depth: int) -> list[object]:
+        """Reads the value of a key, or at a depth the elements of an array."""
+        if kind == ValueKind.STRING:
+            what = f"the metadata value '{key}'"
+            return [self._string(what) for _ in range(count)]
+        if kind == ValueKind.ARRAY:
+            return [self._array(key, depth + 1) for _ in range(count)]
         if kind not in SCALARS:
-            raise FormatError(f"the metadata key '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
-        value = self._numbers(kind, 1)[0]
-        return bool(value) if kind == _BOOL else value
+            what = "array" if depth else "metadata key"
+            raise FormatError(f"the {what} '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
+        dtype = SCALARS[kind]
+        values: list[object] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
+        return [bool(value) for value in values] if kind == ValueKind.BOOL else values
 
     def _array(self, key: str, depth: int) -> list[object]:
         if depth > MAX_ARRAY_DEPTH:
@@ -159,17 +168,8 @@ class _Parser:
         what = f"elements of '{key}'"
         if count > MAX_ARRAY_ELEMENTS:
             raise FormatError(f"{self.name} claims {count} {what}", f"at most {MAX_ARRAY_ELEMENTS} are read")
-        if kind == _STRING:
-            self._claim(count, _LEAST_STRING, what)
-            what = f"the metadata value '{key}'"
-            return [self._string(what) for _ in range(count)]
-        if kind == _ARRAY:
-            self._claim(count, _LEAST_ARRAY, what)
-            return [self._array(key, depth + 1) for _ in range(count)]
-        if kind not in SCALARS:
-            raise FormatError(f"the array '{key}' of {self.name} has the unknown type {kind}", _DAMAGED)
-        values = self._numbers(kind, count)
-        return [bool(value) for value in values] if kind == _BOOL else values
+        self._claim(count, _LEAST_ELEMENT.get(kind, 0), what)
+        return self._values(kind, count, key, depth)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string("a tensor name", MAX_NAME_BYTES)
@@ -198,17 +198,15 @@ class _Parser:
         if kind not in GGML_TYPES:
             raise FormatError(f"tensor '{name}' of {self.name} has the unknown type {kind}", "convert the file")
         type_name, block, block_bytes = GGML_TYPES[kind]
-        elements = 1
-        for size in shape:
-            elements *= size
-            if not 0 < elements <= MAX_ELEMENTS:
-                raise FormatError(f"tensor '{name}' of {self.name} has the impossible shape {list(shape)}", _DAMAGED)
+        elements = math.prod(shape)
+        if not 0 < elements <= MAX_ELEMENTS:
+            raise FormatError(f"tensor '{name}' of {self.name} has the impossible shape {list(shape)}", _DAMAGED)
         if shape[-1] % block:
             raise FormatError(
                 f"tensor '{name}' of {self.name} has rows of {shape[-1]} elements, which {type_name} cannot have",
                 _DAMAGED,
             )
-        return TensorEntry(name, type_name, shape, block, block_bytes, offset, elements // block * block_bytes)
+        return TensorEntry(name, type_name, shape, offset, elements // block * block_bytes)
 
     def _alignment(self) -> int:
         value = self.header.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -248,8 +246,3 @@ class _Parser:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             raise FormatError(f"{what} of {self.name} is not valid UTF-8", _DAMAGED) from None
-
-    def _numbers(self, kind: int, count: int) -> list[object]:
-        dtype = SCALARS[kind]
-        values: list[object] = np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
-        return values

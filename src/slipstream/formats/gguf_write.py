@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,42 +18,27 @@ import numpy as np
 from slipstream.errors import FormatError, IntegrityError
 from slipstream.formats.atomic import atomic_file
 from slipstream.formats.file_bytes import FileBytes
-from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, parse_header
-from slipstream.formats.quants import GGML_TYPES, Bytes
+from slipstream.formats.gguf import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, SCALARS, ValueKind, parse_header
+from slipstream.formats.quants import BLOCKS, GGML_TYPES, Bytes
 from slipstream.types import Progress
 
 VERSION = 3
 MAX_TENSOR_NAME_BYTES = 63  # ggml keeps a name in 64 bytes, of which the last is a zero
 Piece = bytes | memoryview | Bytes
+Value = str | float | Sequence[str] | Sequence[float]  # of metadata, as Python has it
 
-_TYPE_NUMBERS = {name: (number, block, size) for number, (name, block, size) in GGML_TYPES.items()}
-
-
-class ValueKind(IntEnum):
-    """The types of metadata values, with the numbers that GGUF gives them."""
-
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
+_TYPE_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataEntry:
-    """One key and its value as the file stores it; the functions below make it, or `stored_metadata` reads it."""
+class StoredValue:
+    """The type and the bytes of a metadata value, as a file stores it."""
 
-    key: str
     kind: ValueKind
     data: bytes
+
+
+Metadata = dict[str, StoredValue]  # in the order of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +53,9 @@ class TensorPlan:
     @property
     def nbytes(self) -> int:
         """How many bytes the tensor takes; raises FormatError if its type cannot have its shape."""
-        if self.type_name not in _TYPE_NUMBERS:
+        if self.type_name not in BLOCKS:
             raise FormatError(f"tensor '{self.name}' cannot be stored as {self.type_name}", "GGUF has no such type")
-        _, block, size = _TYPE_NUMBERS[self.type_name]
+        block, size = BLOCKS[self.type_name]
         if not 1 <= len(self.shape) <= MAX_DIMS or min(self.shape) < 1:
             raise FormatError(f"tensor '{self.name}' of shape {list(self.shape)} cannot be stored in GGUF")
         if self.shape[-1] % block:
@@ -78,66 +63,63 @@ class TensorPlan:
                 f"tensor '{self.name}' has rows of {self.shape[-1]} elements, which {self.type_name} cannot have",
                 f"its rows must divide into blocks of {block}",
             )
-        elements = 1
-        for length in self.shape:
-            elements *= length
-        return elements // block * size
+        return math.prod(self.shape) // block * size
 
 
-def text_entry(key: str, value: str) -> MetadataEntry:
-    return MetadataEntry(key, ValueKind.STRING, _text(value))
+def entries(values: Mapping[str, Value], kind: ValueKind | None = None) -> Metadata:
+    """Stores values as GGUF does; `kind` is the type of the numbers or of the elements of arrays.
+
+    Without it, a whole number becomes UINT32, or INT32 in an array, and any other number becomes FLOAT32.
+    """
+    return {key: _stored(key, value, kind) for key, value in values.items()}
 
 
-def number_entry(key: str, value: float | bool, kind: ValueKind) -> MetadataEntry:
-    return MetadataEntry(key, kind, _numbers(key, [value], kind))
+def _stored(key: str, value: Value, kind: ValueKind | None) -> StoredValue:
+    if isinstance(value, str):
+        return StoredValue(ValueKind.STRING, _text(value))
+    if isinstance(value, int | float):
+        kind = _usual_kind(value, ValueKind.UINT32) if kind is None else kind
+        return StoredValue(kind, _numbers(key, [value], kind))
+    kind = _usual_kind(value[0], ValueKind.INT32) if kind is None else kind
+    items = b"".join(_text(str(item)) for item in value) if kind == ValueKind.STRING else _numbers(key, value, kind)
+    return StoredValue(ValueKind.ARRAY, struct.pack("<IQ", kind, len(value)) + items)
 
 
-def array_entry(key: str, values: Sequence[str] | Sequence[float], kind: ValueKind) -> MetadataEntry:
-    """Makes an array of strings or numbers; `kind` is the type of its elements."""
-    if kind == ValueKind.STRING:
-        data = b"".join(_text(value) for value in values if isinstance(value, str))
-    else:
-        data = _numbers(key, values, kind)
-    return MetadataEntry(key, ValueKind.ARRAY, struct.pack("<IQ", kind, len(values)) + data)
+def _usual_kind(value: object, whole: ValueKind) -> ValueKind:
+    if isinstance(value, bool):
+        return ValueKind.BOOL
+    if isinstance(value, str):
+        return ValueKind.STRING
+    return whole if isinstance(value, int) else ValueKind.FLOAT32
 
 
-def stored_metadata(path: Path) -> list[MetadataEntry]:
+def stored_metadata(path: Path) -> Metadata:
     """Returns every key of a GGUF file with the exact bytes of its value."""
     with closing(FileBytes(path)) as data:
-        header = parse_header(data, path.name)
-        return [
-            MetadataEntry(key, ValueKind(value.kind), data.read(value.start, value.end - value.start).tobytes())
-            for key, value in header.stored.items()
-        ]
+        found = parse_header(data, path.name).stored
+        return {
+            key: StoredValue(ValueKind(kind), data.read(start, end - start).tobytes())
+            for key, (kind, start, end) in found.items()
+        }
 
 
-def replaced(entries: Sequence[MetadataEntry], *changes: MetadataEntry) -> list[MetadataEntry]:
-    """Returns the entries with new values for some keys; a key that is already there keeps its place."""
-    new = {entry.key: entry for entry in changes}
-    kept = [new.pop(entry.key, entry) for entry in entries]
-    return [*kept, *new.values()]
-
-
-def write_gguf(
-    path: Path, metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], progress: Progress | None = None
-) -> None:
+def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[TensorPlan], progress: Progress | None = None) -> None:
     """Writes a GGUF file; if anything fails, an earlier file at `path` is unchanged."""
-    refuse_repeats([entry.key for entry in metadata], "metadata key", path)
-    refuse_repeats([plan.name for plan in tensors], "tensor", path)
+    refuse_repeats(tensors, path)
     alignment = _alignment(metadata)
     with atomic_file(path) as file:
         file.write(_header(metadata, tensors, alignment))
         write_pieces(file, tensors, alignment, progress, path.name)
 
 
-def as_read(entries: Sequence[MetadataEntry]) -> dict[str, object]:
+def as_read(metadata: Metadata) -> dict[str, object]:
     """Returns metadata as a reader of the finished file sees it, rounded to the types in which it is stored."""
-    return parse_header(_header(entries, [], DEFAULT_ALIGNMENT), "metadata").metadata
+    return parse_header(_header(metadata, [], DEFAULT_ALIGNMENT), "metadata").metadata
 
 
-def _header(metadata: Sequence[MetadataEntry], tensors: Sequence[TensorPlan], alignment: int) -> bytes:
+def _header(metadata: Metadata, tensors: Sequence[TensorPlan], alignment: int) -> bytes:
     parts, offset = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))], 0
-    parts += [_text(entry.key) + struct.pack("<I", entry.kind) + entry.data for entry in metadata]
+    parts += [_text(key) + struct.pack("<I", value.kind) + value.data for key, value in metadata.items()]
     for plan in tensors:
         length = plan.nbytes  # raises FormatError for a tensor that cannot be stored
         parts.append(_description(plan, offset))
@@ -170,22 +152,21 @@ def write_pieces(
 def _description(plan: TensorPlan, offset: int) -> bytes:
     if not plan.name or len(plan.name.encode()) > MAX_TENSOR_NAME_BYTES:
         raise FormatError(f"the tensor name '{plan.name}' cannot be stored", f"1 to {MAX_TENSOR_NAME_BYTES} bytes fit")
-    dims, number = plan.shape[::-1], _TYPE_NUMBERS[plan.type_name][0]
+    dims, number = plan.shape[::-1], _TYPE_NUMBERS[plan.type_name]
     return _text(plan.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, number, offset)
 
 
-def _alignment(metadata: Sequence[MetadataEntry]) -> int:
-    for entry in metadata:
-        if entry.key == "general.alignment" and entry.kind == ValueKind.UINT32:
-            return int(struct.unpack("<I", entry.data)[0])
-    return DEFAULT_ALIGNMENT
+def _alignment(metadata: Metadata) -> int:
+    value = metadata.get("general.alignment")
+    return int.from_bytes(value.data, "little") if value and value.kind == ValueKind.UINT32 else DEFAULT_ALIGNMENT
 
 
-def refuse_repeats(names: Sequence[str], what: str, path: Path) -> None:
+def refuse_repeats(tensors: Sequence[TensorPlan], path: Path) -> None:
     """Refuses a repeated name, because it would make the file unreadable."""
+    names = [plan.name for plan in tensors]
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"the {what} '{repeated}' would stand twice in {path.name}", "names must differ")
+        raise FormatError(f"the tensor '{repeated}' would stand twice in {path.name}", "names must differ")
 
 
 def _text(value: str) -> bytes:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from slipstream.errors import FormatError
-from slipstream.formats.quantise_blocks import encode_q4_0, encode_q4_1, encode_q5_0, encode_q5_1, encode_q8_0
-from slipstream.formats.quantise_k import encode_q4_k, encode_q5_k, encode_q6_k
-from slipstream.formats.quants import GGML_TYPES, Bytes, Floats
+from slipstream.formats.quantise_blocks import (
+    encode_q6_k,
+    encode_q8_0,
+    encode_with_minima,
+    encode_with_offset,
+    encode_with_scale,
+)
+from slipstream.formats.quants import BLOCKS, Bytes, Floats
 
 # Elements that are encoded at a time: the temporaries of one search then fit into the processor's cache.
 CHUNK_ELEMENTS = 2**16
 MAX_WORKERS = 8
-
-
-def _encode_f32(values: Floats) -> Bytes:
-    return values.astype("<f4").view(np.uint8)
 
 
 def _encode_f16(values: Floats) -> Bytes:
@@ -40,21 +42,19 @@ def _encode_bf16(values: Floats) -> Bytes:
 
 
 _ENCODERS: dict[str, Callable[[Floats], Bytes]] = {
-    "F32": _encode_f32,
+    "F32": lambda values: values.astype("<f4").view(np.uint8),
     "F16": _encode_f16,
     "BF16": _encode_bf16,
     "Q8_0": encode_q8_0,
-    "Q4_0": encode_q4_0,
-    "Q4_1": encode_q4_1,
-    "Q5_0": encode_q5_0,
-    "Q5_1": encode_q5_1,
-    "Q4_K": encode_q4_k,
-    "Q5_K": encode_q5_k,
+    "Q4_0": partial(encode_with_scale, bits=4),
+    "Q4_1": partial(encode_with_offset, bits=4),
+    "Q5_0": partial(encode_with_scale, bits=5),
+    "Q5_1": partial(encode_with_offset, bits=5),
+    "Q4_K": partial(encode_with_minima, bits=4),
+    "Q5_K": partial(encode_with_minima, bits=5),
     "Q6_K": encode_q6_k,
 }
 ENCODABLE = tuple(_ENCODERS)
-# type -> (elements per block, bytes per block)
-BLOCK_SIZES = {name: (block, size) for name, block, size in GGML_TYPES.values() if name in _ENCODERS}
 
 
 def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
@@ -62,7 +62,7 @@ def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
     label = f"tensor '{name}'" if name else "a tensor"
     if type_name not in _ENCODERS:
         raise FormatError(f"{label} cannot be written as {type_name}", f"possible: {', '.join(ENCODABLE)}")
-    block, size = BLOCK_SIZES[type_name]
+    block, size = BLOCKS[type_name]
     rows, width = values.shape
     if width % block:
         raise FormatError(
@@ -78,14 +78,9 @@ def encode_rows(values: Floats, type_name: str, name: str = "") -> Bytes:
 
     starts = range(0, len(blocks), step)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(len(starts), cores, MAX_WORKERS)
-    if workers < 2:
-        for start in starts:
-            encode_chunk(start)
-    else:
-        with ThreadPoolExecutor(workers) as pool:  # threads help because numpy releases the interpreter's lock
-            for _ in pool.map(encode_chunk, starts):
-                pass
+    # threads help because numpy releases the interpreter's lock
+    with ThreadPoolExecutor(max(1, min(len(starts), cores, MAX_WORKERS))) as pool:
+        list(pool.map(encode_chunk, starts))
     return encoded.reshape(rows, width // block * size)
 
 

@@ -57,6 +57,8 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
+# name -> (elements per block, bytes per block)
+BLOCKS = {name: (block, size) for name, block, size in GGML_TYPES.values()}
 # Safetensors and GGUF use these names for the same bytes.
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,12 @@ def _entry(name: str, value: Any, data_offset: int, file_name: str) -> TensorEnt
         raise FormatError(f"tensor '{name}' of {file_name} has an impossible shape", _DAMAGED)
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError(f"tensor '{name}' of {file_name} has impossible offsets", _DAMAGED)
-    elements, extent = 1, 1
-    for size in shape:
-        elements *= size
-        extent *= max(size, 1)
-        if extent > MAX_ELEMENTS:
-            raise FormatError(f"tensor '{name}' of {file_name} has the impossible shape {shape}", _DAMAGED)
-    item = TYPE_BYTES[type_name]
-    if elements * item != offsets[1] - offsets[0]:
-        given = offsets[1] - offsets[0]
-        raise FormatError(f"tensor '{name}' of {file_name} needs {elements * item} bytes and has {given}", _DAMAGED)
-    return TensorEntry(name, type_name, tuple(shape), 1, item, data_offset + offsets[0], elements * item)
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise FormatError(f"tensor '{name}' of {file_name} has the impossible shape {shape}", _DAMAGED)
+    needed, given = math.prod(shape) * TYPE_BYTES[type_name], offsets[1] - offsets[0]
+    if needed != given:
+        raise FormatError(f"tensor '{name}' of {file_name} needs {needed} bytes and has {given}", _DAMAGED)
+    return TensorEntry(name, type_name, tuple(shape), data_offset + offsets[0], needed)
 
 
 def _sizes(value: Any) -> list[int] | None:
@@ -106,7 +102,7 @@ def write_safetensors(path: Path, tensors: Sequence[TensorPlan], progress: Progr
 
     If anything fails, no file is left; each tensor's bytes are made when it is written.
     """
-    refuse_repeats([plan.name for plan in tensors], "tensor", path)
+    refuse_repeats(tensors, path)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for plan in tensors:

@@ -17,11 +17,12 @@ from torch import Tensor
 from slipstream.errors import ConfigError, FormatError
 from slipstream.formats.adapters import AdapterFile, AdapterPair, AdapterSource, read_adapter
 from slipstream.formats.file_bytes import MemoryBytes, StoredBytes, TensorEntry
-from slipstream.formats.quantise import BLOCK_SIZES, ENCODABLE, encode_rows
+from slipstream.formats.quantise import ENCODABLE, encode_rows
+from slipstream.formats.quants import BLOCKS
 from slipstream.formats.weight_files import CHUNK_ELEMENTS, WeightFile, WeightTensor
 from slipstream.models.dflash_names import GGUF_GLOBAL, canonical_name, gguf_spellings, names_in
 from slipstream.models.llama import GGUF_LAYER
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 # All matrices and tables of a drafter. Norms, convolution kernels and biases are not among them, because they are too
 # small for a low rank to mean anything.
@@ -115,7 +116,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
     """
     names, shapes = names_in(file), _matrices(file)
     merged: dict[str, tuple[TensorEntry, StoredBytes]] = {}
-    for done, (name, change) in enumerate(adapter.changes.items(), start=1):
+    for name, change in tracked(list(adapter.changes.items()), f"merging {adapter.name}", progress):
         if name not in shapes:
             raise ConfigError(f"{file.path.name} has no matrix '{name}'", f"{adapter.name} is for another drafter")
         _check_fit(name, shapes[name], change)
@@ -123,8 +124,6 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
         down, up = change.down.dense(), change.up.dense()
         if change.factor and down.any() and up.any():
             merged[source.name] = _merge(source, change.factor, up, down, adapter.name)
-        if progress is not None:
-            progress(f"merging {adapter.name}", done, len(adapter.changes))
     return MergedWeights(file, merged)
 
 
@@ -191,7 +190,7 @@ def _merge(
     # A type that no code here can write becomes bf16.
     kind = source.type_name if source.type_name in ENCODABLE else "BF16"
     rows, width = up.shape[0], down.shape[1]
-    block, item = BLOCK_SIZES[kind]
+    block, item = BLOCKS[kind]
     size = rows * width // block * item
     out = np.empty((rows, size // rows), np.uint8)
     step = max(1, CHUNK_ELEMENTS // width)
@@ -207,4 +206,4 @@ def _merge(
             raise FormatError(
                 f"tensor '{source.name}' overflows {kind} with the adapter {label} merged in", "use a smaller scale"
             ) from None
-    return TensorEntry(source.name, kind, source.shape, block, item, 0, size), MemoryBytes(out.reshape(-1))
+    return TensorEntry(source.name, kind, source.shape, 0, size), MemoryBytes(out.reshape(-1))

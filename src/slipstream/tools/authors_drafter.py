@@ -18,24 +18,11 @@ from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.rope import RopeConfig
 from slipstream.tools.model_file import ModelFile, open_model
 
-LABEL = "dflash (authors)"
-
-
-def _package() -> Any:
-    try:
-        import dflash.model as authors
-    except ImportError as error:
-        raise SourceError(
-            f"the authors' package cannot be imported: {error}",
-            "install it with: pip install transformers && pip install --no-deps dflash",
-        ) from None
-    return authors
-
 
 class AuthorBlocks:
     """The authors' drafter with the taps, the embedding and the head of one of our drafters."""
 
-    label = LABEL
+    label = "dflash (authors)"
 
     def __init__(self, ours: OurBlocks, path: Path) -> None:
         self._ours = ours
@@ -87,7 +74,13 @@ class AuthorBlocks:
 
 def build_authors_drafter(model: ModelFile, config: DFlashConfig) -> Any:
     """The authors' drafter with the file's weights, in fp32."""
-    authors = _package()
+    try:
+        import dflash.model as authors
+    except ImportError as error:
+        raise SourceError(
+            f"the authors' package cannot be imported: {error}",
+            "install it with: pip install transformers && pip install --no-deps dflash",
+        ) from None
     cls = authors.DFlash2DraftModel if config.parts.selector_rank else authors.DFlashDraftModel
     built = cls(_their_config(config)).eval()
     known = set(built.state_dict())

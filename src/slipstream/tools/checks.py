@@ -19,7 +19,7 @@ from slipstream.models.dflash_config import DFlashConfig
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.tools.file_report import inspect_file
 from slipstream.tools.model_file import ModelFile, open_model
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 # Rows of each tensor that are checked, evenly spread, with the first and the last. More rows take longer; fewer miss
 # damage that covers only a part of a tensor.
@@ -54,12 +54,11 @@ def check_file(path: Path, progress: Progress | None = None) -> list[Check]:
     if whole.problems:
         return [whole]
     try:
-        model = open_model(path)
+        with open_model(path) as model:
+            return [whole, _metadata(model), _known(model), _finite(model, progress)]
     except SlipstreamError as error:
         whole.problems.append(str(error))
         return [whole]
-    with model:
-        return [whole, _metadata(model), _known(model), _finite(model, progress)]
 
 
 def _complete(path: Path) -> Check:
@@ -177,9 +176,8 @@ def _finite(model: ModelFile, progress: Progress | None) -> Check:
     check, values = Check("values"), 0
     bad: list[str] = []
     empty: list[str] = []
-    names = list(model.found)
-    for done, name in enumerate(names, 1):
-        tensor = model.file.tensor(model.found[name])
+    for name, own in tracked(list(model.found.items()), "sampling values", progress):
+        tensor = model.file.tensor(own)
         try:
             sample = sample_rows(tensor)
         except SlipstreamError as error:
@@ -191,9 +189,7 @@ def _finite(model: ModelFile, progress: Progress | None) -> Check:
             bad.append(f"{name} ({int((~finite).sum())} of {sample.numel()} sampled)")
         elif sample.numel() and not bool(sample.any()) and not name.endswith("bias"):
             empty.append(name)
-        if progress is not None:
-            progress("sampling values", done, len(names))
-    check.seen = f"{values} sampled values of {len(names)} tensors"
+    check.seen = f"{values} sampled values of {len(model.found)} tensors"
     check.problems += _listed("not finite", bad) + _listed("nothing but zeros", empty)
     return check
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 
@@ -11,16 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import FormatError
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    Piece,
-    TensorPlan,
-    ValueKind,
-    array_entry,
-    number_entry,
-    text_entry,
-)
-from slipstream.formats.quantise import BLOCK_SIZES, encode_rows
+from slipstream.formats.gguf_write import Metadata, Piece, TensorPlan, Value
+from slipstream.formats.quantise import encode_rows
 from slipstream.formats.weight_files import WeightTensor
 
 FLOATS = ("F32", "F16", "BF16")
@@ -29,9 +23,9 @@ _EXACT_IN = {"F64": "F32", "F8_E4M3": "BF16", "F8_E5M2": "BF16"}
 # Values that are converted at a time; this bounds the memory, and smaller pieces would only take longer.
 _PIECE_ELEMENTS = 2**22
 # The numbers by which llama.cpp names the type that most of a file has.
-_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}
+_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 _HF_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_QUANTIZATION_VERSION = 2
+QUANTIZATION_VERSION = 2  # ggml's number for the block layouts that are written here
 # Matrices that stay in F32 because llama.cpp expects it: routers and the kernels of recurrent layers.
 _EXACT = re.compile(r"conv1d|ffn_gate_inp|mlp\.gate\.|router\.proj|shared_expert_gate")
 _EXPERTS = re.compile(r"experts\.|_exps\.")
@@ -41,9 +35,9 @@ _EXPERTS = re.compile(r"experts\.|_exps\.")
 class Conversion:
     """What is to be written, and the notes that the user should read."""
 
-    kind: str  # target or drafter
-    metadata: list[MetadataEntry]
     tensors: list[TensorPlan]
+    metadata: Metadata = field(default_factory=dict)  # of a GGUF file
+    config: dict[str, object] = field(default_factory=dict)  # of a folder
     notes: list[str] = field(default_factory=list)
 
 
@@ -85,7 +79,7 @@ def tensor_plan(name: str, tensor: Source, type_name: str) -> TensorPlan:
                 yield source.raw()
                 continue
             count = source.shape[0]
-            step = max(1, _PIECE_ELEMENTS // max(1, torch.Size(source.shape[1:]).numel()))
+            step = max(1, _PIECE_ELEMENTS // max(1, math.prod(source.shape[1:])))
             for start in range(0, count, step):
                 values = source.rows(torch.arange(start, min(start + step, count))).dense()
                 changed = values if change is None else change(values)
@@ -102,29 +96,21 @@ def is_matrix(tensor: Source) -> bool:
 
 
 def gguf_type(tensor: Source, asked: str | None) -> str:
-    """The type of a folder's tensor in a GGUF file; a row that does not divide into blocks becomes BF16."""
+    """The type of a folder's tensor in a GGUF file."""
     stored = _EXACT_IN.get(tensor.type_name, tensor.type_name)
     if stored not in FLOATS:
         raise FormatError(f"tensor '{tensor.name}' is stored as {tensor.type_name}", "weights must be floating point")
-    if not is_matrix(tensor):
-        return "F32"
-    if asked is not None and tensor.shape[-1] % BLOCK_SIZES[asked][0]:
-        return "BF16"
-    return asked or stored
+    return asked or stored if is_matrix(tensor) else "F32"
 
 
-def widened_entries(plans: Mapping[str, tuple[TensorPlan, Source]]) -> list[MetadataEntry]:
-    """Records which tensors were widened to F32, so that converting back restores the same bytes."""
-    entries = []
+def widened_keys(tensors: Mapping[str, Source]) -> dict[str, Value]:
+    """Records which tensors are widened to F32 by `gguf_type`, so that converting back restores the same bytes."""
+    found: dict[str, Value] = {}
     for type_name in ("BF16", "F16"):
-        names = [
-            plan.name
-            for plan, tensor in plans.values()
-            if plan.type_name == "F32" and tensor.type_name == type_name and not is_matrix(tensor)
-        ]
+        names = [name for name, tensor in tensors.items() if tensor.type_name == type_name and not is_matrix(tensor)]
         if names:
-            entries.append(array_entry(_WIDENED_KEY + type_name.lower(), names, ValueKind.STRING))
-    return entries
+            found[_WIDENED_KEY + type_name.lower()] = names
+    return found
 
 
 def widened_types(metadata: Mapping[str, object]) -> dict[str, str]:
@@ -151,15 +137,15 @@ def _fits(tensor: Source, type_name: str) -> bool:
     return bool(torch.equal(values.to(narrow).float(), values))
 
 
-def general_entries(architecture: str, name: str, plans: Sequence[TensorPlan]) -> list[MetadataEntry]:
-    """The entries with which every GGUF model begins."""
-    return [
-        text_entry("general.architecture", architecture),
-        text_entry("general.type", "model"),
-        text_entry("general.name", name),
-        number_entry("general.file_type", _FILE_TYPES[_main_type(plans)], ValueKind.UINT32),
-        number_entry("general.quantization_version", _QUANTIZATION_VERSION, ValueKind.UINT32),
-    ]
+def general_keys(architecture: str, name: str, plans: Sequence[TensorPlan]) -> dict[str, Value]:
+    """The keys with which every GGUF model begins."""
+    return {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": _FILE_TYPES[_main_type(plans)],
+        "general.quantization_version": QUANTIZATION_VERSION,
+    }
 
 
 def hf_dtype(plans: Sequence[TensorPlan]) -> str:
@@ -183,7 +169,7 @@ def rounded(value: object) -> object:
 
 def _main_type(plans: Sequence[TensorPlan]) -> str:
     """The type that most of the values have."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for plan in plans:
-        totals[plan.type_name] = totals.get(plan.type_name, 0) + torch.Size(plan.shape).numel()
-    return max(totals, key=lambda name: totals[name])
+        totals[plan.type_name] += math.prod(plan.shape)
+    return totals.most_common(1)[0][0]

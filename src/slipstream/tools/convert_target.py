@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
-from slipstream.formats.gguf_write import MetadataEntry, TensorPlan, ValueKind, as_read, number_entry
+from slipstream.formats.gguf import ValueKind
+from slipstream.formats.gguf_write import TensorPlan, as_read, entries
 from slipstream.formats.weight_files import WeightFile, open_weights
 from slipstream.models.config_reading import ConfigReader
 from slipstream.models.decoder import DecoderConfig, FamilyNames
@@ -22,19 +23,19 @@ from slipstream.models.rope import RopeConfig, inverse_frequencies
 from slipstream.models.weights import Weights
 from slipstream.tools.convert_plans import (
     Conversion,
-    general_entries,
+    general_keys,
     gguf_type,
     hf_dtype,
     rounded,
     safetensors_type,
     tensor_plan,
-    widened_entries,
+    widened_keys,
     widened_types,
 )
-from slipstream.tools.convert_vocab import NO_END, folder_entries, names_an_end
-from slipstream.tools.family_configs import FAMILY_NAMES, gguf_entries, hf_config
+from slipstream.tools.convert_vocab import END_KEY, NO_END, folder_entries
+from slipstream.tools.family_configs import FAMILY_NAMES, gguf_keys, hf_config
 from slipstream.tools.family_tensors import folder_tensors, gguf_tensors
-from slipstream.tools.tensor_lists import decoder_tensors, take_tensors
+from slipstream.tools.model_file import decoder_tensors, take_tensors
 from slipstream.types import Progress
 
 _FACTORS = "rope_freqs.weight"
@@ -82,12 +83,12 @@ def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> 
     """The contents of a GGUF file for a Hugging Face target folder."""
     config, names, file = read_target(path)
     tensors = take_tensors(file, decoder_tensors(config, names, file), names.file_name, names.ignored)
-    plans = {
-        name: (tensor_plan(name, tensor, gguf_type(tensor, asked)), tensor)
-        for name, tensor in gguf_tensors(config, tensors).items()
-    }
-    written = [plan for plan, _ in plans.values()]
-    described = [*gguf_entries(config), *_llama3_entries(config.rope)]
+    sources = gguf_tensors(config, tensors)
+    written = [tensor_plan(name, tensor, gguf_type(tensor, asked)) for name, tensor in sources.items()]
+    described = entries(gguf_keys(config))
+    if config.rope.kind == "llama3":
+        scaling = {_LLAMA3 + key: getattr(config.rope, key) for key in _LLAMA3_KEYS}
+        described |= entries(scaling, ValueKind.FLOAT64)
     factors = _factors(config)
     if factors is not None:
         written.insert(0, _factor_tensor(factors))
@@ -96,16 +97,12 @@ def to_gguf(path: Path, asked: str | None, progress: Progress | None = None) -> 
     )[0]
     _refuse_what_is_lost(config, back, path.name, "GGUF")
     folder = path if path.is_dir() else path.parent
-    metadata = [
-        *general_entries(FAMILY_NAMES[config.family][0], path.resolve().name, written),
-        *described,
-        *widened_entries(plans),
-        *folder_entries(folder, config.vocab_size, progress),
-    ]
-    return Conversion("target", metadata, written, [] if names_an_end(metadata) else [NO_END])
+    metadata = entries(general_keys(FAMILY_NAMES[config.family][0], path.resolve().name, written)) | described
+    metadata |= entries(widened_keys(sources)) | folder_entries(folder, config.vocab_size, progress)
+    return Conversion(written, metadata, notes=[] if END_KEY in metadata else [NO_END])
 
 
-def to_folder(path: Path, asked: str | None) -> tuple[Conversion, dict[str, object]]:
+def to_folder(path: Path, asked: str | None) -> Conversion:
     """The safetensors of a GGUF target, and the config.json that belongs to them."""
     config, names, file = read_target(path)
     if not isinstance(config, Gemma4Config):
@@ -116,17 +113,12 @@ def to_folder(path: Path, asked: str | None) -> tuple[Conversion, dict[str, obje
         tensor_plan(name, tensor, safetensors_type(tensor, asked, widened))
         for name, tensor in folder_tensors(config, tensors).items()
     ]
-    found = {"dtype": hf_dtype(plans)} | _token_ids(file.metadata)
+    ids = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
+    found = {"dtype": hf_dtype(plans)} | {key: value for key, value in ids.items() if isinstance(value, int)}
     described = {key: value for key, value in hf_config(config, found).items() if value is not None}
     back = FAMILIES[config.family].read_hf(ConfigReader(described, path.name))[0]
     _refuse_what_is_lost(config, back, path.name, "config.json")
-    return Conversion("target", [], plans), described
-
-
-def _token_ids(metadata: Mapping[str, object]) -> dict[str, object]:
-    keys = ("bos_token_id", "eos_token_id")
-    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in keys}
-    return {key: value for key, value in found.items() if isinstance(value, int)}
+    return Conversion(plans, config=described)
 
 
 # ---- what a format cannot express
@@ -171,7 +163,7 @@ def _as_written(plans: Sequence[TensorPlan], factors: Tensor | None) -> WeightFi
     data = b"" if factors is None else factors.numpy().astype("<f4").tobytes()
     stored = MemoryBytes(np.frombuffer(data, np.uint8))
     entries = [
-        TensorEntry(plan.name, plan.type_name, plan.shape, 1, 4, 0, len(data) if plan.name == _FACTORS else 0)
+        TensorEntry(plan.name, plan.type_name, plan.shape, 0, len(data) if plan.name == _FACTORS else 0)
         for plan in plans
     ]
     return WeightFile(Path(_FACTORS), {entry.name: (entry, stored) for entry in entries}, {})
@@ -191,12 +183,6 @@ def _factors(config: DecoderConfig) -> Tensor | None:
 
 def _factor_tensor(factors: Tensor) -> TensorPlan:
     return TensorPlan(_FACTORS, "F32", (factors.numel(),), lambda: [np.asarray(factors, "<f4").tobytes()])
-
-
-def _llama3_entries(rope: RopeConfig) -> list[MetadataEntry]:
-    if rope.kind != "llama3":
-        return []
-    return [number_entry(_LLAMA3 + key, getattr(rope, key), ValueKind.FLOAT64) for key in _LLAMA3_KEYS]
 
 
 def _original_rope(rope: RopeConfig, file: WeightFile) -> RopeConfig:

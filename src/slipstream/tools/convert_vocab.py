@@ -11,21 +11,14 @@ from tokenizers.processors import TemplateProcessing
 
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.formats.file_bytes import read_json_object
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    ValueKind,
-    array_entry,
-    as_read,
-    number_entry,
-    stored_metadata,
-    text_entry,
-)
+from slipstream.formats.gguf import ValueKind
+from slipstream.formats.gguf_write import Metadata, Value, as_read, entries, stored_metadata
 from slipstream.text import gguf_vocab
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Progress
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-MASK_KEY = "tokenizer.ggml.mask_token_id"
+END_KEY, MASK_KEY = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.mask_token_id"
 NO_END = "the tokenizer names no end-of-sequence token, so llama.cpp would choose one itself"
 # Rules by which byte-level families split text. The first rule is taken under which the vocabulary gives the same ids
 # as the folder's tokenizer.
@@ -50,47 +43,41 @@ _PROBES = (
 )
 
 
-def folder_entries(folder: Path, vocab_size: int, progress: Progress | None = None) -> list[MetadataEntry]:
-    """The tokenizer of a model folder as GGUF entries; it refuses a tokenizer that GGUF cannot express."""
+def folder_entries(folder: Path, vocab_size: int, progress: Progress | None = None) -> Metadata:
+    """The tokenizer of a model folder as GGUF metadata; it refuses a tokenizer that GGUF cannot express."""
     tokenizer = Tokenizer.load(folder)
     described = read_json_object(folder / "tokenizer.json")
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type") not in ("BPE", None):
         raise ConfigError(f"{folder.name}: GGUF supports only BPE tokenizers", "convert a model that has one")
     tokens, types = _tokens(described, model, vocab_size, folder.name)
-    common = [
-        array_entry("tokenizer.ggml.tokens", tokens, ValueKind.STRING),
-        array_entry("tokenizer.ggml.token_type", types, ValueKind.INT32),
-        *_special_entries(tokenizer, model, tokens, folder),
-    ]
+    common = entries({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types})
+    common |= entries(_special_keys(tokenizer, model, tokens, folder))
     spellings = _spellings(model, tokens)
-    for tried, entries in enumerate(spellings):
+    for tried, spelling in enumerate(spellings):
         # A large vocabulary takes a second or two to build, and several may have to be tried.
         if progress is not None:
             progress("matching the tokenizer", tried, len(spellings))
-        if _same(tokenizer, [*entries, *common]):
-            return [*entries, *common]
+        if _same(tokenizer, found := spelling | common):
+            return found
     raise ConfigError(
         f"{folder.name}: no pre-tokenizer of GGUF splits text as this tokenizer does",
         f"known: {', '.join(_PRE_TOKENIZERS)}",
     )
 
 
-def target_entries(target: Path, vocab_size: int, progress: Progress | None = None) -> list[MetadataEntry]:
-    """The tokenizer entries of a target: those of its GGUF file, or new ones made from its folder."""
+def target_entries(target: Path, vocab_size: int, progress: Progress | None = None) -> Metadata:
+    """The tokenizer's metadata of a target: that of its GGUF file, or new metadata made from its folder."""
     if target.is_dir() and (target / "tokenizer.json").is_file():
         return folder_entries(target, vocab_size, progress)
     file = target if target.is_file() else next(iter(sorted(target.glob("*.gguf"))), None)
     if file is None or file.suffix != ".gguf":
         raise ConfigError(f"{target} has no tokenizer", "put the model's tokenizer.json beside its weights")
-    kept = [entry for entry in stored_metadata(file) if entry.key.startswith("tokenizer.") and entry.key != MASK_KEY]
+    stored = stored_metadata(file)
+    kept = {key: value for key, value in stored.items() if key.startswith("tokenizer.") and key != MASK_KEY}
     if not kept:
         raise ConfigError(f"{file.name} has no tokenizer", "use a file that carries its vocabulary")
     return kept
-
-
-def names_an_end(entries: Sequence[MetadataEntry]) -> bool:
-    return any(entry.key == "tokenizer.ggml.eos_token_id" for entry in entries)
 
 
 def write_folder(metadata: Mapping[str, object], folder: Path) -> str:
@@ -146,62 +133,47 @@ def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-def _special_entries(
+def _special_keys(
     tokenizer: Tokenizer, model: Mapping[str, Any], tokens: Sequence[str], folder: Path
-) -> list[MetadataEntry]:
+) -> dict[str, Value]:
     config = folder / "tokenizer_config.json"
     named = read_json_object(config) if config.is_file() else {}
-    entries = []
-
-    def add(key: str, index: int | None) -> None:
-        if index is not None:
-            entries.append(number_entry(f"tokenizer.ggml.{key}_token_id", index, ValueKind.UINT32))
-
-    add("bos", tokenizer.bos_id)
+    bos = tokenizer.bos_id
+    ids = {"bos": bos}
     first = tokens.index(tokenizer.eos_token) if tokenizer.eos_token in tokens else None
     ends = ([first] if first is not None else []) + sorted(tokenizer.eos_ids - {first})
-    for key, index in zip(("eos", "eot", "eom"), ends, strict=False):
-        add(key, index)
+    ids |= zip(("eos", "eot", "eom"), ends, strict=False)
     for key, text in (("unknown", model.get("unk_token")), ("padding", named.get("pad_token"))):
         content = text.get("content") if isinstance(text, dict) else text
-        add(key, tokens.index(content) if content in tokens else None)
-    adds_bos = tokenizer.bos_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_id]
-    entries.append(number_entry("tokenizer.ggml.add_bos_token", adds_bos, ValueKind.BOOL))
-    if tokenizer.chat_template:
-        entries.append(text_entry("tokenizer.chat_template", tokenizer.chat_template))
-    return entries
+        ids[key] = tokens.index(content) if content in tokens else None
+    found: dict[str, Value] = {f"tokenizer.ggml.{key}_token_id": i for key, i in ids.items() if i is not None}
+    found["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    return found | ({"tokenizer.chat_template": tokenizer.chat_template} if tokenizer.chat_template else {})
 
 
-def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[list[MetadataEntry]]:
-    """Every set of entries for splitting and joining text that may fit this tokenizer."""
+def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[Metadata]:
+    """All metadata for splitting and joining text that may fit this tokenizer."""
     merged = model.get("merges", [])
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merged]
-    merges = array_entry("tokenizer.ggml.merges", [f"{left} {right}" for left, right in pairs], ValueKind.STRING)
+    merges = entries({"tokenizer.ggml.merges": [f"{left} {right}" for left, right in pairs]}, ValueKind.STRING)
     if not model.get("byte_fallback"):
-        return [
-            [text_entry("tokenizer.ggml.model", "gpt2"), text_entry("tokenizer.ggml.pre", pre), merges]
-            for pre in _PRE_TOKENIZERS
-        ]
+        rules = ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre} for pre in _PRE_TOKENIZERS)
+        return [entries(rule) | merges for rule in rules]
     # SentencePiece ranks pieces by score, so the piece that is merged first gets the best score.
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
-    scores = array_entry(
-        "tokenizer.ggml.scores", [-float(ranks.get(token, len(pairs))) for token in tokens], ValueKind.FLOAT32
-    )
-    start = [text_entry("tokenizer.ggml.model", "llama"), text_entry("tokenizer.ggml.pre", "default"), scores]
-    spellings = [
-        [*start, number_entry("tokenizer.ggml.add_space_prefix", prefix, ValueKind.BOOL)] for prefix in (True, False)
-    ]
-    gemma = [text_entry("tokenizer.ggml.model", "gemma4"), scores, merges]
-    gemma.append(number_entry("tokenizer.ggml.add_space_prefix", False, ValueKind.BOOL))
-    return [gemma, *spellings] if _GEMMA_TURN in tokens else spellings
+    scores = entries({"tokenizer.ggml.scores": [-float(ranks.get(token, len(pairs))) for token in tokens]})
+    spaced, unspaced = (entries({"tokenizer.ggml.add_space_prefix": prefix}) for prefix in (True, False))
+    llama = entries({"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}) | scores
+    gemma = [entries({"tokenizer.ggml.model": "gemma4"}) | scores | merges | unspaced] if _GEMMA_TURN in tokens else []
+    return [*gemma, llama | spaced, llama | unspaced]
 
 
-def _same(tokenizer: Tokenizer, entries: Sequence[MetadataEntry]) -> bool:
-    """Whether the entries make a tokenizer that gives the same ids as the folder's tokenizer on sample texts."""
+def _same(tokenizer: Tokenizer, metadata: Metadata) -> bool:
+    """Whether the metadata makes a tokenizer that gives the same ids as the folder's tokenizer on sample texts."""
     try:
-        other = Tokenizer.from_gguf(as_read(entries))
+        other = Tokenizer.from_gguf(as_read(metadata))
     except SlipstreamError:
         return False
     special = "".join(tokenizer.token_text(index) for index in sorted(tokenizer.eos_ids)[:4])

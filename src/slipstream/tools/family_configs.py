@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.formats.gguf_write import MetadataEntry, ValueKind, array_entry, number_entry, text_entry
+from slipstream.formats.gguf_write import Value
 from slipstream.models.decoder import DecoderConfig
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.gemma4_config import FULL, SLIDING, Gemma4Config
 from slipstream.models.laguna import LagunaConfig
 from slipstream.models.moe import MoeShape
-from slipstream.models.qwen3 import MOE_FAMILY
 from slipstream.models.qwen3_5 import LINEAR, Qwen35Config
 from slipstream.models.rope import RopeConfig
 from slipstream.tools.convert_plans import shortest
 
-Value = int | float | bool | str | Sequence[int] | Sequence[bool]
 # For each family: llama.cpp's architecture, Hugging Face's model type, and Hugging Face's class.
 FAMILY_NAMES = {
     "gemma4": ("gemma4", "gemma4_text", "Gemma4ForCausalLM"),
@@ -36,31 +35,19 @@ _STILL = 1e20  # a frequency that is divided by more does not rotate
 # ---- GGUF keys
 
 
-def gguf_entries(config: DecoderConfig) -> list[MetadataEntry]:
+def gguf_keys(config: DecoderConfig) -> dict[str, Value]:
     """All keys that llama.cpp requires in a file of this family."""
-    arch = FAMILY_NAMES[config.family][0]
-    return [_entry(f"{arch}.{key}", value) for key, value in (_common_keys(config) | _own_keys(config)).items()]
+    keys = stack_keys(config, config.max_positions) | (_moe_keys(config.moe) if config.moe is not None else {})
+    if own := _OWN_KEYS.get(config.family):
+        keys |= own(config)
+    return {f"{FAMILY_NAMES[config.family][0]}.{key}": value for key, value in keys.items()}
 
 
-def rope_entries(rope: RopeConfig, arch: str) -> list[MetadataEntry]:
-    return [_entry(f"{arch}.{key}", value) for key, value in rope_keys(rope).items()]
-
-
-def _entry(key: str, value: Value) -> MetadataEntry:
-    if isinstance(value, bool):
-        return number_entry(key, value, ValueKind.BOOL)
-    if isinstance(value, str):
-        return text_entry(key, value)
-    if isinstance(value, int | float):
-        return number_entry(key, value, ValueKind.UINT32 if isinstance(value, int) else ValueKind.FLOAT32)
-    flags = isinstance(value[0], bool)
-    return array_entry(key, value, ValueKind.BOOL if flags else ValueKind.INT32)
-
-
-def _common_keys(config: DecoderConfig) -> dict[str, Value]:
+def stack_keys(config: DecoderConfig | DFlashConfig, context: int) -> dict[str, Value]:
+    """The keys that targets and drafters share."""
     return {
         "vocab_size": config.vocab_size,
-        "context_length": config.max_positions,
+        "context_length": context,
         "embedding_length": config.hidden_size,
         "block_count": config.layers,
         "feed_forward_length": config.intermediate_size,
@@ -105,18 +92,8 @@ def _moe_keys(moe: MoeShape) -> dict[str, Value]:
     return keys | ({"expert_shared_feed_forward_length": moe.shared_size} if moe.shared_size else {})
 
 
-def _own_keys(config: DecoderConfig) -> dict[str, Value]:
-    if config.family == MOE_FAMILY and config.moe is not None:
-        return _moe_keys(config.moe)
-    if isinstance(config, LagunaConfig):
-        return _laguna_keys(config)
-    if isinstance(config, Gemma4Config):
-        return _gemma4_keys(config)
-    return _qwen35_keys(config) if isinstance(config, Qwen35Config) else {}
-
-
 def _laguna_keys(config: LagunaConfig) -> dict[str, Value]:
-    keys = _moe_keys(config.moe) | {
+    keys: dict[str, Value] = {
         "attention.head_count": config.layer_heads,
         "leading_dense_block_count": (*config.sparse, True).index(True),
         "expert_weights_norm": config.moe.renormalise,
@@ -150,7 +127,7 @@ def _gemma4_keys(config: Gemma4Config) -> dict[str, Value]:
     }
     if config.final_softcap:
         keys["final_logit_softcapping"] = config.final_softcap
-    return keys | (_moe_keys(config.moe) if config.moe is not None else {})
+    return keys
 
 
 def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
@@ -166,7 +143,7 @@ def _qwen35_keys(config: Qwen35Config) -> dict[str, Value]:
     }
     if config.recurrent != tuple((index + 1) % period != 0 for index in range(config.layers)):
         keys["attention.recurrent_layers"] = config.recurrent
-    return keys | (_moe_keys(config.moe) if config.moe is not None else {})
+    return keys
 
 
 def rotary_sections(pairs: int) -> tuple[int, int, int]:
@@ -208,7 +185,22 @@ def hf_config(config: DecoderConfig, context: Mapping[str, object]) -> dict[str,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    return found | _own_config(config) | dict(context)
+    if own := _OWN_CONFIG.get(config.family):
+        found |= own(config)
+    return found | _moe_config(config) | dict(context)
+
+
+def _moe_config(config: DecoderConfig) -> dict[str, object]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    found: dict[str, object] = {
+        "num_experts": moe.experts,
+        "top_k_experts" if isinstance(config, Gemma4Config) else "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.intermediate_size,
+    }
+    shares = isinstance(config, LagunaConfig | Qwen35Config)
+    return found | ({"shared_expert_intermediate_size": moe.shared_size} if shares else {})
 
 
 def rope_section(rope: RopeConfig) -> dict[str, object]:
@@ -232,26 +224,12 @@ def rope_section(rope: RopeConfig) -> dict[str, object]:
     return found
 
 
-def _own_config(config: DecoderConfig) -> dict[str, object]:
-    if config.family == MOE_FAMILY and config.moe is not None:
-        moe = config.moe
-        return {
-            "num_experts": moe.experts,
-            "num_experts_per_tok": moe.active,
-            "moe_intermediate_size": moe.intermediate_size,
-            "norm_topk_prob": moe.renormalise,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    if isinstance(config, LagunaConfig):
-        return _laguna_config(config)
-    if isinstance(config, Gemma4Config):
-        return _gemma4_config(config)
-    return _qwen35_config(config) if isinstance(config, Qwen35Config) else {}
+def _qwen3_moe_config(config: DecoderConfig) -> dict[str, object]:
+    assert config.moe is not None
+    return {"norm_topk_prob": config.moe.renormalise, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _laguna_config(config: LagunaConfig) -> dict[str, object]:
-    moe = config.moe
     ropes = {FULL: config.rope, SLIDING: config.sliding_rope}
     return {
         "num_attention_heads_per_layer": list(config.layer_heads),
@@ -261,11 +239,7 @@ def _laguna_config(config: LagunaConfig) -> dict[str, object]:
         "rope_theta": None,
         "rope_parameters": {name: rope_section(rope) for name, rope in ropes.items()},
         "gating": True if config.gate_per_head else "per-element",
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "shared_expert_intermediate_size": moe.shared_size,
-        "moe_routed_scaling_factor": shortest(moe.scale),
+        "moe_routed_scaling_factor": shortest(config.moe.scale),
     }
 
 
@@ -279,7 +253,7 @@ def _gemma4_config(config: Gemma4Config) -> dict[str, object]:
         if not config.sliding[index]
     }
     sliding_heads = [count for count, slides in zip(config.layer_kv_heads, config.sliding, strict=True) if slides]
-    found: dict[str, object] = {
+    return {
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": kinds,
@@ -296,19 +270,12 @@ def _gemma4_config(config: Gemma4Config) -> dict[str, object]:
         "final_logit_softcapping": shortest(config.final_softcap) if config.final_softcap else None,
         "enable_moe_block": config.moe is not None,
     }
-    if config.moe is not None:
-        found |= {
-            "num_experts": config.moe.experts,
-            "top_k_experts": config.moe.active,
-            "moe_intermediate_size": config.moe.intermediate_size,
-        }
-    return found
 
 
 def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
-    delta, moe = config.delta, config.moe
+    delta = config.delta
     sections = {"mrope_section": list(rotary_sections(config.rope.dim // 2))}
-    found: dict[str, object] = {
+    return {
         "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
         "rope_theta": None,
         "rope_parameters": {"partial_rotary_factor": 1.0} | rope_section(config.rope) | sections,
@@ -318,11 +285,19 @@ def _qwen35_config(config: Qwen35Config) -> dict[str, object]:
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.kernel,
     }
-    if moe is None:
-        return found
-    return found | {
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "shared_expert_intermediate_size": moe.shared_size,
-    }
+
+
+# What a family has beside the keys of all families and those of experts.
+_OWN_KEYS: dict[str, Callable[[Any], dict[str, Value]]] = {
+    "gemma4": _gemma4_keys,
+    "laguna": _laguna_keys,
+    "qwen3_5": _qwen35_keys,
+    "qwen3_5_moe": _qwen35_keys,
+}
+_OWN_CONFIG: dict[str, Callable[[Any], dict[str, object]]] = {
+    "gemma4": _gemma4_config,
+    "laguna": _laguna_config,
+    "qwen3_5": _qwen35_config,
+    "qwen3_5_moe": _qwen35_config,
+    "qwen3_moe": _qwen3_moe_config,
+}

@@ -47,9 +47,9 @@ def gguf_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -> 
             prefix = name.removesuffix("gate_up_proj")
             experts |= {prefix + "gate_proj": gate, prefix + "up_proj": up}
         else:
-            found[spell(name)] = _for_gguf(name, tensor, config)
+            found[spell(name)] = _laid_out(name, tensor, config, to_gguf=True)
     for name, each in experts.items():
-        found[spell(name)] = _stacked(spell(name), each)
+        found[spell(name)] = DerivedTensor(spell(name), tuple(each), (len(each), *each[0].shape))
     return found
 
 
@@ -59,7 +59,7 @@ def folder_tensors(config: DecoderConfig, tensors: Mapping[str, WeightTensor]) -
     for name, tensor in tensors.items():
         experts = _ALL_EXPERTS.match(name)
         if experts is None:
-            found[name] = _for_folder(name, tensor, config)
+            found[name] = _laid_out(name, tensor, config, to_gguf=False)
         elif config.family == "gemma4":
             found |= _joined_experts(experts[1], experts[2], tensors)
         elif experts[2] == "gate_up_proj":
@@ -78,10 +78,6 @@ def _halves(tensor: WeightTensor) -> tuple[list[WeightTensor], list[WeightTensor
     return [one.rows(torch.arange(half)) for one in parts], [one.rows(torch.arange(half, 2 * half)) for one in parts]
 
 
-def _stacked(name: str, each: list[WeightTensor]) -> DerivedTensor:
-    return DerivedTensor(name, tuple(each), (len(each), *each[0].shape))
-
-
 def _joined_experts(prefix: str, kind: str, tensors: Mapping[str, WeightTensor]) -> dict[str, Source]:
     """Joins gate and up of all experts, which Gemma's folders have in one tensor and its GGUF files in one or two."""
     tensor = tensors[prefix + kind]
@@ -94,24 +90,15 @@ def _joined_experts(prefix: str, kind: str, tensors: Mapping[str, WeightTensor])
     return {name: DerivedTensor(name, pairs, (tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2]))}
 
 
-def _for_gguf(name: str, tensor: WeightTensor, config: DecoderConfig) -> Source:
+def _laid_out(name: str, tensor: WeightTensor, config: DecoderConfig, *, to_gguf: bool) -> Source:
+    """A tensor that is not of an expert in the layout of GGUF files or of folders."""
     if isinstance(config, Qwen35Config):
-        return _qwen35(name, tensor, config, to_gguf=True)
-    order = _rotary_order(name, config)
-    return tensor if order is None else tensor.rows(order.argsort())
-
-
-def _for_folder(name: str, tensor: WeightTensor, config: DecoderConfig) -> Source:
-    if isinstance(config, Qwen35Config):
-        return _qwen35(name, tensor, config, to_gguf=False)
-    order = _rotary_order(name, config)
-    return tensor if order is None else tensor.rows(order)
-
-
-def _rotary_order(name: str, config: DecoderConfig) -> Tensor | None:
-    """For each row of a Llama folder's tensor, its row in the GGUF file; None for tensors with the same order."""
+        return _qwen35(name, tensor, config, to_gguf=to_gguf)
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get((name.split(".") + [""] * 5)[4])
-    return None if config.family != "llama" or heads is None else stored_rotary_rows(heads, config.head_dim)
+    if config.family != "llama" or heads is None:
+        return tensor
+    order = stored_rotary_rows(heads, config.head_dim)  # for each row of a folder's tensor, its row in the GGUF file
+    return tensor.rows(order.argsort() if to_gguf else order)
 
 
 def _qwen35(name: str, tensor: WeightTensor, config: Qwen35Config, *, to_gguf: bool) -> Source:

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+
 from slipstream.errors import SlipstreamError, SourceError
 from slipstream.formats import gguf, safetensors
-from slipstream.formats.file_bytes import FileBytes, TensorEntry, read_json_object
-from slipstream.formats.weight_files import INDEX, SINGLE, find_gguf
-from slipstream.models.dflash import LUCEBOX_ARCHS
-from slipstream.models.dflash_config import DFlashConfig, llama_cpp_keys, read_gguf, read_hf
-from slipstream.models.dflash_names import DrafterNames, ShapeOf
-from slipstream.tools.model_file import DRAFTER_ARCH, configures_drafter, refuse_false_layers
+from slipstream.formats.file_bytes import FileBytes, MemoryBytes, TensorEntry, missing_bytes, read_json_object
+from slipstream.formats.weight_files import INDEX, SINGLE, WeightFile, find_gguf, read_config
+from slipstream.models.dflash import read_drafter_config
+from slipstream.models.dflash_config import DFlashConfig
+from slipstream.tools.model_file import describes_drafter, refuse_false_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
 SHOWN_CHARACTERS = 4096  # longer texts, such as chat templates, are cut
@@ -35,16 +36,12 @@ def _gguf(path: Path) -> dict[str, object]:
     try:
         with closing(FileBytes(path)) as data:
             header = gguf.parse_header(data, path.name)
-        missing = header.missing_bytes
+        missing = missing_bytes(header.tensors, header.file_size)
         problem = f"the file ends {missing} bytes early: truncated" if missing else ""
     except gguf.TruncatedHeader as error:
         # The count of missing bytes is a lower bound, because the missing part of the header lists further data.
         header, missing, problem = error.header, error.missing, error.message
-    report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors)
-    report["architecture"] = header.metadata.get("general.architecture")
-    report["metadata"] = {key: _summary(value) for key, value in header.metadata.items()}
-    if report["architecture"] in (DRAFTER_ARCH, *LUCEBOX_ARCHS):
-        report["drafter"] = _drafter(header.metadata, path.name, header.tensors, is_gguf=True)
+    report = _report(f"GGUF v{header.version}", path, header.file_size, header.tensors, header.metadata)
     return report | _completeness(missing, problem)
 
 
@@ -56,15 +53,8 @@ def _safetensors(files: Sequence[Path], shown: Path) -> dict[str, object]:
             found, length = safetensors.parse_header(data, file.name), len(data)
         entries += found
         size += length
-        missing += max(0, max((entry.end for entry in found), default=0) - length)
-    config_file = (shown if shown.is_dir() else shown.parent) / "config.json"
-    config = read_json_object(config_file) if config_file.is_file() else {}
-    named = config.get("architectures")
-    report = _report("safetensors", shown, size, entries)
-    report["architecture"] = named[0] if isinstance(named, list) and named else config.get("model_type")
-    report["metadata"] = {key: _summary(value) for key, value in config.items()}
-    if configures_drafter(config):
-        report["drafter"] = _drafter(config, shown.name, entries, is_gguf=False)
+        missing += missing_bytes(found, length)
+    report = _report("safetensors", shown, size, entries, read_config(shown) or {})
     problem = f"the data ends {missing} bytes early: truncated" if missing else ""
     return report | _completeness(missing, problem)
 
@@ -87,18 +77,14 @@ def _folder(folder: Path) -> dict[str, object]:
     return report
 
 
-def _drafter(
-    config: Mapping[str, object], label: str, entries: Sequence[TensorEntry], is_gguf: bool
-) -> dict[str, object]:
-    """How a drafter proposes tokens, or why it cannot be used."""
-    shape_of = _shapes(entries, is_gguf)
+def _drafter(path: Path, entries: Sequence[TensorEntry], values: Mapping[str, object]) -> dict[str, object]:
+    """How a drafter proposes tokens, or why it cannot be used; only the shapes of its tensors are needed."""
+    nothing = MemoryBytes(np.zeros(0, np.uint8))
+    metadata = dict(values) if "general.architecture" in values else {}
+    file = WeightFile(path, {entry.name: (entry, nothing) for entry in entries}, metadata)
     try:
-        refuse_false_layers(config, len(entries), label)
-        if is_gguf:
-            arch = str(config["general.architecture"])
-            read = read_gguf(llama_cpp_keys(config, arch) if arch in LUCEBOX_ARCHS else config, label, shape_of)
-        else:
-            read = read_hf(config, label, shape_of)
+        refuse_false_layers(values, len(entries), path.name)
+        read = read_drafter_config(path, file)
     except SlipstreamError as error:
         return {"problem": str(error)}
     return {
@@ -108,12 +94,6 @@ def _drafter(
         "target_layer_ids": list(read.target_layer_ids),
         "mask_token_id": read.mask_token_id,
     } | _parts(read)
-
-
-def _shapes(entries: Sequence[TensorEntry], is_gguf: bool) -> ShapeOf:
-    shapes = {entry.name: entry.shape for entry in entries}
-    names = DrafterNames(shapes, is_gguf)
-    return lambda name: shapes.get(names(name))
 
 
 def _parts(config: DFlashConfig) -> dict[str, object]:
@@ -134,7 +114,10 @@ def _completeness(missing: int, problem: str) -> dict[str, object]:
     return {"complete": not problem, "missing_bytes": missing, "problem": problem}
 
 
-def _report(kind: str, path: Path, size: int, entries: Sequence[TensorEntry]) -> dict[str, object]:
+def _report(
+    kind: str, path: Path, size: int, entries: Sequence[TensorEntry], values: Mapping[str, object]
+) -> dict[str, object]:
+    """What both formats have; `values` is the metadata of a GGUF file, or a config.json."""
     totals: dict[str, dict[str, int]] = {}
     for entry in entries:
         total = totals.setdefault(entry.type_name, {"count": 0, "parameters": 0, "bytes": 0})
@@ -145,14 +128,19 @@ def _report(kind: str, path: Path, size: int, entries: Sequence[TensorEntry]) ->
         {"name": entry.name, "type": entry.type_name, "shape": list(entry.shape), "bytes": entry.nbytes}
         for entry in entries
     ]
-    return {
+    named, is_gguf = values.get("architectures"), kind != "safetensors"
+    plain = values.get("general.architecture" if is_gguf else "model_type")
+    report: dict[str, object] = {
         "path": str(path),
         "format": kind,
         "size": size,
         "parameters": sum(entry.elements for entry in entries),
         "totals": totals,
         "tensors": tensors,
+        "architecture": named[0] if not is_gguf and isinstance(named, list) and named else plain,
+        "metadata": {key: _summary(value) for key, value in values.items()},
     }
+    return report | ({"drafter": _drafter(path, entries, values)} if describes_drafter(values) else {})
 
 
 def _summary(value: object) -> object:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.config import PAGE_TOKENS, EngineConfig, WeightFormat
 from slipstream.engine.memory_estimate import Footprint, available_bytes, footprint
 from slipstream.errors import ConfigError, RequestError
-from slipstream.formats.quants import GGML_TYPES
+from slipstream.formats.quants import BLOCKS
 from slipstream.formats.weight_files import read_config
 from slipstream.models.decoder import DecoderConfig
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.family_tensors import gguf_tensors
 from slipstream.tools.model_file import open_model
-from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName
+from slipstream.tools.quantize_recipes import Recipe, RecipeName
 from slipstream.types import Progress
 
 # Python, torch and the work space of a step, as measured in a process with the default pair beyond weights and cache.
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 class QuantFit:
     """The same pair if the target were quantised with a recipe of `slipstream quantize`."""
 
-    recipe: str
+    type: str  # the recipe
     weight_bytes: int
     total_bytes: int
     fits: bool
@@ -43,50 +43,21 @@ class QuantFit:
 class FitReport:
     """What a pair needs, compared with a memory; counts are for the requested context."""
 
+    fits: bool
     memory_bytes: int
     context: int
     target_bytes: int
     draft_bytes: int
     runtime_bytes: int
     token_bytes: int  # of the cache, for target and draft context together
+    cache_bytes: int
+    total_bytes: int
     trained_context: int  # the longest context that the target supports
-    quants: tuple[QuantFit, ...]
+    largest_context: int  # the longest single sequence that there is room for, in whole pages; 0 if there is none
+    sequences: int  # how many sequences of the context can be held at once
+    best_quant: str | None  # the largest quantised target that fits with this context; None if none fits
     without_draft: bool  # whether the target would fit without the drafter
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.target_bytes + self.draft_bytes
-
-    @property
-    def cache_bytes(self) -> int:
-        return _pages(self.context) * PAGE_TOKENS * self.token_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.runtime_bytes + self.cache_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes <= self.memory_bytes
-
-    @property
-    def largest_context(self) -> int:
-        """The longest single sequence that there is room for, in whole pages; 0 if not even the weights fit."""
-        return min(self._room() * PAGE_TOKENS, self.trained_context)
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences of the context can be held at once."""
-        return self._room() // _pages(self.context)
-
-    def _room(self) -> int:
-        left = self.memory_bytes - self.weight_bytes - self.runtime_bytes
-        return max(0, left) // (PAGE_TOKENS * self.token_bytes)
-
-    @property
-    def best_quant(self) -> str | None:
-        """The largest quantised target that fits with this context; None if none fits."""
-        return next((quant.recipe for quant in self.quants if quant.fits), None)
+    quants: list[QuantFit]
 
     def advice(self) -> list[str]:
         """Says in sentences what would fit; the first sentence says whether this pair does."""
@@ -105,27 +76,7 @@ class FitReport:
         return lines
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "fits": self.fits,
-            "memory_bytes": self.memory_bytes,
-            "context": self.context,
-            "target_bytes": self.target_bytes,
-            "draft_bytes": self.draft_bytes,
-            "runtime_bytes": self.runtime_bytes,
-            "token_bytes": self.token_bytes,
-            "cache_bytes": self.cache_bytes,
-            "total_bytes": self.total_bytes,
-            "trained_context": self.trained_context,
-            "largest_context": self.largest_context,
-            "sequences": self.sequences,
-            "best_quant": self.best_quant,
-            "without_draft": self.without_draft,
-            "quants": [
-                {"type": q.recipe, "weight_bytes": q.weight_bytes, "total_bytes": q.total_bytes, "fits": q.fits}
-                for q in self.quants
-            ],
-            "advice": self.advice(),
-        }
+        return asdict(self) | {"advice": self.advice()}
 
 
 def parse_size(text: str) -> int:
@@ -159,29 +110,34 @@ def fit(
     if available is None:
         raise ConfigError("this system does not say how much memory is free", "give it with --memory")
     asked = context or alone.max_context
-    runtime = RUNTIME_BYTES
+    pages = -(-asked // PAGE_TOKENS)  # of one sequence
 
     def total(weights: int, needs: Footprint) -> int:
-        return weights + runtime + _pages(asked) * PAGE_TOKENS * needs.token_bytes
+        return weights + RUNTIME_BYTES + pages * PAGE_TOKENS * needs.token_bytes
 
-    drafter_bytes = pair.weight_bytes - alone.weight_bytes
-    smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items()]
-    quants = tuple(
-        QuantFit(name, size, needed := total(size + drafter_bytes, pair), needed <= available)
+    draft_bytes, needed = pair.weight_bytes - alone.weight_bytes, total(pair.weight_bytes, pair)
+    room = max(0, available - pair.weight_bytes - RUNTIME_BYTES) // (PAGE_TOKENS * pair.token_bytes)  # in pages
+    smaller = [(size, name) for name, size in quantised_bytes(alone.files[0]).items() if size < alone.weight_bytes]
+    quants = [
+        QuantFit(name, size, then := total(size + draft_bytes, pair), then <= available)
         for size, name in sorted(smaller, reverse=True)
-        if size < alone.weight_bytes
-    )
-    without = bool(drafter_bytes) and total(alone.weight_bytes, alone) <= available
+    ]
     return FitReport(
-        available,
-        asked,
-        alone.weight_bytes,
-        drafter_bytes,
-        runtime,
-        pair.token_bytes,
-        alone.max_context,
-        quants,
-        without,
+        fits=needed <= available,
+        memory_bytes=available,
+        context=asked,
+        target_bytes=alone.weight_bytes,
+        draft_bytes=draft_bytes,
+        runtime_bytes=RUNTIME_BYTES,
+        token_bytes=pair.token_bytes,
+        cache_bytes=pages * PAGE_TOKENS * pair.token_bytes,
+        total_bytes=needed,
+        trained_context=alone.max_context,
+        largest_context=min(room * PAGE_TOKENS, alone.max_context),
+        sequences=room // pages,
+        best_quant=next((quant.type for quant in quants if quant.fits), None),
+        without_draft=bool(draft_bytes) and total(alone.weight_bytes, alone) <= available,
+        quants=quants,
     )
 
 
@@ -191,21 +147,13 @@ def quantised_bytes(path: Path, recipes: Sequence[RecipeName] = QUANTS) -> dict[
         stored: Mapping[str, Source] = {own: model.file.tensor(own) for own in model.found.values()}
         if isinstance(model.config, DecoderConfig) and read_config(path) is not None:
             stored = gguf_tensors(model.config, {name: model.file.tensor(own) for name, own in model.found.items()})
-        return {name: _weight(stored, Recipe(name, stored)) for name in recipes}
+        return {name: sum(_sizes(stored, Recipe(name, stored))) for name in recipes}
 
 
-def _weight(stored: Mapping[str, Source], recipe: Recipe) -> int:
-    sizes = {name: (block, size) for name, block, size in GGML_TYPES.values()}
-    total = 0
+def _sizes(stored: Mapping[str, Source], recipe: Recipe) -> Iterator[int]:
     for name, tensor in stored.items():
-        choice = recipe.choose(name, tensor.shape, tensor.type_name)
-        block, size = sizes[EXACT if choice is None else choice.type_name]
-        total += math.prod(tensor.shape) // block * size
-    return total
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS)
+        block, size = BLOCKS[recipe.choose(name, tensor.shape, tensor.type_name).type_name]
+        yield math.prod(tensor.shape) // block * size
 
 
 def _megabytes(count: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -41,17 +41,11 @@ class InstructReport:
     target: str
     verdict: Literal["instruct", "base"]
     wanted: Literal["instruct", "base"]
-    witnesses: tuple[Witness, ...]
     refused: str
+    witnesses: list[Witness]
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "target": self.target,
-            "verdict": self.verdict,
-            "wanted": self.wanted,
-            "refused": self.refused,
-            "witnesses": [{"name": w.name, "seen": w.seen, "says": w.says} for w in self.witnesses],
-        }
+        return asdict(self)
 
 
 def check_instruct(target: Path, drafter: Path | None = None) -> InstructReport:
@@ -62,19 +56,22 @@ def check_instruct(target: Path, drafter: Path | None = None) -> InstructReport:
     except SlipstreamError:
         tokenizer = None
     template = tokenizer.chat_template if tokenizer is not None else None
-    witnesses = [_template(template), _ending(template, tokenizer, _own_ends(target, metadata))]
-    witnesses.append(_named("name", _names(target, metadata | config)))
+    seen = f"a chat template of {len(template)} characters" if template else "no chat template"
+    values = metadata | config
+    names = [target.name, *(str(values[key]) for key in _NAME_KEYS if values.get(key))]
+    witnesses = [
+        Witness("chat template", seen, "instruct" if template else "base"),
+        _ending(template, tokenizer, _own_ends(target, metadata)),
+        Witness("name", f"called {', '.join(dict.fromkeys(names))}", _says(names)),
+    ]
     verdict: Literal["instruct", "base"] = "instruct" if _is_instruct(witnesses) else "base"
-    wanted: Literal["instruct", "base"] = "instruct"
-    if drafter is not None:
-        trained = _trained_on(drafter)
-        witnesses.append(trained)
-        wanted = "base" if trained.says == "base" else "instruct"
+    trained = [] if drafter is None else [_trained_on(drafter)]
+    wanted: Literal["instruct", "base"] = "base" if any(w.says == "base" for w in trained) else "instruct"
     refused = ""
     if verdict != wanted:
-        reasons = "; ".join(w.seen for w in witnesses[:3] if w.says == verdict)
+        reasons = "; ".join(w.seen for w in witnesses if w.says == verdict)
         refused = f"{target.name} is the {verdict} model, but the drafter was trained on the {wanted} one: {reasons}"
-    return InstructReport(target.name, verdict, wanted, tuple(witnesses), refused)
+    return InstructReport(target.name, verdict, wanted, refused, [*witnesses, *trained])
 
 
 def _is_instruct(witnesses: Sequence[Witness]) -> bool:
@@ -88,12 +85,6 @@ def _is_instruct(witnesses: Sequence[Witness]) -> bool:
 def _read(path: Path) -> tuple[dict[str, object], dict[str, object]]:
     with open_weights(path) as file:
         return dict(file.metadata), dict(read_config(path) or {})
-
-
-def _template(template: str | None) -> Witness:
-    if template:
-        return Witness("chat template", f"a chat template of {len(template)} characters", "instruct")
-    return Witness("chat template", "no chat template", "base")
 
 
 def _ending(template: str | None, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Witness:
@@ -127,15 +118,10 @@ def _own_ends(path: Path, metadata: Mapping[str, object]) -> list[int]:
     return list(dict.fromkeys(index for index in found if type(index) is int))
 
 
-def _names(path: Path, values: Mapping[str, object]) -> list[str]:
-    return [path.name, *(str(values[key]) for key in _NAME_KEYS if values.get(key))]
-
-
-def _named(what: str, names: Sequence[str]) -> Witness:
+def _says(names: Sequence[str]) -> Says:
     joined = " ".join(names).lower()
     tuned, plain = _INSTRUCT.search(joined), _BASE.search(joined)
-    says: Says = "nothing" if bool(tuned) == bool(plain) else "instruct" if tuned else "base"
-    return Witness(what, f"called {', '.join(dict.fromkeys(names))}", says)
+    return "nothing" if bool(tuned) == bool(plain) else "instruct" if tuned else "base"
 
 
 def _trained_on(drafter: Path) -> Witness:
@@ -148,5 +134,4 @@ def _trained_on(drafter: Path) -> Witness:
         names.append(str(verifier["name_or_path"]))
     if not names:
         return Witness("drafter", f"{drafter.name} does not name its target, which counts as instruct", "nothing")
-    said = _named("drafter", names)
-    return Witness("drafter", f"{drafter.name} was trained on {', '.join(names)}", said.says)
+    return Witness("drafter", f"{drafter.name} was trained on {', '.join(names)}", _says(names))

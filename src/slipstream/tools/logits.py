@@ -20,7 +20,7 @@ from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, RequestError
 from slipstream.models.dflash import load_drafter
 from slipstream.models.loading import load_target
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 _CHUNK_TOKENS = 256  # tokens of a text that go through a target at a time; it bounds the memory for logits
 
@@ -112,36 +112,27 @@ class BlockSource(Protocol):
     def block(self, position: int) -> tuple[Tensor, list[int]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CompareSettings:
-    """The settings with which both sides run."""
-
-    weight_format: WeightFormat = "auto"
-    threads: int = 0
-    max_tokens: int = 64
-
-    def engine(self) -> EngineConfig:
-        return EngineConfig(weight_format=self.weight_format, threads=self.threads)
-
-
 def write_passages(
-    target: str, draft: str | None, prompts: Sequence[str], settings: CompareSettings, progress: Progress | None = None
+    target: str,
+    draft: str | None,
+    prompts: Sequence[str],
+    config: EngineConfig,
+    max_tokens: int,
+    progress: Progress | None = None,
 ) -> tuple[list[Passage], float | None]:
     """The target's own greedy answers and, with a drafter, the tau of full chains on them."""
-    with LLM(target, draft, config=settings.engine(), progress=progress) as llm:
+    with LLM(target, draft, config=config, progress=progress) as llm:
         chat = bool(llm.tokenizer.chat_template)
         mode = "chain" if llm.has_draft else "plain"
         passages: list[Passage] = []
         steps = committed = 0
-        for done, prompt in enumerate(prompts, 1):
+        for prompt in tracked(prompts, "writing answers", progress):
             ids = llm.prompt_ids(prompt, chat=chat)
-            answer = llm.run([llm.request(ids, max_tokens=settings.max_tokens, mode=mode)])[0]
+            answer = llm.run([llm.request(ids, max_tokens=max_tokens, mode=mode)])[0]
             if answer.finish_reason == "error":
                 raise RequestError(f"{target} cannot answer: {answer.error}", "inspect it with --check")
             passages.append(Passage((*ids, *answer.token_ids), len(ids)))
             steps, committed = steps + len(answer.step_sizes), committed + sum(answer.step_sizes)
-            if progress is not None:
-                progress("writing answers", done, len(prompts))
     return passages, committed / steps if steps and mode == "chain" else None
 
 
@@ -160,14 +151,12 @@ def compare_drafters(
             f"their blocks propose {first.proposals} and {second.proposals} tokens: only the first {fewer} count"
         )
     steps = [0, 0]
-    for done, passage in enumerate(passages, 1):
+    for passage in tracked(passages, "comparing logits", progress):
         for source in (first, second):
             source.begin(passage.ids)
         found = _walk(first, second, passage, result)
         steps = [total + count for total, count in zip(steps, found, strict=True)]
         result.tokens += len(passage.ids) - passage.start
-        if progress is not None:
-            progress("comparing logits", done, len(passages))
     # The first token of an answer comes with the prompt and needs no step.
     decoded = result.tokens - len(passages)
     one, two = (decoded / count if count else None for count in steps)
@@ -195,9 +184,9 @@ def _agreeing(chosen: Sequence[int], text: Sequence[int]) -> int:
     return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(chosen), len(text)))
 
 
-def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], settings: CompareSettings) -> list[OurBlocks]:
+def load_blocks(target: Path, drafters: Sequence[tuple[str, Path]], weight_format: WeightFormat) -> list[OurBlocks]:
     """The drafters with one target, in the weight format in which the engine would run them."""
-    model = load_target(target, settings.weight_format).model
+    model = load_target(target, weight_format).model
     own = "int8" if model.weight_format in ("int4", "int8") else model.weight_format
     return [OurBlocks(label, model, load_drafter(path, own)) for label, path in drafters]
 
@@ -207,18 +196,18 @@ def compare_targets(
     second: Path,
     labels: tuple[str, str],
     passages: Sequence[Passage],
-    settings: CompareSettings,
+    weight_format: WeightFormat,
     progress: Progress | None = None,
 ) -> LogitComparison:
     """Compares both targets on the first one's answers, at every position that predicts a token of an answer."""
-    one, two = (load_target(path, settings.weight_format).model for path in (first, second))
+    one, two = (load_target(path, weight_format).model for path in (first, second))
     if one.config.vocab_size != two.config.vocab_size:
         raise ConfigError(
             f"{labels[0]} has {one.config.vocab_size} tokens and {labels[1]} {two.config.vocab_size}",
             "logits over different vocabularies cannot be compared",
         )
     result = LogitComparison(*labels, "target", one.weight_format)
-    for done, passage in enumerate(passages, 1):
+    for passage in tracked(passages, "comparing logits", progress):
         ids, position = passage.ids[:-1], 0
         sides = text_logits(one, ids, _CHUNK_TOKENS), text_logits(two, ids, _CHUNK_TOKENS)
         for mine, theirs in zip(*sides, strict=True):
@@ -227,6 +216,4 @@ def compare_targets(
             mine, theirs = mine[skipped:], theirs[skipped:]
             result.add(mine, theirs, (mine.argmax(-1).tolist(), theirs.argmax(-1).tolist()))
         result.tokens += len(passage.ids) - passage.start
-        if progress is not None:
-            progress("comparing logits", done, len(passages))
     return result

@@ -1,31 +1,42 @@
-"""Opens a model file and gives its tensors the same names and row order, whatever its format is."""
+"""Opens a model file and gives its tensors the same names and row order, whatever its format is.
+
+Which tensors a model must have, and their shapes, shows the model itself: it is built with placeholders, which record
+every tensor that the model asks for, so no weights are read.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.formats.weight_files import WeightFile, open_weights, read_config
+from slipstream.formats.file_bytes import MemoryBytes, TensorEntry
+from slipstream.formats.weight_files import WeightFile, WeightTensor, open_weights, read_config
 from slipstream.models.decoder import DecoderConfig, FamilyNames
-from slipstream.models.dflash import read_drafter_config
+from slipstream.models.dflash import DFlashDrafter, read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
 from slipstream.models.dflash_names import GGUF_GLOBAL as DRAFTER_GLOBAL
 from slipstream.models.dflash_names import names_in
 from slipstream.models.llama import GGUF_GLOBAL as TARGET_GLOBAL
 from slipstream.models.llama import GGUF_LAYER, gguf_name
-from slipstream.models.loading import read_target_config
-from slipstream.models.weights import keep_name
+from slipstream.models.loading import FAMILIES, read_target_config
+from slipstream.models.weights import Weights, keep_name
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.family_tensors import folder_tensors
-from slipstream.tools.tensor_lists import decoder_tensors, drafter_tensors
 
 Shape = tuple[int, ...]
 Kind = Literal["target", "drafter"]
-DRAFTER_ARCH = "dflash"  # it is part of every architecture name that drafters have in GGUF files
+_SPECULATION = ("dflash_config", "target_layer_ids", "dspark_target_layer_ids")  # only drafters' configs have them
+_FLOAT_BYTES = 4
+_FOREIGN = "the config does not belong to these weights"
+_UNKNOWN = "the model has parts that this version does not know, and leaving them out would change it"
 
 _LAYER = re.compile(r"(?:^|\.)(?:blk|layers)\.(\d{1,6})\.")
 _CONVOLUTIONS = tuple(
@@ -55,39 +66,30 @@ class ModelFile:
     def label(self) -> str:
         return self.path.name
 
-    def close(self) -> None:
-        self.file.close()
 
-    def __enter__(self) -> ModelFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def open_model(path: Path) -> ModelFile:
+@contextmanager
+def open_model(path: Path) -> Iterator[ModelFile]:
     """Opens a target or a drafter; if its configuration cannot be read, `problem` reports it instead of an error."""
-    file = open_weights(path)
-    try:
-        return _named(path, file)
-    except BaseException:
-        file.close()
-        raise
+    with open_weights(path) as file:
+        yield _named(path, file)
 
 
-def kind_of(metadata: Mapping[str, object], config: Mapping[str, object] | None, names: Sequence[str]) -> Kind:
+def kind_of(metadata: dict[str, object], config: dict[str, object] | None, names: Sequence[str]) -> Kind:
     """Whether files hold a drafter or a target, judged by their metadata and, without that, by their tensors."""
-    if config is not None and ("model_type" in config or "architectures" in config or "dflash_config" in config):
-        return "drafter" if configures_drafter(config) else "target"
-    if "general.architecture" in metadata:
-        return "drafter" if DRAFTER_ARCH in str(metadata["general.architecture"]) else "target"
-    return "drafter" if any(name.endswith("fc.weight") for name in names) else "target"
+    values = metadata | (config or {})
+    if not any(key in values for key in ("model_type", "architectures", "general.architecture", *_SPECULATION)):
+        return "drafter" if any(name.endswith("fc.weight") for name in names) else "target"
+    return "drafter" if describes_drafter(values) else "target"
 
 
-def configures_drafter(config: Mapping[str, object]) -> bool:
-    named = config.get("architectures")
-    names = [str(name).lower() for name in named] if isinstance(named, list) else []
-    return "dflash_config" in config or any("dflash" in name or "dspark" in name for name in names)
+def describes_drafter(values: Mapping[str, object]) -> bool:
+    """Whether a config.json or the metadata of a GGUF file is that of a drafter."""
+    named = values.get("architectures")
+    classes = [str(name).lower() for name in named] if isinstance(named, list) else []
+    architectures = [*classes, str(values.get("general.architecture"))]
+    return any(key in values for key in _SPECULATION) or any(
+        word in name for word in ("dflash", "dspark") for name in architectures
+    )
 
 
 def refuse_false_layers(values: Mapping[str, object], tensors: int, label: str) -> None:
@@ -164,3 +166,83 @@ def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:
             yield f"{prefix}.{layer}.{module}.bias"
         if kind == "drafter":
             yield from (f"layers.{layer}.{name}" for name in _CONVOLUTIONS)
+
+
+# ---- the tensors that a model must have
+
+
+def decoder_tensors(config: DecoderConfig, names: FamilyNames, file: WeightFile) -> dict[str, Shape]:
+    """The tensors of a target; if files may store the same values in different ways, as this file stores them."""
+    weights = _Asked(file, names.file_name)
+    FAMILIES[config.family].MODEL(config, weights, names)
+    return weights.shapes
+
+
+def drafter_tensors(config: DFlashConfig, file: WeightFile) -> dict[str, Shape]:
+    """The tensors of a drafter by their canonical names; optional tensors are listed if the file has them."""
+    weights = _Asked(file, names_in(file))
+    DFlashDrafter(config, weights)
+    return weights.shapes
+
+
+class _Nothing:
+    """Replaces a matrix or a table that is never used."""
+
+    nbytes = out_features = in_features = 0
+    place = (0, 0)
+
+
+class _Asked(Weights):
+    """Records every tensor that a model asks for; a tensor that the file lacks, or has in another shape, is zeros."""
+
+    def __init__(self, file: WeightFile, file_name: Callable[[str], str]) -> None:
+        super().__init__(file, "fp32", file_name)
+        self.shapes: dict[str, Shape] = {}
+        self._most = sum(math.prod(file.tensor(name).shape) for name in file.names())
+        self._zeros: MemoryBytes | None = None
+
+    def source(self, name: str, shape: Shape) -> WeightTensor:
+        self.shapes[name] = shape
+        if self.has(name):
+            found = self.file.tensor(self._file_name(name))
+            if (1, *found.shape) == shape:
+                self.shapes[name] = found.shape  # the file stores the row as a vector
+                return found.as_row()
+            if found.shape == shape:
+                return found
+        elements = math.prod(shape)
+        # A false claim in a damaged file must not decide how much memory is allocated.
+        if elements > self._most:
+            raise ConfigError(f"'{name}' would be {list(shape)}, more than all of {self.file.path.name}", _FOREIGN)
+        self._zeros = self._zeros or MemoryBytes(np.zeros(self._most * _FLOAT_BYTES, np.uint8))
+        return WeightTensor(TensorEntry(name, "F32", shape, 0, elements * _FLOAT_BYTES), self._zeros)
+
+    def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], Any]) -> Any:
+        return _Nothing()
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Does nothing, because the caller handles tensors that the model did not ask for."""
+
+
+def take_tensors(
+    file: WeightFile,
+    shapes: Mapping[str, Shape],
+    file_name: Callable[[str], str],
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> dict[str, WeightTensor]:
+    """The tensors of a file by their Hugging Face names; it refuses missing, misshapen and unknown tensors."""
+    found: dict[str, WeightTensor] = {}
+    for name, shape in shapes.items():
+        tensor = file.tensor(file_name(name))
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"tensor '{tensor.name}' has shape {list(tensor.shape)} where the config implies {list(shape)}",
+                _FOREIGN,
+            )
+        found[name] = tensor
+    taken = {tensor.name for tensor in found.values()}
+    left = sorted(name for name in set(file.names()) - taken if not ignored(name))
+    if left:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        raise ConfigError(f"{file.path.name} has tensors with no place in the other format: {shown}", _UNKNOWN)
+    return found

@@ -1,6 +1,6 @@
 """Checks with an independent fp64 forward in numpy whether two texts differ because of a near-tie.
 
-It uses nothing of the engine's arithmetic, so a mistake there cannot hide itself here.
+It shares with the engine how files are read and nothing of its arithmetic, so a mistake there cannot hide here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from slipstream.errors import ConfigError
-from slipstream.formats.weight_files import WeightFile, open_weights, read_config
+from slipstream.models.decoder import DecoderConfig
+from slipstream.models.rope import RopeConfig
+from slipstream.tools.convert_plans import Source
+from slipstream.tools.model_file import open_model
+from slipstream.tools.tensor_compare import Array, dense_values
 from slipstream.types import SamplingParams
 
-Array = NDArray[np.float64]
+Tensors = Mapping[str, Source]  # by the names of Hugging Face folders
 # The largest difference between two logits that rounding alone may reverse, per weight format. A larger value would
 # excuse real mistakes, a smaller one would report rounding as a mistake.
 TOLERANCE = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 0.25, "int8": 0.1, "int4": 0.25}
@@ -35,18 +39,6 @@ class NearTie:
     @property
     def is_near_tie(self) -> bool:
         return self.margin <= self.tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    theta: float
-    gguf: bool
-    permuted: bool
 
 
 def explain_difference(
@@ -101,124 +93,55 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Array:
 
 def next_logits(path: Path, context: Sequence[int]) -> Array:
     """The logits after a context, with every operation in fp64."""
-    file, config = open_weights(path), read_config(path)
-    shape = _shape(config if config is not None else file.metadata, file, gguf=config is None)
-    length = len(context)
-    table = file.tensor("token_embd.weight" if shape.gguf else "model.embed_tokens.weight").dense().numpy()
-    x = table[list(context)].astype(np.float64)
-    angles = np.arange(length)[:, None] * shape.theta ** (-np.arange(0, shape.head_dim, 2) / shape.head_dim)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    for layer in range(shape.layers):
-        x = _layer(x, file, shape, layer, cos, sin)
-    final = _get(file, shape, "norm", None)
-    head_name = "output.weight" if shape.gguf else "lm_head.weight"
-    head = file.tensor(head_name).dense().numpy() if head_name in file else table
-    return np.asarray(head.astype(np.float64) @ _norm(x[-1], final, shape.eps))
-
-
-def _shape(values: Mapping[str, object], file: WeightFile, gguf: bool) -> _Shape:
-    arch = str(values.get("general.architecture" if gguf else "model_type"))
-    if arch not in ("llama", "qwen3"):
-        raise ConfigError(f"near-ties cannot be proven for '{arch}' models")
-
-    def number(key: str, default: float | None = None) -> float:
-        value = values.get(key, default)
-        if not isinstance(value, int | float):
-            raise ConfigError(f"near-ties cannot be proven without '{key}'")
-        return float(value)
-
-    if gguf:
-        if "rope_freqs.weight" in file or values.get(f"{arch}.rope.scaling.type", "none") != "none":
+    with open_model(path) as model:
+        config, tensors = model.config, model.tensors
+        if not isinstance(config, DecoderConfig) or config.family not in ("llama", "qwen3"):
+            named = model.problem or getattr(config, "family", model.kind)
+            raise ConfigError(f"near-ties cannot be proven for '{named}' models")
+        if config.rope != RopeConfig(config.rope.theta, config.head_dim):
             raise ConfigError("near-ties cannot be proven for scaled rotary embeddings")
-        prefix = f"{arch}.attention."
-        heads = number(prefix + "head_count")
-        return _Shape(
-            int(number(f"{arch}.block_count")),
-            int(heads),
-            int(number(prefix + "head_count_kv", heads)),
-            int(number(prefix + "key_length", number(f"{arch}.embedding_length") / heads)),
-            number(prefix + "layer_norm_rms_epsilon"),
-            number(f"{arch}.rope.freq_base"),
-            True,
-            arch == "llama",
-        )
-    rope = values.get("rope_parameters")
-    nested = rope if isinstance(rope, Mapping) else {}
-    if nested.get("rope_type", "default") != "default" or values.get("rope_scaling"):
-        raise ConfigError("near-ties cannot be proven for scaled rotary embeddings")
-    heads = number("num_attention_heads")
-    theta = float(nested["rope_theta"]) if "rope_theta" in nested else number("rope_theta")
-    return _Shape(
-        int(number("num_hidden_layers")),
-        int(heads),
-        int(number("num_key_value_heads", heads)),
-        int(number("head_dim", number("hidden_size") / heads)),
-        number("rms_norm_eps"),
-        theta,
-        False,
-        False,
+        table = tensors["model.embed_tokens.weight"]
+        x = dense_values(table.rows(torch.tensor(context)))
+        rates = config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        angles = np.arange(len(context))[:, None] * rates
+        turn = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        for index in range(config.layers):
+            x = _layer(x, tensors, f"model.layers.{index}.", config, turn)
+        head = table if config.tied_head else tensors["lm_head.weight"]
+        return np.asarray(dense_values(head) @ _norm(x[-1], tensors, "model.norm", config))
+
+
+def _project(x: Array, tensors: Tensors, name: str) -> Array:
+    out = x @ dense_values(tensors[f"{name}.weight"]).T
+    return out + dense_values(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else out
+
+
+def _norm(x: Array, tensors: Tensors, name: str, config: DecoderConfig) -> Array:
+    scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_eps)
+    return x / scale * dense_values(tensors[f"{name}.weight"])
+
+
+def _layer(x: Array, tensors: Tensors, prefix: str, config: DecoderConfig, turn: tuple[Array, Array]) -> Array:
+    length, attention, mlp = len(x), f"{prefix}self_attn.", f"{prefix}mlp."
+    y = _norm(x, tensors, f"{prefix}input_layernorm", config)
+    q, k, v = (
+        _project(y, tensors, f"{attention}{name}_proj").reshape(length, -1, config.head_dim) for name in ("q", "k", "v")
     )
-
-
-_NAMES = {
-    "norm": ("model.norm", "output_norm"),
-    "before": ("input_layernorm", "attn_norm"),
-    "after": ("post_attention_layernorm", "ffn_norm"),
-    "q": ("self_attn.q_proj", "attn_q"),
-    "k": ("self_attn.k_proj", "attn_k"),
-    "v": ("self_attn.v_proj", "attn_v"),
-    "o": ("self_attn.o_proj", "attn_output"),
-    "qn": ("self_attn.q_norm", "attn_q_norm"),
-    "kn": ("self_attn.k_norm", "attn_k_norm"),
-    "gate": ("mlp.gate_proj", "ffn_gate"),
-    "up": ("mlp.up_proj", "ffn_up"),
-    "down": ("mlp.down_proj", "ffn_down"),
-}
-
-
-def _name(shape: _Shape, key: str, layer: int | None, kind: str) -> str:
-    name = _NAMES[key][shape.gguf]
-    prefix = "" if layer is None else f"blk.{layer}." if shape.gguf else f"model.layers.{layer}."
-    return f"{prefix}{name}.{kind}"
-
-
-def _get(file: WeightFile, shape: _Shape, key: str, layer: int | None, kind: str = "weight") -> Array:
-    values = file.tensor(_name(shape, key, layer, kind)).dense().numpy().astype(np.float64)
-    if shape.permuted and key in ("q", "k"):
-        split = values.reshape(-1, shape.head_dim // 2, 2, *values.shape[1:])
-        values = split.swapaxes(1, 2).reshape(values.shape)
-    return np.asarray(values)
-
-
-def _project(x: Array, file: WeightFile, shape: _Shape, key: str, layer: int) -> Array:
-    out = x @ _get(file, shape, key, layer).T
-    if _name(shape, key, layer, "bias") in file:
-        out = out + _get(file, shape, key, layer, "bias")
-    return out
-
-
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-def _layer(x: Array, file: WeightFile, shape: _Shape, layer: int, cos: Array, sin: Array) -> Array:
-    length, dim = len(x), shape.head_dim
-    y = _norm(x, _get(file, shape, "before", layer), shape.eps)
-    q, k, v = (_project(y, file, shape, key, layer).reshape(length, -1, dim) for key in ("q", "k", "v"))
-    if _name(shape, "qn", layer, "weight") in file:
-        q = _norm(q, _get(file, shape, "qn", layer), shape.eps)
-        k = _norm(k, _get(file, shape, "kn", layer), shape.eps)
-    q, k = _turn(q, cos, sin), _turn(k, cos, sin)
-    group = shape.heads // shape.kv_heads
+    if config.qk_norm:
+        q, k = _norm(q, tensors, f"{attention}q_norm", config), _norm(k, tensors, f"{attention}k_norm", config)
+    q, k = _turn(q, *turn), _turn(k, *turn)
+    group = config.heads // config.kv_heads
     k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim)
+    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(config.head_dim)
     scores += np.triu(np.full((length, length), -np.inf), 1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    x = x + _project(np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1), file, shape, "o", layer)
-    y = _norm(x, _get(file, shape, "after", layer), shape.eps)
-    gate = _project(y, file, shape, "gate", layer)
-    return x + _project(gate / (1 + np.exp(-gate)) * _project(y, file, shape, "up", layer), file, shape, "down", layer)
+    mixed = np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
+    x = x + _project(mixed, tensors, f"{attention}o_proj")
+    y = _norm(x, tensors, f"{prefix}post_attention_layernorm", config)
+    gate = _project(y, tensors, f"{mlp}gate_proj")
+    inner = gate / (1 + np.exp(-gate)) * _project(y, tensors, f"{mlp}up_proj")
+    return x + _project(inner, tensors, f"{mlp}down_proj")
 
 
 def _turn(x: Array, cos: Array, sin: Array) -> Array:

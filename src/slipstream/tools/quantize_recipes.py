@@ -61,11 +61,11 @@ class Recipe:
         self._layers = 1 + max((int(match[1]) for match in found if match), default=-1)
         self._has_output = any(tensor in _OUTPUTS for tensor in tensor_names)
 
-    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> TypeChoice | None:
-        """The type for a matrix that is stored as `stored`; None for a tensor that stays exact."""
+    def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> TypeChoice:
+        """The type for a tensor that is stored as `stored`; nothing is wanted for one that stays exact."""
         experts = len(shape) == 3 and tensor.endswith("_exps.weight")
         if (len(shape) != 2 and not experts) or shape[-2] == 1 or _SENSITIVE.search(tensor):
-            return None
+            return TypeChoice(EXACT, "")
         return divided(self._wanted(tensor), shape[-1], stored)
 
     def _wanted(self, tensor: str) -> str:

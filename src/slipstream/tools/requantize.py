@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from slipstream.errors import FormatError, RequestError
-from slipstream.formats.gguf_write import (
-    MetadataEntry,
-    TensorPlan,
-    ValueKind,
-    number_entry,
-    replaced,
-    stored_metadata,
-    write_gguf,
-)
+from slipstream.formats.gguf_write import TensorPlan, Value, entries, stored_metadata, write_gguf
 from slipstream.formats.quantise import encode_rows
 from slipstream.formats.quants import NUMPY_TYPES, Bytes, Floats, decode_rows
 from slipstream.formats.weight_files import WeightTensor, find_gguf, open_weights
-from slipstream.tools.quantize_recipes import EXACT, Recipe, RecipeName, TypeChoice
+from slipstream.tools.convert_plans import QUANTIZATION_VERSION
+from slipstream.tools.quantize_recipes import Recipe, RecipeName, TypeChoice
 from slipstream.types import Progress
 
 CHUNK_ELEMENTS = 2**21  # values that are decoded at a time; this bounds the memory, however large a tensor is
-QUANTISATION_VERSION = 2  # ggml's number for the block layouts that are written here
 _COPIED_TYPES = {*NUMPY_TYPES} - {"F32", "F16"}  # integers and doubles are no weights and are copied unchanged
 
 
@@ -102,14 +95,18 @@ def quantize_file(
     source: Path, out: Path, recipe_name: RecipeName, *, force: bool = False, progress: Progress | None = None
 ) -> QuantizeReport:
     """Writes the GGUF file `source` as `out` with its matrices in the recipe's types; norms and vectors become F32."""
-    source = _gguf_at(source)
+    if source.is_dir() and any(source.glob("*.gguf")):
+        source = find_gguf(source)
+    if source.is_dir() or source.suffix == ".safetensors":
+        raise FormatError(f"{source} is not a GGUF file", "make one of it first: slipstream convert")
     _refuse_unsafe(source, out, force)
     with open_weights(source) as file:
         recipe = Recipe(recipe_name, file.names())
         plans: list[TensorPlan] = []
         results: list[TensorResult] = []
         for tensor in map(file.tensor, file.names()):
-            choice = _choose(recipe, tensor)
+            copied = TypeChoice(tensor.type_name, "") if tensor.type_name in _COPIED_TYPES else None
+            choice = copied or recipe.choose(tensor.name, tensor.shape, tensor.type_name)
             result = TensorResult(
                 tensor.name,
                 tensor.shape,
@@ -119,19 +116,14 @@ def quantize_file(
                 choice.reason,
                 bytes_before=tensor.nbytes,
             )
-            plan = TensorPlan(tensor.name, choice.type_name, tensor.shape, _pieces(tensor, result))
-            result.bytes_after = plan.nbytes
-            plans.append(plan)
+            plans.append(TensorPlan(tensor.name, choice.type_name, tensor.shape, partial(_pieces, tensor, result)))
+            result.bytes_after = plans[-1].nbytes
             results.append(result)
-        write_gguf(out, _metadata(source, recipe, results), plans, progress)
+        changes: dict[str, Value] = {"general.file_type": recipe.file_type}
+        if any(result.after.startswith("Q") for result in results):
+            changes["general.quantization_version"] = QUANTIZATION_VERSION
+        write_gguf(out, stored_metadata(source) | entries(changes), plans, progress)
     return QuantizeReport(source, out, recipe_name, results)
-
-
-def _gguf_at(source: Path) -> Path:
-    path = find_gguf(source) if source.is_dir() and any(source.glob("*.gguf")) else source
-    if path.is_dir() or path.suffix == ".safetensors":
-        raise FormatError(f"{source} is not a GGUF file", "make one of it first: slipstream convert")
-    return path
 
 
 def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
@@ -145,25 +137,14 @@ def _refuse_unsafe(source: Path, out: Path, force: bool) -> None:
         raise RequestError(f"{out} already exists", "overwrite it with --force or name another file")
 
 
-def _choose(recipe: Recipe, tensor: WeightTensor) -> TypeChoice:
-    if tensor.type_name in _COPIED_TYPES:
-        return TypeChoice(tensor.type_name, "")
-    return recipe.choose(tensor.name, tensor.shape, tensor.type_name) or TypeChoice(EXACT, "")
-
-
-def _pieces(tensor: WeightTensor, result: TensorResult) -> Callable[[], Iterator[Bytes]]:
+def _pieces(tensor: WeightTensor, result: TensorResult) -> Iterator[Bytes]:
     """Makes the tensor's bytes in its new type, a few rows at a time, and sums up the errors meanwhile."""
     width = tensor.shape[-1]
-
-    def pieces() -> Iterator[Bytes]:
-        rows = max(1, CHUNK_ELEMENTS // width)
-        row_bytes = tensor.nbytes * width // math.prod(tensor.shape)
-        for piece in tensor.raw_pieces(CHUNK_ELEMENTS):
-            stored = piece.reshape(-1, row_bytes)
-            for start in range(0, len(stored), rows):
-                yield _rewritten(stored[start : start + rows], result)
-
-    return pieces
+    rows, row_bytes = max(1, CHUNK_ELEMENTS // width), tensor.nbytes * width // math.prod(tensor.shape)
+    for piece in tensor.raw_pieces(CHUNK_ELEMENTS):
+        stored = piece.reshape(-1, row_bytes)
+        for start in range(0, len(stored), rows):
+            yield _rewritten(stored[start : start + rows], result)
 
 
 def _rewritten(stored: Bytes, result: TensorResult) -> Bytes:
@@ -178,10 +159,3 @@ def _rewritten(stored: Bytes, result: TensorResult) -> Bytes:
     encoded = encode_rows(values, result.after, result.name)
     result.add(values, decode_rows(encoded, result.after))
     return encoded
-
-
-def _metadata(source: Path, recipe: Recipe, results: list[TensorResult]) -> list[MetadataEntry]:
-    changes = [number_entry("general.file_type", recipe.file_type, ValueKind.UINT32)]
-    if any(result.after.startswith("Q") for result in results):
-        changes.append(number_entry("general.quantization_version", QUANTISATION_VERSION, ValueKind.UINT32))
-    return replaced(stored_metadata(source), *changes)

@@ -34,15 +34,9 @@ BEGINNING = "def is_palindrome(word):\n"
 
 
 @dataclass(frozen=True, slots=True)
-class CheckOutcome:
+class CheckResult:
     """What one check found, in a sentence."""
 
-    verdict: Verdict
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
     name: str
     verdict: Verdict
     sentence: str
@@ -67,7 +61,7 @@ class ServerReport:
 
 
 class _Skip(Exception):
-    """The server does not offer what the check is about."""
+    """The server does not offer what the check is about. A check that fails raises `Broken`."""
 
 
 @dataclass(slots=True)
@@ -103,7 +97,7 @@ class ServerSession:
                     else:
                         run.add(event)
         else:
-            run.add(self.client.post(path, body))
+            run.add(self.client.ask(path, body))
         if stream and not run.ended:
             raise Broken(f"{name}: the stream ended without [DONE]")
         if not run.output:
@@ -118,56 +112,56 @@ class ServerSession:
         return next((model for model in models(self.client) if model.get("id") == self.model), {})
 
 
-def check_models(session: ServerSession) -> CheckOutcome:
+def check_models(session: ServerSession) -> str:
     listed = models(session.client)
     names = [str(model["id"]) for model in listed]
     if not names:
-        return CheckOutcome("fail", "/v1/models lists no models")
+        raise Broken("/v1/models lists no models")
     if session.model and session.model not in names:
-        return CheckOutcome("fail", f"{session.model} is not among {', '.join(names)}")
+        raise Broken(f"{session.model} is not among {', '.join(names)}")
     if not session.model:
         resident = [str(model["id"]) for model in listed if model.get("state") in ("ready", "loaded")]
         session.model = (resident or names)[0]
     many = f"{len(names)} models" if len(names) > 1 else "one model"
-    return CheckOutcome("pass", f"{many} listed; {session.model} is checked")
+    return f"{many} listed; {session.model} is checked"
 
 
-def check_drafter_listed(session: ServerSession) -> CheckOutcome:
+def check_drafter_listed(session: ServerSession) -> str:
     entry = session.entry()
     if "draft" not in entry or "mode" not in entry:
         raise _Skip("/v1/models does not say which drafter and mode are in effect")
     if not entry["draft"]:
-        return CheckOutcome("pass", f"{session.model} has no drafter, mode {entry['mode']}")
+        return f"{session.model} has no drafter, mode {entry['mode']}"
     source = "its own text" if session.text_alone() else entry["draft"]
-    return CheckOutcome("pass", f"{source} drafts for {session.model}, mode {entry['mode']}")
+    return f"{source} drafts for {session.model}, mode {entry['mode']}"
 
 
-def check_chat(session: ServerSession) -> CheckOutcome:
+def check_chat(session: ServerSession) -> str:
     run = session.chat("chat")
     written = run.tokens("completion")
     if written is not None and not 0 < written <= TOKENS:
-        return CheckOutcome("fail", f"{written} completion tokens, but 1 to {TOKENS} were asked for")
+        raise Broken(f"{written} completion tokens, but 1 to {TOKENS} were asked for")
     thought = f", {len(run.reasoning)} characters of them reasoning" if run.reasoning else ""
-    return CheckOutcome("pass", f"{len(run.output)} characters{thought}, ended by {run.finish_reason}")
+    return f"{len(run.output)} characters{thought}, ended by {run.finish_reason}"
 
 
-def check_completions(session: ServerSession) -> CheckOutcome:
+def check_completions(session: ServerSession) -> str:
     run = session.run("completions", COMPLETIONS, {"prompt": BEGINNING})
-    return CheckOutcome("pass", f"{len(run.output)} characters, ended by {run.finish_reason}")
+    return f"{len(run.output)} characters, ended by {run.finish_reason}"
 
 
-def check_streaming(session: ServerSession) -> CheckOutcome:
+def check_streaming(session: ServerSession) -> str:
     whole, streamed = session.chat("not streamed"), session.chat("streamed", stream=True)
     for what in ("content", "reasoning", "finish_reason"):
         if (said := getattr(whole, what)) != (came := getattr(streamed, what)):
-            return CheckOutcome("fail", f"{what} differs: {_difference(said or '', came or '')}")
+            raise Broken(f"{what} differs: {_difference(said or '', came or '')}")
     counted, also = whole.tokens("completion"), streamed.tokens("completion")
     if counted is not None and also is not None and counted != also:
-        return CheckOutcome("fail", f"{counted} completion tokens whole, {also} streamed")
-    return CheckOutcome("pass", f"the same {len(whole.output)} characters in {streamed.chunks} chunks")
+        raise Broken(f"{counted} completion tokens whole, {also} streamed")
+    return f"the same {len(whole.output)} characters in {streamed.chunks} chunks"
 
 
-def check_plain(session: ServerSession) -> CheckOutcome:
+def check_plain(session: ServerSession) -> str:
     usual = session.chat("as configured")
     if not usual.drafted:
         raise _Skip("nothing was drafted, or the server does not report it")
@@ -180,23 +174,21 @@ def check_plain(session: ServerSession) -> CheckOutcome:
     if not session.text_alone():
         session.steady = {"speculative": {"mode": "chain"}}
     if plain.output != usual.output:
-        return CheckOutcome("fail", f"the text differs: {_difference(plain.output, usual.output)}")
-    return CheckOutcome("pass", "the same text with and without speculation")
+        raise Broken(f"the text differs: {_difference(plain.output, usual.output)}")
+    return "the same text with and without speculation"
 
 
-def check_long_prompt(session: ServerSession) -> CheckOutcome:
+def check_long_prompt(session: ServerSession) -> str:
     run = session.chat("long prompt", long_prompt(), stream=True)
     read = run.tokens("prompt")
     if read is None:
-        return CheckOutcome("fail", "the stream reported no usage although stream_options.include_usage asked for it")
+        raise Broken("the stream reported no usage although stream_options.include_usage asked for it")
     if read <= LONG_PROMPT_TOKENS:
-        return CheckOutcome(
-            "fail", f"only {read} prompt tokens were counted, but more than {LONG_PROMPT_TOKENS} were sent"
-        )
-    return CheckOutcome("pass", f"{read} prompt tokens, {len(run.output)} characters in {run.chunks} chunks")
+        raise Broken(f"only {read} prompt tokens were counted, but more than {LONG_PROMPT_TOKENS} were sent")
+    return f"{read} prompt tokens, {len(run.output)} characters in {run.chunks} chunks"
 
 
-def check_cache(session: ServerSession) -> CheckOutcome:
+def check_cache(session: ServerSession) -> str:
     """Sends a new prompt twice: the second answer, whose prompt is cached, must not have lost its drafts."""
     prompt = long_prompt()
     cold, warm = (session.chat(name, prompt, **session.steady) for name in ("cold", "after a cache hit"))
@@ -205,33 +197,35 @@ def check_cache(session: ServerSession) -> CheckOutcome:
     if not warm.cached or (cold.cached or 0) >= warm.cached:
         raise _Skip("the same prompt was not taken from a cache the second time")
     if cold.output != warm.output:
-        return CheckOutcome("fail", f"the text differs after a cache hit: {_difference(cold.output, warm.output)}")
+        raise Broken(f"the text differs after a cache hit: {_difference(cold.output, warm.output)}")
     if session.text_alone():
-        return CheckOutcome("pass", "the same text; drafts from the text have no context that a cache could lose")
+        return "the same text; drafts from the text have no context that a cache could lose"
     before, after = _drafted_share(cold), _drafted_share(warm)
     if before is None or after is None:
         raise _Skip("timings do not say how many drafts were accepted")
     if before < TELLING_SHARE:
         raise _Skip(f"only {before:.0%} of the cold answer came from drafts, too little to compare")
     seen = f"{before:.0%} of the answer from drafts when cold, {after:.0%} with {warm.cached} prompt tokens cached"
-    return CheckOutcome("pass" if after >= KEPT_AFTER_HIT * before else "fail", seen)
+    if after < KEPT_AFTER_HIT * before:
+        raise Broken(seen)
+    return seen
 
 
-def check_repeats(session: ServerSession) -> CheckOutcome:
+def check_repeats(session: ServerSession) -> str:
     runs = [session.chat(f"repeat {index + 1}", **session.steady) for index in range(REPEATS)]
     for index, run in enumerate(runs):
         if run.output != runs[0].output:
-            return CheckOutcome("fail", f"answer {index + 1} differs: {_difference(runs[0].output, run.output)}")
+            raise Broken(f"answer {index + 1} differs: {_difference(runs[0].output, run.output)}")
     shares = [share for run in runs if (share := _drafted_share(run)) is not None]
     if session.text_alone():
         shares = []  # only mode auto drafts then, and not alike in each run
     if shares and shares[0] >= TELLING_SHARE and min(shares) < KEPT_AFTER_HIT * shares[0]:
         told = ", ".join(f"{share:.0%}" for share in shares)
-        return CheckOutcome("fail", f"acceptance falls from answer to answer: {told} of the text came from drafts")
-    return CheckOutcome("pass", f"{REPEATS} identical prompts gave {REPEATS} identical answers")
+        raise Broken(f"acceptance falls from answer to answer: {told} of the text came from drafts")
+    return f"{REPEATS} identical prompts gave {REPEATS} identical answers"
 
 
-def check_last_used(session: ServerSession) -> CheckOutcome:
+def check_last_used(session: ServerSession) -> str:
     before = session.entry().get("last_used_ms")
     if not isinstance(before, int | float):
         raise _Skip("/v1/models has no last_used_ms")
@@ -239,11 +233,11 @@ def check_last_used(session: ServerSession) -> CheckOutcome:
     session.chat("last used", max_tokens=TOKENS // 2)
     after = session.entry().get("last_used_ms")
     if not isinstance(after, int | float) or after <= before:
-        return CheckOutcome("fail", f"last_used_ms was {before} before a request and {after} after it")
-    return CheckOutcome("pass", "last_used_ms advanced")
+        raise Broken(f"last_used_ms was {before} before a request and {after} after it")
+    return "last_used_ms advanced"
 
 
-def check_disconnect(session: ServerSession) -> CheckOutcome:
+def check_disconnect(session: ServerSession) -> str:
     """Disconnects in the middle of a long answer; its slot must become free, and the next request must be served."""
     idle = running(session.client)
     body = {
@@ -260,14 +254,14 @@ def check_disconnect(session: ServerSession) -> CheckOutcome:
     ours = (during or set()) - (idle or set())
     while ours & (running(session.client) or set()):
         if time.monotonic() - left > SLOT_FREE_S:
-            return CheckOutcome("fail", f"the slot of a client that left was still taken after {SLOT_FREE_S:g} s")
+            raise Broken(f"the slot of a client that left was still taken after {SLOT_FREE_S:g} s")
         time.sleep(0.02)
     freed = f"its slot was free after {time.monotonic() - left:.2f} s" if ours else "/slots showed no slot of it"
     session.chat("after a disconnect")
-    return CheckOutcome("pass", f"a client left in mid-stream, {freed}, and the next request was served")
+    return f"a client left in mid-stream, {freed}, and the next request was served"
 
 
-def check_engaged(session: ServerSession) -> CheckOutcome:
+def check_engaged(session: ServerSession) -> str:
     told = [run for run in session.runs if run.drafted is not None]
     if not told:
         raise _Skip("no answer reports timings.draft_n")
@@ -276,11 +270,11 @@ def check_engaged(session: ServerSession) -> CheckOutcome:
         entry = session.entry()
         if "draft" in entry and not entry["draft"] or entry.get("mode") == "plain" or session.text_alone():
             raise _Skip("the model runs without a drafter")
-        return CheckOutcome("fail", f"nothing was drafted in {len(told)} answers")
-    return CheckOutcome("pass", f"{drafted} tokens drafted, {accepted} accepted in {len(told)} answers")
+        raise Broken(f"nothing was drafted in {len(told)} answers")
+    return f"{drafted} tokens drafted, {accepted} accepted in {len(told)} answers"
 
 
-def check_acceptance(session: ServerSession) -> CheckOutcome:
+def check_acceptance(session: ServerSession) -> str:
     """Checks that every run that drafted had a token accepted, because a drafter may fail without any error."""
     told = [run for run in session.runs if run.drafted and run.accepted is not None]
     if not told:
@@ -289,13 +283,13 @@ def check_acceptance(session: ServerSession) -> CheckOutcome:
         raise _Skip("a text that never repeats itself has no drafts that could be accepted")
     for run in told:
         if not run.accepted:
-            return CheckOutcome("fail", f"{run.name}: 0 accepted of {run.drafted} drafted")
+            raise Broken(f"{run.name}: 0 accepted of {run.drafted} drafted")
     worst = min(told, key=lambda run: (run.accepted or 0) / (run.drafted or 1))
-    return CheckOutcome("pass", f"at worst {worst.accepted} accepted of {worst.drafted} drafted ({worst.name})")
+    return f"at worst {worst.accepted} accepted of {worst.drafted} drafted ({worst.name})"
 
 
 # The checks over all answers come last, because they judge the runs of the other checks.
-CHECKS: Sequence[tuple[str, Callable[[ServerSession], CheckOutcome]]] = (
+CHECKS: Sequence[tuple[str, Callable[[ServerSession], str]]] = (
     ("models listed", check_models),
     ("drafter and mode listed", check_drafter_listed),
     ("chat", check_chat),
@@ -340,20 +334,20 @@ def check_server(client: Client, model: str | None, done: Callable[[], None]) ->
     return report
 
 
-def _perform(name: str, check: Callable[[ServerSession], CheckOutcome], session: ServerSession) -> CheckResult:
+def _perform(name: str, check: Callable[[ServerSession], str], session: ServerSession) -> CheckResult:
     began = time.monotonic()
+    verdict: Verdict = "pass"
     try:
         if check is not check_models and not session.model:
             raise _Skip("there is no model to ask: name one with --model")
-        outcome = check(session)
+        sentence = check(session)
     except _Skip as reason:
-        outcome = CheckOutcome("skip", str(reason))
-    except Refused as error:
-        may_lack = error.not_offered and check not in (check_models, check_chat)
-        outcome = CheckOutcome("skip", "the server does not offer it") if may_lack else CheckOutcome("fail", str(error))
+        verdict, sentence = "skip", str(reason)
     except SlipstreamError as error:
-        outcome = CheckOutcome("fail", str(error))
-    return CheckResult(name, outcome.verdict, outcome.sentence, round(time.monotonic() - began, 3))
+        verdict, sentence = "fail", str(error)
+        if isinstance(error, Refused) and error.not_offered and check not in (check_models, check_chat):
+            verdict, sentence = "skip", "the server does not offer it"
+    return CheckResult(name, verdict, sentence, round(time.monotonic() - began, 3))
 
 
 def _wait_until_loaded(client: Client) -> None:
@@ -361,7 +355,7 @@ def _wait_until_loaded(client: Client) -> None:
     until = time.monotonic() + client.timeout_s
     while True:
         try:
-            client.get("/health")
+            client.ask("/health")
             return
         except Refused as error:
             if error.status != 503 or time.monotonic() > until:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import time
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -24,7 +23,7 @@ class Unreachable(SlipstreamError):
 
 
 class Broken(SlipstreamError):
-    """The connection ended or stalled, or its data is not what the API promises."""
+    """The connection ended or stalled, or its answers are not what the API promises."""
 
 
 class Refused(SlipstreamError):
@@ -109,59 +108,52 @@ class Client:
             raise RequestError(f"'{url}' is not the address of a server", "give one such as http://localhost:8080")
         self.url = url
         self.timeout_s = timeout_s
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def get(self, path: str) -> Any:
-        """The JSON body of a page."""
-        return self._whole("GET", path, None)
-
-    def post(self, path: str, body: JsonObject) -> Any:
-        return self._whole("POST", path, body)
+    def ask(self, path: str, body: JsonObject | None = None) -> Any:
+        """The JSON of a page, or with a body the JSON answer to it."""
+        with closing(self._lines(path, body)) as lines:
+            return _parse(b"".join(lines))
 
     def events(self, path: str, body: JsonObject) -> Generator[JsonObject | None, None, None]:
         """The JSON objects of an event stream, then None for its [DONE]; closing the iterator closes the connection."""
-        lines = self._lines("POST", path, {**body, "stream": True})
-        with closing(lines):
+        with closing(self._lines(path, {**body, "stream": True})) as lines:
             for line in lines:
                 if not line.startswith(b"data:"):
                     continue  # comments only keep the connection alive, and event names repeat what the data says
                 data = line[5:].strip()
-                yield None if data == b"[DONE]" else _object(data)
+                event = {} if data == b"[DONE]" else _parse(data)
+                if not isinstance(event, Mapping):
+                    raise Broken(f"not a JSON object: {data[:40]!r}")
+                yield None if data == b"[DONE]" else event
 
-    def _whole(self, method: str, path: str, body: JsonObject | None) -> Any:
-        with closing(self._lines(method, path, body)) as lines:
-            return _parse(b"".join(lines))
-
-    def _lines(self, method: str, path: str, body: JsonObject | None) -> Generator[bytes, None, None]:
+    def _lines(self, path: str, body: JsonObject | None) -> Generator[bytes, None, None]:
         """The lines of a successful answer as they arrive."""
         until = time.monotonic() + self.timeout_s
         headers = {**self._headers, "Accept": "*/*", **({"Content-Type": "application/json"} if body else {})}
-        answered = False
+        method, data = ("POST", json.dumps(body)) if body else ("GET", None)
+        lost: type[SlipstreamError] = Unreachable
         with closing(self._connect()) as connection:
             try:
-                connection.request(method, self._base + path, json.dumps(body) if body else None, headers)
+                connection.request(method, self._base + path, data, headers)
                 with connection.getresponse() as response:
                     if response.status >= 400:
                         raise _refusal(response.status, response.read(1_000_000))
-                    answered = True
+                    lost = Broken
                     while line := response.readline():
                         yield line
                         if time.monotonic() > until:
                             raise Broken(f"{path} was not complete after {self.timeout_s:g} s")
             except TimeoutError:
-                raise _lost(answered, f"{path} sent nothing for {self.timeout_s:g} s") from None
+                raise lost(f"{path} sent nothing for {self.timeout_s:g} s") from None
             except (OSError, http.client.HTTPException) as error:
-                raise _lost(answered, f"{path}: the connection broke ({_reason(error)})") from None
+                raise lost(f"{path}: the connection broke ({_reason(error)})") from None
 
     def _connect(self) -> http.client.HTTPConnection:
-        if self._secure:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=self.timeout_s, context=ssl.create_default_context()
-            )
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
+        connection = self._kind(self._host, self._port, timeout=self.timeout_s)
         try:
             connection.connect()
         except OSError as error:
@@ -170,7 +162,7 @@ class Client:
 
 
 def models(client: Client) -> list[JsonObject]:
-    listed = client.get("/v1/models")
+    listed = client.ask("/v1/models")
     data = listed.get("data") if isinstance(listed, Mapping) else None
     if not isinstance(data, list) or not all(isinstance(m, Mapping) and isinstance(m.get("id"), str) for m in data):
         raise Broken("/v1/models does not list models as OpenAI does")
@@ -180,10 +172,11 @@ def models(client: Client) -> list[JsonObject]:
 def running(client: Client) -> set[str] | None:
     """The requests that hold a slot, as /slots names them; None if the server does not offer /slots."""
     try:
-        body = client.get("/slots")
+        body = client.ask("/slots")
     except (Refused, Broken):
         return None
-    return {_slot_name(slot) for slot in _slots(body) if slot.get("is_processing", True)}
+    held = [slot for slot in _slots(body) if slot.get("is_processing", True)]
+    return {str(slot.get("request_id", slot.get("id_task", slot.get("id", "")))) for slot in held}
 
 
 def _slots(body: Any) -> list[JsonObject]:
@@ -198,14 +191,6 @@ def _slots(body: Any) -> list[JsonObject]:
         elif isinstance(item, Mapping):
             found.append(item)
     return found
-
-
-def _slot_name(slot: JsonObject) -> str:
-    return str(slot.get("request_id", slot.get("id_task", slot.get("id", ""))))
-
-
-def _lost(answered: bool, what: str) -> SlipstreamError:
-    return Broken(what) if answered else Unreachable(what)
 
 
 def _refusal(status: int, body: bytes) -> Refused:
@@ -230,13 +215,6 @@ def _parse(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         raise Broken(f"not JSON: {data[:40]!r}") from None
-
-
-def _object(data: bytes) -> JsonObject:
-    value = _parse(data)
-    if not isinstance(value, Mapping):
-        raise Broken(f"not a JSON object: {data[:40]!r}")
-    return value
 
 
 def _count(value: object) -> int | None:

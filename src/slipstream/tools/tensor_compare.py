@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.llama import stored_rotary_rows
 from slipstream.tools.convert_plans import Source
 from slipstream.tools.model_file import ModelFile, open_model
-from slipstream.types import Progress
+from slipstream.types import Progress, tracked
 
 Array = NDArray[np.float64]
 CHUNK_ELEMENTS = 2**20  # values of each file that are in memory at once
@@ -115,14 +115,12 @@ def compare_files(first: Path, second: Path, progress: Progress | None = None) -
         result.missing = [name for name in names_a if name not in names_b]
         result.extra = [name for name in names_b if name not in names_a]
         shared = [name for name in names_a if name in names_b]
-        for done, name in enumerate(shared, 1):
+        for name in tracked(shared, "comparing tensors", progress):
             mine, theirs = names_a[name], names_b[name]
             if mine.shape != theirs.shape and not _same_values(mine.shape, theirs.shape):
                 result.shapes.append((name, mine.shape, theirs.shape))
             else:
                 result.tensors.append(_difference(name, mine, theirs))
-            if progress is not None:
-                progress("comparing tensors", done, len(shared))
         result.tensors = mark_outliers(result.tensors)
         result.tensors = [_explained(tensor, a, b) if tensor.outlier else tensor for tensor in result.tensors]
         return result
@@ -168,15 +166,13 @@ def _pieces(first: Source, second: Source) -> Iterator[tuple[Array, Array]]:
     rows, elements = (first.shape[0] if first.shape else 1), math.prod(first.shape)
     if not elements:
         return
-    step = max(1, CHUNK_ELEMENTS * rows // max(1, elements))
+    step = max(1, CHUNK_ELEMENTS * rows // elements)
     if first.shape != second.shape or len(first.shape) < 2 or step >= rows:
-        flat = (rows, -1)
-        yield dense_values(first).reshape(flat), dense_values(second).reshape(flat)
+        yield dense_values(first).reshape(rows, -1), dense_values(second).reshape(rows, -1)
         return
-    for start in range(0, rows, step):
-        index = torch.arange(start, min(start + step, rows))
-        flat = (len(index), -1)
-        yield dense_values(first.rows(index)).reshape(flat), dense_values(second.rows(index)).reshape(flat)
+    for index in torch.arange(rows).split(step):
+        mine, theirs = dense_values(first.rows(index)), dense_values(second.rows(index))
+        yield mine.reshape(len(index), -1), theirs.reshape(len(index), -1)
 
 
 def dense_values(tensor: Source) -> Array:
