@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ def _product_floor(cost: RowCost) -> str:
 def judge_watch(watch: Watch) -> tuple[str, bool]:
     """Whether the waiting side and all other processes were idle, and how much of a core each kept busy."""
     shares = {"ours": watch.share("ours"), NAME: watch.share(NAME), "others": watch.others()}
-    text = ", ".join(f"{side}: {'unknown' if share is None else f'{share:.2%}'}" for side, share in shares.items())
-    ok = all(share is None or share <= (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
+    text = ", ".join(f"{side}: {'unknown' if math.isnan(share) else f'{share:.2%}'}" for side, share in shares.items())
+    ok = not any(share > (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
     return f"of a core, in turns that were not theirs: {text}", ok
 
 

@@ -70,7 +70,7 @@ def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
                 _add(report, bar, **speeds)
             if seen.watch is not None:
                 text, ok = promises.judge_watch(seen.watch)
-                others = round(seen.watch.others() or 0, 4)
+                others = round(max(0.0, seen.watch.others()), 4)
                 report.add(f"{name}, T {temperature:g}: {QUIET}", text, ok, others_share=others)
 
 

@@ -40,10 +40,10 @@ def sample_race(auto_ms: float = 50.0) -> Race:
 
 
 def test_the_first_token_belongs_to_the_prompt() -> None:
-    answer = rival.RivalAnswer.from_timings(TIMINGS)
-    assert (answer.tokens, answer.tokens_per_second) == (64, 160.0)
+    answer = rival.stats_of(TIMINGS)
+    assert (answer.committed, answer.tokens_per_second) == (64, 160.0)
     with pytest.raises(SlipstreamError, match="prompt cache"):
-        rival.RivalAnswer.from_timings({**TIMINGS, "cache_n": 3})
+        rival.stats_of({**TIMINGS, "cache_n": 3})
 
 
 def test_requests_ask_for_the_same_work() -> None:
@@ -127,7 +127,9 @@ class FixedRival(rival.Rival):
             }
         }
 
-    def cpu_seconds(self) -> float | None:
+    def await_start(self) -> None: ...
+
+    def cpu_seconds(self) -> float:
         return 0.0
 
 
@@ -185,7 +187,7 @@ def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch)
     with watch.turn("ours"):
         time.sleep(0.02)
     # in seconds, not as a share of the turn: on a busy machine the loop waits for its core
-    assert (watch.stolen_s["ours"] or 0) >= 0.08 and watch.stolen_s[rival.NAME] == 0.0
+    assert watch.stolen_s["ours"] >= 0.08 and watch.stolen_s[rival.NAME] == 0.0
     watch.turns_s[rival.NAME], watch.stolen_s["ours"] = 0.4, 0.1
     watch.turns_s["ours"], watch.others_s = 0.1, 0.05
     assert watch.to_json() == {"ours": 0.25, rival.NAME: 0.0, "others": 0.1} and judge_watch(watch)[1] is False
@@ -195,8 +197,8 @@ def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch)
     assert not judge_watch(watch)[1] and "0.12 cores busy, so these speeds mean little" in idle_sentence(
         Race({}, watch)
     )
-    assert (rival.process_seconds(os.getpid()) or 0) > 0.1
-    assert (rival.machine_seconds() or 1e9) >= (rival.process_seconds(os.getpid()) or 0)
+    assert rival.process_seconds(os.getpid()) > 0.1
+    assert rival.machine_seconds() >= rival.process_seconds(os.getpid())
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +260,8 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
     program.chmod(0o755)
     with rival.start(model, 3, 64, str(program)) as opponent:
         assert opponent.describe() == {"name": "llama.cpp", "version": "b7", "system": "as llama-server was built"}
-        assert opponent.complete(range(40), 11) == rival.RivalAnswer(40, 4.0, 10, 10.0)
+        answer = opponent.complete(range(40), 11)
+        assert (answer.prompt_tokens, answer.ttft_ms, answer.committed, answer.decode_ms) == (40, 4.0, 10, 10.0)
         with pytest.raises(SlipstreamError, match="too long"):
             opponent.complete(range(65), 11)
         process = opponent.process
@@ -292,14 +295,14 @@ def test_llama_cpp_itself() -> None:
         answers = [opponent.complete(range(300, 364), 24) for _ in range(2)]
         wall_ms = 1000 * (time.perf_counter() - began)
         for answer in answers:
-            assert (answer.prompt_tokens, answer.tokens) == (64, 23)
-        timed = sum(answer.prompt_ms + answer.decode_ms for answer in answers)
+            assert (answer.prompt_tokens, answer.committed) == (64, 23)
+        timed = sum(answer.ttft_ms + answer.decode_ms for answer in answers)
         assert 0.05 * wall_ms < timed < 1.05 * wall_ms  # a wrong unit is off by 1,000
-        assert opponent.complete(range(300, 310), 8, temperature=0.8, seed=3).tokens == 7
+        assert opponent.complete(range(300, 310), 8, temperature=0.8, seed=3).committed == 7
         time.sleep(rival.SETTLE_SECONDS)
         used = opponent.cpu_seconds()
         time.sleep(0.5)
-        assert used is None or (opponent.cpu_seconds() or 0) - used <= 0.02
+        assert not opponent.cpu_seconds() - used > 0.02  # NaN where the system does not tell
         with pytest.raises(SlipstreamError, match="failed"):
             opponent.complete(range(300, 900), 8)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.bench.measure import PLAIN, BenchPlan, Message, answer_of, user_message, warm_up
+from slipstream.bench.measure import BenchPlan, play
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError
 
@@ -71,20 +71,11 @@ def profile_modes(
     """Decodes every prompt in every mode, each request alone and without the prompt cache."""
     if not llm.speculates:
         raise RequestError("without drafts there is only plain decoding to profile", "name a drafter with --draft")
-    warm_up(llm, plan)
     profilers = {mode: llm.profiler() for mode in plan.modes}
     answers = 0
-    for conversation in conversations:
-        history: list[Message] = []
-        for question in conversation if plan.all_turns else conversation[:1]:
-            history.append(user_message(question))
-            texts = {}
-            for mode, profiler in profilers.items():
-                with profiler:
-                    texts[mode] = answer_of(llm, history, plan, mode, plan.max_tokens).text
-            history.append({"role": "assistant", "content": texts[PLAIN]})
-            answers += 1
-            on_turn()
+    for _ in play(llm, conversations, plan, profilers.__getitem__):
+        answers += 1
+        on_turn()
     return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -83,8 +83,8 @@ class QuantFiles:
         files = {side: self._file(side, chosen[side]) for side in SIDES}
         self._refuse_what_does_not_fit(files["target"], files["draft"])
         about: dict[str, object] = {side: {"type": chosen[side], **self._describe(side, files[side])} for side in SIDES}
-        with closing(self.load(str(files["target"]), str(files["draft"]))) as llm:
-            yield LoadedPair(llm, about)
+        with self.load(str(files["target"]), str(files["draft"])) as llm:
+            yield llm, about
 
     def _file(self, side: Side, kind: str) -> Path:
         source = self._sources[side]
@@ -159,12 +159,8 @@ def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
     for adapter in adapters if len(adapters) > 1 else (BASE_VARIANT, *adapters):
         name = BASE_VARIANT if adapter == BASE_VARIANT else next(names)
         about: dict[str, object] = {} if adapter == BASE_VARIANT else {"adapter": adapter}
-        columns.append(Column(name, partial(_stay, LoadedPair(llm, about)), name))
+        columns.append(Column(name, partial(nullcontext, (llm, about)), name))
     return columns
-
-
-def _stay(loaded: LoadedPair) -> AbstractContextManager[LoadedPair]:
-    return nullcontext(loaded)
 
 
 def split_adapters(given: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, columns_table
+from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -81,18 +81,15 @@ class PairComparison:
 
     def check(self, others: Mapping[str, bool]) -> None:
         """Refuses options that do not go together; `others` says which options of the plain bench were given."""
-        if not self.wanted:
-            for option, given in (("--runs", self.runs), ("--out", self.out)):
-                if given is not None:
-                    raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
-            if self.sides:
-                raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
-            return
-        if self.sweep and self.adapters:
-            raise RequestError("--sweep does not go with --draft-lora", "leave one of them out")
+        for option, given in (("--runs", self.runs), ("--out", self.out)):
+            if given is not None and not self.wanted:
+                raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
         if self.sides and not self.sweep:
             raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
-        o.refuse_beside("--sweep" if self.sweep else "--draft-lora", others)
+        if self.adapters:
+            o.refuse_beside("--draft-lora", {"--sweep": self.sweep, **others})
+        elif self.sweep:
+            o.refuse_beside("--sweep", others)
 
 
 def compare_pairs(
@@ -107,7 +104,7 @@ def compare_pairs(
 ) -> None:
     """Measures the whole comparison, keeps it in a folder and prints it; `sets` holds the prompts by their name."""
     from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters, variant_columns
-    from slipstream.bench.sweep_report import SweepFolder
+    from slipstream.bench.sweep_report import SweepFolder, sentences, tables
 
     asked = parse_sweep(comparing.sides) if comparing.sweep else {}
     adapters = split_adapters(comparing.adapters) if comparing.adapters else []
@@ -130,14 +127,15 @@ def compare_pairs(
             )
             columns = files.columns(asked)
         else:
-            llm = stack.enter_context(closing(o.load(ui, target, draft, config, adapters)))
+            llm = stack.enter_context(o.load(ui, target, draft, config, adapters))
             columns = variant_columns(llm, adapters)
         result = _measure(ui, columns, sets, plan, runs, folder)
     if ui.json_output:
         ui.print_json({**about, "folder": str(folder.path), **result.to_json()})
-    else:
-        draw(ui, result, title)
-        ui.line(f"The results are in {folder.path}.")
+        return
+    for name, heads, rows in tables(result, title):
+        ui.table(name, heads, rows)
+    ui.lines([*sentences(result), f"The results are in {folder.path}."])
 
 
 def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
@@ -178,18 +176,3 @@ def _measure(
         finally:
             if seen:
                 folder.draw(seen[0])
-
-
-def draw(ui: Ui, result: Sweep, title: str) -> None:
-    """Draws the tables, and says in sentences what they mean."""
-    from slipstream.bench import sweep_report as report
-
-    for name, heads, rows in (
-        (title, report.TAU_HEADS, report.tau_rows(result)),
-        ("Speed", report.SPEED_HEADS, report.speed_rows(result)),
-        ("Files", report.FILE_HEADS, report.file_rows(result)),
-    ):
-        if rows:
-            ui.table(name, columns_table(heads, rows))
-    for sentence in report.sentences(result):
-        ui.line(sentence)

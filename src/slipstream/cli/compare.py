@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, columns_table
+from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
     shown = ordered if every else ordered[: max(_SHOWN_TENSORS, outliers)]
     title = f"{found.first} (reference) and {found.second}: {len(found.tensors)} tensors of a {found.kind}"
     heads = ["tensor", "types", "relative RMS", "max error", "worst row", "outlier"]
-    ui.table(title, columns_table(heads, [_row(tensor) for tensor in shown]))
+    ui.table(title, heads, map(_row, shown))
     if len(shown) < len(ordered):
         ui.line(f"{len(ordered) - len(shown)} tensors are no further apart than these; --all shows them.")
     for label, names in (("Missing in the second", found.missing), ("Only in the second", found.extra)):
@@ -219,7 +219,7 @@ def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
             *_tau_rows(run),
         ]
         title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
-        ui.table(title, columns_table(["", "value"], rows))
+        ui.table(title, ["", "value"], rows)
         if run.non_finite:
             ui.warn(f"{run.non_finite} rows are left out, because their logits are not finite.")
         for note in run.notes:

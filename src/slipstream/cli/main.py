@@ -28,16 +28,8 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.command)
-app.command("chat")(chat.command)
-app.command("serve")(serve.command)
-app.command("smoke")(smoke.command)
-app.command("bench")(bench.command)
-app.command("inspect")(inspect.command)
-app.command("convert")(convert.command)
-app.command("quantize")(quantize.command)
-app.command("compare")(compare.command)
-app.command("demo")(demo.command)
+for verb in (generate, chat, serve, smoke, bench, inspect, convert, quantize, compare, demo):
+    app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -170,6 +170,7 @@ def engine_config(
     kernels: Kernels = "triton",
     no_graphs: bool = False,
     exact: bool = False,
+    no_text_drafts: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         weight_format=dtype,
@@ -180,6 +181,7 @@ def engine_config(
         kernels=kernels,
         graphs=not no_graphs,
         exact=exact,
+        text_drafts=not no_text_drafts,
     )
 
 
