@@ -58,15 +58,15 @@ def bars_of(name: str, temperature: float) -> list[tuple[str, str, float]]:
 def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]:
     """The limits of one race with the measured ratios."""
     how = f"T {temperature:g}" if temperature else "greedy"
-    speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.samples)
+    speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.modes)
     found = []
     for mode, over, bar in bars_of(name, temperature):
-        ratio = result.against(mode, over)
+        ratio = result.speedup(mode, over)
         value = 0.0 if ratio is None else ratio.value
         low, high = (ratio.interval if ratio else None) or (value, value)
         about = (
-            f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau.get('auto', 0):.2f}, "
-            f"{result.same}/{result.prompts} texts same, up to {tokens} tokens each"
+            f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau('auto') or 0:.2f}, "
+            f"{result.same}/{result.answers} texts same, up to {tokens} tokens each"
         )
         found.append(Bar(f"{name}, {how}: {mode} over {over}", value, bar, about))
     return found

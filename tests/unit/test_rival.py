@@ -19,24 +19,29 @@ from slipstream.bench.comparison_report import (
     idle_sentence,
     prefill_sentence,
     race_rows,
-    race_texts_sentence,
+    race_sentences,
 )
-from slipstream.bench.measure import BenchPlan
+from slipstream.bench.measure import BenchPlan, ModeRun
 from slipstream.bench.rival_race import PrefillRace, Race, Watch, race, race_prefill
 from slipstream.errors import RequestError, SlipstreamError
+from slipstream.stats import RequestStats
 from tests.checks_cpu import Bar, bars_of, judge, judge_rows, judge_watch
 from tests.fakes import FakeLLM
 
 TIMINGS = {"cache_n": 0, "prompt_n": 16, "prompt_ms": 40.0, "predicted_n": 65, "predicted_ms": 400.0}
 
 
+def side(costs: list[float], steps: int = 0) -> ModeRun:
+    """A side that wrote ten tokens for each prompt, in so many milliseconds."""
+    run = ModeRun()
+    for prompt, ms in enumerate(costs):
+        run.add(prompt, RequestStats(committed=10, decode_ms=ms, steps=steps), [1])
+    return run
+
+
 def sample_race(auto_ms: float = 50.0) -> Race:
-    samples: dict[str, list[tuple[int, float]]] = {
-        "plain": [(10, 100.0), (10, 80.0), (10, 125.0)],
-        "auto": [(10, auto_ms)] * 3,
-        rival.NAME: [(10, 200.0)] * 3,
-    }
-    return Race(samples, None, 3, {"auto": 2.5})
+    sides = {"plain": side([100.0, 80.0, 125.0], 10), "auto": side([auto_ms] * 3, 4), rival.NAME: side([200.0] * 3)}
+    return Race(sides, answers=3, same=3)
 
 
 def test_the_first_token_belongs_to_the_prompt() -> None:
@@ -57,7 +62,7 @@ def test_requests_ask_for_the_same_work() -> None:
 
 def test_medians_and_ratios() -> None:
     result = sample_race()
-    assert [result.median_speed(side) for side in result.samples] == [100.0, 200.0, 50.0]
+    assert [result.median_speed(side) for side in result.modes] == [100.0, 200.0, 50.0]
     found = {(side, ratio.over): ratio for side, ratio in result.ratios()}
     assert set(found) == {("plain", rival.NAME), ("auto", rival.NAME), ("auto", "plain")}
     assert found["auto", rival.NAME].value == pytest.approx(4.0)
@@ -76,9 +81,14 @@ def test_what_the_report_says() -> None:
     assert [row[0] for row in rows] == ["plain", "auto", rival.NAME] and {len(row) for row in rows} == {len(RACE_HEADS)}
     assert rows[1][1:] == ("200.0", "4.00x", rows[1][3], "2.50") and rows[1][3].startswith("2.03x")
     assert rows[0][3] == "" and rows[2][1:] == ("50.0", "", "", "")
-    assert race_texts_sentence(sample_race()).startswith("All 3 texts") and idle_sentence(sample_race()) == ""
     prefill = PrefillRace(512, [1000.0, 500.0, 1000.0], [2000.0] * 3)
     assert prefill.against.value == pytest.approx(2.0)
+    said = race_sentences(sample_race(), prefill, {"version": "b7", "system": "x"}, {"threads": 2})
+    assert said[1:] == [
+        "llama.cpp is b7 (x) on 2 threads.",
+        "All 3 texts are identical with and without speculation.",
+        "",
+    ]
     assert "512 tok/s against llama.cpp's 256, 2.00x" in prefill_sentence(prefill)
     assert built_for("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | REPACK = 1 | ") == "built for SSE3, AVX2, REPACK"
     assert built_for("as llama-server was built") == "as llama-server was built"
@@ -160,9 +170,9 @@ def test_sides_take_turns_and_get_the_same_ids(monkeypatch: pytest.MonkeyPatch) 
     assert {request["max_tokens"] for request in timed} == {ANSWER_TOKENS}  # not what comes after an answer's end
     assert not any(request["cache_prompt"] for request in llm.requests)
     assert [body["prompt"] for body in opponent.asked[1:]] == [[ord(letter)] for letter in "abc"]
-    assert result.samples[rival.NAME] == [(11, 44.0)] * 3 and result.median_speed(rival.NAME) == 250.0
+    assert result.modes[rival.NAME].samples == [(11, 44.0)] * 3 and result.median_speed(rival.NAME) == 250.0
     assert result.median_speed("plain") == 1000.0 and result.same == 3
-    assert result.tau["auto"] == pytest.approx(11 / 3)
+    assert result.tau("auto") == pytest.approx(11 / 3)
 
 
 def test_prefill_counts_only_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +202,10 @@ def test_the_watch_sees_who_works_in_whose_turn(monkeypatch: pytest.MonkeyPatch)
     watch.turns_s["ours"], watch.others_s = 0.1, 0.05
     assert watch.to_json() == {"ours": 0.25, rival.NAME: 0.0, "others": 0.1} and judge_watch(watch)[1] is False
     watch.stolen_s["ours"] = 0.004
-    assert judge_watch(watch)[1] and "trust" not in idle_sentence(Race({}, watch))
+    assert judge_watch(watch)[1] and "trust" not in idle_sentence(Race({}, watch=watch))
     watch.others_s = 0.06
     assert not judge_watch(watch)[1] and "0.12 cores busy, so these speeds mean little" in idle_sentence(
-        Race({}, watch)
+        Race({}, watch=watch)
     )
     assert rival.process_seconds(os.getpid()) > 0.1
     assert rival.machine_seconds() >= rival.process_seconds(os.getpid())

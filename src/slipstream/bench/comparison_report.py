@@ -139,10 +139,10 @@ def race_rows(result: Race) -> list[tuple[str, ...]]:
         (
             side,
             f"{result.median_speed(side):.1f}",
-            *("" if side in (over, NAME) else ratio_text(result.against(side, over)) for over in (NAME, PLAIN)),
-            f"{result.tau[side]:.2f}" if side in result.tau else "",
+            *("" if side in (over, NAME) else ratio_text(result.speedup(side, over)) for over in (NAME, PLAIN)),
+            "" if (tau := result.tau(side)) is None else f"{tau:.2f}",
         )
-        for side in result.samples
+        for side in result.modes
     ]
 
 
@@ -167,20 +167,23 @@ def prefill_sentence(result: PrefillRace) -> str:
     )
 
 
-def rival_sentence(rival: Mapping[str, object], describe: Mapping[str, object]) -> str:
-    """Names the version of llama.cpp, how it was built, and the number of threads."""
-    return f"{NAME} is {rival['version']} ({built_for(str(rival['system']))}) on {describe.get('threads')} threads."
+def race_sentences(
+    result: Race, prefill: PrefillRace, rival: Mapping[str, object], describe: Mapping[str, object]
+) -> list[str]:
+    """What a race means; a sentence that does not apply is empty."""
+    build, which = built_for(str(rival["system"])), "All" if result.same == result.answers else f"{result.same} of"
+    return [
+        prefill_sentence(prefill),
+        f"{NAME} is {rival['version']} ({build}) on {describe.get('threads')} threads.",
+        f"{which} {result.answers} texts are identical with and without speculation.",
+        idle_sentence(result),
+    ]
 
 
 def built_for(system: str) -> str:
     """The instruction sets that llama.cpp's own description lists as present."""
     found = [name.strip() for name, _, value in (part.partition("=") for part in system.split("|")) if "1" in value]
     return f"built for {', '.join(name.removeprefix('CPU : ') for name in found)}" if found else system
-
-
-def race_texts_sentence(result: Race) -> str:
-    which = "All" if result.same == result.prompts else f"{result.same} of"
-    return f"{which} {result.prompts} texts are identical with and without speculation."
 
 
 def idle_sentence(result: Race) -> str:

@@ -59,9 +59,15 @@ class BenchPlan:
             confidence = settings.get("min_confidence", 0.0)
             Request("check", (0,), mode=Mode.parse(mode), gate=gate, min_confidence=confidence)  # type: ignore[arg-type]
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, seed=self.seed)
+    def to_json(self) -> dict[str, object]:
+        return {
+            "turns": "all" if self.all_turns else "first",
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "gate": self.gate,
+            "min_confidence": self.min_confidence,
+        }
 
     def settings(self, mode: str) -> dict[str, object]:
         """The settings of a request in this mode, which takes nothing from the prompt cache."""
@@ -162,10 +168,9 @@ class ModeRun:
     same: int = 0
     near_ties: int = 0
 
-    def add(self, prompt: int, answer: Answer) -> None:
-        stats = answer.stats
+    def add(self, prompt: int, stats: RequestStats, token_ids: list[int]) -> None:
         self.stats.add(stats)
-        self.token_ids.append(answer.token_ids)
+        self.token_ids.append(token_ids)
         for samples, cost in ((self.samples, stats.decode_ms), (self.steps, stats.steps)):
             if prompt == len(samples):
                 samples.append((0, 0.0))
@@ -270,7 +275,7 @@ def compare(
         result.answers += 1
         for mode, answer in turn.answers.items():
             run, same = result.modes[mode], turn.same(mode)
-            run.add(turn.prompt, answer)
+            run.add(turn.prompt, answer.stats, answer.token_ids)
             run.same += same
             run.near_ties += not same and _is_near_tie(llm, turn, mode, plan)
         on_turn(turn)
@@ -330,7 +335,7 @@ def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
         llm.prompt_ids(turn.history, chat=True),
         turn.answers[PLAIN].token_ids,
         turn.answers[mode].token_ids,
-        plan.sampling,
+        SamplingParams(temperature=plan.temperature, seed=plan.seed),
         str(about["weight_format"]),
         bool(about["exact"]),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slipstream.bench.floors import number_in
 from slipstream.bench.measure import BenchPlan, play
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError
@@ -27,9 +28,7 @@ class Profiled:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that this machine reads."""
-        measured = self.describe["bandwidth_gbs"]
-        assert isinstance(measured, float)
-        return 1e9 * measured
+        return 1e9 * number_in(self.describe, "bandwidth_gbs")
 
     @property
     def columns(self) -> dict[str, StepProfile]:

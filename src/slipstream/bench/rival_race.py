@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.bench.intervals import Sample, ratio_interval
-from slipstream.bench.measure import PLAIN, BenchPlan, Ratio
+from slipstream.bench.intervals import ratio_interval
+from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, ModeRun, Ratio
 from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
 from slipstream.bench.workloads import PUBLIC, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
@@ -84,48 +84,43 @@ def _other(side: str) -> str:
 
 
 @dataclass(slots=True)
-class Race:
-    """The tokens and milliseconds of every side for every prompt."""
+class Race(Comparison):
+    """A comparison in which llama.cpp takes part like one more mode."""
 
-    samples: dict[str, list[Sample]]
     watch: Watch | None = None
-    same: int = 0  # prompts whose texts in all modes equal plain decoding's
-    tau: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def prompts(self) -> int:
-        return len(self.samples[PLAIN])
+    same: int = 0  # prompts whose texts in all modes of ours equal plain decoding's
 
     def median_speed(self, side: str) -> float:
         """The median of the prompts' decoding speeds, in tokens per second."""
-        speeds = [1000 * tokens / ms for tokens, ms in self.samples[side] if ms > 0]
+        speeds = [1000 * tokens / ms for tokens, ms in self.modes[side].samples if ms > 0]
         return statistics.median(speeds) if speeds else 0.0
 
-    def against(self, side: str, over: str) -> Ratio | None:
-        return Ratio.of(over, self.samples[side], self.samples[over])
+    def tau(self, side: str) -> float | None:
+        """Tau of a speculative mode; None for another side, or if nothing was decoded."""
+        stats = self.modes[side].stats
+        return stats.tau if side not in (PLAIN, NAME) and stats.steps else None
 
     def ratios(self) -> list[tuple[str, Ratio]]:
         """Every mode of ours over llama.cpp, and every speculative mode over plain decoding."""
-        ours = [side for side in self.samples if side != NAME]
+        ours = [side for side in self.modes if side != NAME]
         pairs = [(side, NAME) for side in ours] + [(side, PLAIN) for side in ours if side != PLAIN]
-        found = [(side, self.against(side, over)) for side, over in pairs]
-        return [(side, value) for side, value in found if value is not None]
+        return [(side, found) for side, over in pairs if (found := self.speedup(side, over)) is not None]
 
     def to_json(self) -> dict[str, object]:
-        sides = {
-            side: {
-                "median_tokens_per_second": round(self.median_speed(side), 3),
-                "tokens": sum(tokens for tokens, _ in samples),
-                "decode_ms": round(sum(ms for _, ms in samples), 3),
-                **({"tau": round(self.tau[side], 4)} if side in self.tau else {}),
-            }
-            for side, samples in self.samples.items()
-        }
         return {
-            "sides": sides,
+            "sides": {side: self._side_json(side) for side in self.modes},
             "ratios": [{"side": side, **found.to_json()} for side, found in self.ratios()],
-            "same_texts": {"same": self.same, "of": self.prompts},
+            "same_texts": {"same": self.same, "of": self.answers},
             "idle_core_share": None if self.watch is None else self.watch.to_json(),
+        }
+
+    def _side_json(self, side: str) -> dict[str, object]:
+        stats, tau = self.modes[side].stats, self.tau(side)
+        return {
+            "median_tokens_per_second": round(self.median_speed(side), 3),
+            "tokens": stats.committed,
+            "decode_ms": round(stats.decode_ms, 3),
+            **({} if tau is None else {"tau": round(tau, 4)}),
         }
 
 
@@ -139,22 +134,19 @@ def race(
     """Runs the first turn of every conversation on every side; the side that goes first changes with each prompt."""
     sides = (*plan.modes, NAME)
     watch = Watch(rival)
-    result = Race({side: [] for side in sides}, watch)
-    totals = {side: RequestStats() for side in sides}
+    result = Race({side: ModeRun() for side in sides}, watch=watch)
     for side in sides:
         _run_side(llm, rival, side, llm.prompt_ids("Say hello.", chat=True), plan, _WARM_UP_TOKENS)
     for index, conversation in enumerate(conversations):
         ids = llm.prompt_ids(conversation[0], chat=True)
-        texts: dict[str, list[int]] = {}
         length = max(_LEAST_TOKENS, len(_answer(llm, ids, plan, PLAIN, plan.max_tokens, ignore_eos=False).token_ids))
         for side in (*sides[index % len(sides) :], *sides[: index % len(sides)]):
             with watch.turn(NAME if side == NAME else "ours"):
-                stats, texts[side] = _run_side(llm, rival, side, ids, plan, length)
-            result.samples[side].append((stats.committed, stats.decode_ms))
-            totals[side].add(stats)
-        result.same += all(texts[side] == texts[PLAIN] for side in plan.modes)
+                stats, text = _run_side(llm, rival, side, ids, plan, length)
+            result.modes[side].add(index, stats, text)
+        result.answers += 1
+        result.same += len({tuple(result.modes[mode].token_ids[index]) for mode in plan.modes}) == 1
         on_prompt()
-    result.tau = {side: total.tau for side, total in totals.items() if side != PLAIN and total.steps}
     return result
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.bench.pair_sweep import Column, LoadedPair
 from slipstream.config import EngineConfig
@@ -59,7 +59,6 @@ class QuantFiles:
     watched: Callable[[], AbstractContextManager[Progress | None]] = nullcontext  # yields the progress callback
     _sources: dict[Side, Path] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
-    _about: dict[Path, dict[str, object]] = field(default_factory=dict)
 
     def columns(self, asked: Mapping[Side, Sequence[str]]) -> list[Column]:
         """Every combination of the types, the drafter's type changing fastest; a name holds only what changes."""
@@ -103,14 +102,12 @@ class QuantFiles:
 
     def _describe(self, side: Side, path: Path) -> dict[str, object]:
         """Size and types of a file, and the types of its source if the file was made from another."""
-        if path not in self._about:
-            size, weights = _weights(path)
-            about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
-            if path != self._sources[side]:
-                _, origin = _weights(self._sources[side])
-                about |= {"source": origin, "how": _how(origin, weights)}
-            self._about[path] = about
-        return self._about[path]
+        size, weights = _weights(path)
+        about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
+        if path != self._sources[side]:
+            _, origin = _weights(self._sources[side])
+            about |= {"source": origin, "how": _how(origin, weights)}
+        return about
 
     def _refuse_what_does_not_fit(self, target: Path, draft: Path) -> None:
         from slipstream.tools.fit import available_bytes, fit
@@ -138,15 +135,11 @@ def _weights(path: Path) -> tuple[int, dict[str, float]]:
     """The size of a file and the share of its numbers in each type, the most frequent type first."""
     from slipstream.tools.file_report import inspect_file
 
-    report = inspect_file(path)
-    totals = report["totals"]
-    assert isinstance(totals, dict)
-    counts = {kind: total["parameters"] for kind, total in totals.items()}
+    report: Mapping[str, Any] = inspect_file(path)
+    counts = {kind: total["parameters"] for kind, total in report["totals"].items()}
     shares = {kind: count / max(1, sum(counts.values())) for kind, count in counts.items()}
     shown = sorted(((share, kind) for kind, share in shares.items() if share >= _LEAST_SHARE), reverse=True)
-    size = report["size"]
-    assert isinstance(size, int)
-    return size, {kind: round(share, 4) for share, kind in shown}
+    return report["size"], {kind: round(share, 4) for share, kind in shown}
 
 
 def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:

@@ -103,6 +103,7 @@ class SweepFolder:
         self.path = path
         self._title, self._about = title, about
         self._columns: dict[str, int] = {}
+        self._written: Sweep | None = None
         if (path / "sweep.json").exists():
             raise RequestError(f"{path} already holds a sweep", "name another folder with --out")
         try:
@@ -134,14 +135,18 @@ class SweepFolder:
                 lines.write(json.dumps(line) + "\n")
 
     def write(self, sweep: Sweep) -> None:
+        self._written = sweep
         table = json.dumps({**self._about, **sweep.to_json()}, indent=1) + "\n"
         for name, text in (("sweep.json", table), ("sweep.md", markdown(sweep, self._title))):
             # A reader always finds a complete file, even if the sweep is interrupted while this one is written.
             (self.path / f"{name}.new").write_text(text, encoding="utf-8")
             os.replace(self.path / f"{name}.new", self.path / name)
 
-    def draw(self, sweep: Sweep) -> None:
+    def draw(self) -> None:
+        """Draws the sweep as it was last written, if it was."""
+        if self._written is None:
+            return
         # The drawing is imported here, because it needs matplotlib.
         from slipstream.bench.plot import write_sweep_plot
 
-        write_sweep_plot(sweep, self.path / "sweep.png", self._title)
+        write_sweep_plot(self._written, self.path / "sweep.png", self._title)

@@ -109,23 +109,19 @@ def command(
 
     ui = Ui(json_output)
     comparing = PairComparison(sweep, sides or (), draft_lora or (), runs, out)
-    files = {"--plot": plot is not None, "--trace": trace is not None}
-    comparing.check({"--rival": rival is not None, "--profile": profiling, **files})
+    given = {
+        "--rival": rival is not None,
+        "--profile": profiling,
+        "--plot": plot is not None,
+        "--trace": trace is not None,
+    }
+    comparing.check(given)
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = BenchPlan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
     config = o.engine_config(
         dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact, no_text_drafts
     )
-    about: dict[str, object] = {
-        "target": target,
-        "prompts": prompts,
-        "turns": turns,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "gate": gate,
-        "min_confidence": confidence,
-    }
+    about: dict[str, object] = {"target": target, "prompts": prompts, **plan.to_json()}
     if comparing.wanted:
         compare_pairs(ui, comparing, target, draft, config, plan, read_sets(prompts, limit), about)
         return
@@ -135,10 +131,10 @@ def command(
     about["count"] = len(conversations)
     load = partial(o.load, ui, target, draft, config)
     if profiling:
-        o.refuse_beside("--profile", {"--rival": rival is not None, **files})
+        o.refuse_beside("--profile", given)
         _profile(ui, load, conversations, plan, about)
     elif rival is not None:
-        o.refuse_beside("--rival", {"--turns all": plan.all_turns, **files})
+        o.refuse_beside("--rival", {"--turns all": plan.all_turns, **given})
         race(ui, load, rival, conversations, plan, about)
     else:
         _compare_modes(ui, load, conversations, plan, about, plot, trace)

@@ -51,16 +51,9 @@ def race(
         results = {"prefill": prefill.to_json(), "rows": [cost.to_json() for cost in costs], "describe": describe}
         ui.print_json({**about, "draft": describe["draft"], "rival": theirs, **seen.to_json(), **results})
         return
-    title = f"{about['target']} on {about['prompts']}: {seen.prompts} answers of {plan.max_tokens} tokens"
+    title = f"{about['target']} on {about['prompts']}: {seen.answers} answers of {plan.max_tokens} tokens"
     ui.table(title, report.RACE_HEADS, report.race_rows(seen))
-    speeds = {side: seen.median_speed(side) for side in seen.samples}
+    speeds = {side: seen.median_speed(side) for side in seen.modes}
     ui.lines(bar_chart([(side, speed, f"{speed:.1f} tok/s") for side, speed in speeds.items()]))
     ui.table("A step by its rows", report.COST_HEADS, report.cost_rows(costs))
-    ui.lines(
-        (
-            report.prefill_sentence(prefill),
-            report.rival_sentence(theirs, describe),
-            report.race_texts_sentence(seen),
-            report.idle_sentence(seen),
-        )
-    )
+    ui.lines(report.race_sentences(seen, prefill, theirs, describe))

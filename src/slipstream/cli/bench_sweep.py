@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,39 +27,33 @@ if TYPE_CHECKING:
     from slipstream.bench.workloads import Conversation
     from slipstream.config import EngineConfig
 
-_PANEL = "Comparing pairs"
+_comparing = partial(typer.Option, rich_help_panel="Comparing pairs")
 Sides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SIDE=TYPE,...", show_default=False, help="Types for --sweep: draft=..., target=..."),
 ]
 SweepFlag = Annotated[
     bool,
-    typer.Option(
-        "--sweep",
-        rich_help_panel=_PANEL,
-        help="Compare weight types, whose files are made first: --sweep draft=bf16,q8_0,q4-mix target=as-is",
+    _comparing(
+        "--sweep", help="Compare weight types, whose files are made first: --sweep draft=bf16,q8_0,q4-mix target=as-is"
     ),
 ]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option(
+    _comparing(
         "--draft-lora",
         metavar="[NAME=]PATH[@SCALE],...",
         show_default=False,
-        rich_help_panel=_PANEL,
         help="Compare adapters of the drafter; 'base' is none. The first is the reference. Repeatable.",
     ),
 ]
-Runs = Annotated[
-    int | None, typer.Option(min=1, help="Measure every pair this often.", show_default="1", rich_help_panel=_PANEL)
-]
+Runs = Annotated[int | None, _comparing(min=1, help="Measure every pair this often.", show_default="1")]
 OutFolder = Annotated[
     str | None,
-    typer.Option(
+    _comparing(
         "--out",
         metavar="FOLDER",
         show_default="sweep-DATE-TIME",
-        rich_help_panel=_PANEL,
         help="The folder that keeps tables, numbers, plots, logs and made files.",
     ),
 ]
@@ -156,12 +151,6 @@ def _measure(
 ) -> Sweep:
     from slipstream.bench.pair_sweep import answers_of, run_sweep
 
-    seen: list[Sweep] = []
-
-    def keep(sweep: Sweep) -> None:
-        seen[:] = [sweep]
-        folder.write(sweep)
-
     with ui.counting("answers", answers_of(columns, sets, plan, runs)) as advance:
 
         def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
@@ -169,10 +158,9 @@ def _measure(
             advance()
 
         try:
-            return run_sweep(columns, sets, plan, runs, on_turn, keep)
+            return run_sweep(columns, sets, plan, runs, on_turn, folder.write)
         except KeyboardInterrupt:
             ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
             raise
         finally:
-            if seen:
-                folder.draw(seen[0])
+            folder.draw()

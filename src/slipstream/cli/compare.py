@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOO_FAR = 1  # exit code when an error is above --max-error
 DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
 _SHOWN_TENSORS = 12  # Without --all the table shows this many, so that it fits on a screen with all outliers.
-_LOGITS = "Logits"
+_logits = partial(typer.Option, rich_help_panel="Logits")
 
 
 def command(
@@ -34,22 +34,17 @@ def command(
         float | None,
         typer.Option(min=0, metavar="X", help="Exit with 1 if a tensor is missing or its relative RMS is above this."),
     ] = None,
-    logits: Annotated[
-        bool, typer.Option("--logits", rich_help_panel=_LOGITS, help="Also run both models on the same inputs.")
-    ] = False,
+    logits: Annotated[bool, _logits("--logits", help="Also run both models on the same inputs.")] = False,
     reference: Annotated[
-        Literal["dflash"] | None,
-        typer.Option(rich_help_panel=_LOGITS, help="Also compare drafters with the authors' package."),
+        Literal["dflash"] | None, _logits(help="Also compare drafters with the authors' package.")
     ] = None,
-    target: Annotated[str, typer.Option(rich_help_panel=_LOGITS, help="The target of two drafters.")] = "smollm2",
-    draft: Annotated[
-        str, typer.Option(rich_help_panel=_LOGITS, help="The drafter that measures two targets' tau; 'none' skips it.")
-    ] = "auto",
+    target: Annotated[str, _logits(help="The target of two drafters.")] = "smollm2",
+    draft: Annotated[str, _logits(help="The drafter that measures two targets' tau; 'none' skips it.")] = "auto",
     prompts: Annotated[
-        str, typer.Option(metavar="NAME,...", rich_help_panel=_LOGITS, help="Built-in prompt sets or .jsonl files.")
+        str, _logits(metavar="NAME,...", help="Built-in prompt sets or .jsonl files.")
     ] = DEFAULT_PROMPTS,
-    limit: Annotated[int, typer.Option(min=0, rich_help_panel=_LOGITS, help="Prompts of each set; 0 uses all.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=2, rich_help_panel=_LOGITS, help="Tokens of an answer.")] = 64,
+    limit: Annotated[int, _logits(min=0, help="Prompts of each set; 0 uses all.")] = 2,
+    max_tokens: Annotated[int, _logits(min=2, help="Tokens of an answer.")] = 64,
     dtype: o.Dtype = "auto",
     threads: o.Threads = 0,
     json_output: o.JsonOutput = False,
@@ -70,9 +65,19 @@ def command(
     runs: list[LogitComparison] = []
     if logits:
         from slipstream.tools.logits import CompareSettings
+        from slipstream.tools.model_file import open_model
 
         settings = CompareSettings(dtype, threads, max_tokens)
-        runs = _run_logits(ui, _Sides(names, paths, target, draft, reference), texts, settings)
+        with open_model(paths[0]) as model:
+            kind = model.kind
+        if kind == "drafter":
+            runs = _run_drafters(ui, names, paths, target, reference is not None, texts, settings)
+        elif reference is not None:
+            raise RequestError(
+                "the authors' package holds a drafter, not a target", "leave --reference out for targets"
+            )
+        else:
+            runs = [_run_targets(ui, names, paths, draft, texts, settings)]
         if not json_output:
             draw_logits(ui, runs)
     if json_output:
@@ -83,17 +88,6 @@ def command(
         if not json_output:
             ui.warn(f"The largest relative RMS is {found.largest_error:.4g}, which is above {max_error:g}.")
         raise typer.Exit(TOO_FAR)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """The compared models, by the names that were typed and by their paths."""
-
-    names: list[str]
-    paths: list[Path]
-    target: str
-    draft: str
-    reference: str | None
 
 
 def _refuse_contradictions(second: str | None, logits: bool, reference: str | None, max_error: float | None) -> None:
@@ -111,34 +105,30 @@ def _read_prompts(names: str, limit: int) -> list[str]:
     return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
 
 
-def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
-    from slipstream.tools.model_file import open_model
-
-    with open_model(sides.paths[0]) as model:
-        kind = model.kind
-    if kind == "drafter":
-        return _run_drafters(ui, sides, texts, settings)
-    if sides.reference is not None:
-        raise RequestError("the authors' package holds a drafter, not a target", "leave --reference out for targets")
-    return [_run_targets(ui, sides, texts, settings)]
-
-
-def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> list[LogitComparison]:
+def _run_drafters(
+    ui: Ui,
+    names: list[str],
+    paths: list[Path],
+    target: str,
+    with_authors: bool,
+    texts: Sequence[str],
+    settings: CompareSettings,
+) -> list[LogitComparison]:
     from slipstream.formats.sources import resolve
     from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
 
     runs: list[LogitComparison] = []
     with ui.loading() as progress:
-        passages, _ = write_passages(sides.target, None, texts, settings, progress)
-        path = resolve(sides.target, progress=progress).path
-        blocks = load_blocks(path, list(zip(_labels(sides.names), sides.paths, strict=True)), settings)
+        passages, _ = write_passages(target, None, texts, settings, progress)
+        path = resolve(target, progress=progress).path
+        blocks = load_blocks(path, list(zip(_labels(names), paths, strict=True)), settings)
         weight_format = blocks[0].target.weight_format
         if len(blocks) == 2:
             runs.append(compare_drafters(blocks[0], blocks[1], passages, weight_format, progress))
-        if sides.reference is not None:
+        if with_authors:
             from slipstream.tools.authors_drafter import AuthorBlocks
 
-            for ours, file in zip(blocks, sides.paths, strict=True):
+            for ours, file in zip(blocks, paths, strict=True):
                 theirs = AuthorBlocks(ours, file)
                 run = compare_drafters(theirs, ours, passages, weight_format, progress)
                 if theirs.left_out:
@@ -147,19 +137,20 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str], settings: Compare
     return runs
 
 
-def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str], settings: CompareSettings) -> LogitComparison:
+def _run_targets(
+    ui: Ui, names: list[str], paths: list[Path], draft: str, texts: Sequence[str], settings: CompareSettings
+) -> LogitComparison:
     from slipstream.formats.sources import drafter_source
     from slipstream.tools.logits import compare_targets, write_passages
 
-    draft = next(filter(None, (drafter_source(name, sides.draft) for name in sides.names)), None)
-    first, second = map(str, sides.paths)
+    drafter = next(filter(None, (drafter_source(name, draft) for name in names)), None)
     with ui.loading() as progress:
-        passages, tau = write_passages(first, draft, texts, settings, progress)
-        other = write_passages(second, draft, texts, settings, progress)[1] if draft is not None else None
-        one, two = _labels(sides.names)
-        run = compare_targets(sides.paths[0], sides.paths[1], (one, two), passages, settings, progress)
+        passages, tau = write_passages(str(paths[0]), drafter, texts, settings, progress)
+        other = None if drafter is None else write_passages(str(paths[1]), drafter, texts, settings, progress)[1]
+        one, two = _labels(names)
+        run = compare_targets(paths[0], paths[1], (one, two), passages, settings, progress)
     run.taus = tau, other
-    if draft is None:
+    if drafter is None:
         run.notes.append("there is no drafter, so tau was not measured: name one with --draft")
     return run
 
@@ -187,8 +178,7 @@ def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
         ui.line(f"Different shape: {name} is {list(mine)} and {list(theirs)}")
     for name, one, two in found.settings:
         ui.line(f"Different setting: {name} is {one} and {two}")
-    for note in found.notes:
-        ui.line(f"Note: {note}")
+    ui.lines(f"Note: {note}" for note in found.notes)
     ui.line(
         f"Relative RMS over all: {found.mean_error:.4g}, largest {found.largest_error:.4g}, "
         f"{outliers} outlier{'' if outliers == 1 else 's'}."
@@ -216,16 +206,11 @@ def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
             ["mean KL, nats", f"{run.mean_divergence:.4g}"],
             ["largest KL", f"{run.max_divergence:.4g}"],
             ["same first choice", f"{run.agreement:.2%}"],
-            *_tau_rows(run),
         ]
+        named = zip((run.first, run.second), run.taus, strict=True)
+        rows += [[f"tau of {name}", f"{tau:.3f}"] for name, tau in named if tau is not None]
         title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
         ui.table(title, ["", "value"], rows)
         if run.non_finite:
             ui.warn(f"{run.non_finite} rows are left out, because their logits are not finite.")
-        for note in run.notes:
-            ui.line(f"Note: {note}")
-
-
-def _tau_rows(run: LogitComparison) -> list[list[str]]:
-    named = ((run.first, run.taus[0]), (run.second, run.taus[1]))
-    return [[f"tau of {name}", f"{tau:.3f}"] for name, tau in named if tau is not None]
+        ui.lines(f"Note: {note}" for note in run.notes)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +17,10 @@ from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
 from slipstream.errors import RequestError, SourceError
-from slipstream.types import SamplingParams, TokenOut
+from slipstream.types import GenEvent, SamplingParams, TokenOut
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
 
 
 def command(
@@ -83,26 +87,8 @@ def command(
     with Trace(trace) as steps_file, o.load(ui, target, draft, config, draft_lora or ()) as llm:
         mode_name = str(how.resolved_mode(llm.speculates))
         settings = {**limits, **how.settings(), **sampling, "draft_lora": o.chosen_variant(llm, draft_lora or ())}
-        answer = Answer()
-        try:
-            for event in answer.follow(llm.stream(text, chat=chat, **settings)):
-                steps_file.record(mode_name, event, llm.tokenizer)
-                ui.write(event.text)
-        except KeyboardInterrupt:
-            ui.write("\n")
-            raise
-        if json_output:
-            result = answer.to_json(draft=None if mode_name == "plain" else llm.draft_label)
-            if logprobs is not None:
-                result["logprobs"] = [_logprob(token) for token in answer.tokens]
-            if show_drafts:
-                result["steps"] = [step.to_json() for step in answer.steps]
-            ui.print_json(result)
-            return
-        ui.write("\n")
-        if show_drafts:
-            show_steps(ui, llm, answer.steps, answer.stats)
-        ui.note(footer(answer.stats))
+        stream = llm.stream(text, chat=chat, **settings)
+        _write(ui, llm, stream, steps_file, mode_name, show_drafts, logprobs is not None)
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -119,6 +105,31 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise SourceError(f"cannot read the prompt file {prompt_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"the prompt in {prompt_file} is not UTF-8 text", "save it as UTF-8") from error
+
+
+def _write(
+    ui: Ui, llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str, show_drafts: bool, logprobs: bool
+) -> None:
+    answer = Answer()
+    try:
+        for event in answer.follow(stream):
+            trace.record(mode, event, llm.tokenizer)
+            ui.write(event.text)
+    except KeyboardInterrupt:
+        ui.write("\n")
+        raise
+    if ui.json_output:
+        result = answer.to_json(draft=None if mode == "plain" else llm.draft_label)
+        if logprobs:
+            result["logprobs"] = [_logprob(token) for token in answer.tokens]
+        if show_drafts:
+            result["steps"] = [step.to_json() for step in answer.steps]
+        ui.print_json(result)
+        return
+    ui.write("\n")
+    if show_drafts:
+        show_steps(ui, llm, answer.steps, answer.stats)
+    ui.note(footer(answer.stats))
 
 
 def _logprob(token: TokenOut) -> dict[str, object]:

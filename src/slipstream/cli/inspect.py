@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,49 +23,28 @@ if TYPE_CHECKING:
     from slipstream.tools.instruct import InstructReport
 
 INCOMPLETE = 1  # exit code of an incomplete file, and of a check that found a problem
-_CHECKS = "Checks"
+_check = partial(typer.Option, rich_help_panel="Checks")
 
 CheckFlag = Annotated[
-    bool,
-    typer.Option(
-        "--check",
-        rich_help_panel=_CHECKS,
-        help="Check data, metadata, tensors and values; the exit code is 1 if something is wrong.",
-    ),
+    bool, _check("--check", help="Check data, metadata, tensors and values; the exit code is 1 if something is wrong.")
 ]
 InstructFlag = Annotated[
     bool,
-    typer.Option(
+    _check(
         "--check-instruct",
-        rich_help_panel=_CHECKS,
         help="Refuse a base model under a drafter that was trained on the instruct model, with exit code 1.",
     ),
 ]
 FitFlag = Annotated[
     bool,
-    typer.Option(
-        "--fit",
-        rich_help_panel=_CHECKS,
-        help="Say whether this target with --draft fits into --memory; the exit code is 1 if it does not.",
-    ),
+    _check("--fit", help="Say whether this target with --draft fits into --memory; the exit code is 1 if it does not."),
 ]
 DrafterName = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=_CHECKS, help="The target's drafter; 'auto' is the pair's own, 'suffix' and 'none' are without."
-    ),
+    str, _check(help="The target's drafter; 'auto' is the pair's own, 'suffix' and 'none' are without.")
 ]
-ContextTokens = Annotated[
-    int, typer.Option(min=0, rich_help_panel=_CHECKS, help="Tokens of a sequence; 0 is all that the target allows.")
-]
+ContextTokens = Annotated[int, _check(min=0, help="Tokens of a sequence; 0 is all that the target allows.")]
 MemorySize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        rich_help_panel=_CHECKS,
-        show_default="what is free",
-        help="Memory for --fit, such as 8GB or 512MiB.",
-    ),
+    str | None, _check(metavar="SIZE", show_default="what is free", help="Memory for --fit, such as 8GB or 512MiB.")
 ]
 
 

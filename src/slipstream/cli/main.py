@@ -49,11 +49,6 @@ def main(
         typer.echo(context.get_help())
 
 
-def _complain(message: str) -> None:
-    with suppress(OSError):  # if stderr cannot be written, there is nowhere else to report it
-        print(f"slipstream: {' '.join(message.split())}", file=sys.stderr)
-
-
 def run() -> None:
     """Runs the command line and exits with 0, with 2 and one sentence about what is wrong, or with 130 if interrupted.
 
@@ -71,7 +66,8 @@ def run() -> None:
         explained = _explain(error)
         if explained is None:
             raise
-        _complain(explained)
+        with suppress(OSError):  # if stderr cannot be written, there is nowhere else to report it
+            print(f"slipstream: {' '.join(explained.split())}", file=sys.stderr)
         code = BAD_INPUT
     for stream in (sys.stdout, sys.stderr):
         _settle(stream)

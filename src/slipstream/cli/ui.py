@@ -190,12 +190,11 @@ class DraftTint:
     def spans(self, tokens: Sequence[TokenOut], texts: Sequence[str], text: str) -> Iterator[tuple[str, bool]]:
         for token, own in zip(tokens, texts, strict=True):
             self._origins.extend([token.drafted] * len(own))
-        start = 0
-        for end in range(1, len(text) + 1):
-            origin = self._origins.popleft() if self._origins else self._last
-            if origin != self._last and end - 1 > start:
-                yield text[start : end - 1], self._last
-                start = end - 1
-            self._last = origin
-        if text[start:]:
-            yield text[start:], self._last
+        for drafted, characters in itertools.groupby(text, lambda _: self._next_origin()):
+            yield "".join(characters), drafted
+
+    def _next_origin(self) -> bool:
+        """Whether the next character was drafted; characters beyond the tokens' own are like the last one."""
+        if self._origins:
+            self._last = self._origins.popleft()
+        return self._last
