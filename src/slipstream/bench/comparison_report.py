@@ -21,21 +21,18 @@ COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
 
 def rows(result: Comparison) -> list[tuple[str, ...]]:
     """The rows of the table under HEADS; cells about drafts are blank if nothing was drafted."""
-    return [_row(result, name) for name in result.modes]
-
-
-def _row(result: Comparison, name: str) -> tuple[str, ...]:
-    run = result.modes[name]
-    stats = run.stats
-    return (
-        name,
-        f"{stats.tokens_per_second:.1f}",
-        ratio_text(result.speedup(name)),
-        f"{stats.tau:.2f}" if stats.drafted else "",
-        "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
-        f"{stats.accept_rate:.1%}" if stats.drafted else "",
-        "" if name == PLAIN else f"{run.same}/{result.answers}",
-    )
+    return [
+        (
+            name,
+            f"{(stats := run.stats).tokens_per_second:.1f}",
+            ratio_text(result.speedup(name)),
+            f"{stats.tau:.2f}" if stats.drafted else "",
+            "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
+            f"{stats.accept_rate:.1%}" if stats.drafted else "",
+            "" if name == PLAIN else f"{run.same}/{result.answers}",
+        )
+        for name, run in result.modes.items()
+    ]
 
 
 def ratio_text(ratio: Ratio | None) -> str:

@@ -71,19 +71,16 @@ class BenchPlan:
 
     def settings(self, mode: str) -> dict[str, object]:
         """The settings of a request in this mode, which takes nothing from the prompt cache."""
-        settings: dict[str, object] = {
+        settings = {
             "temperature": self.temperature,
             "seed": self.seed,
             "cache_prompt": False,
             "mode": mode,
+            "gate": None if mode in (PLAIN, AUTO) else self.gate,
+            "min_confidence": None if mode == PLAIN else self.min_confidence,
+            "draft_lora": None if mode == PLAIN else self.draft_lora,
         }
-        if self.gate is not None and mode not in (PLAIN, AUTO):
-            settings["gate"] = self.gate
-        if self.min_confidence is not None and mode != PLAIN:
-            settings["min_confidence"] = self.min_confidence
-        if self.draft_lora is not None and mode != PLAIN:
-            settings["draft_lora"] = self.draft_lora
-        return settings
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,23 +295,19 @@ def play(
     Every mode continues with plain decoding's answer, so that prompts stay equal.
     """
     for mode in plan.modes:
-        _answer(llm, [_user_message(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
+        _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)
     for index, conversation in enumerate(conversations):
         # The first mode changes from prompt to prompt, because a machine that warms up or slows down favours a place.
         first = index % len(plan.modes)
         history: list[Message] = []
         for question in conversation if plan.all_turns else conversation[:1]:
-            history.append(_user_message(question))
+            history.append({"role": "user", "content": question})
             answers = {}
             for mode in (*plan.modes[first:], *plan.modes[:first]):
                 with around(mode):
                     answers[mode] = _answer(llm, history, plan, mode, plan.max_tokens)
             yield Turn(index, list(history), answers)
             history.append({"role": "assistant", "content": answers[PLAIN].text})
-
-
-def _user_message(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> Answer:

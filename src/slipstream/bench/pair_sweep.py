@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.bench.intervals import Sample
-from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, Ratio, Turn, compare, turns_of
+from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, Ratio, Turn, compare
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import SlipstreamError
 
@@ -79,13 +79,9 @@ class Sweep:
     columns: list[Column] = field(default_factory=list)  # those whose measurement has begun
     complete: bool = False
 
-    @property
-    def shown_sets(self) -> tuple[str, ...]:
-        return (*self.sets, ALL_SETS) if len(self.sets) > 1 else self.sets
-
     def cells(self) -> Iterator[tuple[str, Column, Cell]]:
-        """Every set, column and cell that is complete, set after set."""
-        for name in self.shown_sets:
+        """Every set, column and cell that is complete, set after set, and then those of all sets together."""
+        for name in (*self.sets, ALL_SETS) if len(self.sets) > 1 else self.sets:
             for column in self.columns:
                 cell = self.cell(column, name)
                 if cell is not None:
@@ -179,8 +175,3 @@ def run_sweep(
     result.complete = True
     on_cell(result)
     return result
-
-
-def answers_of(columns: Sequence[Column], sets: PromptSets, plan: BenchPlan, runs: int) -> int:
-    """How many turns each mode answers in a sweep over all columns."""
-    return len(columns) * runs * sum(turns_of(conversations, plan) for conversations in sets.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from slipstream.errors import RequestError, SourceError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 _COLOURS = ("#2a78b5", "#d9822b", "#4f9d69", "#8a5aa8", "#9a9a9a")
@@ -47,13 +49,7 @@ def write_plot(result: Comparison, path: Path, title: str) -> None:
         axes.set_xlabel(label)
         axes.margins(x=0.15)
     left.axvline(1.0, color=_REFERENCE_COLOUR, linewidth=1, linestyle="--")
-    left.set_yticks(range(len(result.modes)), list(result.modes))
-    left.invert_yaxis()
-    figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise SourceError(f"cannot write {path}: {error.strerror}") from error
+    _save(figure, left, list(result.modes), path, title)
 
 
 def write_sweep_plot(sweep: Sweep, path: Path, title: str) -> None:
@@ -72,8 +68,6 @@ def write_sweep_plot(sweep: Sweep, path: Path, title: str) -> None:
         for axes, found in ((differences, cell.tau_against and _percent(cell.tau_against)), (speeds, cell.speedup)):
             if found is not None:
                 _whiskers(axes, place, found, fmt="o", color=colour)
-    taus.set_yticks(range(len(sweep.columns)), [column.name for column in sweep.columns])
-    taus.invert_yaxis()
     for axes, label in (
         (taus, f"tau, mode {sweep.modes[0]}"),
         (differences, f"tau against {sweep.columns[0].name}, %"),
@@ -85,8 +79,18 @@ def write_sweep_plot(sweep: Sweep, path: Path, title: str) -> None:
     known = dict(zip(*reversed(taus.get_legend_handles_labels()), strict=True))
     if known:
         figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8)
+    _save(figure, taus, [column.name for column in sweep.columns], path, title)
+
+
+def _save(figure: Figure, left: Axes, names: Sequence[str], path: Path, title: str) -> None:
+    """Writes a picture whose rows have these names, the first at the top."""
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise SourceError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _bar(axes: Axes, place: int, value: float, colour: str, text: str, end: float) -> None:

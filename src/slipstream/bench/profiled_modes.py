@@ -81,7 +81,9 @@ def profile_modes(
 def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
     """The rows of the table, with one column per entry of `result.columns`: milliseconds, share of the step, floor."""
     profiles = list(result.columns.values())
-    rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in _phases(profiles)]
+    names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
+    taken = [name for name in names if any(each.phases_ms[name] for each in profiles)]
+    rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in taken]
     rest: list[tuple[str, Callable[[StepProfile], str]]] = [
         ("whole step", lambda each: _part(each.step_ms, each)),
         ("device busy", lambda each: _part(each.device.busy_ms, each) if each.device is not None else ""),
@@ -99,12 +101,6 @@ def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
 def _part(ms: float, profile: StepProfile) -> str:
     digits = 3 if ms < 10 else 2 if ms < 100 else 1
     return f"{ms:.{digits}f} {ms / profile.step_ms:.0%}"
-
-
-def _phases(profiles: Sequence[StepProfile]) -> list[str]:
-    """Every phase that took time in any of the profiles."""
-    names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
-    return [name for name in names if any(each.phases_ms[name] for each in profiles)]
 
 
 def launch_rows(result: Profiled) -> list[tuple[str, ...]]:

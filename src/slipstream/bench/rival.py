@@ -227,7 +227,7 @@ def find(program: str = PACKAGE) -> str:
 
 def start(model: Path, threads: int, context: int, program: str = PACKAGE) -> Rival:
     """Starts llama.cpp on a GGUF file."""
-    if not is_model(model):
+    if model.suffix != ".gguf" or not model.is_file():
         raise RequestError(f"{NAME} cannot read {model.name}", "choose a target that is a single .gguf file")
     found = find(program)
     package = found == PACKAGE
@@ -238,10 +238,6 @@ def start(model: Path, threads: int, context: int, program: str = PACKAGE) -> Ri
         rival.close()
         raise
     return rival
-
-
-def is_model(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
 
 
 def process_seconds(pid: int) -> float:

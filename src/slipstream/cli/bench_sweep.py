@@ -22,8 +22,7 @@ from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.bench.measure import BenchPlan, Turn
-    from slipstream.bench.pair_sweep import Column, Sweep
-    from slipstream.bench.sweep_report import SweepFolder
+    from slipstream.bench.pair_sweep import Column
     from slipstream.bench.workloads import Conversation
     from slipstream.config import EngineConfig
 
@@ -98,6 +97,8 @@ def compare_pairs(
     about: Mapping[str, object],
 ) -> None:
     """Measures the whole comparison, keeps it in a folder and prints it; `sets` holds the prompts by their name."""
+    from slipstream.bench.measure import turns_of
+    from slipstream.bench.pair_sweep import run_sweep
     from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters, variant_columns
     from slipstream.bench.sweep_report import SweepFolder, sentences, tables
 
@@ -124,7 +125,20 @@ def compare_pairs(
         else:
             llm = stack.enter_context(o.load(ui, target, draft, config, adapters))
             columns = variant_columns(llm, adapters)
-        result = _measure(ui, columns, sets, plan, runs, folder)
+        answers = len(columns) * runs * sum(turns_of(conversations, plan) for conversations in sets.values())
+        advance = stack.enter_context(ui.counting("answers", answers))
+
+        def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
+            folder.log(column, name, run, turn)
+            advance()
+
+        try:
+            result = run_sweep(columns, sets, plan, runs, on_turn, folder.write)
+        except KeyboardInterrupt:
+            ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
+            raise
+        finally:
+            folder.draw()
     if ui.json_output:
         ui.print_json({**about, "folder": str(folder.path), **result.to_json()})
         return
@@ -139,28 +153,3 @@ def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
 
     names = PUBLIC if prompts is None else tuple(name.strip() for name in prompts.split(","))
     return {name: read_prompts(name, limit) for name in names}
-
-
-def _measure(
-    ui: Ui,
-    columns: Sequence[Column],
-    sets: Mapping[str, list[Conversation]],
-    plan: BenchPlan,
-    runs: int,
-    folder: SweepFolder,
-) -> Sweep:
-    from slipstream.bench.pair_sweep import answers_of, run_sweep
-
-    with ui.counting("answers", answers_of(columns, sets, plan, runs)) as advance:
-
-        def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
-            folder.log(column, name, run, turn)
-            advance()
-
-        try:
-            return run_sweep(columns, sets, plan, runs, on_turn, folder.write)
-        except KeyboardInterrupt:
-            ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
-            raise
-        finally:
-            folder.draw()

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.bench.measure import Answer
 from slipstream.cli import options as o
-from slipstream.cli.chat_session import COMMANDS, ChatSession, QuitChat
+from slipstream.cli.chat_session import COMMANDS, ChatSession, Message, QuitChat
 from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import DRAFTED_STYLE, DraftTint, Ui, footer
@@ -154,15 +154,10 @@ class Chat:
         return True
 
     def _turn(self, question: str) -> None:
-        self.session.ask(question)
-        answer = Answer()
-        try:
-            self._stream(answer)
-        except SlipstreamError:
-            self.session.take_back()
-            raise
+        asked, answer = {"role": "user", "content": question}, Answer()
+        self._stream([*self.session.messages(), asked], answer)
         stats = None if answer.finish_reason == "cancelled" else answer.stats
-        self.session.answered(answer.text, stats)
+        self.session.answered(asked, answer.text, answer.stats)
         if self.ui.json_output:
             steps = {"steps": [step.to_json() for step in answer.steps]} if self.show_drafts else {}
             self.ui.print_json(answer.to_json() | steps)
@@ -172,10 +167,10 @@ class Chat:
             show_steps(self.ui, self.llm, answer.steps, stats)
         self.ui.note(footer(stats, self.plain_speed) if stats else "stopped")
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, messages: Sequence[Message], answer: Answer) -> None:
         """Shows the answer while it is written. Ctrl-C ends only the answer, which then keeps the text so far."""
         tint = DraftTint()
-        events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
+        events = self.llm.stream(messages, chat=True, **self.session.settings())
         try:
             for event in answer.follow(events):
                 self.trace.record(str(self.session.mode), event, self.llm.tokenizer)

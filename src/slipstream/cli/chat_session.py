@@ -68,17 +68,9 @@ class ChatSession:
         }
         return {name: value for name, value in settings.items() if value is not None}
 
-    def ask(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
-
-    def answered(self, text: str, stats: RequestStats | None) -> None:
-        self.turns.append({"role": "assistant", "content": text})
-        if stats:
-            self.total.add(stats)
-
-    def take_back(self) -> None:
-        """Drops a question that got no answer."""
-        self.turns.pop()
+    def answered(self, question: Message, text: str, stats: RequestStats) -> None:
+        self.turns += [question, {"role": "assistant", "content": text}]
+        self.total.add(stats)
 
     def run(self, line: str) -> str:
         """Runs a line that begins with a slash, and returns what to tell the user."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.bench.workloads import read_prompts
 from slipstream.cli import options as o
 from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
@@ -52,7 +53,8 @@ def command(
     """Compare two files of one model: errors per tensor, outliers, and with --logits what they compute."""
     _refuse_contradictions(second, logits, reference, max_error)
     ui = Ui(json_output)
-    texts = _read_prompts(prompts, limit) if logits else []
+    sets = [read_prompts(name.strip(), limit) for name in prompts.split(",")] if logits else []
+    texts = [turns[0] for conversations in sets for turns in conversations]
     with ui.loading() as progress:
         from slipstream.formats.sources import resolve
         from slipstream.tools.tensor_compare import compare_files
@@ -97,12 +99,6 @@ def _refuse_contradictions(second: str | None, logits: bool, reference: str | No
         raise RequestError("there is nothing to compare with", "give a second file, or --logits --reference dflash")
     if second is None and max_error is not None:
         raise RequestError("--max-error compares two files", "give a second one")
-
-
-def _read_prompts(names: str, limit: int) -> list[str]:
-    from slipstream.bench.workloads import read_prompts
-
-    return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
 
 
 def _run_drafters(

@@ -92,11 +92,8 @@ def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> Riva
     from slipstream.bench import rival
     from slipstream.errors import SlipstreamError
 
-    model = llm.target_source.path
-    if not rival.available() or not rival.is_model(model):
-        return None
     try:
-        process = stack.enter_context(rival.start(model, threads, _CONTEXT + max_tokens))
+        process = stack.enter_context(rival.start(llm.target_source.path, threads, _CONTEXT + max_tokens))
         process.complete([1] * 8, 8)
     except SlipstreamError:
         return None  # the demo shows this engine, so an opponent that cannot run here does not end it

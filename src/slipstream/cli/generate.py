@@ -17,7 +17,7 @@ from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
 from slipstream.errors import RequestError, SourceError
-from slipstream.types import GenEvent, SamplingParams, TokenOut
+from slipstream.types import GenEvent, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -121,7 +121,14 @@ def _write(
     if ui.json_output:
         result = answer.to_json(draft=None if mode == "plain" else llm.draft_label)
         if logprobs:
-            result["logprobs"] = [_logprob(token) for token in answer.tokens]
+            result["logprobs"] = [
+                {
+                    "token_id": token.id,
+                    "logprob": token.logprob,
+                    "top_logprobs": [{"token_id": other, "logprob": logprob} for other, logprob in token.top_logprobs],
+                }
+                for token in answer.tokens
+            ]
         if show_drafts:
             result["steps"] = [step.to_json() for step in answer.steps]
         ui.print_json(result)
@@ -130,8 +137,3 @@ def _write(
     if show_drafts:
         show_steps(ui, llm, answer.steps, answer.stats)
     ui.note(footer(answer.stats))
-
-
-def _logprob(token: TokenOut) -> dict[str, object]:
-    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs]
-    return {"token_id": token.id, "logprob": token.logprob, "top_logprobs": top}

@@ -152,9 +152,13 @@ def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequ
         # The engine imports torch, which takes seconds; `--help` and refused options must not wait for it.
         from slipstream.engine.llm import LLM
 
-        adapters = [source for source in draft_lora if source != BASE_VARIANT]
-        pair = target, None if draft == "none" else draft
-        llm = LLM(*pair, draft_lora=adapters, config=config, progress=progress)
+        llm = LLM(
+            target,
+            None if draft == "none" else draft,
+            draft_lora=[source for source in draft_lora if source != BASE_VARIANT],
+            config=config,
+            progress=progress,
+        )
     if not llm.compiled:
         ui.note(f"Running on {llm.kernels}.")
     return llm
