@@ -24,7 +24,7 @@ def rows(result: Comparison) -> list[tuple[str, ...]]:
     return [
         (
             name,
-            f"{(stats := run.stats).tokens_per_second:.1f}",
+            f"{stats.tokens_per_second:.1f}",
             ratio_text(result.speedup(name)),
             f"{stats.tau:.2f}" if stats.drafted else "",
             "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
@@ -32,6 +32,7 @@ def rows(result: Comparison) -> list[tuple[str, ...]]:
             "" if name == PLAIN else f"{run.same}/{result.answers}",
         )
         for name, run in result.modes.items()
+        for stats in (run.stats,)
     ]
 
 

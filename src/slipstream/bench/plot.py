@@ -40,11 +40,13 @@ def write_plot(result: Comparison, path: Path, title: str) -> None:
     figure = Figure(figsize=(9.0, 1.6 + 0.45 * len(result.modes)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for place, (name, run) in enumerate(result.modes.items()):
-        colour, speedup, tau = _REFERENCE_COLOUR if name == PLAIN else _COLOURS[0], result.speedup(name), run.stats.tau
+        colour = _REFERENCE_COLOUR if name == PLAIN else _COLOURS[0]
+        speedup, tau = result.speedup(name), run.stats.tau
         _bar(right, place, tau, colour, f"{tau:.2f}", tau)
         if speedup is not None:
-            high = _whiskers(left, place, speedup, color="black") if name != PLAIN else speedup.value
-            _bar(left, place, speedup.value, colour, f"{speedup.value:.2f}x", high)
+            whiskers = speedup.interval and name != PLAIN
+            end = _whiskers(left, place, speedup, color="black") if whiskers else speedup.value
+            _bar(left, place, speedup.value, colour, f"{speedup.value:.2f}x", end)
     for axes, label in ((left, "speed-up over plain decoding, 95 % interval"), (right, "tokens per verify step (tau)")):
         axes.set_xlabel(label)
         axes.margins(x=0.15)

@@ -182,7 +182,7 @@ def command(
     )
     budget = None if memory is None else parse_binary_size(memory)
     if models is not None:
-        _refuse_beside_models_file(models, locals())
+        _refuse_beside_models_file(models, locals())  # which hold this verb's options by their names
         router = ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
     else:
         config = o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs, exact, no_text_drafts)
