@@ -152,8 +152,12 @@ def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
     for adapter in adapters if len(adapters) > 1 else (BASE_VARIANT, *adapters):
         name = BASE_VARIANT if adapter == BASE_VARIANT else next(names)
         about: dict[str, object] = {} if adapter == BASE_VARIANT else {"adapter": adapter}
-        columns.append(Column(name, partial(nullcontext[LoadedPair], (llm, about)), name))
+        columns.append(Column(name, partial(_ready, (llm, about)), name))
     return columns
+
+
+def _ready(pair: LoadedPair) -> AbstractContextManager[LoadedPair]:
+    return nullcontext(pair)
 
 
 def split_adapters(given: Sequence[str]) -> list[str]:
