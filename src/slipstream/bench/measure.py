@@ -323,7 +323,7 @@ def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
     from slipstream.tools.near_tie import explain_difference
 
     about = llm.describe()
-    tie = explain_difference(
+    return explain_difference(
         llm.target_source.path,
         llm.prompt_ids(turn.history, chat=True),
         turn.answers[PLAIN].token_ids,
@@ -331,5 +331,4 @@ def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
         SamplingParams(temperature=plan.temperature, seed=plan.seed),
         str(about["weight_format"]),
         bool(about["exact"]),
-    )
-    return tie.is_near_tie
+    ).is_near_tie

@@ -133,8 +133,8 @@ def draw(ui: Ui, report: Mapping[str, Any], tensors: bool) -> None:
         "tensors": len(report["tensors"]),
         "complete": "yes" if report["complete"] else "no",
     }
-    facts = {str(report["path"]): summary, "Drafter": report.get("drafter"), "Metadata": report["metadata"]}
-    for title, shown in facts.items():
+    facts = (str(report["path"]), summary), ("Drafter", report.get("drafter")), ("Metadata", report["metadata"])
+    for title, shown in facts:
         if shown is not None:
             ui.facts(title, shown)
             ui.line()
